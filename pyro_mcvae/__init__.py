@@ -1,0 +1,14 @@
+"""Monte Carlo objectives for Pyro: drop-in losses for latent-variable models."""
+
+from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
+from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
+from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
+
+__all__ = [
+    "Bounds",
+    "MonteCarloELBO",
+    "TraceIWAE_ELBO",
+    "TraceSGVB_ELBO",
+]
+
+__version__ = "0.1.0"

@@ -1,0 +1,207 @@
+"""What every objective shares: Pyro's interface around one estimate of a bound."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from pyro.infer.elbo import ELBO
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+from pyro_mcvae.tracing.handlers import Supply
+from pyro_mcvae.tracing.runs import Programs, Run, nonfinite_sites, run_pair
+
+__all__ = ["Bounds", "Estimate", "MonteCarloELBO"]
+
+
+class Bounds(NamedTuple):
+    r"""
+    An objective's value before it is summed: ``total = shared + (scale * per_datum).sum()``.
+
+    :ivar ~torch.Tensor per_datum: the bound on log p(x_n) of each datum of the minibatch, in nats,
+        not scaled by N/B; shape ``[*plates]``, or ``[elements]`` for programs with several
+        separate plates.
+    :ivar scale: N/B of the subsampled plates: a number, or a tensor like ``per_datum``.
+    :ivar ~torch.Tensor shared: what belongs to no single datum: the global latents'
+        log p - log q and the factors outside of the data's plates, scaled; a scalar.
+    :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
+    """
+
+    per_datum: Tensor
+    scale: float | Tensor
+    shared: Tensor
+    plates: tuple[str, ...]
+
+    @property
+    def total(self) -> Tensor:
+        """The bound on the log evidence of the full data set, in nats: minus the loss."""
+        return self.shared + (self.scale * self.per_datum).sum()
+
+
+@dataclass(slots=True)
+class Estimate:
+    """
+    One step's value and gradient.
+
+    :ivar value: the bound, a detached scalar.
+    :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
+    :ivar runs: the executions behind it, to name a site where the value is not finite.
+    """
+
+    value: Tensor
+    surrogate: Tensor
+    runs: list[Run]
+
+
+class MonteCarloELBO(ELBO):
+    """
+    Base class of the objectives of this package.
+
+    A subclass implements :meth:`_estimate` (value and surrogate of one step) and :meth:`_bounds`
+    (the value per datum). This class makes Pyro's interface of them: :meth:`loss`,
+    :meth:`differentiable_loss` and :meth:`loss_and_grads` agree under one random seed.
+
+    :param int num_particles: the number of draws.
+    :param max_plate_nesting: how many batch dims the programs' plates occupy; found out by one
+        extra run at the first step if it is left out and particles are vectorised.
+    :param bool vectorize_particles: run the programs once, with the particles in the outermost
+        batch dim, instead of once per particle.
+    :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration;
+        False samples them.
+    :param bool retain_graph: passed on to ``backward``.
+    :raises ValueError: if ``num_particles`` is not an int of at least 1.
+    """
+
+    def __init__(
+        self,
+        num_particles: int = 1,
+        max_plate_nesting: float = math.inf,
+        vectorize_particles: bool = False,
+        strict_enumeration_warning: bool = True,
+        retain_graph: bool | None = None,
+    ) -> None:
+        check_positive_int("num_particles", num_particles)
+        super().__init__(
+            num_particles=num_particles,
+            max_plate_nesting=max_plate_nesting,
+            vectorize_particles=vectorize_particles,
+            strict_enumeration_warning=strict_enumeration_warning,
+            retain_graph=retain_graph,
+        )
+
+    @abstractmethod
+    def _estimate(self, programs: Programs) -> Estimate:
+        """One step's value and surrogate; the surrogate needs no graph where gradients are off."""
+
+    @abstractmethod
+    def _bounds(self, programs: Programs) -> Bounds:
+        """One step's value per datum."""
+
+    def _get_trace(
+        self,
+        model: Callable[..., Any],
+        guide: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Trace, Trace]:
+        # Pyro's hook for one particle, abstract in ELBO; its helpers may still call it.
+        guide_trace, model_trace = run_pair(Programs(model, guide, args, kwargs), Supply({}))
+        return model_trace, guide_trace
+
+    def loss(
+        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> float:
+        """
+        Minus the bound, estimated without gradients.
+
+        :returns: the loss in nats, over the full data set where plates are subsampled.
+        :raises ValueError: naming the sites where a log density is not finite.
+        """
+        with torch.no_grad():
+            estimate = self._estimate(Programs(model, guide, args, kwargs))
+        return _finite_loss(estimate)
+
+    def differentiable_loss(
+        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """
+        Minus the bound, as a scalar tensor whose ``backward`` yields the gradient estimate.
+
+        Checks that the value is finite only while Pyro's validation is enabled, so that without
+        validation no value leaves the device.
+        """
+        estimate = self._estimate(Programs(model, guide, args, kwargs))
+        if is_validation_enabled():
+            _finite_loss(estimate)
+        return estimate.surrogate.detach() - estimate.surrogate - estimate.value
+
+    def loss_and_grads(
+        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> float:
+        """
+        Minus the bound; accumulates the gradient estimate in the parameters.
+
+        :returns: the loss in nats, as :meth:`loss`.
+        :raises ValueError: naming the sites where a log density is not finite; no gradient has
+            been accumulated then.
+        """
+        estimate = self._estimate(Programs(model, guide, args, kwargs))
+        loss = _finite_loss(estimate)
+        if estimate.surrogate.requires_grad:
+            (-estimate.surrogate).backward(retain_graph=self.retain_graph)
+        return loss
+
+    def bounds(
+        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Bounds:
+        """
+        The bound per datum, without gradients.
+
+        :returns: :class:`Bounds`; ``bounds.per_datum`` has the shape of the data's plates, and
+            ``bounds.total`` is minus the loss.
+
+        Example::
+
+            >>> import pyro, torch
+            >>> import pyro.distributions as dist
+            >>> from pyro_mcvae import TraceSGVB_ELBO
+            >>> def model(x):
+            ...     with pyro.plate("data", len(x)):
+            ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+            >>> def guide(x):
+            ...     with pyro.plate("data", len(x)):
+            ...         pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+            >>> bounds = TraceSGVB_ELBO().bounds(model, guide, torch.zeros(3))
+            >>> bounds.per_datum.shape
+            torch.Size([3])
+            >>> torch.allclose(bounds.total, bounds.per_datum.sum())
+            True
+        """
+        with torch.no_grad():
+            return self._bounds(Programs(model, guide, args, kwargs))
+
+
+def check_positive_int(name: str, value: Any) -> None:
+    """Raise a ValueError unless ``value`` is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+
+
+def as_scalar(value: Any) -> Tensor:
+    """A sum as a tensor, also where it had no summands."""
+    return value if isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def _finite_loss(estimate: Estimate) -> float:
+    loss = -estimate.value.item()
+    if not math.isfinite(loss):
+        lines = nonfinite_sites(estimate.runs) or ["every site is finite: their sum overflows"]
+        raise ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))
+    return loss

@@ -1,0 +1,63 @@
+"""Closed-form Kullback-Leibler divergences at single sites of a program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import kl_divergence
+
+from pyro_mcvae.tracing.runs import Run, Term
+from pyro_mcvae.tracing.sites import inner_scale, is_delta, is_latent, masked
+
+__all__ = ["analytic_kl_sites"]
+
+
+def analytic_kl_sites(run: Run) -> dict[str, Tensor]:
+    r"""
+    :math:`E_q[\log p(z) - \log q(z)] = -KL(q \| p)` of each latent site that allows it.
+
+    A site allows it if the divergence is known in closed form and the model's distribution of the
+    site depends on nothing that the guide draws after it. The latter is read off the order of the
+    sites: whatever precedes the site in the model must precede it in the guide.
+
+    :returns: by site name, batch-shaped, with the user's scale and mask, without the plates' N/B.
+    """
+    model = {t.key.name: t for t in run.terms if not t.in_guide and is_latent(t.site)}
+    guide = {t.key.name: t for t in run.terms if t.in_guide and t.key.name in model}
+    place = {name: i for i, name in enumerate(guide)}
+    found, latest = {}, -1
+    for name, model_term in model.items():
+        if name not in guide:
+            continue
+        in_order = place[name] > latest
+        latest = max(latest, place[name])
+        if in_order and not is_delta(guide[name].site["fn"]):
+            value = _negative_kl(model_term, guide[name])
+            if value is not None:
+                found[name] = value
+    return found
+
+
+def _negative_kl(model_term: Term, guide_term: Term) -> Tensor | None:
+    p, q = model_term.site, guide_term.site
+    try:
+        kl = kl_divergence(q["fn"], p["fn"])
+        if _same_weighting(p, q):
+            return -masked(q, kl)
+        # E[log p] = -KL - H and E[log q] = -H carry their own scales and masks.
+        entropy = q["fn"].entropy()
+    except NotImplementedError:
+        return None
+    return masked(q, entropy) - masked(p, kl + entropy)
+
+
+def _same_weighting(p: Any, q: Any) -> bool:
+    """Whether both sites have the same user's scale and mask, compared without reading tensors."""
+    scales = inner_scale(p), inner_scale(q)
+    if any(isinstance(s, torch.Tensor) for s in scales):
+        same_scale = p["scale"] is q["scale"]
+    else:
+        same_scale = scales[0] == scales[1]
+    return same_scale and p["mask"] is q["mask"]

@@ -1,0 +1,123 @@
+"""Pathwise gradient estimators of the importance weighted bound: reparam, stl and dreg."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.ops.importance import log_mean_exp, normalized_weights
+from pyro_mcvae.tracing.runs import Term
+from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.sites import is_random, masked, unscaled_log_prob
+
+__all__ = ["PathGradient"]
+
+
+class PathGradient:
+    r"""
+    The gradient of :math:`\log \frac{1}{K} \sum_k w_k` through the guide's draws.
+
+    With :math:`\tilde w_k = w_k / \sum_j w_j` held fixed, the gradients with respect to a guide's
+    parameters :math:`\phi` are
+
+    .. math::
+        \text{reparam:} \quad & \sum_k \tilde w_k \Big(
+            \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi}
+            - \frac{\partial \log q_\phi(z_k)}{\partial \phi} \Big) \\
+        \text{stl:} \quad & \sum_k \tilde w_k
+            \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi} \\
+        \text{dreg:} \quad & \sum_k \tilde w_k^2
+            \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi}
+
+    and for all other parameters :math:`\sum_k \tilde w_k \nabla \log w_k`. The score term is
+    taken out by adding log q at the detached draw; the square comes from a second factor
+    :math:`\tilde w_k` on the gradient that arrives at the draw on its way back. One backward pass
+    serves all parameters.
+    """
+
+    def __init__(self, estimator: str, num_particles: int) -> None:
+        self.estimator = estimator
+        # K = 1 makes them agree in expectation; reparam is then exactly the ELBO's gradient.
+        if estimator == "vimco" or (estimator == "auto" and num_particles == 1):
+            self.estimator = "reparam"
+        self.needs_roots = self.estimator != "reparam"
+
+    def surrogate(self, sample: Sample) -> Tensor:
+        """Per datum, a tensor with the estimator's gradient: ``[*plates]``."""
+        chosen = [
+            {t.key.name for t in run.terms if self._applies(sample, t, i)}
+            for i, run in enumerate(sample.runs)
+        ]
+        if not any(chosen):
+            return log_mean_exp(sample.log_weight)
+        weight = normalized_weights(sample.log_weight.detach())
+
+        def summand(term: Term, i: int) -> Tensor:
+            if not term.in_guide:
+                return term.log_prob
+            if term.key.name not in chosen[i]:
+                return -term.log_prob
+            return -_path_log_q(term)
+
+        log_weight = sample.local_sum(summand)
+        if self.estimator != "stl":
+            self._square_weights(sample, chosen, weight)
+        # A weight of zero would otherwise meet a log weight of minus infinity: 0 * inf is NaN.
+        return (weight * torch.where(weight > 0, log_weight, 0.0)).sum(0)
+
+    def _applies(self, sample: Sample, term: Term, i: int) -> bool:
+        return (
+            self.needs_roots
+            and term.in_guide
+            and is_random(term.site)
+            and not isinstance(term.score, Tensor)
+            and sample.block_of[i][term.key] is not None
+            and term.key.name in sample.structure.roots
+            and term.site["value"].requires_grad
+            and (self.estimator != "auto" or not _is_flow(term.site["fn"]))
+        )
+
+    @staticmethod
+    def _square_weights(sample: Sample, chosen: list[set[str]], weight: Tensor) -> None:
+        parts = sample.split(weight)
+        for i, run in enumerate(sample.runs):
+            for term in run.terms:
+                if term.in_guide and term.key.name in chosen[i]:
+                    b = sample.block_of[i][term.key]
+                    assert b is not None
+                    factor = sample.align(parts[b], term, i)
+                    term.site["value"].register_hook(lambda grad, w=factor: grad * w)
+
+
+def _path_log_q(term: Term) -> Tensor:
+    """log q(z), up to its value, with a gradient through z alone."""
+    value, log_q = term.site["value"], term.log_prob
+    if any(_transforms(term.site["fn"])):
+        # Transforms cache the inverse of the tensor that they drew, which cuts the path to it.
+        alias = value.view_as(value)
+        log_q = masked(term.site, unscaled_log_prob(term.site, "guide", alias))
+    at_detached = unscaled_log_prob(term.site, "guide", value.detach())
+    return log_q - masked(term.site, at_detached)
+
+
+def _is_flow(fn: Any) -> bool:
+    """Whether a distribution has transforms beyond torch's closed-form ones."""
+    return any(not _is_elementary(t) for t in _transforms(fn))
+
+
+def _transforms(fn: Any) -> Iterator[Any]:
+    while fn is not None:
+        yield from getattr(fn, "transforms", ())
+        fn = getattr(fn, "base_dist", None)
+
+
+def _is_elementary(transform: Any) -> bool:
+    parts = getattr(transform, "parts", None) or [getattr(transform, "base_transform", None)]
+    if type(transform).__name__ == "_InverseTransform":
+        parts = [transform.inv]
+    return type(transform).__module__ == "torch.distributions.transforms" and all(
+        _is_elementary(part) for part in parts if part is not None
+    )

@@ -1,0 +1,1 @@
+"""Monte Carlo arithmetic on tensors; imports torch only."""

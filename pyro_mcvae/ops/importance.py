@@ -1,0 +1,109 @@
+"""Importance weights in log space: averages, normalised weights, effective sample size."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "effective_sample_size",
+    "leave_one_out_signal",
+    "log_mean_exp",
+    "normalized_weights",
+]
+
+
+def log_mean_exp(log_weight: Tensor, dim: int = 0) -> Tensor:
+    r"""
+    The importance weighted bound of Burda et al. [1],
+
+    .. math:: L = \log \frac{1}{K} \sum_{k=1}^K w_k .
+
+    :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]`` for ``dim=0``.
+    :param int dim: the dimension of the particles.
+    :returns: L in nats, shape ``[*plates]``.
+
+    [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
+
+    Example::
+
+        >>> log_mean_exp(torch.tensor([0.0, 0.0]))
+        tensor(0.)
+    """
+    return log_weight.logsumexp(dim) - math.log(log_weight.shape[dim])
+
+
+def normalized_weights(log_weight: Tensor, dim: int = 0) -> Tensor:
+    r"""
+    Self-normalised weights :math:`w_k / \sum_j w_j`; all zero where every weight is zero.
+
+    :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]`` for ``dim=0``.
+    :param int dim: the dimension of the particles.
+    :returns: weights of the same shape, summing to one over ``dim``.
+
+    Example::
+
+        >>> normalized_weights(torch.tensor([0.0, -float("inf")]))
+        tensor([1., 0.])
+    """
+    total = log_weight.logsumexp(dim, keepdim=True)
+    # -inf - (-inf) is NaN: a datum whose particles all have weight zero carries no gradient.
+    return (log_weight - total.clamp_min(torch.finfo(total.dtype).min)).exp()
+
+
+def effective_sample_size(log_weight: Tensor, dim: int = 0) -> Tensor:
+    r"""
+    Kish's effective sample size :math:`(\sum_k w_k)^2 / \sum_k w_k^2`, between 1 and K.
+
+    :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]`` for ``dim=0``.
+    :param int dim: the dimension of the particles.
+    :returns: shape ``[*plates]``.
+
+    Example::
+
+        >>> effective_sample_size(torch.zeros(8))
+        tensor(8.)
+    """
+    return (2.0 * log_weight.logsumexp(dim) - (2.0 * log_weight).logsumexp(dim)).exp()
+
+
+def leave_one_out_signal(log_weight: Tensor) -> Tensor:
+    r"""
+    VIMCO's learning signal :math:`L - L_{-k}` of each particle [1], where
+
+    .. math::
+        L = \log \frac{1}{K} \sum_j w_j, \qquad
+        L_{-k} = \log \frac{1}{K} \Big( \sum_{j \ne k} w_j
+                 + \exp \frac{1}{K-1} \sum_{j \ne k} \log w_j \Big) .
+
+    :math:`L_{-k}` does not depend on particle k, so subtracting it leaves the expectation of
+    the score-function gradient unchanged. Where it is minus infinity (all other weights are
+    zero) nothing is subtracted, for the same reason.
+
+    :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]``, K at least 2.
+    :returns: detached signal of the same shape.
+    :raises ValueError: for fewer than two particles.
+
+    [1] Mnih, Rezende (2016), *Variational Inference for Monte Carlo Objectives*.
+
+    Example::
+
+        >>> leave_one_out_signal(torch.zeros(3))
+        tensor([0., 0., 0.])
+    """
+    num_particles = log_weight.shape[0]
+    if num_particles < 2:
+        raise ValueError(f"a leave-one-out baseline needs num_particles >= 2, got {num_particles}")
+    log_weight = log_weight.detach()
+    zero = log_weight.new_full((1, *log_weight.shape[1:]), -math.inf)
+    # Sums over j < k and j > k: stable where subtracting w_k from the total is not.
+    before = torch.cat([zero, log_weight[:-1].logcumsumexp(0)])
+    after = torch.cat([log_weight[1:].flip(0).logcumsumexp(0).flip(0), zero])
+    others = torch.logaddexp(before, after)
+    finite = log_weight.clamp_min(torch.finfo(log_weight.dtype).min / num_particles)
+    substitute = (finite.sum(0) - finite) / (num_particles - 1)
+    baseline = torch.logaddexp(others, substitute) - math.log(num_particles)
+    baseline = torch.where(others.isneginf(), torch.zeros_like(baseline), baseline)
+    return log_mean_exp(log_weight) - baseline

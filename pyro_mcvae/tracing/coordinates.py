@@ -1,0 +1,297 @@
+r"""
+Coordinates of a guide's draws: what a chain moves, a search changes, or a sum enumerates.
+
+A reparameterized distribution draws :math:`z = T(\epsilon)` from noise with a fixed density. In
+*noise* coordinates the noise is the state: its density is known, it is unconstrained, and it is
+whitened by the guide. Distributions whose noise is not explicit (Gamma, Dirichlet) use
+*unconstrained* values instead, and discrete ones the *value* itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from pyro import distributions as dist
+from torch import Tensor
+from torch.distributions import biject_to
+
+__all__ = [
+    "Coordinate",
+    "NoiseCoordinate",
+    "UnconstrainedCoordinate",
+    "ValueCoordinate",
+    "coordinate_of",
+    "register_noise",
+]
+
+Coordinates = Literal["noise", "latent", "value"]
+
+
+class Coordinate(ABC):
+    """
+    A parameterization of one guide site's draw.
+
+    :ivar event_shape: the shape of the coordinate of one batch element.
+    """
+
+    event_shape: torch.Size
+
+    @abstractmethod
+    def draw(self) -> Tensor:
+        """A draw of the coordinate such that ``value(draw())`` follows the site's distribution."""
+
+    @abstractmethod
+    def value(self, coordinate: Tensor) -> Tensor:
+        """The site's value at a coordinate."""
+
+    @abstractmethod
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        """The density of the coordinate under the guide, batch-shaped."""
+
+
+class NoiseCoordinate(Coordinate):
+    r"""
+    Noise of independent standard variables: :math:`z = T(\epsilon)`, with T the guide's.
+
+    :param fn: the site's distribution, for its batch shape.
+    :param standard: a scalar distribution on the real line, without parameters to learn.
+    :param event_shape: how many standard variables one batch element takes.
+    :param transform: T.
+    """
+
+    def __init__(
+        self,
+        fn: Any,
+        standard: Any,
+        event_shape: torch.Size,
+        transform: Callable[[Tensor], Tensor],
+    ) -> None:
+        self.batch_shape = fn.batch_shape
+        self.standard = standard
+        self.event_shape = event_shape
+        self.transform = transform
+
+    def draw(self) -> Tensor:
+        with torch.no_grad():
+            return self.standard.sample(self.batch_shape + self.event_shape)
+
+    def value(self, coordinate: Tensor) -> Tensor:
+        return self.transform(coordinate)
+
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        return _sum_event(self.standard.log_prob(coordinate), len(self.event_shape))
+
+
+class UnconstrainedCoordinate(Coordinate):
+    """The value itself, mapped to the real line where its support is constrained."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        self.transform = biject_to(fn.support)
+        self.event_shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)[
+            len(fn.batch_shape) :
+        ]
+
+    def draw(self) -> Tensor:
+        with torch.no_grad():
+            return self.transform.inv(self.fn.sample())
+
+    def value(self, coordinate: Tensor) -> Tensor:
+        return self.transform(coordinate)
+
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        log_det = self.transform.log_abs_det_jacobian(coordinate, value)
+        extra = self.fn.event_dim - self.transform.codomain.event_dim
+        return self.fn.log_prob(value) + _sum_event(log_det, extra)
+
+
+class ValueCoordinate(Coordinate):
+    """The value itself, as it is."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        self.event_shape = fn.event_shape
+
+    def draw(self) -> Tensor:
+        with torch.no_grad():
+            return self.fn.sample()
+
+    def value(self, coordinate: Tensor) -> Tensor:
+        return coordinate
+
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        return self.fn.log_prob(value)
+
+
+def coordinate_of(fn: Any, coordinates: Coordinates = "noise") -> Coordinate:
+    """
+    The coordinate of a guide site's draws.
+
+    :param fn: the site's distribution.
+    :param coordinates: ``"noise"``; ``"latent"``, unconstrained values throughout; or
+        ``"value"``, the values themselves.
+    """
+    if coordinates == "value" or fn.support.is_discrete:
+        return ValueCoordinate(fn)
+    if coordinates == "noise":
+        found = _noise(fn)
+        if found is not None:
+            standard, event_shape, transform = found
+            return NoiseCoordinate(fn, standard, event_shape, transform)
+    return UnconstrainedCoordinate(fn)
+
+
+# Standard distribution, event shape of the noise, transform.
+Noise = tuple[Any, torch.Size, Callable[[Tensor], Tensor]]
+_REGISTRY: dict[type, Callable[[Any], Noise | None]] = {}
+
+
+def register_noise(*classes: type) -> Callable[[Any], Any]:
+    """
+    Register how distributions of exactly these classes are made from noise.
+
+    The decorated function maps a distribution to ``(standard, event_shape, transform)``, or to
+    None where it has no explicit noise.
+
+    Example::
+
+        >>> @register_noise(dist.Exponential)
+        ... def _exponential(fn):
+        ...     standard = dist.Normal(torch.zeros(()), torch.ones(()))
+        ...     return standard, fn.event_shape, lambda eps: (
+        ...         -torch.special.log_ndtr(eps) / fn.rate
+        ...     )
+        >>> coordinate_of(dist.Exponential(torch.ones(3))).draw().shape
+        torch.Size([3])
+    """
+
+    def decorator(function: Callable[[Any], Noise | None]) -> Callable[[Any], Noise | None]:
+        for cls in classes:
+            _REGISTRY[cls] = function
+        return function
+
+    return decorator
+
+
+def _noise(fn: Any) -> Noise | None:
+    # Exact classes only: a subclass may draw in another way than its parent.
+    function = _REGISTRY.get(type(fn))
+    return None if function is None else function(fn)
+
+
+def _standard(cls: type, like: Tensor, *args: Tensor) -> Any:
+    like = like.detach()
+    zero, one = like.new_zeros(()), like.new_ones(())
+    return cls(*args, zero, one, validate_args=False)
+
+
+def _pair(*names: str) -> list[type]:
+    found = [getattr(module, n, None) for module in (dist, torch.distributions) for n in names]
+    return [cls for cls in dict.fromkeys(found) if cls is not None]
+
+
+@register_noise(*_pair("Normal", "Laplace", "Cauchy", "Logistic"))
+def _location_scale(fn: Any) -> Noise:
+    plain = _pair(type(fn).__name__)[0]
+    return _standard(plain, fn.loc), fn.event_shape, lambda eps: fn.loc + fn.scale * eps
+
+
+@register_noise(*_pair("StudentT"))
+def _student_t(fn: Any) -> Noise | None:
+    if fn.df.requires_grad or fn.df.numel() != 1:
+        return None  # the noise's density would depend on parameters
+    standard = _standard(dist.StudentT, fn.loc, fn.df.reshape(()))
+    return standard, fn.event_shape, lambda eps: fn.loc + fn.scale * eps
+
+
+@register_noise(*_pair("Uniform"))
+def _uniform(fn: Any) -> Noise:
+    standard = _standard(dist.Normal, fn.low)
+    edge = torch.finfo(fn.low.dtype).eps
+
+    def transform(eps: Tensor) -> Tensor:
+        # Rounding puts far noise on the interval's ends, where densities are infinite.
+        unit = torch.special.ndtr(eps).clamp(edge, 1 - edge)
+        return fn.low + (fn.high - fn.low) * unit
+
+    return standard, fn.event_shape, transform
+
+
+@register_noise(*_pair("MultivariateNormal"))
+def _multivariate_normal(fn: Any) -> Noise:
+    return (
+        _standard(dist.Normal, fn.loc),
+        fn.event_shape,
+        lambda eps: fn.loc + (fn._unbroadcasted_scale_tril @ eps.unsqueeze(-1)).squeeze(-1),
+    )
+
+
+@register_noise(*_pair("LowRankMultivariateNormal"))
+def _low_rank_normal(fn: Any) -> Noise:
+    factor, diagonal = fn._unbroadcasted_cov_factor, fn._unbroadcasted_cov_diag
+    rank = factor.shape[-1]
+
+    def transform(eps: Tensor) -> Tensor:
+        low = (factor @ eps[..., :rank].unsqueeze(-1)).squeeze(-1)
+        return fn.loc + low + diagonal.sqrt() * eps[..., rank:]
+
+    return _standard(dist.Normal, fn.loc), torch.Size([rank + fn.event_shape[0]]), transform
+
+
+@register_noise(*_pair("Independent"), torch.distributions.Independent)
+def _independent(fn: Any) -> Noise | None:
+    found = _noise(fn.base_dist)
+    if found is None:
+        return None
+    standard, event_shape, transform = found
+    count = fn.reinterpreted_batch_ndims
+    extra = fn.base_dist.batch_shape[len(fn.base_dist.batch_shape) - count :]
+    return standard, extra + event_shape, transform
+
+
+@register_noise(
+    dist.torch_distribution.ExpandedDistribution, dist.torch_distribution.MaskedDistribution
+)
+def _wrapped(fn: Any) -> Noise | None:
+    return _noise(fn.base_dist)
+
+
+def _flow_classes() -> list[type]:
+    # LogNormal, Gumbel and the like are transformed distributions by inheritance.
+    root = torch.distributions.TransformedDistribution
+    found = [
+        cls
+        for module in (dist, torch.distributions)
+        for cls in vars(module).values()
+        if isinstance(cls, type) and issubclass(cls, root) and cls.rsample is root.rsample
+    ]
+    return list(dict.fromkeys([root, *found]))
+
+
+@register_noise(*_flow_classes())
+def _transformed(fn: Any) -> Noise | None:
+    found = _noise(fn.base_dist)
+    if found is None:
+        return None
+    standard, event_shape, base = found
+    count = len(fn.base_dist.batch_shape) - len(fn.batch_shape)
+    if count > 0:
+        # Transforms that mix batch elements of the base make them one event.
+        event_shape = fn.base_dist.batch_shape[-count:] + event_shape
+
+    def transform(eps: Tensor) -> Tensor:
+        value = base(eps)
+        for part in fn.transforms:
+            value = part(value)
+        return value
+
+    return standard, event_shape, transform
+
+
+def _sum_event(value: Any, count: int) -> Tensor:
+    if not isinstance(value, Tensor):
+        return torch.as_tensor(value)
+    return value.sum(tuple(range(-count, 0))) if count else value

@@ -1,0 +1,111 @@
+"""Packs the coordinates of several sites into one vector per datum, and unpacks them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Packing", "SiteShape"]
+
+
+@dataclass(frozen=True, slots=True)
+class SiteShape:
+    """
+    The shape of one site's coordinate, which is ``[leading, *batch_shape, *event_shape]``.
+
+    :ivar block: the index of the block that the site belongs to.
+    :ivar batch_shape: the sizes of all plate dims, 1 where the site lies in no plate.
+    """
+
+    block: int
+    batch_shape: tuple[int, ...]
+    event_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Packing:
+    """
+    A bijection between coordinates by site and ``[leading, *plates, D]``.
+
+    With several blocks the elements of their plates are laid side by side, ``[leading, elements,
+    D]``, and shorter vectors are padded with zeros.
+
+    :param sites: the shape of each site's coordinate.
+    :param dims: for each block the (negative) batch dims of its plates.
+
+    Example::
+
+        >>> sites = {
+        ...     "a": SiteShape(0, (1, 5), (), torch.float32),
+        ...     "b": SiteShape(0, (8, 5), (2,), torch.float32),
+        ... }
+        >>> packing = Packing(sites, [(-1,)])
+        >>> values = {"a": torch.randn(3, 1, 5), "b": torch.randn(3, 8, 5, 2)}
+        >>> packing.pack(values).shape
+        torch.Size([3, 5, 17])
+        >>> bool((packing.unpack(packing.pack(values))["b"] == values["b"]).all())
+        True
+    """
+
+    def __init__(self, sites: Mapping[str, SiteShape], dims: list[tuple[int, ...]]) -> None:
+        self.sites = dict(sites)
+        self._axes: dict[str, tuple[list[int], list[int]]] = {}
+        self._ranges: dict[str, tuple[int, int]] = {}
+        self._widths = [0] * len(dims)
+        self._shapes: list[tuple[int, ...]] = [()] * len(dims)
+        for name, site in self.sites.items():
+            nesting = len(site.batch_shape)
+            own = [1 + nesting + d for d in dims[site.block]]
+            rest = [a for a in range(1, nesting + 1) if a not in own]
+            width = math.prod(site.batch_shape[a - 1] for a in rest) * math.prod(site.event_shape)
+            begin = self._widths[site.block]
+            self._axes[name] = own, rest
+            self._ranges[name] = begin, begin + width
+            self._widths[site.block] = begin + width
+            self._shapes[site.block] = tuple(site.batch_shape[a - 1] for a in own)
+
+    def pack(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Coordinates by site to ``[leading, *plates, D]``."""
+        parts: list[list[Tensor]] = [[] for _ in self._widths]
+        for name, site in self.sites.items():
+            own, rest = self._axes[name]
+            value = values[name].reshape(-1, *site.batch_shape, *site.event_shape)
+            events = range(1 + len(site.batch_shape), value.dim())
+            moved = value.permute(0, *own, *rest, *events)
+            flat = moved.reshape(value.shape[0], *self._shapes[site.block], -1)
+            parts[site.block].append(flat)
+        blocks = [torch.cat(p, dim=-1) for p in parts]
+        if len(blocks) == 1:
+            return blocks[0]
+        depth = max(self._widths)
+        flat_blocks = [b.reshape(b.shape[0], -1, b.shape[-1]) for b in blocks]
+        padded = [torch.nn.functional.pad(b, (0, depth - b.shape[-1])) for b in flat_blocks]
+        return torch.cat(padded, dim=1)
+
+    def unpack(self, packed: Tensor) -> dict[str, Tensor]:
+        """``[leading, *plates, D]`` to coordinates by site, in each site's dtype."""
+        blocks = self._split(packed)
+        values = {}
+        for name, site in self.sites.items():
+            own, rest = self._axes[name]
+            begin, end = self._ranges[name]
+            sizes = [site.batch_shape[a - 1] for a in rest]
+            part = blocks[site.block][..., begin:end]
+            part = part.reshape(*part.shape[:-1], *sizes, *site.event_shape)
+            order = [0, *own, *rest]
+            back = [order.index(a) for a in range(len(order))]
+            values[name] = part.permute(*back, *range(len(order), part.dim())).to(site.dtype)
+        return values
+
+    def _split(self, packed: Tensor) -> list[Tensor]:
+        if len(self._widths) == 1:
+            return [packed]
+        parts = packed.split([math.prod(s) for s in self._shapes], dim=1)
+        return [
+            p[..., :width].reshape(p.shape[0], *shape, width)
+            for p, shape, width in zip(parts, self._shapes, self._widths, strict=True)
+        ]

@@ -1,0 +1,284 @@
+"""One execution of guide and model, its log densities, and their sums over plates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.distributions.util import is_identically_zero
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
+from pyro.util import check_model_guide_match, check_site_shape
+from torch import Tensor
+
+from pyro_mcvae.tracing import sites
+from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
+from pyro_mcvae.tracing.sites import is_latent, is_scored
+from pyro_mcvae.tracing.structure import FactorKey
+
+__all__ = [
+    "Programs",
+    "Run",
+    "Term",
+    "check_sites",
+    "collect",
+    "nesting_of",
+    "run_model",
+    "run_pair",
+    "with_values",
+]
+
+
+@dataclass(slots=True)
+class Term:
+    """
+    One factor of the weight of one run.
+
+    :ivar log_prob: the site's log density with the user's scale and mask, not the plates' N/B;
+        shape ``[leading, *batch]``.
+    :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through.
+    :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.
+    :ivar plate_scale: N/B of the plates around the site.
+    """
+
+    key: FactorKey
+    site: Any
+    log_prob: Tensor
+    plate_scale: float = 1.0
+    entropy: Any = 0
+    score: Any = 0
+
+    @property
+    def in_guide(self) -> bool:
+        return self.key.program == "guide"
+
+
+@dataclass(slots=True)
+class Run:
+    """
+    The terms of one execution of both programs.
+
+    :ivar nesting: how many batch dims belong to plates.
+    :ivar leading: the size of the leading dimension at ``-nesting - 1``, or None if there is none.
+    :ivar unbatched: the factors whose distribution did not have that dimension by itself.
+    """
+
+    guide_trace: Trace
+    model_trace: Trace
+    terms: list[Term]
+    nesting: int
+    leading: int | None
+    unbatched: frozenset[FactorKey] = frozenset()
+
+    def sum_to(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Sum a batch-shaped tensor over all plates but ``dims``: ``[leading, *dims]``."""
+        needed = max((-d for d in dims), default=0)
+        if value.dim() < needed:
+            value = value.reshape((1,) * (needed - value.dim()) + value.shape)
+        lead = -self.nesting - 1
+        has_lead = self.leading is not None and value.dim() > self.nesting
+        drop = [d for d in range(-value.dim(), 0) if d not in dims and not (has_lead and d == lead)]
+        if drop:
+            value = value.sum(drop)
+        return value if has_lead else value.unsqueeze(0)
+
+    def align(self, weight: Tensor, dims: tuple[int, ...], value: Tensor, event_dim: int) -> Tensor:
+        """
+        Reshape ``[leading, *dims]`` so that it multiplies a site's value.
+
+        :param weight: without its first dimension where the run has no leading one.
+        """
+        sizes = iter(weight.shape[len(weight.shape) - len(dims) :])
+        batch = [next(sizes) if d in dims else 1 for d in range(-self.nesting, 0)]
+        shape = [*weight.shape[: len(weight.shape) - len(dims)], *batch, *[1] * event_dim]
+        # Without a leading dimension a value outside of some plates has fewer dims than they.
+        return weight.reshape(shape[max(0, len(shape) - value.dim()) :])
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """A model and a guide with the arguments of one call."""
+
+    model: Callable[..., Any]
+    guide: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def run_pair(
+    programs: Programs,
+    supply: Supply,
+    leading: tuple[LeadingPlate, LeadingPlate] | tuple[None, None] = (None, None),
+    inside: Messenger | None = None,
+) -> tuple[Trace, Trace]:
+    """
+    Run the guide, then the model on its draws.
+
+    :param supply: values and the minibatch; entered outermost.
+    :param leading: the particles' plate for the guide and for the model.
+    :param inside: a further handler around the guide, inside of ``supply``.
+    :returns: ``(guide_trace, model_trace)``
+    """
+    args, kwargs = programs.args, programs.kwargs
+    with supply:
+        unwrapped = poutine.unwrap(programs.guide)
+        if isinstance(unwrapped, Messenger):  # a GuideMessenger runs both programs at once
+            with _entered(inside, leading[0]):
+                programs.guide(*args, **kwargs)
+            model_trace, guide_trace = unwrapped.get_traces()
+            return guide_trace, model_trace
+        with poutine.trace() as tracer, _entered(inside, leading[0]):
+            programs.guide(*args, **kwargs)
+    return tracer.trace, run_model(programs, tracer.trace, supply, leading[1])
+
+
+def run_model(
+    programs: Programs, guide_trace: Trace, supply: Supply, leading: LeadingPlate | None
+) -> Trace:
+    """Run the model on the draws of a guide's trace."""
+    with (
+        supply,
+        poutine.trace() as tracer,
+        poutine.replay(trace=guide_trace),
+        _entered(leading),
+    ):
+        programs.model(*programs.args, **programs.kwargs)
+    return tracer.trace
+
+
+def with_values(trace: Trace, values: Mapping[str, Tensor]) -> Trace:
+    """A copy of a trace with other values at some sites."""
+    changed = trace.copy()
+    for name, value in values.items():
+        changed.nodes[name] = {**trace.nodes[name], "value": value}
+    return changed
+
+
+def _entered(*handlers: Messenger | None) -> ExitStack:
+    stack = ExitStack()
+    for handler in handlers:
+        if handler is not None:
+            stack.enter_context(handler)
+    return stack
+
+
+def collect(guide_trace: Trace, model_trace: Trace, nesting: int, leading: int | None) -> Run:
+    """Compute the log density of every scored site of both traces."""
+    terms = [_model_term(s) for s in _scored(model_trace)]
+    terms += [_guide_term(s) for s in _scored(guide_trace)]
+    run = Run(guide_trace, model_trace, terms, nesting, leading)
+    if is_validation_enabled():
+        depth = nesting + (leading is not None)
+        check_model_guide_match(model_trace, guide_trace, depth)
+        for term in terms:
+            term.site["log_prob"] = term.log_prob
+            check_site_shape(term.site, depth)
+    if leading is not None:
+        for term in terms:
+            _check_batch_dims(term, nesting)
+    return run
+
+
+def _check_batch_dims(term: Term, nesting: int) -> None:
+    """Refuse particles in a dim that belongs to data, as z.sum(-1) in a model moves them there."""
+    declared = {f.dim for f in term.site["cond_indep_stack"]}
+    shape = term.log_prob.shape
+    for dim in range(-min(nesting, len(shape)), 0):
+        if shape[dim] != 1 and dim not in declared:
+            raise ValueError(
+                f"site '{term.key.name}' of the {term.key.program} has log_prob of shape "
+                f"{tuple(shape)}, whose dim {dim} belongs to no plate: reductions over plates "
+                f"must keep their dims, as in z.sum(-1, keepdim=True)"
+            )
+
+
+def nesting_of(*traces: Trace) -> int:
+    """The depth of the deepest plate dim in the traces, the particles' plate left out."""
+    dims = [
+        frame.dim
+        for trace in traces
+        for site in _scored(trace)
+        for frame in site["cond_indep_stack"]
+        if frame.dim is not None and frame.name != sites.LEADING
+    ]
+    return -min(dims, default=0)
+
+
+def _scored(trace: Trace) -> Iterator[Any]:
+    return (site for site in trace.nodes.values() if is_scored(site))
+
+
+def _model_term(site: Any) -> Term:
+    log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
+    return Term(FactorKey("model", site["name"]), site, log_prob, sites.subsampling_scale(site))
+
+
+def _guide_term(site: Any) -> Term:
+    parts = sites.score_parts(site, "guide")
+    log_prob = sites.masked(site, parts.log_prob)
+    if parts.entropy_term is parts.log_prob:
+        entropy = log_prob
+    elif is_identically_zero(parts.entropy_term):
+        entropy = 0
+    else:
+        entropy = sites.masked(site, parts.entropy_term)
+    score = 0 if is_identically_zero(parts.score_function) else parts.score_function
+    key = FactorKey("guide", site["name"])
+    return Term(key, site, log_prob, sites.subsampling_scale(site), entropy, score)
+
+
+def check_sites(guide_trace: Trace, model_trace: Trace, strict_enumeration: bool) -> None:
+    """
+    Check that the guide draws what the model needs, and nothing else.
+
+    :raises ValueError: naming the site and what to do.
+    """
+    guide, model = guide_trace.nodes, model_trace.nodes
+    for name, site in model.items():
+        if not is_latent(site):
+            continue
+        if name not in guide:
+            if site["infer"].get("enumerate"):
+                raise ValueError(_enumerated(name, "model"))
+            raise ValueError(
+                f"site '{name}' of the model is neither observed nor drawn by the guide: add "
+                f"pyro.sample('{name}', ...) to the guide, or pass obs= in the model"
+            )
+    for name, site in guide.items():
+        if not is_latent(site):
+            continue
+        if strict_enumeration and site["infer"].get("enumerate"):
+            raise ValueError(_enumerated(name, "guide"))
+        if site["infer"].get("is_auxiliary") or (name in model and is_latent(model[name])):
+            continue
+        where = "is observed in the model" if name in model else "is missing from the model"
+        raise ValueError(
+            f"site '{name}' of the guide {where}: remove it from the guide, or mark it with "
+            f"infer={{'is_auxiliary': True}} if it is an auxiliary variable of the guide"
+        )
+
+
+def _enumerated(name: str, program: str) -> str:
+    return (
+        f"site '{name}' of the {program} is marked for enumeration, which this objective does "
+        f"not do: use pyro.infer.TraceEnum_ELBO, or sample the site by removing "
+        f"infer={{'enumerate': ...}} (in the guide also: strict_enumeration_warning=False)"
+    )
+
+
+def nonfinite_sites(runs: list[Run]) -> list[str]:
+    """A line for every site whose log density is not finite, over all runs."""
+    lines = []
+    for run in runs:
+        for term in run.terms:
+            line = sites.nonfinite_report(
+                term.site, term.key.program, torch.as_tensor(term.log_prob)
+            )
+            if line is not None and line not in lines:
+                lines.append(line)
+    return lines

@@ -1,0 +1,149 @@
+"""Extra runs of a program pair, without particles, that find out its structure."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.infer.util import is_validation_enabled
+from pyro.ops.provenance import ProvenanceTensor, detach_provenance, get_provenance
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from pyro_mcvae.tracing.handlers import Supply
+from pyro_mcvae.tracing.runs import Programs, check_sites, collect, nesting_of, run_pair
+from pyro_mcvae.tracing.sites import is_scored
+from pyro_mcvae.tracing.structure import FactorKey
+
+__all__ = ["find_dependencies", "find_nesting"]
+
+
+class Dependencies(NamedTuple):
+    """
+    What depends on which draws of the guide, directly.
+
+    :ivar factors: for each site's log density, which depends on the site's value too.
+    :ivar distributions: for each site's distribution, whatever its value.
+    """
+
+    factors: dict[FactorKey, frozenset[str]]
+    distributions: dict[FactorKey, frozenset[str]]
+
+
+class _TrackDraws(Messenger):
+    """Marks the tracked draws of the guide, and notes what each was computed from."""
+
+    def __init__(self, tracked: frozenset[str]) -> None:
+        super().__init__()
+        self.tracked = tracked
+        self.leaves: dict[str, Tensor] = {}
+        self.upstream: dict[str, frozenset[str]] = {}
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if msg["name"] not in self.tracked or msg["name"] in self.leaves:
+            return
+        self.upstream[msg["name"]] = frozenset(get_provenance(msg["value"]))
+        leaf = detach_provenance(msg["value"]).detach()
+        # Two trackers, because each is blind somewhere: provenance in custom autograd functions,
+        # autograd at discrete values.
+        if leaf.is_floating_point():
+            leaf.requires_grad_()
+        self.leaves[msg["name"]] = leaf
+        msg["value"] = ProvenanceTensor(leaf, frozenset({msg["name"]}))
+
+
+def find_dependencies(programs: Programs, tracked: frozenset[str]) -> Dependencies:
+    """
+    The tracked guide sites on which each factor of the weight depends directly.
+
+    Programs that cannot be tracked (an operator that refuses tensor subclasses) yield nothing,
+    with a warning: their factors count as depending on everything, which is always correct,
+    though the bound may be looser.
+    """
+    tracker = _TrackDraws(tracked)
+    try:
+        with _aside(), torch.enable_grad(), pyro.validation_enabled(False):
+            with tracker:
+                guide_trace, model_trace = run_pair(programs, Supply({}))
+            return _trace_factors({"guide": guide_trace, "model": model_trace}, tracker)
+    except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
+        warnings.warn(
+            f"cannot trace which sites depend on which ({type(error).__name__}: {error}); all "
+            f"latents are weighed together, or, under subsampling, as in the plain ELBO",
+            stacklevel=2,
+        )
+        return Dependencies({}, {})
+
+
+def find_nesting(programs: Programs, strict_enumeration: bool) -> int:
+    """
+    How many batch dims the plates of both programs occupy, seen by running them once.
+
+    :raises ValueError: for programs that do not fit together, as without particles.
+    """
+    with _aside(), torch.no_grad():
+        guide_trace, model_trace = run_pair(programs, Supply({}))
+        check_sites(guide_trace, model_trace, strict_enumeration)
+        nesting = nesting_of(guide_trace, model_trace)
+        if is_validation_enabled():
+            # Undeclared batch dims would be mistaken for particles later.
+            collect(guide_trace, model_trace, nesting, None)
+    return nesting
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Hide a run from outer handlers and from the random number generators."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    state = pyro.util.get_rng_state()
+    with torch.random.fork_rng(devices), poutine.block():
+        try:
+            yield
+        finally:
+            pyro.util.set_rng_state(state)
+
+
+def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependencies:
+    found = Dependencies({}, {})
+    for program, trace in traces.items():
+        for name, site in trace.nodes.items():
+            if not is_scored(site):
+                continue
+            key = FactorKey(program, name)
+            upstream = tracker.upstream.get(name, frozenset()) if program == "guide" else None
+            parents = _parents_at(site, site["value"], upstream, tracker)
+            if upstream is not None:
+                parents |= upstream | ({name} & tracker.tracked)
+                own = upstream
+            elif site["is_observed"]:
+                own = parents
+            else:
+                own = _parents_at(site, detach_provenance(site["value"]).detach(), None, tracker)
+            found.factors[key] = parents & tracker.tracked
+            found.distributions[key] = own & tracker.tracked
+    return found
+
+
+def _parents_at(
+    site: Any, value: Any, upstream: frozenset[str] | None, tracker: _TrackDraws
+) -> frozenset[str]:
+    try:
+        log_prob = site["fn"].log_prob(value, *site["args"], **site["kwargs"])
+    except (NotImplementedError, KeyError):
+        if upstream is None:
+            raise
+        # A flow without an inverse: what its draw was computed from says enough.
+        return upstream
+    found = frozenset(get_provenance(log_prob))
+    log_prob = detach_provenance(log_prob)
+    if isinstance(log_prob, Tensor) and log_prob.requires_grad:
+        names = [name for name, leaf in tracker.leaves.items() if leaf.requires_grad]
+        leaves = [tracker.leaves[name] for name in names]
+        grads = torch.autograd.grad(log_prob.sum(), leaves, allow_unused=True, retain_graph=True)
+        found |= {name for name, grad in zip(names, grads, strict=True) if grad is not None}
+    return found

@@ -1,0 +1,159 @@
+"""Facts about one site of a Pyro trace: what it is, its plates, its scale, its log density."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from pyro import distributions as dist
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+__all__ = [
+    "LEADING",
+    "PlateKey",
+    "is_delta",
+    "is_latent",
+    "is_random",
+    "is_scored",
+    "is_subsampled",
+    "plate_frames",
+    "plate_key",
+    "reparameterized",
+    "subsampling_scale",
+]
+
+Site = Mapping[str, Any]
+
+# The plate of the particles; the name that Pyro's own vectorised objectives give it.
+LEADING = "num_particles_vectorized"
+
+
+class PlateKey(NamedTuple):
+    """A plate as it is known from one minibatch to the next: without its size."""
+
+    name: str
+    dim: int | None
+    counter: int
+
+
+def plate_key(frame: CondIndepStackFrame) -> PlateKey:
+    """The key of a frame; ``dim`` is None and ``counter`` counts in sequential plates."""
+    return PlateKey(frame.name, frame.dim, frame.counter)
+
+
+def plate_frames(site: Site) -> frozenset[CondIndepStackFrame]:
+    """The user's plates around a site, the particles' plate left out."""
+    return frozenset(f for f in site["cond_indep_stack"] if f.name != LEADING)
+
+
+def is_subsampled(frame: CondIndepStackFrame) -> bool:
+    """Whether the plate's minibatch is smaller than the plate."""
+    return frame.full_size is not None and frame.full_size != frame.size
+
+
+def subsampling_scale(site: Site) -> float:
+    """The part of ``site["scale"]`` that comes from plates: the product of N / B."""
+    scale = 1.0
+    for frame in site["cond_indep_stack"]:
+        if is_subsampled(frame):
+            scale = scale * frame.full_size / frame.size
+    return scale
+
+
+def is_scored(site: Site) -> bool:
+    """Whether a site carries a log density: a sample statement, not a plate's subsample."""
+    return (
+        site["type"] == "sample"
+        and not site_is_subsample(site)
+        and not site["infer"].get("_deterministic", False)
+    )
+
+
+def is_latent(site: Site) -> bool:
+    """Whether a site is a sample statement that is not observed."""
+    return is_scored(site) and not site["is_observed"]
+
+
+def is_delta(fn: Any) -> bool:
+    """Whether a distribution is a point mass, also under ``to_event``, ``mask`` or ``expand``."""
+    while not isinstance(fn, dist.Delta):
+        base = getattr(fn, "base_dist", None)
+        if base is None:
+            return False
+        fn = base
+    return True
+
+
+def is_random(site: Site) -> bool:
+    """Whether a guide site draws randomness: latent and no point mass."""
+    return is_latent(site) and not is_delta(site["fn"])
+
+
+def reparameterized(site: Site) -> bool:
+    """Whether a guide site passes gradients through its draw."""
+    return bool(getattr(site["fn"], "has_rsample", False))
+
+
+def inner_scale(site: Site) -> Any:
+    """The user's own ``poutine.scale``: what remains of the site's scale without its plates."""
+    scale, plates = site["scale"], subsampling_scale(site)
+    if isinstance(scale, Tensor):
+        return scale / plates if plates != 1.0 else scale
+    ratio = scale / plates
+    # N/B is multiplied in another order by Pyro: a rounding error is no scale of the user's.
+    return 1.0 if abs(ratio - 1.0) < 1e-9 else ratio
+
+
+def masked(site: Site, log_prob: Any) -> Any:
+    """A site's log density with the user's scale and mask, without the plates' N/B."""
+    return scale_and_mask(log_prob, inner_scale(site), site["mask"])
+
+
+def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> Tensor:
+    """
+    ``fn.log_prob`` of a site's value (or of ``value``), without scale and mask.
+
+    :raises ValueError: naming the site where the distribution refuses the value.
+    """
+    value = site["value"] if value is None else value
+    try:
+        return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
+    except (ValueError, RuntimeError) as error:
+        raise _density_error(site, program, error) from error
+
+
+def score_parts(site: Site, program: str) -> Any:
+    """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked."""
+    try:
+        return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
+    except (ValueError, RuntimeError) as error:
+        raise _density_error(site, program, error) from error
+
+
+def _density_error(site: Site, program: str, error: Exception) -> Exception:
+    shape = tuple(getattr(site["value"], "shape", ()))
+    remedy = (
+        "The guide's draw lies outside the support of the model's distribution: give the guide "
+        "a distribution with that support (or an AutoGuide, which transforms to it)."
+        if "within the support" in str(error) and program == "model" and is_latent(site)
+        else "Check the value, the distribution's shape and the plates around the site."
+    )
+    return type(error)(
+        f"cannot compute log_prob at site '{site['name']}' of the {program} "
+        f"({type(site['fn']).__name__}, value of shape {shape}): {error}\n{remedy}"
+    )
+
+
+def nonfinite_report(site: Site, program: str, log_prob: Tensor) -> str | None:
+    """One line that counts a site's NaN and infinite log densities, or None where all is finite."""
+    nans, infs = int(torch.isnan(log_prob).sum()), int(torch.isinf(log_prob).sum())
+    if not nans and not infs:
+        return None
+    return (
+        f"site '{site['name']}' of the {program} ({type(site['fn']).__name__}): "
+        f"{nans} NaN and {infs} infinite of {log_prob.numel()} log_prob entries"
+    )

@@ -1,0 +1,208 @@
+"""
+Which latents are weighed together: the blocks of a program and what stays outside of them.
+
+A *block* is a set of local latents with the plates that all of its factors share. Its log weight
+has one entry per element of those plates, because given the global latents the program is a
+product over them. Latents outside of every plate are *global*: they are drawn once per step and
+enter as in the plain ELBO. Two rules keep the bound correct:
+
+* A plate's scale N/B may multiply a bound, never a weight inside a logarithm of a mean. So a
+  block's own plates hold every subsampled plate around its factors, and latents for which that
+  cannot be arranged become global.
+* A factor that depends on a local latent belongs to that latent's block, wherever it stands. If
+  it stands outside of a plate, the plate's elements are not independent and share one weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+
+from pyro_mcvae.tracing.sites import PlateKey, is_subsampled, plate_key
+
+__all__ = ["Block", "Factor", "FactorKey", "Structure", "derive_structure", "needs_dependencies"]
+
+Frames = frozenset[CondIndepStackFrame]
+
+
+class FactorKey(NamedTuple):
+    """One factor of the weight: a site's density in the ``"model"`` or in the ``"guide"``."""
+
+    program: str
+    name: str
+
+
+class Factor(NamedTuple):
+    """A factor's plates, and the guide's random sites that it depends on (None: not known)."""
+
+    frames: Frames
+    parents: frozenset[str] | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Latents that share one log weight per element of ``plates`` (leftmost dim first)."""
+
+    plates: tuple[PlateKey, ...]
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """The plates' batch dims, negative, in increasing order; sequential plates have none."""
+        return tuple(p.dim for p in self.plates if p.dim is not None)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The blocks of a program, and for each factor its block's index (None: global)."""
+
+    blocks: tuple[Block, ...]
+    block_of: Mapping[FactorKey, int | None]
+    # Random guide sites whose distribution depends on no other reparameterized draw.
+    roots: frozenset[str] = field(default_factory=frozenset)
+    # Whether the guide consists of random sites that do not depend on each other.
+    mean_field: bool = False
+
+    def global_sites(self, program: str) -> frozenset[str]:
+        """The sites of one program that stay outside of the particles."""
+        if not self.blocks:
+            return frozenset()
+        return frozenset(
+            key.name for key, b in self.block_of.items() if b is None and key.program == program
+        )
+
+
+def needs_dependencies(factors: Mapping[FactorKey, Factor], latents: Iterable[str]) -> bool:
+    """Whether the plates alone do not settle the blocks, so that dependencies must be traced."""
+    frames = [factors[FactorKey("guide", name)].frames for name in latents]
+    if not frames:
+        return False
+    shared = frozenset.intersection(*frames)
+    everywhere = frozenset.intersection(*(f.frames for f in factors.values()))
+    subsampled = {f for factor in factors.values() for f in factor.frames if is_subsampled(f)}
+    if not subsampled <= shared:
+        return True
+    if not any(frames):
+        return False
+    return not shared or not shared <= everywhere
+
+
+def derive_structure(
+    factors: Mapping[FactorKey, Factor], latents: Iterable[str], joint: bool = False
+) -> Structure:
+    """
+    Sort a program's factors into blocks.
+
+    :param factors: every scored site of the model and the guide with its plates and parents.
+    :param latents: the guide's random sites.
+    :param bool joint: weigh everything together, one weight for the whole program.
+    :raises ValueError: if ``joint`` meets a subsampled plate.
+    """
+    if joint:
+        _refuse_joint_subsampling(factors)
+        return Structure((Block(()),), dict.fromkeys(factors, 0))
+    frames = {name: factors[FactorKey("guide", name)].frames for name in latents}
+    local = {name for name, f in frames.items() if f} or set(frames)
+    involved: dict[int, list[FactorKey]] = {}
+    while local:
+        components = _components(local, frames, factors)
+        involved = {i: _involved(c, factors) for i, c in enumerate(components)}
+        demoted: set[str] = set()
+        for i, component in enumerate(components):
+            own = _shared_plates(involved[i], factors)
+            around = {f for key in involved[i] for f in factors[key].frames}
+            outside = {f for f in around - own if is_subsampled(f)}
+            # N/B of these plates would land inside the logarithm.
+            if outside:
+                demoted |= {z for z in component if not outside <= frames[z]} or component
+        if not demoted:
+            break
+        local -= demoted
+    if not local:
+        return Structure((), dict.fromkeys(factors, None))
+    if _globals_follow_locals(local, set(frames) - local, factors):
+        # The guide draws a global latent from a local one: it cannot be drawn once for all.
+        subsampled = any(is_subsampled(f) for factor in factors.values() for f in factor.frames)
+        if subsampled:
+            return Structure((), dict.fromkeys(factors, None))
+        return Structure((Block(()),), dict.fromkeys(factors, 0))
+    blocks = tuple(
+        Block(_sorted_keys(_shared_plates(involved[i], factors))) for i in sorted(involved)
+    )
+    block_of: dict[FactorKey, int | None] = {key: i for i, keys in involved.items() for key in keys}
+    for key, factor in factors.items():
+        if key not in block_of:
+            block_of[key] = _home(factor, blocks, no_globals=set(frames) == local)
+    return Structure(blocks, {key: block_of[key] for key in factors})
+
+
+def _refuse_joint_subsampling(factors: Mapping[FactorKey, Factor]) -> None:
+    for factor in factors.values():
+        for f in factor.frames:
+            if is_subsampled(f):
+                raise ValueError(
+                    f"joint=True weighs all data together, so it needs all of them, but plate "
+                    f"'{f.name}' is subsampled ({f.size} of {f.full_size}). Use joint=False, or "
+                    f"pass the full data."
+                )
+
+
+def _components(
+    local: set[str], frames: Mapping[str, Frames], factors: Mapping[FactorKey, Factor]
+) -> list[set[str]]:
+    """Latents connected through a shared plate or a shared factor."""
+    components: list[set[str]] = []
+    groups = [set(group) for group in _plate_groups(local, frames)]
+    groups += [set(_parents(f, local)) for f in factors.values()]
+    for group in groups:
+        touching = [c for c in components if c & group]
+        components = [c for c in components if not c & group]
+        if group or touching:
+            components.append(group.union(*touching))
+    return [c for c in components if c]
+
+
+def _plate_groups(local: set[str], frames: Mapping[str, Frames]) -> Iterable[set[str]]:
+    unplated = {name for name in local if not frames[name]}
+    yield unplated
+    members: dict[tuple[object, ...], set[str]] = {}
+    for name in local - unplated:
+        # Plates inside a sequential plate are other plates in each of its turns.
+        turns = frozenset(plate_key(f) for f in frames[name] if f.dim is None)
+        for f in frames[name]:
+            members.setdefault((f, turns), set()).add(name)
+    yield from members.values()
+
+
+def _parents(factor: Factor, local: set[str]) -> set[str]:
+    return set(local) if factor.parents is None else set(factor.parents) & local
+
+
+def _involved(component: set[str], factors: Mapping[FactorKey, Factor]) -> list[FactorKey]:
+    return [key for key, f in factors.items() if _parents(f, component)]
+
+
+def _shared_plates(keys: list[FactorKey], factors: Mapping[FactorKey, Factor]) -> Frames:
+    return frozenset.intersection(*(factors[key].frames for key in keys))
+
+
+def _sorted_keys(frames: Frames) -> tuple[PlateKey, ...]:
+    keys = [plate_key(f) for f in frames]
+    return tuple(sorted(keys, key=lambda k: (k.dim is not None, k.dim or 0, k.name, k.counter)))
+
+
+def _globals_follow_locals(
+    local: set[str], global_: set[str], factors: Mapping[FactorKey, Factor]
+) -> bool:
+    return any(_parents(factors[FactorKey("guide", name)], local) for name in global_)
+
+
+def _home(factor: Factor, blocks: tuple[Block, ...], no_globals: bool) -> int | None:
+    """Where a factor without local parents goes: into the block whose plates it shares."""
+    keys = {plate_key(f) for f in factor.frames}
+    for i, block in enumerate(blocks):
+        if set(block.plates) <= keys and (block.plates or no_globals):
+            return i
+    return None

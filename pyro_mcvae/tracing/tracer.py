@@ -1,0 +1,379 @@
+"""Runs a pair of programs for all particles of a step, and knows what belongs together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
+from pyro_mcvae.tracing.runs import (
+    Programs,
+    Run,
+    Term,
+    check_sites,
+    collect,
+    nesting_of,
+    run_model,
+    run_pair,
+    with_values,
+)
+from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.sites import (
+    LEADING,
+    is_delta,
+    is_latent,
+    is_subsampled,
+    plate_frames,
+    plate_key,
+    reparameterized,
+)
+from pyro_mcvae.tracing.structure import (
+    Factor,
+    FactorKey,
+    Structure,
+    derive_structure,
+    needs_dependencies,
+)
+
+__all__ = ["Tracer"]
+
+# Programs of stochastic structure can show ever new structures; the oldest are forgotten.
+_MAX_STRUCTURES = 256
+
+Skip = tuple[frozenset[str], frozenset[str]]
+# Called for every random guide site of a run; returns its value, or None to let Pyro draw.
+Draw = Callable[[Any], Tensor | None]
+_NOTHING: Skip = (frozenset(), frozenset())
+
+
+class Tracer:
+    """
+    Draws the particles of one objective, vectorised or one after the other.
+
+    A tracer keeps what it learned about the programs' structure from step to step, and looks
+    again when a program shows another structure.
+
+    :param int num_particles: the number of draws of the local latents.
+    :param bool vectorize: run the programs once, with the particles in the outermost dimension.
+    :param max_plate_nesting: how many batch dims belong to plates; infinite to find out.
+    :param bool joint: one weight over everything.
+    :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
+    :param bool find_roots: find out which guide sites depend on no other draw.
+    """
+
+    def __init__(
+        self,
+        num_particles: int,
+        vectorize: bool,
+        max_plate_nesting: float,
+        *,
+        joint: bool = False,
+        strict_enumeration: bool = True,
+        find_roots: bool = False,
+    ) -> None:
+        self.num_particles = num_particles
+        self.vectorize = vectorize
+        self.declared_nesting = max_plate_nesting
+        self.joint = joint
+        self.strict_enumeration = strict_enumeration
+        self.find_roots = find_roots
+        self._found_nesting: int | None = None
+        self._structures: dict[Any, Structure] = {}
+        self._latest: Structure | None = None
+
+    def independent(self, programs: Programs) -> list[Run]:
+        """Draw every latent, global ones too, once per particle; no weights are formed."""
+        supply = Supply({})
+        if self.vectorizes(self.num_particles):
+            run = self._vectorized(programs, supply, _NOTHING, self.num_particles)
+            if _may_have_lost_particles(run):
+                self.structure(programs, run)  # raises if it has
+            return [run]
+        return [self._single(programs, supply) for _ in range(self.num_particles)]
+
+    def sample(
+        self,
+        programs: Programs,
+        inside: Callable[[frozenset[str]], Messenger] | None = None,
+        draw: Callable[[], Draw] | None = None,
+    ) -> Sample:
+        """
+        Draw global latents once and local ones once per particle.
+
+        :param inside: makes a handler for the guide from the names of its global sites.
+        :param draw: called at the beginning of each run, returns what draws its random sites.
+        """
+        if self.vectorizes(self.num_particles):
+            return self._sample_vectorized(programs, inside, draw)
+        return self._sample_looped(programs, inside, draw)
+
+    def resample(self, programs: Programs, sample: Sample, draws: list[Draw], count: int) -> Sample:
+        """
+        Run the programs again on the minibatch and the global latents of ``sample``.
+
+        :param draws: supplies the local sites' values: one for all, or one for each run.
+        :param count: the leading size, which need not be the sample's.
+        """
+        fixed = sample.global_values()
+        if self.vectorizes(count):
+            supply = Supply(sample.subsamples, fixed, draws[0])
+            run = self._vectorized(programs, supply, self._skip(sample.structure), count)
+            return self.arrange(programs, [run], sample.subsamples)
+        supplies = [Supply(sample.subsamples, fixed, draw) for draw in draws]
+        runs = [self._single(programs, supply) for supply in supplies]
+        return self.arrange(programs, runs, sample.subsamples)
+
+    def replay(
+        self, programs: Programs, sample: Sample, latents: list[dict[str, Tensor]]
+    ) -> Sample:
+        """
+        Run the model alone at other latents, with the guide's distributions of ``sample``.
+
+        For guides whose structure is mean-field only.
+
+        :param latents: for each run of ``sample``, the values of its local guide sites.
+        """
+        runs = []
+        for run, values in zip(sample.runs, latents, strict=True):
+            guide_trace = with_values(run.guide_trace, values)
+            leading = None
+            if run.leading is not None:
+                skip = self._skip(sample.structure)[1]
+                leading = LeadingPlate(run.leading, -run.nesting - 1, skip)
+            model_trace = run_model(programs, guide_trace, Supply(sample.subsamples), leading)
+            runs.append(collect(guide_trace, model_trace, run.nesting, run.leading))
+        return self.arrange(programs, runs, sample.subsamples)
+
+    def vectorizes(self, count: int) -> bool:
+        """Whether that many particles share one run."""
+        return self.vectorize and count > 1
+
+    def arrange(
+        self, programs: Programs, runs: list[Run], subsamples: dict[str, Tensor] | None = None
+    ) -> Sample:
+        """Sort runs whose global latents may differ into a sample, to sum them per datum."""
+        structures = [self.structure(programs, run) for run in runs]
+        if any(s.blocks != structures[0].blocks for s in structures):
+            raise ValueError(
+                f"two particles of one step have different plates: {structures}; plates must not "
+                f"depend on the latents (joint=True weighs such programs as a whole)"
+            )
+        return Sample(runs, [s.block_of for s in structures], structures[0], subsamples or {})
+
+    def structure(self, programs: Programs, run: Run) -> Structure:
+        """The blocks of the programs that made this run."""
+        signature = tuple(_signature(run))
+        if signature not in self._structures:
+            if len(self._structures) >= _MAX_STRUCTURES:
+                self._structures.pop(next(iter(self._structures)))
+            self._structures[signature] = self._derive(programs, run)
+        return self._structures[signature]
+
+    def _derive(self, programs: Programs, run: Run) -> Structure:
+        frames = {t.key: plate_frames(t.site) for t in run.terms}
+        latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
+        # A guide of point masses alone is weighed per datum as well.
+        random = [t for t in latents if not is_delta(t.site["fn"])] or latents
+        names = frozenset(t.key.name for t in random)
+        factors = {key: Factor(f, None) for key, f in frames.items()}
+        ask = not self.joint and needs_dependencies(factors, names)
+        ask |= _may_have_lost_particles(run)
+        if ask or (self.find_roots and len(names) > 1):
+            found = scout.find_dependencies(programs, names)
+            factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
+            _check_broadcast(run, found.distributions)
+        elif len(names) == 1:
+            factors = {
+                key: Factor(f, names if key.program == "guide" else None)
+                for key, f in frames.items()
+            }
+        structure = derive_structure(factors, names, self.joint)
+        paths = {t.key.name for t in random if reparameterized(t.site)}
+        roots = {
+            name
+            for name in names
+            if (parents := factors[FactorKey("guide", name)].parents) is not None
+            and not (parents & paths) - {name}
+        }
+        return replace(structure, roots=frozenset(roots), mean_field=_mean_field(factors, names))
+
+    def _sample_looped(
+        self,
+        programs: Programs,
+        inside: Callable[[frozenset[str]], Messenger] | None,
+        draw: Callable[[], Draw] | None,
+    ) -> Sample:
+        with _rewindable(inside is not None and self._latest is None) as rewind:
+            skip = self._skip(self._latest)[0]
+            while True:
+                subsamples: dict[str, Tensor] = {}
+                handler = inside(skip) if inside else None
+                first = self._single(programs, Supply(subsamples, draw=draw and draw()), handler)
+                structure = self._latest = self.structure(programs, first)
+                shared = structure.global_sites("guide")
+                if handler is None or shared == skip:
+                    break
+                skip = shared
+                rewind()
+        fixed = {n: first.guide_trace.nodes[n]["value"] for n in shared}
+        rest = [
+            self._single(programs, Supply(subsamples, fixed, draw and draw()), handler)
+            for _ in range(1, self.num_particles)
+        ]
+        return self.arrange(programs, [first, *rest], subsamples)
+
+    def _sample_vectorized(
+        self,
+        programs: Programs,
+        inside: Callable[[frozenset[str]], Messenger] | None,
+        draw: Callable[[], Draw] | None,
+    ) -> Sample:
+        with _rewindable(self._latest is None) as rewind:
+            skip = self._skip(self._latest)
+            while True:
+                handler = inside(skip[0]) if inside else None
+                supply = Supply({}, draw=draw and draw())
+                run = self._vectorized(programs, supply, skip, self.num_particles, handler)
+                structure = self._latest = self.structure(programs, run)
+                if self._skip(structure) == skip:
+                    return Sample([run], [structure.block_of], structure, supply.subsamples)
+                # Global sites were drawn once per particle, or local ones once: run again.
+                skip = self._skip(structure)
+                rewind()
+
+    @staticmethod
+    def _skip(structure: Structure | None) -> Skip:
+        if structure is None:
+            return _NOTHING
+        return structure.global_sites("guide"), structure.global_sites("model")
+
+    def _single(self, programs: Programs, supply: Supply, inside: Messenger | None = None) -> Run:
+        guide_trace, model_trace = run_pair(programs, supply, inside=inside)
+        check_sites(guide_trace, model_trace, self.strict_enumeration)
+        nesting = nesting_of(guide_trace, model_trace)
+        self._check_nesting(nesting)
+        return collect(guide_trace, model_trace, nesting, None)
+
+    def _vectorized(
+        self,
+        programs: Programs,
+        supply: Supply,
+        skip: Skip,
+        count: int,
+        inside: Messenger | None = None,
+    ) -> Run:
+        if self.declared_nesting != float("inf"):
+            nesting = int(self.declared_nesting)
+        elif self._found_nesting is not None:
+            nesting = self._found_nesting
+        else:
+            nesting = self._found_nesting = scout.find_nesting(programs, self.strict_enumeration)
+        try:
+            return self._vectorized_once(programs, supply, skip, count, inside, nesting)
+        except Exception as error:
+            # Either the programs fail without particles too (then this raises their own error),
+            # or their plates have changed since the last step, or they cannot be vectorised.
+            actual = scout.find_nesting(programs, self.strict_enumeration)
+            self._check_nesting(actual)
+            if self.declared_nesting == float("inf") and actual != nesting:
+                self._found_nesting = actual
+                supply.subsamples.clear()
+                return self._vectorized_once(programs, supply, skip, count, inside, actual)
+            raise RuntimeError(
+                f"the model or the guide cannot be run with {count} vectorised particles in batch "
+                f"dim {-nesting - 1}, though it runs with one. Pass vectorize_particles=False, or "
+                f"make it broadcast over leading dims (index from the right, as in z[..., 0]). "
+                f"The error was: {type(error).__name__}: {error}"
+            ) from error
+
+    def _vectorized_once(
+        self,
+        programs: Programs,
+        supply: Supply,
+        skip: Skip,
+        count: int,
+        inside: Messenger | None,
+        nesting: int,
+    ) -> Run:
+        dim = -nesting - 1
+        leading = LeadingPlate(count, dim, skip[0]), LeadingPlate(count, dim, skip[1])
+        guide_trace, model_trace = run_pair(programs, supply, leading, inside)
+        check_sites(guide_trace, model_trace, self.strict_enumeration)
+        run = collect(guide_trace, model_trace, nesting, count)
+        names = zip(("guide", "model"), leading, strict=True)
+        run.unbatched = frozenset(FactorKey(p, n) for p, plate in names for n in plate.unbatched)
+        return run
+
+    def _check_nesting(self, nesting: int) -> None:
+        if nesting > self.declared_nesting:
+            raise ValueError(
+                f"max_plate_nesting={int(self.declared_nesting)}, but the programs have plates in "
+                f"{nesting} batch dims: pass max_plate_nesting={nesting} or leave it out"
+            )
+
+
+def _may_have_lost_particles(run: Run) -> bool:
+    """Whether an observed site's distribution does not vary with the particles."""
+    return any(t.key in run.unbatched and t.site["is_observed"] for t in run.terms)
+
+
+def _check_broadcast(run: Run, parents: Mapping[FactorKey, frozenset[str]]) -> None:
+    """Refuse programs that average over the particles, as z.mean() in a model does."""
+    batched = {t.key.name for t in run.terms if t.in_guide and _leads(t)}
+    for term in run.terms:
+        lost = (parents.get(term.key, frozenset()) & batched) - {term.key.name}
+        if term.key in run.unbatched and lost:
+            raise RuntimeError(
+                f"site '{term.key.name}' of the {term.key.program} depends on "
+                f"{', '.join(map(repr, sorted(lost)))}, but its distribution has lost the "
+                f"dimension of the {run.leading} vectorised particles: pass "
+                f"vectorize_particles=False, or reduce over named dims from the right, as in "
+                f"z.sum(-1, keepdim=True)"
+            )
+
+
+def _leads(term: Term) -> bool:
+    return any(f.name == LEADING for f in term.site["cond_indep_stack"])
+
+
+def _mean_field(factors: Mapping[FactorKey, Factor], names: frozenset[str]) -> bool:
+    """Whether the guide is its random sites alone, none of which depends on another."""
+    return all(
+        key.name in names and factor.parents == frozenset({key.name})
+        for key, factor in factors.items()
+        if key.program == "guide"
+    )
+
+
+def _signature(run: Run) -> Iterator[Any]:
+    """What decides the structure: sites, their plates, and which plates are subsampled."""
+    for term in run.terms:
+        fn = term.site["fn"]
+        frames = frozenset((plate_key(f), is_subsampled(f)) for f in plate_frames(term.site))
+        kind = is_latent(term.site), term.in_guide and is_delta(fn), reparameterized(term.site)
+        yield term.key, frames, kind
+
+
+@contextmanager
+def _rewindable(active: bool) -> Iterator[Callable[[], None]]:
+    """A function that sets the random number generators back to where the block began."""
+    if not active:
+        yield lambda: None
+        return
+    state = pyro.util.get_rng_state()
+    device = torch.cuda.is_initialized() and torch.cuda.get_rng_state()
+
+    def rewind() -> None:
+        pyro.util.set_rng_state(state)
+        if device is not False:
+            torch.cuda.set_rng_state(device)
+
+    yield rewind

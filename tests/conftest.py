@@ -1,0 +1,19 @@
+"""Tests compute in double precision; doctests, which show what a user sees, do not."""
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+# Examples that depend on the clock or on luck make a failure hard to see again.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def double_precision() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)

@@ -1,0 +1,232 @@
+"""The layout is the architecture: imports go down only, and importing changes nothing.
+
+floor 0  arithmetic on tensors (torch only)
+floor 1  what a pair of Pyro programs does
+floor 2  objectives
+floor 3  judgement
+"""
+
+import ast
+import graphlib
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import pyro_mcvae
+
+# The first part of a module's path below the package, and its floor.
+FLOORS = {
+    "ops": 0,
+    "schedules": 0,
+    "step_size": 0,
+    "kernels": 0,
+    "annealing": 0,
+    "tracing": 1,
+    "guides": 1,
+    "elbos": 2,
+    "baselines": 2,
+    "evaluation": 3,
+}
+# Downward, and yet forbidden: the judge stands beside the judged, on the floors below both.
+STRANGERS = {("evaluation", "elbos")}
+ON_FLOOR_0 = {*sys.stdlib_module_names, "torch"}
+CORE = {*sys.stdlib_module_names, "torch", "pyro"}  # what an installation without extras has
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, as a full module name."""
+
+    importer: str
+    target: str
+    line: int
+    at_top: bool  # runs when the module is imported
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.target}"
+
+
+def find_modules(package: Path) -> dict[str, Path]:
+    """Full module name -> file."""
+    modules = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = (package.name, *path.relative_to(package).with_suffix("").parts)
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    return modules
+
+
+def statements(node: ast.AST, at_top: bool = True) -> Iterator[tuple[ast.stmt, bool]]:
+    """The import statements below a node, and whether importing the module runs them."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import | ast.ImportFrom):
+            yield child, at_top
+        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        only_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        yield from statements(child, at_top and not is_function and not only_for_types)
+
+
+def find_imports(modules: dict[str, Path]) -> list[Import]:
+    """Every import of every module, relative ones and those inside functions included."""
+    found = []
+    for name, path in modules.items():
+        for node, at_top in statements(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            else:
+                base = node.module or ""
+                if node.level:
+                    parts = name.split(".")
+                    up = node.level - (path.name == "__init__.py")
+                    parent = parts[: len(parts) - up]
+                    base = ".".join([*parent, *filter(None, [node.module])])
+                # `from package import module` means the module, `from module import name` does not.
+                full = [f"{base}.{alias.name}" for alias in node.names]
+                targets = [target if target in modules else base for target in full]
+            found += [Import(name, t, node.lineno, at_top) for t in dict.fromkeys(targets)]
+    return found
+
+
+def violations(package: Path) -> list[str]:
+    """What breaks the architecture, one line each; an empty list if nothing does."""
+    modules = find_modules(package)
+    imports = find_imports(modules)
+    root = package.name
+
+    def part_of(module: str) -> str:
+        return module.split(".")[1] if "." in module else ""  # "" is the package's own __init__
+
+    found = [
+        f"{name} stands on no floor: give {part_of(name)!r} one in FLOORS"
+        for name in modules
+        if part_of(name) and part_of(name) not in FLOORS
+    ]
+    for item in imports:
+        importer, inside = part_of(item.importer), item.target.split(".")[0] == root
+        floor = FLOORS.get(importer, len(FLOORS))
+        if inside:
+            target = part_of(item.target)
+            if importer and FLOORS.get(target, len(FLOORS)) > floor:
+                found.append(f"{item}: up, from floor {floor}")
+            if (importer, target) in STRANGERS:
+                found.append(f"{item}: these may not know each other")
+            continue
+        distribution = item.target.split(".")[0]
+        if floor == 0 and distribution not in ON_FLOOR_0:
+            found.append(f"{item}: floor 0 is torch only")
+        elif item.at_top and distribution not in CORE:
+            found.append(f"{item}: optional, so import it where it is used")
+
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for item in imports:
+        if item.at_top and item.target in modules:
+            graph[item.importer].add(item.target)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        found.append("cycle: " + " <- ".join(error.args[1]))
+    return found
+
+
+def test_imports_go_down_only() -> None:
+    package = Path(pyro_mcvae.__file__).parent
+    assert len(find_imports(find_modules(package))) > 10  # The checker found the package.
+    assert violations(package) == []
+
+
+CLEAN = {
+    "__init__.py": "from house.elbos import Loss",
+    "ops.py": "import math\nimport torch",
+    "tracing/__init__.py": "from .runs import run",
+    "tracing/runs.py": "import pyro\nfrom house.ops import mean\nfrom ..ops import total",
+    "elbos.py": "from house.tracing import runs\nfrom pyro.infer import ELBO",
+    "evaluation.py": "from house import tracing\ndef show():\n    import arviz",
+}
+
+
+def build(root: Path, files: dict[str, str]) -> Path:
+    package = root / "house"
+    for name, text in {**CLEAN, **files}.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    return package
+
+
+def test_checker_accepts_a_clean_package(tmp_path: Path) -> None:
+    assert violations(build(tmp_path, {})) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tracing/up.py", "import house.elbos", "house.tracing.up:1 imports house.elbos: up"),
+        ("tracing/up.py", "from .. import elbos", "imports house.elbos: up, from floor 1"),
+        ("tracing/up.py", "def f():\n    from ..elbos import Loss", "up:2 imports house.elbos: up"),
+        ("tracing/up.py", "from house import Loss", "imports house: up"),
+        ("tracing/__init__.py", "from ..elbos import Loss", "house.tracing:1 imports house.elbos"),
+        ("elbos.py", "from house.evaluation import judge", "imports house.evaluation: up"),
+        ("evaluation.py", "from house.elbos import Loss", "may not know each other"),
+        ("ops.py", "from pyro.ops import stats", "floor 0 is torch only"),
+        ("ops.py", "def f():\n    import numpy", "floor 0 is torch only"),
+        ("elbos.py", "import arviz", "import it where it is used"),
+        ("evaluation.py", "try:\n    import matplotlib.pyplot\nexcept: pass", "where it is used"),
+        ("tracing/runs.py", "from house.tracing import run", "cycle: house.tracing"),
+        ("plots.py", "", "house.plots stands on no floor: give 'plots' one in FLOORS"),
+    ],
+)
+def test_checker_finds(tmp_path: Path, name: str, text: str, message: str) -> None:
+    found = violations(build(tmp_path, {name: text}))
+    assert len(found) == 1, found
+    assert message in found[0]
+
+
+def test_importing_changes_no_global_state() -> None:
+    script = textwrap.dedent(
+        """
+        import json, logging, random, sys, warnings
+        import numpy, pyro, pyro.contrib, pyro.distributions, pyro.infer, pyro.optim, torch
+
+        def state():
+            return {
+                "default dtype": str(torch.get_default_dtype()),
+                "threads": torch.get_num_threads(),
+                "grad enabled": torch.is_grad_enabled(),
+                "Pyro's settings": {k: str(v) for k, v in pyro.settings.get().items()},
+                "torch's validation": torch.distributions.Distribution._validate_args,
+                "warnings filters": [str(f) for f in warnings.filters],
+                "log level": logging.getLogger().level,
+                "torch's seed": torch.get_rng_state().tolist(),
+                "random's seed": str(random.getstate()),
+                "numpy's seed": str(numpy.random.get_state()),
+                "parameters": list(pyro.get_param_store().keys()),
+                "Pyro's stack": len(pyro.poutine.runtime._PYRO_STACK),
+            }
+
+        before = state()
+        import pyro_mcvae
+        after = state()
+        changed = {k: [before[k], after[k]] for k in before if before[k] != after[k]}
+        optional = {"arviz", "matplotlib", "sklearn", "skimage", "torchvision"} & set(sys.modules)
+        print(json.dumps([changed, sorted(optional)]))
+        """
+    )
+    root = Path(pyro_mcvae.__file__).parents[1]
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], cwd=root, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    changed, optional = json.loads(result.stdout)
+    assert changed == {}
+    assert optional == []
+
+
+def test_all_names_exist() -> None:
+    assert len(set(pyro_mcvae.__all__)) == len(pyro_mcvae.__all__) > 0
+    for name in pyro_mcvae.__all__:
+        assert hasattr(pyro_mcvae, name), name
+    assert {"TraceSGVB_ELBO", "TraceIWAE_ELBO"} <= set(pyro_mcvae.__all__)
