@@ -5,8 +5,12 @@ import zlib
 from collections.abc import Iterator
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI, Trace_ELBO
+
+import pyro_mcvae
 
 
 def pytest_configure() -> None:
@@ -26,3 +30,12 @@ def alone(request: pytest.FixtureRequest) -> Iterator[None]:
     pyro.enable_validation(True)
     yield
     pyro.settings.set(**settings)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def names_in_doctests(doctest_namespace: dict[str, object]) -> None:
+    """What the examples in docstrings use without importing it."""
+    exports = {name: getattr(pyro_mcvae, name) for name in pyro_mcvae.__all__}
+    doctest_namespace.update(
+        exports, SVI=SVI, Trace_ELBO=Trace_ELBO, dist=dist, pyro=pyro, torch=torch
+    )

@@ -155,8 +155,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     def _estimate(self, programs: Programs) -> Estimate:
         sample = self._sample(programs)
         if not sample.blocks or self.num_particles == 1:
-            costs = [elbo_costs(run.terms) for run in sample.runs]
-            return elbo_estimate(sample.runs, costs, self.num_particles)
+            return elbo_estimate(sample.runs, self._path.costs(sample), self.num_particles)
         bound = log_mean_exp(sample.log_weight.detach())
         shared = elbo_costs(sample.global_terms())
         value = as_scalar(total_cost(shared) + (sample.scale * bound).sum())

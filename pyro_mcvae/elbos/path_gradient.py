@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_mcvae.elbos.plain import Cost, elbo_costs
 from pyro_mcvae.ops.importance import log_mean_exp, normalized_weights
 from pyro_mcvae.tracing.runs import Term
 from pyro_mcvae.tracing.sample import Sample
@@ -44,6 +45,18 @@ class PathGradient:
         if estimator == "vimco" or (estimator == "auto" and num_particles == 1):
             self.estimator = "reparam"
         self.needs_roots = self.estimator != "reparam"
+
+    def costs(self, sample: Sample) -> list[list[Cost]]:
+        """The plain ELBO's costs of each run, for one particle, where every weight is 1."""
+        return [
+            [
+                Cost(c.term, c.value, -_path_log_q(c.term))
+                if self._applies(sample, c.term, i)
+                else c
+                for c in elbo_costs(run.terms)
+            ]
+            for i, run in enumerate(sample.runs)
+        ]
 
     def surrogate(self, sample: Sample) -> Tensor:
         """Per datum, a tensor with the estimator's gradient: ``[*plates]``."""

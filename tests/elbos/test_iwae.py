@@ -1,0 +1,347 @@
+"""Laws of the importance weighted bound: exact values, exact gradients, identities."""
+
+from typing import ClassVar
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Trace_ELBO
+
+from pyro_mcvae import TraceIWAE_ELBO
+from pyro_mcvae.ops.importance import log_mean_exp
+from pyro_mcvae.tracing.runs import Programs
+from tests.estimates import assert_gradient, assert_mean, gradients, take_gradients, values
+from tests.models import (
+    BetaBernoulli,
+    ConjugateGaussian,
+    DiscreteMixture,
+    GammaPoisson,
+    HierarchicalGaussian,
+    LinearGaussianChain,
+    NestedGaussian,
+    ProbabilisticPCA,
+    SequentialPlate,
+)
+
+PER_DATUM = [
+    lambda: ConjugateGaussian(N=5),
+    lambda: ProbabilisticPCA(N=3, p=4, d=2, family="full"),
+    lambda: GammaPoisson(N=4),
+    lambda: DiscreteMixture(N=4, C=3),
+    lambda: NestedGaussian(G=3, M=2),
+    lambda: LinearGaussianChain(N=3, T=3),
+    lambda: SequentialPlate(N=3),
+]
+NAMES = ["gaussian", "ppca", "gamma", "mixture", "nested", "chain", "sequential"]
+per_datum = pytest.mark.parametrize("make", PER_DATUM, ids=NAMES)
+modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+estimators = pytest.mark.parametrize("estimator", ["reparam", "dreg", "vimco"])
+
+
+@per_datum
+def test_weights_average_to_the_evidence_per_datum(make):
+    exact = make()
+    count = 4000
+    elbo = TraceIWAE_ELBO(num_particles=count, vectorize_particles=True)
+    sample = elbo._sample(programs(exact))
+    evidence = exact.log_evidence_per_datum()
+    ratio = (sample.log_weight - evidence.reshape(sample.log_weight.shape[1:])).exp()
+    assert ratio.shape[0] == count
+    assert_mean(ratio, 1.0)
+    assert (ratio.std(0) / count**0.5 < 0.1).all(), "the guide is too poor to tell"
+
+
+@per_datum
+@modes
+def test_an_exact_guide_makes_the_bound_the_evidence(make, vectorize):
+    exact = make()
+    exact.set_guide("exact")
+    elbo = TraceIWAE_ELBO(num_particles=3, vectorize_particles=vectorize)
+    bounds = elbo.bounds(exact.model, exact.guide)
+    evidence = exact.log_evidence_per_datum()
+    assert torch.allclose(bounds.per_datum.reshape(evidence.shape), evidence)
+    assert torch.allclose(bounds.total, exact.log_evidence())
+    assert abs(elbo.loss(exact.model, exact.guide) + exact.log_evidence()) < 1e-6
+
+
+@modes
+@pytest.mark.parametrize("num_particles", [1, 2, 3])
+@pytest.mark.parametrize("make", [PER_DATUM[0], PER_DATUM[3]], ids=["gaussian", "mixture"])
+def test_value_is_the_exact_expectation(make, num_particles, vectorize):
+    exact = make()
+    elbo = TraceIWAE_ELBO(num_particles=num_particles, vectorize_particles=vectorize)
+    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(500)])
+    assert_mean(found, exact.iwae_per_datum(num_particles))
+
+
+@modes
+@estimators
+def test_gradient_is_exact_for_a_gaussian_guide(estimator, vectorize):
+    exact = ConjugateGaussian(N=4)
+    elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=vectorize)
+    target = exact.grad(exact.iwae_per_datum, 2)
+    assert_gradient(elbo, exact, target, 600)
+
+
+@modes
+def test_gradient_is_exact_under_subsampling(vectorize):
+    exact = ConjugateGaussian(N=6, subsample_size=2)
+    elbo = TraceIWAE_ELBO(2, vectorize_particles=vectorize)
+    assert_gradient(elbo, exact, exact.grad(exact.iwae_per_datum, 2), 600)
+
+
+@modes
+@pytest.mark.parametrize("size", [None, 2])
+def test_global_latent_drawn_once_with_discrete_local_ones(size, vectorize):
+    exact = BetaBernoulli(N=4, subsample_size=size)
+    elbo = TraceIWAE_ELBO(3, vectorize_particles=vectorize)
+    assert_mean(values(elbo, exact, 400), exact.iwae(3))
+    assert_gradient(elbo, exact, exact.grad(exact.iwae, 3), 800)
+
+
+@modes
+@pytest.mark.parametrize("size", [None, 3])
+def test_exact_local_posteriors_leave_the_bound_of_the_global_latent(size, vectorize):
+    exact = HierarchicalGaussian(N=6, subsample_size=size)
+    exact.set_guide("conditional")
+    elbo = TraceIWAE_ELBO(4, vectorize_particles=vectorize)
+    assert_mean(values(elbo, exact, 600), exact.global_bound())
+
+
+def test_joint_weight_is_exact_where_the_joint_guide_is():
+    exact = HierarchicalGaussian(N=6)
+    exact.set_guide("exact")
+    elbo = TraceIWAE_ELBO(3, joint=True, vectorize_particles=True)
+    assert abs(elbo.loss(exact.model, exact.guide) + exact.log_evidence()) < 1e-6
+
+
+def test_joint_bound_rises_above_that_of_a_single_global_draw():
+    exact = HierarchicalGaussian(N=3)
+    joint = values(TraceIWAE_ELBO(200, joint=True, vectorize_particles=True), exact, 60)
+    once = values(TraceIWAE_ELBO(200, vectorize_particles=True), exact, 300)
+    assert joint.mean() < exact.log_evidence() + 3 * joint.std() / 60**0.5
+    assert joint.mean() > once.mean() + 3 * once.std() / 300**0.5
+    assert_mean(once, exact.global_bound(), sigmas=6)
+
+
+@per_datum
+def test_bound_rises_with_particles_and_stays_below_the_evidence(make):
+    exact = make()
+    found = [values(TraceIWAE_ELBO(k, vectorize_particles=True), exact, 300) for k in (1, 5, 50)]
+    means = [f.mean() for f in found]
+    errors = [f.std() / 300**0.5 for f in found]
+    assert_mean(found[0], exact.elbo())
+    assert means[1] > means[0] + 3 * (errors[0] + errors[1])
+    assert means[2] > means[1]
+    assert means[2] < exact.log_evidence() + 3 * errors[2]
+
+
+@per_datum
+def test_one_particle_is_the_plain_elbo_in_value_and_gradient(make):
+    exact = make()
+    found = []
+    for elbo in (TraceIWAE_ELBO(1), Trace_ELBO()):
+        pyro.set_rng_seed(3)
+        loss = elbo.loss_and_grads(exact.model, exact.guide)
+        found.append((loss, take_gradients(exact)))
+    (ours, our_grads), (theirs, their_grads) = found
+    assert abs(ours - theirs) < 1e-9
+    for name, grad in our_grads.items():
+        assert torch.allclose(grad, their_grads[name], atol=1e-9), name
+
+
+@per_datum
+def test_vectorized_and_looped_particles_agree_in_distribution(make):
+    exact = make()
+    count = 400
+    looped, vectorized = (
+        values(TraceIWAE_ELBO(3, vectorize_particles=v), exact, count) for v in (False, True)
+    )
+    error = ((looped.var() + vectorized.var()) / count).sqrt()
+    assert abs(looped.mean() - vectorized.mean()) < 4 * error
+    assert 0.75 < looped.std() / vectorized.std() < 1.33
+
+
+def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_falls():
+    # Rainforth et al. (2018): the guide's gradient has signal-to-noise 1/sqrt(K) with reparam,
+    # Tucker et al. (2019): sqrt(K) with dreg.
+    def signal_to_noise(estimator, num_particles):
+        exact = ConjugateGaussian(N=20)
+        elbo = TraceIWAE_ELBO(num_particles, estimator, vectorize_particles=True)
+        grad = gradients(elbo, exact, 300)["a"]
+        return (grad.mean() / grad.std()).abs()
+
+    ratios = {e: [signal_to_noise(e, k) for k in (5, 500)] for e in ("reparam", "dreg")}
+    assert ratios["dreg"][1] > 3 * ratios["dreg"][0]
+    assert ratios["reparam"][1] < ratios["reparam"][0] / 2
+
+
+def test_sticking_the_landing_has_no_variance_at_the_optimum():
+    exact = ConjugateGaussian(N=5)
+    exact.set_guide("exact")
+    still = gradients(TraceIWAE_ELBO(1, "stl"), exact, 20)
+    moving = gradients(TraceIWAE_ELBO(1, "reparam"), exact, 20)
+    assert all(samples.abs().max() < 1e-9 for samples in still.values())
+    assert all(samples.std() > 1e-3 for samples in moving.values())
+
+
+def test_mixed_guide_uses_dreg_and_vimco_in_one_program():
+    x = torch.tensor([-1.0, 0.5, 2.0])
+
+    class Mixed:
+        values: ClassVar = {"logit": torch.tensor(0.3), "loc": torch.tensor([-0.5, 0.8])}
+
+        def model(self):
+            with pyro.plate("data", 3):
+                c = pyro.sample("c", dist.Bernoulli(0.4))
+                z = pyro.sample("z", dist.Normal(2 * c - 1, 1.0))
+                pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+        def guide(self):
+            logit, loc = (pyro.param(n, v.clone()) for n, v in self.values.items())
+            with pyro.plate("data", 3):
+                c = pyro.sample("c", dist.Bernoulli(logits=logit + x))
+                pyro.sample("z", dist.Normal(loc[c.long()] + 0.3 * x, 0.9))
+
+    programs_ = Mixed()
+    auto = gradients(TraceIWAE_ELBO(4, "auto", vectorize_particles=True), programs_, 900)
+    plain = gradients(TraceIWAE_ELBO(4, "reparam", vectorize_particles=True), programs_, 900)
+    score = gradients(TraceIWAE_ELBO(4, "vimco", vectorize_particles=True), programs_, 900)
+    for name in Mixed.values:
+        for other in (plain, score):
+            difference = auto[name].mean(0) - other[name].mean(0)
+            error = ((auto[name].var(0) + other[name].var(0)) / 900).sqrt()
+            assert (difference.abs() < 4.5 * error).all(), name
+        assert (auto[name].mean(0).abs() > 5 * auto[name].std(0) / 900**0.5).any()
+    # dreg was in use where it applies.
+    assert (auto["loc"].var(0) < 0.8 * plain["loc"].var(0)).all()
+
+
+@pytest.mark.parametrize("estimator", ["stl", "dreg", "auto"])
+def test_structured_and_flow_guides_are_unbiased(estimator):
+    exact = LinearGaussianChain(N=2, T=2)
+    plain = gradients(TraceIWAE_ELBO(3, "reparam", vectorize_particles=True), exact, 600)
+    if estimator == "stl":
+        elbo = TraceIWAE_ELBO(1, estimator)
+        plain = gradients(TraceIWAE_ELBO(1, "reparam"), exact, 600)
+    else:
+        elbo = TraceIWAE_ELBO(3, estimator, vectorize_particles=True)
+    other = gradients(elbo, exact, 600)
+    for name, samples in other.items():
+        error = ((samples.var(0) + plain[name].var(0)) / 600).sqrt()
+        assert ((samples.mean(0) - plain[name].mean(0)).abs() <= 4.5 * error + 1e-9).all(), name
+
+
+def test_dreg_through_the_inverse_of_a_flow_matches_reparam():
+    torch.manual_seed(0)
+    flow = dist.transforms.affine_coupling(2, [8])
+    x = torch.randn(3, 2)
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z, 0.7).to_event(1), obs=x)
+
+    def guide():
+        pyro.module("flow", flow)
+        with pyro.plate("data", 3):
+            base = dist.Normal(0.5 * x, 1.0).to_event(1)
+            pyro.sample("z", dist.TransformedDistribution(base, [flow]))
+
+    parameter = next(flow.parameters())
+
+    def mean(estimator, count=600):
+        elbo = TraceIWAE_ELBO(4, estimator, vectorize_particles=True)
+        found = []
+        for _ in range(count):
+            elbo.loss_and_grads(model, guide)
+            found.append(parameter.grad.clone())
+            flow.zero_grad()
+        found = torch.stack(found)
+        return found.mean(0), found.var(0) / count
+
+    plain, doubly, auto = mean("reparam"), mean("dreg"), mean("auto")
+    assert ((plain[0] - doubly[0]).abs() < 4.8 * (plain[1] + doubly[1]).sqrt()).all()
+    assert (doubly[0].abs() > 8 * doubly[1].sqrt()).any()
+    # auto keeps away from a learned flow's inverse.
+    assert torch.allclose(auto[1].mean(), plain[1].mean(), rtol=0.5)
+
+
+def test_particles_of_weight_zero_carry_no_gradient():
+    def model():
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Uniform(0.0, 1.0, validate_args=False))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(2))
+
+    def guide():
+        loc = pyro.param("loc", torch.tensor(0.5))
+        with pyro.plate("data", 2):
+            pyro.sample("z", dist.Normal(loc, 0.5))
+
+    for estimator in ("reparam", "dreg", "stl", "vimco", "auto"):
+        elbo = TraceIWAE_ELBO(50, estimator, vectorize_particles=True)
+        assert torch.isfinite(torch.tensor(elbo.loss_and_grads(model, guide)))
+        grad = dict(pyro.get_param_store().named_parameters())["loc"].grad
+        assert torch.isfinite(grad), estimator
+
+
+def test_scale_and_mask_of_the_user_act_inside_the_weights():
+    x = torch.tensor([0.5, -1.0, 2.0])
+    mask = torch.tensor([True, False, True])
+
+    def programs_of(scale):
+        def model():
+            with (
+                pyro.plate("data", 3),
+                pyro.poutine.scale(scale=scale),
+                pyro.poutine.mask(mask=mask),
+            ):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+                pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+        def guide():
+            with (
+                pyro.plate("data", 3),
+                pyro.poutine.scale(scale=scale),
+                pyro.poutine.mask(mask=mask),
+            ):
+                pyro.sample("z", dist.Normal(x / 3, 0.8))
+
+        return model, guide
+
+    for scale in (1.0, 0.3, torch.tensor([0.2, 1.0, 3.0])):
+        pyro.set_rng_seed(0)
+        bounds = TraceIWAE_ELBO(5, vectorize_particles=True).bounds(*programs_of(scale))
+        pyro.set_rng_seed(0)
+        eps = torch.randn(5, 3)
+        z = x / 3 + 0.8 * eps
+        log_w = dist.Normal(0.0, 1.0).log_prob(z) + dist.Normal(z, 1.0).log_prob(x)
+        log_w = scale * (log_w - dist.Normal(x / 3, 0.8).log_prob(z))
+        expected = torch.where(mask, log_mean_exp(log_w), torch.zeros(3))
+        assert torch.allclose(bounds.per_datum, expected)
+
+
+@modes
+def test_bayesian_regression_on_minibatches_is_the_averaged_elbo(vectorize):
+    # No latent lies in the subsampled plate, so there is nothing to weigh: N/B would have to stand
+    # inside the logarithm.
+    x = torch.randn(8)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 8, subsample_size=2) as idx:
+            pyro.sample("x", dist.Normal(w, 1.0), obs=x[idx])
+
+    def guide():
+        pyro.sample("w", dist.Normal(0.3, 0.5))
+
+    both = Programs(model, guide, (), {})
+    found = values(TraceIWAE_ELBO(5, vectorize_particles=vectorize), both, 1500)
+    prior, q = dist.Normal(0.0, 1.0), dist.Normal(0.3, 0.5)
+    likelihood = dist.Normal(0.3, 1.0).log_prob(x) - 0.5 * 0.5**2
+    assert_mean(found, likelihood.sum() - torch.distributions.kl_divergence(q, prior))
+
+
+def programs(exact):
+    return Programs(exact.model, exact.guide, (), {})

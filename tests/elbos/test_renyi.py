@@ -1,0 +1,73 @@
+"""RenyiELBO(alpha=0) is Pyro's importance weighted bound; each test shows where ours is correct."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import RenyiELBO
+
+from pyro_mcvae import TraceIWAE_ELBO
+from tests.estimates import assert_gradient, gradients, values
+from tests.models import ConjugateGaussian, DiscreteMixture
+
+
+def both(vectorize, num_particles):
+    shared = {"num_particles": num_particles, "vectorize_particles": vectorize}
+    return TraceIWAE_ELBO(**shared), RenyiELBO(alpha=0, **shared)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("size", [100, 50, 10, 2])
+def test_minibatches_keep_the_bound_below_the_evidence(size, vectorize):
+    exact = ConjugateGaussian(N=100, subsample_size=size)
+    ours, theirs = both(vectorize, num_particles=20)
+    count = 40 if vectorize else 12
+    bound = values(ours, exact, count)
+    error = bound.std() / count**0.5
+    evidence = exact.log_evidence()
+    assert bound.mean() < evidence + 3 * error
+    # A bound, and the same tight one at every minibatch size: 20 particles are worth a nat here.
+    full = ConjugateGaussian(N=100)
+    reference = values(both(True, 20)[0], full, 200).mean()
+    assert abs(bound.mean() - reference) < 4 * error + 0.2
+    if size < 100:
+        # Theirs multiplies N/B into the weights and rises far above the evidence.
+        assert values(theirs, exact, count).mean() > evidence + 5
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_a_discrete_guide_gets_the_exact_gradient(vectorize):
+    exact = DiscreteMixture(N=3, C=3)
+    exact.set_guide(
+        guide_logits=torch.tensor([[0.5, 0.0, -0.5], [0.0, 0.3, 0.0], [-0.4, 0.2, 0.1]])
+    )
+    ours, theirs = both(vectorize, num_particles=2)
+    target = exact.grad(exact.iwae_per_datum, 2)
+    assert_gradient(ours, exact, target, 800)
+    # Pyro's score-function term is multiplied by alpha / (1 - alpha) = 0, and what is left of the
+    # gradient has expectation zero only for one particle: it is not the bound's gradient.
+    found = gradients(theirs, exact, 800)["guide_logits"]
+    missing = (found.mean(0) - target["guide_logits"]).abs()
+    assert (missing > 10 * found.std(0) / 800**0.5).any()
+
+
+def test_all_particles_share_one_minibatch():
+    seen = []
+
+    def model():
+        with pyro.plate("data", 1000, subsample_size=5) as idx:
+            seen.append(idx)
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(5))
+
+    def guide():
+        with pyro.plate("data", 1000, subsample_size=5):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    ours, theirs = both(vectorize=False, num_particles=4)
+    ours.loss(model, guide)
+    assert len(seen) == 4
+    assert all((idx == seen[0]).all() for idx in seen)
+    seen.clear()
+    theirs.loss(model, guide)
+    assert not all((idx == seen[0]).all() for idx in seen)
