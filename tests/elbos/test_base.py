@@ -1,0 +1,396 @@
+"""Both of Pyro's interfaces, for every objective: SVI and ELBOModule; bad input."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pyro.optim
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal
+from pyro.nn import PyroModule, PyroParam, PyroSample
+
+from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
+from tests.estimates import take_gradients
+from tests.models import (
+    BetaBernoulli,
+    ConjugateGaussian,
+    DiscreteMixture,
+    HierarchicalGaussian,
+    LinearGaussianChain,
+    NestedGaussian,
+)
+
+OBJECTIVES = {
+    "sgvb": lambda **k: TraceSGVB_ELBO(**k),
+    "sgvb-3": lambda **k: TraceSGVB_ELBO(num_particles=3, **k),
+    "iwae-1": lambda **k: TraceIWAE_ELBO(num_particles=1, **k),
+    "iwae-3": lambda **k: TraceIWAE_ELBO(num_particles=3, **k),
+    "iwae-3-vimco": lambda **k: TraceIWAE_ELBO(3, "vimco", **k),
+}
+MODELS = {
+    "gaussian": lambda: ConjugateGaussian(N=5, subsample_size=3),
+    "mixture": lambda: DiscreteMixture(N=4),
+    "beta-bernoulli": lambda: BetaBernoulli(N=4, subsample_size=2),
+    "hierarchical": lambda: HierarchicalGaussian(N=4),
+    "nested": lambda: NestedGaussian(G=3, M=2),
+    "chain": lambda: LinearGaussianChain(N=3, T=3),
+}
+objectives = pytest.mark.parametrize("objective", OBJECTIVES)
+modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+
+
+@objectives
+@modes
+@pytest.mark.parametrize("name", MODELS)
+def test_the_three_losses_agree_under_one_seed(objective, vectorize, name):
+    exact = MODELS[name]()
+    # Also at the very first call, before anything is known of the programs.
+    elbos = [OBJECTIVES[objective](vectorize_particles=vectorize) for _ in range(4)]
+    model, guide = exact.model, exact.guide
+
+    pyro.set_rng_seed(1)
+    loss = elbos[0].loss(model, guide)
+    pyro.set_rng_seed(1)
+    differentiable = elbos[1].differentiable_loss(model, guide)
+    differentiable.backward()
+    first = take_gradients(exact)
+    pyro.set_rng_seed(1)
+    stepped = elbos[2].loss_and_grads(model, guide)
+    second = take_gradients(exact)
+    pyro.set_rng_seed(1)
+    total = elbos[3].bounds(model, guide).total
+
+    assert differentiable.shape == ()
+    for other in (differentiable.item(), stepped, -total.item()):
+        assert math.isclose(loss, other, rel_tol=1e-9)
+    assert any(grad.abs().max() > 0 for grad in first.values())
+    for key in first:
+        assert torch.allclose(first[key], second[key])
+    # And again at a later call.
+    pyro.set_rng_seed(1)
+    assert math.isclose(elbos[0].loss(model, guide), loss, rel_tol=1e-9)
+
+
+@objectives
+def test_svi_steps_train_and_evaluate_without_gradients(objective):
+    exact = ConjugateGaussian(N=10, subsample_size=5)
+    svi = SVI(exact.model, exact.guide, pyro.optim.Adam({"lr": 0.05}), loss=OBJECTIVES[objective]())
+    for _ in range(300):
+        svi.step()
+    params = exact.params()
+    assert abs(params["a"] - 0.5) < 0.15
+    assert abs(params["log_s"] - 0.5 * math.log(0.5)) < 0.35
+    before = exact.params()
+    assert svi.evaluate_loss() > -exact.log_evidence() - 3
+    assert all((exact.params()[k] == v).all() for k, v in before.items())
+
+
+class Decoder(PyroModule):
+    def __init__(self):
+        super().__init__()
+        self.w = PyroParam(torch.tensor(0.3))
+
+    @PyroSample
+    def bias(self):
+        return dist.Normal(0.0, 1.0)
+
+    def forward(self, x):
+        bias = self.bias
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(self.w * z + bias, 0.5), obs=x)
+
+
+@objectives
+def test_modules_train_with_torch_optimizers(objective):
+    x = 2.0 + torch.randn(20)
+    model = Decoder()
+    guide = AutoNormal(model)
+    elbo = OBJECTIVES[objective]()(model, guide)
+    elbo(x)
+    optimizer = torch.optim.Adam(elbo.parameters(), lr=0.05)
+    losses = []
+    for _ in range(150):
+        optimizer.zero_grad()
+        loss = elbo(x)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-20:]) / 20 < sum(losses[:5]) / 5 - 5
+    assert model.w.grad is not None
+
+
+def test_retain_graph_lets_a_shared_graph_be_used_again():
+    x = torch.zeros(3)
+    weight = torch.nn.Parameter(torch.tensor(0.4))
+    shared = weight**2  # one graph behind two losses
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(shared, 1.0))
+
+    kept = TraceIWAE_ELBO(2, retain_graph=True)
+    kept.loss_and_grads(model, guide)
+    TraceIWAE_ELBO(2).loss_and_grads(model, guide)
+    with pytest.raises(RuntimeError, match="second time"):
+        TraceIWAE_ELBO(2).loss_and_grads(model, guide)
+
+
+@objectives
+@modes
+def test_single_precision_stays_single(objective, vectorize):
+    exact = ConjugateGaussian(N=5, dtype=torch.float32)
+    elbo = OBJECTIVES[objective](vectorize_particles=vectorize)
+    loss = elbo.differentiable_loss(exact.model, exact.guide)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert elbo.bounds(exact.model, exact.guide).per_datum.dtype == torch.float32
+
+
+@objectives
+def test_without_validation_the_loss_is_not_read(objective):
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            x = torch.tensor([0.0, math.nan, 0.0])
+            pyro.sample("x", dist.Normal(z, 1.0, validate_args=False), obs=x)
+
+    elbo = OBJECTIVES[objective]()
+    with pyro.validation_enabled(False):
+        assert elbo.differentiable_loss(model, guide).isnan()
+    with pytest.raises(ValueError, match=r"site .x. of the model .*1 NaN and 0 infinite of 3"):
+        elbo.differentiable_loss(model, guide)
+
+
+# Bad input: a clear error, and nothing is left half-changed.
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])
+@pytest.mark.parametrize("cls", [TraceSGVB_ELBO, TraceIWAE_ELBO])
+def test_num_particles_must_be_a_positive_int(cls, count):
+    with pytest.raises(ValueError, match=f"num_particles.*at least 1, got {count!r}"):
+        cls(num_particles=count)
+
+
+def test_unknown_estimator():
+    with pytest.raises(ValueError, match="one of auto, reparam, stl, dreg, vimco, got 'dregs'"):
+        TraceIWAE_ELBO(gradient_estimator="dregs")
+
+
+def test_vimco_needs_two_particles():
+    with pytest.raises(ValueError, match="num_particles >= 2, got 1"):
+        TraceIWAE_ELBO(1, "vimco")
+
+
+def test_joint_weight_refuses_minibatches():
+    exact = HierarchicalGaussian(N=6, subsample_size=2)
+    elbo = TraceIWAE_ELBO(3, joint=True)
+    with pytest.raises(ValueError, match=r"plate 'data' is subsampled \(2 of 6\)"):
+        elbo.loss(exact.model, exact.guide)
+
+
+def normal_site(name, **kwargs):
+    return pyro.sample(name, dist.Normal(0.0, 1.0), **kwargs)
+
+
+def leaves_params_alone(objective, model, guide, match, error=ValueError, **options):
+    """The step raises, no gradient is left, and the next good step works."""
+    weight = pyro.param("weight", torch.tensor(1.0))
+    elbo = OBJECTIVES[objective](**options)
+    with pytest.raises(error, match=match):
+        elbo.loss_and_grads(model, guide)
+    assert weight.unconstrained().grad is None
+    exact = ConjugateGaussian(N=3)
+    assert math.isfinite(elbo.loss_and_grads(exact.model, exact.guide))
+
+
+@objectives
+@modes
+def test_model_site_missing_from_the_guide(objective, vectorize):
+    def model():
+        normal_site("a")
+        normal_site("b")
+
+    leaves_params_alone(
+        objective,
+        model,
+        lambda: normal_site("a"),
+        "site 'b' of the model is neither observed nor drawn",
+        vectorize_particles=vectorize,
+    )
+
+
+@objectives
+@modes
+def test_guide_site_missing_from_the_model(objective, vectorize):
+    def guide():
+        normal_site("a")
+        normal_site("b")
+
+    leaves_params_alone(
+        objective,
+        lambda: normal_site("a"),
+        guide,
+        "site 'b' of the guide is missing from the model.*is_auxiliary",
+        vectorize_particles=vectorize,
+    )
+
+
+@objectives
+def test_guide_site_that_the_model_observes(objective):
+    leaves_params_alone(
+        objective,
+        lambda: normal_site("a", obs=torch.tensor(0.0)),
+        lambda: normal_site("a"),
+        "site 'a' of the guide is observed in the model",
+    )
+
+
+@objectives
+def test_guide_draws_outside_of_the_models_support(objective):
+    leaves_params_alone(
+        objective,
+        lambda: pyro.sample("a", dist.Gamma(1.0, 1.0)),
+        lambda: pyro.sample("a", dist.Normal(-5.0, 0.1)),
+        "site 'a' of the model.*\n?.*support",
+    )
+
+
+@objectives
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_log_densities_that_are_not_finite_name_their_site(objective, bad):
+    def model():
+        with pyro.plate("data", 3):
+            a = normal_site("a")
+            odd = dist.Unit(a + torch.tensor([0.0, bad, 0.0]), validate_args=False)
+            pyro.sample("odd", odd, obs=torch.zeros(3, 0))
+
+    def guide():
+        loc = pyro.param("weight")
+        with pyro.plate("data", 3):
+            pyro.sample("a", dist.Normal(loc, 1.0))
+
+    leaves_params_alone(objective, model, guide, "site 'odd' of the model .Unit")
+
+
+@objectives
+@pytest.mark.parametrize("where", ["model", "guide"])
+def test_enumerated_sites_are_refused_by_name(objective, where):
+    def coin(**infer):
+        pyro.sample("c", dist.Bernoulli(0.5), infer=infer)
+
+    def guide():
+        if where == "guide":
+            coin(enumerate="parallel")
+
+    leaves_params_alone(
+        objective,
+        lambda: coin(enumerate="parallel") if where == "model" else coin(),
+        guide,
+        f"site 'c' of the {where} is marked for enumeration.*TraceEnum_ELBO",
+    )
+
+
+def test_enumeration_marks_can_be_ignored():
+    def guide():
+        pyro.sample("c", dist.Bernoulli(0.5), infer={"enumerate": "parallel"})
+
+    def model():
+        pyro.sample("c", dist.Bernoulli(0.5))
+
+    elbo = TraceSGVB_ELBO(strict_enumeration_warning=False)
+    assert abs(elbo.loss(model, guide)) < 1e-12
+
+
+@objectives
+@modes
+def test_empty_minibatches_are_refused(objective, vectorize):
+    data = torch.zeros(5)
+
+    def program(observe):
+        with pyro.plate("data", 5, subsample=torch.tensor([], dtype=torch.long)) as idx:
+            z = normal_site("z")
+            if observe:
+                pyro.sample("x", dist.Normal(z, 1.0), obs=data[idx])
+
+    leaves_params_alone(
+        objective,
+        lambda: program(True),
+        lambda: program(False),
+        r"plate 'data' has an empty minibatch \(0 of 5 data\)",
+        vectorize_particles=vectorize,
+    )
+
+
+@objectives
+@modes
+def test_data_of_size_zero_are_refused(objective, vectorize):
+    def program(observe):
+        with pyro.plate("data", 0):
+            z = normal_site("z")
+            if observe:
+                pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(0))
+
+    leaves_params_alone(
+        objective,
+        lambda: program(True),
+        lambda: program(False),
+        "plate 'data' has an empty minibatch",
+        vectorize_particles=vectorize,
+    )
+
+
+@pytest.mark.parametrize("cls", [TraceSGVB_ELBO, TraceIWAE_ELBO])
+def test_a_deeper_model_is_looked_at_again(cls):
+    shallow, deep = ConjugateGaussian(N=3), NestedGaussian(G=3, M=2)
+    options = {"analytic_kl": False} if cls is TraceSGVB_ELBO else {}
+    elbo = cls(num_particles=3, vectorize_particles=True, **options)
+    for exact in (shallow, deep, shallow):
+        exact.set_guide("exact")  # the bound is the evidence then, whatever is drawn
+        assert abs(elbo.loss(exact.model, exact.guide) + exact.log_evidence()) < 1e-6
+
+
+@objectives
+@modes
+def test_a_declared_nesting_that_is_too_small_is_refused(objective, vectorize):
+    deep = NestedGaussian(G=3, M=2)
+    elbo = OBJECTIVES[objective](max_plate_nesting=1, vectorize_particles=vectorize)
+    with pytest.raises(ValueError, match=r"max_plate_nesting=1.*pass max_plate_nesting=2"):
+        elbo.loss(deep.model, deep.guide)
+
+
+@pytest.mark.parametrize("objective", ["sgvb-3", "iwae-3"])
+def test_programs_that_cannot_be_vectorized_say_so(objective):
+    x = torch.zeros(4)
+
+    def guide():
+        with pyro.plate("data", 4):
+            normal_site("z")
+
+    def reshapes(z):
+        return z.reshape(4)
+
+    def averages(z):
+        return z.mean()
+
+    for broken in (reshapes, averages):
+
+        def model(broken=broken):
+            with pyro.plate("data", 4):
+                z = normal_site("z")
+                pyro.sample("x", dist.Normal(broken(z), 1.0), obs=x)
+
+        with pytest.raises(RuntimeError, match="vectorize_particles=False"):
+            OBJECTIVES[objective](vectorize_particles=True).loss(model, guide)
+        assert math.isfinite(OBJECTIVES[objective]().loss(model, guide))

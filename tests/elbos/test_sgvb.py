@@ -1,0 +1,208 @@
+"""Laws of the SGVB estimators: exact ELBO and gradient, closed-form KL where it is valid."""
+
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
+from torch.distributions import kl_divergence
+
+from pyro_mcvae import TraceSGVB_ELBO
+from pyro_mcvae.tracing.runs import Programs
+from tests.estimates import assert_gradient, assert_mean, gradients, take_gradients, values
+from tests.models import (
+    BetaBernoulli,
+    ConjugateGaussian,
+    DiscreteMixture,
+    GammaPoisson,
+    HierarchicalGaussian,
+    LinearGaussianChain,
+    NestedGaussian,
+    ProbabilisticPCA,
+    SequentialPlate,
+)
+
+
+def mixture_without_rare_draws():
+    """Whose weight no sample of a few hundred would show."""
+    exact = DiscreteMixture(N=3, C=3)
+    exact.set_guide(
+        guide_logits=torch.tensor([[0.5, 0.0, -0.5], [0.0, 0.3, 0.0], [-0.4, 0.2, 0.1]])
+    )
+    return exact
+
+
+EXACT = {
+    "gaussian": lambda: ConjugateGaussian(N=5),
+    "gaussian-subsampled": lambda: ConjugateGaussian(N=6, subsample_size=2),
+    "ppca": lambda: ProbabilisticPCA(N=3, p=4, d=2),
+    "gamma": lambda: GammaPoisson(N=4),
+    "mixture": lambda: mixture_without_rare_draws(),
+    "beta-bernoulli": lambda: BetaBernoulli(N=4),
+    "hierarchical": lambda: HierarchicalGaussian(N=4),
+    "hierarchical-subsampled": lambda: HierarchicalGaussian(N=6, subsample_size=2),
+    "nested": lambda: NestedGaussian(G=3, M=2),
+    "chain": lambda: LinearGaussianChain(N=3, T=3),
+    "sequential": lambda: SequentialPlate(N=3),
+}
+exact_models = pytest.mark.parametrize("name", EXACT)
+analytic = pytest.mark.parametrize("analytic_kl", [False, True], ids=["A", "B"])
+modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+
+
+@exact_models
+@analytic
+def test_value_and_gradient_are_those_of_the_exact_elbo(name, analytic_kl):
+    exact = EXACT[name]()
+    elbo = TraceSGVB_ELBO(analytic_kl=analytic_kl)
+    assert_mean(values(elbo, exact, 400), exact.elbo())
+    assert_gradient(elbo, exact, exact.grad(exact.elbo), 800)
+
+
+@exact_models
+@pytest.mark.parametrize("num_particles", [1, 3])
+@modes
+def test_estimator_a_is_pyros_trace_elbo_step_by_step(name, num_particles, vectorize):
+    if vectorize and name == "sequential":
+        num_particles = 1  # a loop over data cannot hold the particles' dim in Pyro's loss
+    exact = EXACT[name]()
+    found = []
+    for loss in (TraceSGVB_ELBO, Trace_ELBO):
+        options = {"analytic_kl": False} if loss is TraceSGVB_ELBO else {}
+        nesting = exact.max_plate_nesting
+        elbo = loss(
+            num_particles=num_particles,
+            max_plate_nesting=nesting,
+            vectorize_particles=vectorize,
+            **options,
+        )
+        if "subsampled" in name and not vectorize and num_particles > 1:
+            pytest.skip("Pyro draws a minibatch per particle, which is another estimator")
+        pyro.set_rng_seed(5)
+        value = elbo.loss_and_grads(exact.model, exact.guide)
+        found.append((value, take_gradients(exact)))
+    (ours, our_grads), (theirs, their_grads) = found
+    assert abs(ours - theirs) < 1e-8
+    for key, grad in our_grads.items():
+        assert torch.allclose(grad, their_grads[key], atol=1e-8), key
+
+
+@pytest.mark.parametrize("name", ["gaussian", "gaussian-subsampled", "ppca", "gamma"])
+def test_estimator_b_is_pyros_mean_field_elbo_step_by_step(name):
+    exact = EXACT[name]()
+    found = []
+    for elbo in (TraceSGVB_ELBO(), TraceMeanField_ELBO()):
+        pyro.set_rng_seed(5)
+        value = elbo.loss_and_grads(exact.model, exact.guide)
+        found.append((value, take_gradients(exact)))
+    assert abs(found[0][0] - found[1][0]) < 1e-8
+    for key, grad in found[0][1].items():
+        assert torch.allclose(grad, found[1][1][key], atol=1e-8), key
+
+
+@pytest.mark.parametrize("name", ["gaussian", "ppca", "gamma", "hierarchical", "chain"])
+def test_closed_form_kl_lowers_the_variance_of_the_gradient(name):
+    # Of the value only far from the posterior, where log p - log q do not cancel.
+    exact = EXACT[name]()
+    found = [gradients(TraceSGVB_ELBO(analytic_kl=kl), exact, 500) for kl in (False, True)]
+    a, b = (sum(grad.var(0).sum() for grad in grads.values()) for grads in found)
+    assert b < a
+
+
+def test_a_site_whose_prior_depends_on_a_later_draw_keeps_estimator_a():
+    # The guide draws b first and a given b; in the model b depends on a. The divergence at b would
+    # hold a fixed, which is not distributed independently of b: Pyro's mean-field loss is wrong.
+    slope = torch.tensor(0.8)
+
+    def model():
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(a, 1.0))
+        pyro.sample("x", dist.Normal(b, 1.0), obs=torch.tensor(1.0))
+
+    def guide():
+        b = pyro.sample("b", dist.Normal(pyro.param("m", torch.tensor(0.5)), 0.8))
+        pyro.sample("a", dist.Normal(slope * b, 0.6))
+
+    both = Programs(model, guide, (), {})
+    # E log p - E log q in closed form.
+    m, s, t = torch.tensor(0.5), 0.8, 0.6
+    second_b = m**2 + s**2
+    log_2pi = torch.log(torch.tensor(2 * torch.pi))
+    expected_p = -1.5 * log_2pi - 0.5 * (
+        slope**2 * second_b + t**2 + (1 - slope) ** 2 * second_b + t**2 + (m - 1) ** 2 + s**2
+    )
+    entropy = log_2pi + 1 + torch.log(torch.tensor(s * t))
+    assert_mean(values(TraceSGVB_ELBO(), both, 2000), expected_p + entropy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = values(TraceMeanField_ELBO(), both, 2000)
+    assert abs(theirs.mean() - expected_p - entropy) > 20 * theirs.std() / 2000**0.5
+
+
+@analytic
+def test_scale_and_mask_that_differ_between_model_and_guide(analytic_kl):
+    x = torch.tensor([0.5, -1.0, 2.0])
+    kept = torch.tensor([True, False, True])
+
+    def model():
+        with pyro.plate("data", 3):
+            with pyro.poutine.scale(scale=0.3), pyro.poutine.mask(mask=kept):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(x / 3, 0.8))
+
+    q, p = dist.Normal(x / 3, 0.8), dist.Normal(0.0, 1.0)
+    cross = -kl_divergence(q, p) - q.entropy()
+    likelihood = dist.Normal(x / 3, 1.0).log_prob(x) - 0.5 * 0.8**2
+    exact = (0.3 * cross * kept + q.entropy() + likelihood).sum()
+    found = values(TraceSGVB_ELBO(analytic_kl=analytic_kl), Programs(model, guide, (), {}), 1500)
+    assert_mean(found, exact)
+
+
+@pytest.mark.parametrize("scale", [0.3, torch.tensor([0.3, 1.0, 2.0])], ids=["float", "tensor"])
+def test_annealed_kl(scale):
+    x = torch.tensor([0.5, -1.0, 2.0])
+
+    def model():
+        with pyro.plate("data", 3):
+            with pyro.poutine.scale(scale=scale):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide():
+        with pyro.plate("data", 3), pyro.poutine.scale(scale=scale):
+            pyro.sample("z", dist.Normal(x / 3, 0.8))
+
+    q, p = dist.Normal(x / 3, 0.8), dist.Normal(0.0, 1.0)
+    likelihood = dist.Normal(x / 3, 1.0).log_prob(x) - 0.5 * 0.8**2
+    exact = (likelihood - scale * kl_divergence(q, p)).sum()
+    both = Programs(model, guide, (), {})
+    for analytic_kl in (False, True):
+        assert_mean(values(TraceSGVB_ELBO(analytic_kl=analytic_kl), both, 1000), exact)
+
+
+@modes
+def test_per_datum_values_average_to_the_exact_elbo(vectorize):
+    for name in ("gaussian", "chain", "nested", "mixture"):
+        pyro.clear_param_store()
+        exact = EXACT[name]()
+        elbo = TraceSGVB_ELBO(num_particles=2, vectorize_particles=vectorize)
+        bounds = [elbo.bounds(exact.model, exact.guide) for _ in range(300)]
+        assert_mean(torch.stack([b.per_datum for b in bounds]), exact.elbo_per_datum())
+        assert torch.allclose(bounds[0].total, bounds[0].per_datum.sum())
+
+
+def test_per_datum_values_leave_out_the_scale_of_minibatches():
+    exact = HierarchicalGaussian(N=6, subsample_size=2)
+    bounds = TraceSGVB_ELBO().bounds(exact.model, exact.guide)
+    assert bounds.scale == 3
+    assert bounds.plates == ("data",)
+    assert bounds.per_datum.shape == (2,)
+    assert torch.allclose(bounds.total, bounds.shared + 3 * bounds.per_datum.sum())
+    found = [TraceSGVB_ELBO().bounds(exact.model, exact.guide).total for _ in range(400)]
+    assert_mean(torch.stack(found), exact.elbo())
