@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class Run:
     :ivar nesting: how many batch dims belong to plates.
     :ivar leading: the size of the leading dimension at ``-nesting - 1``, or None if there is none.
     :ivar unbatched: the factors whose distribution did not have that dimension by itself.
+    :ivar subsamples: the minibatch: the indices of each plate.
     """
 
     guide_trace: Trace
@@ -74,6 +75,7 @@ class Run:
     nesting: int
     leading: int | None
     unbatched: frozenset[FactorKey] = frozenset()
+    subsamples: dict[str, Tensor] = field(default_factory=dict)
 
     def sum_to(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Sum a batch-shaped tensor over all plates but ``dims``: ``[leading, *dims]``."""

@@ -30,13 +30,16 @@ class Sample:
 
     :ivar runs: one vectorised run, or one run per particle.
     :ivar block_of: for each run, the block of each factor (None: global).
-    :ivar subsamples: the minibatch: the indices of each plate.
     """
 
     runs: list[Run]
     block_of: list[Mapping[FactorKey, int | None]]
     structure: Structure
-    subsamples: dict[str, Tensor]
+
+    @property
+    def subsamples(self) -> dict[str, Tensor]:
+        """The minibatch that all runs share: the indices of each plate."""
+        return self.runs[0].subsamples
 
     @property
     def blocks(self) -> tuple[Block, ...]:

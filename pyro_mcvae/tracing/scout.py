@@ -57,9 +57,13 @@ class _TrackDraws(Messenger):
         msg["value"] = ProvenanceTensor(leaf, frozenset({msg["name"]}))
 
 
-def find_dependencies(programs: Programs, tracked: frozenset[str]) -> Dependencies:
+def find_dependencies(
+    programs: Programs, tracked: frozenset[str], subsamples: Mapping[str, Tensor]
+) -> Dependencies:
     """
     The tracked guide sites on which each factor of the weight depends directly.
+
+    :param subsamples: the minibatch to look at, for programs whose sites depend on it.
 
     Programs that cannot be tracked (an operator that refuses tensor subclasses) yield nothing,
     with a warning: their factors count as depending on everything, which is always correct,
@@ -69,7 +73,7 @@ def find_dependencies(programs: Programs, tracked: frozenset[str]) -> Dependenci
     try:
         with _aside(), torch.enable_grad(), pyro.validation_enabled(False):
             with tracker:
-                guide_trace, model_trace = run_pair(programs, Supply({}))
+                guide_trace, model_trace = run_pair(programs, Supply(dict(subsamples)))
             return _trace_factors({"guide": guide_trace, "model": model_trace}, tracker)
     except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
         warnings.warn(
@@ -142,8 +146,10 @@ def _parents_at(
     found = frozenset(get_provenance(log_prob))
     log_prob = detach_provenance(log_prob)
     if isinstance(log_prob, Tensor) and log_prob.requires_grad:
-        names = [name for name, leaf in tracker.leaves.items() if leaf.requires_grad]
-        leaves = [tracker.leaves[name] for name in names]
-        grads = torch.autograd.grad(log_prob.sum(), leaves, allow_unused=True, retain_graph=True)
-        found |= {name for name, grad in zip(names, grads, strict=True) if grad is not None}
+        leaves = {name: leaf for name, leaf in tracker.leaves.items() if leaf.requires_grad}
+        if leaves:
+            grads = torch.autograd.grad(
+                log_prob.sum(), list(leaves.values()), allow_unused=True, retain_graph=True
+            )
+            found |= {name for name, grad in zip(leaves, grads, strict=True) if grad is not None}
     return found

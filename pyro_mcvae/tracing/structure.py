@@ -96,7 +96,7 @@ def derive_structure(
     Sort a program's factors into blocks.
 
     :param factors: every scored site of the model and the guide with its plates and parents.
-    :param latents: the guide's random sites.
+    :param latents: the guide's random sites, in the guide's order.
     :param bool joint: weigh everything together, one weight for the whole program.
     :raises ValueError: if ``joint`` meets a subsampled plate.
     """
@@ -108,7 +108,7 @@ def derive_structure(
     involved: dict[int, list[FactorKey]] = {}
     while local:
         components = _components(local, frames, factors)
-        involved = {i: _involved(c, factors) for i, c in enumerate(components)}
+        involved = _involved(components, factors)
         demoted: set[str] = set()
         for i, component in enumerate(components):
             own = _shared_plates(involved[i], factors)
@@ -153,15 +153,17 @@ def _components(
     local: set[str], frames: Mapping[str, Frames], factors: Mapping[FactorKey, Factor]
 ) -> list[set[str]]:
     """Latents connected through a shared plate or a shared factor."""
-    components: list[set[str]] = []
-    groups = [set(group) for group in _plate_groups(local, frames)]
-    groups += [set(_parents(f, local)) for f in factors.values()]
+    component_of = {name: {name} for name in local}
+    groups = [*_plate_groups(local, frames), *(_parents(f, local) for f in factors.values())]
     for group in groups:
-        touching = [c for c in components if c & group]
-        components = [c for c in components if not c & group]
-        if group or touching:
-            components.append(group.union(*touching))
-    return [c for c in components if c]
+        touching = sorted({id(c): c for c in map(component_of.get, group) if c}.values(), key=len)
+        if len(touching) > 1:
+            largest = touching.pop()
+            for smaller in touching:
+                largest |= smaller
+                component_of.update(dict.fromkeys(smaller, largest))
+    # In the guide's order, so that blocks come in the order of the program.
+    return list({id(component_of[n]): component_of[n] for n in frames if n in local}.values())
 
 
 def _plate_groups(local: set[str], frames: Mapping[str, Frames]) -> Iterable[set[str]]:
@@ -177,11 +179,20 @@ def _plate_groups(local: set[str], frames: Mapping[str, Frames]) -> Iterable[set
 
 
 def _parents(factor: Factor, local: set[str]) -> set[str]:
-    return set(local) if factor.parents is None else set(factor.parents) & local
+    return local if factor.parents is None else local.intersection(factor.parents)
 
 
-def _involved(component: set[str], factors: Mapping[FactorKey, Factor]) -> list[FactorKey]:
-    return [key for key, f in factors.items() if _parents(f, component)]
+def _involved(
+    components: list[set[str]], factors: Mapping[FactorKey, Factor]
+) -> dict[int, list[FactorKey]]:
+    """For each component the factors that depend on it; no factor depends on two of them."""
+    index = {name: i for i, component in enumerate(components) for name in component}
+    local = set(index)
+    found: dict[int, list[FactorKey]] = {i: [] for i in range(len(components))}
+    for key, factor in factors.items():
+        for i in {index[name] for name in _parents(factor, local)}:
+            found[i].append(key)
+    return found
 
 
 def _shared_plates(keys: list[FactorKey], factors: Mapping[FactorKey, Factor]) -> Frames:

@@ -126,10 +126,10 @@ class Tracer:
         if self.vectorizes(count):
             supply = Supply(sample.subsamples, fixed, draws[0])
             run = self._vectorized(programs, supply, self._skip(sample.structure), count)
-            return self.arrange(programs, [run], sample.subsamples)
+            return self.arrange(programs, [run])
         supplies = [Supply(sample.subsamples, fixed, draw) for draw in draws]
         runs = [self._single(programs, supply) for supply in supplies]
-        return self.arrange(programs, runs, sample.subsamples)
+        return self.arrange(programs, runs)
 
     def replay(
         self, programs: Programs, sample: Sample, latents: list[dict[str, Tensor]]
@@ -150,15 +150,14 @@ class Tracer:
                 leading = LeadingPlate(run.leading, -run.nesting - 1, skip)
             model_trace = run_model(programs, guide_trace, Supply(sample.subsamples), leading)
             runs.append(collect(guide_trace, model_trace, run.nesting, run.leading))
-        return self.arrange(programs, runs, sample.subsamples)
+            runs[-1].subsamples = sample.subsamples
+        return self.arrange(programs, runs)
 
     def vectorizes(self, count: int) -> bool:
         """Whether that many particles share one run."""
         return self.vectorize and count > 1
 
-    def arrange(
-        self, programs: Programs, runs: list[Run], subsamples: dict[str, Tensor] | None = None
-    ) -> Sample:
+    def arrange(self, programs: Programs, runs: list[Run]) -> Sample:
         """Sort runs whose global latents may differ into a sample, to sum them per datum."""
         structures = [self.structure(programs, run) for run in runs]
         if any(s.blocks != structures[0].blocks for s in structures):
@@ -166,7 +165,7 @@ class Tracer:
                 f"two particles of one step have different plates: {structures}; plates must not "
                 f"depend on the latents (joint=True weighs such programs as a whole)"
             )
-        return Sample(runs, [s.block_of for s in structures], structures[0], subsamples or {})
+        return Sample(runs, [s.block_of for s in structures], structures[0])
 
     def structure(self, programs: Programs, run: Run) -> Structure:
         """The blocks of the programs that made this run."""
@@ -182,12 +181,13 @@ class Tracer:
         latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
         # A guide of point masses alone is weighed per datum as well.
         random = [t for t in latents if not is_delta(t.site["fn"])] or latents
-        names = frozenset(t.key.name for t in random)
+        order = [t.key.name for t in random]
+        names = frozenset(order)
         factors = {key: Factor(f, None) for key, f in frames.items()}
         ask = not self.joint and needs_dependencies(factors, names)
         ask |= _may_have_lost_particles(run)
         if ask or (self.find_roots and len(names) > 1):
-            found = scout.find_dependencies(programs, names)
+            found = scout.find_dependencies(programs, names, run.subsamples)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
             _check_broadcast(run, found.distributions)
         elif len(names) == 1:
@@ -195,7 +195,7 @@ class Tracer:
                 key: Factor(f, names if key.program == "guide" else None)
                 for key, f in frames.items()
             }
-        structure = derive_structure(factors, names, self.joint)
+        structure = derive_structure(factors, order, self.joint)
         paths = {t.key.name for t in random if reparameterized(t.site)}
         roots = {
             name
@@ -228,7 +228,7 @@ class Tracer:
             self._single(programs, Supply(subsamples, fixed, draw and draw()), handler)
             for _ in range(1, self.num_particles)
         ]
-        return self.arrange(programs, [first, *rest], subsamples)
+        return self.arrange(programs, [first, *rest])
 
     def _sample_vectorized(
         self,
@@ -244,7 +244,7 @@ class Tracer:
                 run = self._vectorized(programs, supply, skip, self.num_particles, handler)
                 structure = self._latest = self.structure(programs, run)
                 if self._skip(structure) == skip:
-                    return Sample([run], [structure.block_of], structure, supply.subsamples)
+                    return Sample([run], [structure.block_of], structure)
                 # Global sites were drawn once per particle, or local ones once: run again.
                 skip = self._skip(structure)
                 rewind()
@@ -260,7 +260,9 @@ class Tracer:
         check_sites(guide_trace, model_trace, self.strict_enumeration)
         nesting = nesting_of(guide_trace, model_trace)
         self._check_nesting(nesting)
-        return collect(guide_trace, model_trace, nesting, None)
+        run = collect(guide_trace, model_trace, nesting, None)
+        run.subsamples = supply.subsamples
+        return run
 
     def _vectorized(
         self,
@@ -308,6 +310,7 @@ class Tracer:
         guide_trace, model_trace = run_pair(programs, supply, leading, inside)
         check_sites(guide_trace, model_trace, self.strict_enumeration)
         run = collect(guide_trace, model_trace, nesting, count)
+        run.subsamples = supply.subsamples
         names = zip(("guide", "model"), leading, strict=True)
         run.unbatched = frozenset(FactorKey(p, n) for p, plate in names for n in plate.unbatched)
         return run

@@ -1,0 +1,310 @@
+"""Programs as users write them: every objective trains each of them, looped and vectorised."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pyro.optim
+import pytest
+import torch
+from pyro import poutine
+from pyro.contrib.easyguide import easy_guide
+from pyro.distributions import constraints
+from pyro.distributions import transforms as T
+from pyro.infer import SVI
+from pyro.infer.autoguide import (
+    AutoDelta,
+    AutoDiagonalNormal,
+    AutoGuideList,
+    AutoIAFNormal,
+    AutoLowRankMultivariateNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoNormalMessenger,
+    AutoStructured,
+)
+
+from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
+
+OBJECTIVES = {
+    "sgvb": lambda **k: TraceSGVB_ELBO(num_particles=2, **k),
+    "iwae": lambda **k: TraceIWAE_ELBO(num_particles=4, **k),
+    "iwae-reparam": lambda **k: TraceIWAE_ELBO(4, "reparam", **k),
+}
+N = 12
+X = torch.tensor([1.9, 0.3, 1.1, 2.5, -0.4, 1.4, 0.8, 2.2, 1.7, 0.1, 1.3, 0.9])
+
+
+def data():
+    return X.to(torch.get_default_dtype())
+
+
+def hierarchy(subsample_size=None, subsample=None):
+    loc = pyro.sample("loc", dist.Normal(0.0, 2.0))
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
+    with pyro.plate("data", N, subsample_size, subsample) as idx:
+        z = pyro.sample("z", dist.Normal(loc, scale))
+        pyro.sample("x", dist.Normal(z, 0.5), obs=data()[idx])
+
+
+def hierarchy_guide(subsample_size=None, subsample=None):
+    loc = pyro.param("loc_q", torch.tensor(-0.5))
+    pyro.sample("loc", dist.Normal(loc, 0.5))
+    pyro.sample("scale", dist.LogNormal(pyro.param("scale_q", torch.tensor(0.5)), 0.3))
+    slope = pyro.param("slope", torch.tensor(0.1))
+    with pyro.plate("data", N, subsample_size, subsample) as idx:
+        pyro.sample("z", dist.Normal(slope * data()[idx], 0.5))
+
+
+def minibatches(model, guide, **options):
+    return (lambda: model(**options)), (lambda: guide(**options))
+
+
+def nested():
+    with pyro.plate("groups", 3, dim=-1):
+        a = pyro.sample("a", dist.Normal(0.0, 2.0))
+        with pyro.plate("members", 4, dim=-2):
+            b = pyro.sample("b", dist.Normal(a, 1.0))
+            pyro.sample("x", dist.Normal(b, 0.5), obs=data().reshape(4, 3))
+
+
+def crossed():
+    rows, columns = pyro.plate("rows", 3, dim=-1), pyro.plate("columns", 4, dim=-2)
+    with rows:
+        u = pyro.sample("u", dist.Normal(1.0, 1.0))
+    with columns:
+        v = pyro.sample("v", dist.Normal(0.0, 1.0))
+    with rows, columns:
+        pyro.sample("x", dist.Normal(u + v, 0.5), obs=data().reshape(4, 3))
+
+
+def two_plates():
+    for name, part in (("left", data()[:5]), ("right", data()[5:])):
+        with pyro.plate(name, len(part), dim=-1):
+            z = pyro.sample(f"z_{name}", dist.Normal(0.0, 1.0))
+            pyro.sample(f"x_{name}", dist.Normal(z, 0.5), obs=part)
+
+
+def turns(observe):
+    for i in pyro.plate("data", N, subsample_size=5):
+        x = data()[i]
+        if observe:
+            z = pyro.sample(f"z_{i}", dist.Normal(0.0, 1.0))
+            pyro.sample(f"x_{i}", dist.Normal(z, 0.5), obs=x)
+        else:
+            slope = pyro.param("slope", torch.tensor(0.1))
+            pyro.sample(f"z_{i}", dist.Normal(slope * x, 0.5))
+
+
+def chain(observe):
+    with pyro.plate("data", 3):
+        z = torch.zeros(3)
+        for t in pyro.markov(range(4)):
+            x = data().reshape(4, 3)[t]
+            if observe:
+                z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 1.0))
+                pyro.sample(f"x_{t}", dist.Normal(z, 0.5), obs=x)
+            else:
+                f = pyro.param("f", torch.tensor([0.1, 0.1]))
+                z = pyro.sample(f"z_{t}", dist.Normal(f[0] * z + f[1] * x, 0.6))
+
+
+def ragged():
+    lengths = torch.tensor([4, 2, 1])
+    with pyro.plate("data", 3):
+        z = torch.zeros(3)
+        for t in range(4):
+            with poutine.mask(mask=t < lengths):
+                z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 1.0))
+                pyro.sample(f"x_{t}", dist.Normal(z, 0.5), obs=data().reshape(4, 3)[t])
+
+
+def constrained():
+    with pyro.plate("data", N):
+        rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+        weights = pyro.sample("weights", dist.Dirichlet(torch.ones(3)))
+        pyro.sample("x", dist.Normal(rate * weights[..., 0], 1.0), obs=data())
+
+
+def constrained_guide():
+    concentration = pyro.param("concentration", torch.tensor(5.0), constraint=constraints.positive)
+    with pyro.plate("data", N):
+        pyro.sample("rate", dist.Gamma(concentration, 1.0))
+        pyro.sample("weights", dist.Dirichlet(pyro.param("alpha", torch.ones(3)).exp()))
+
+
+def mixture():
+    with pyro.plate("data", N):
+        c = pyro.sample("c", dist.Categorical(torch.ones(3)))
+        z = pyro.sample("z", dist.Normal(c.to(data().dtype), 0.5))
+        pyro.sample("x", dist.Normal(z, 0.5), obs=data())
+
+
+def mixture_guide():
+    logits = pyro.param("logits", torch.tensor([1.0, 0.0, -1.0]))
+    locs = pyro.param("locs", torch.zeros(3))
+    with pyro.plate("data", N):
+        c = pyro.sample("c", dist.Categorical(logits=logits + data()[:, None] * torch.arange(3)))
+        pyro.sample("z", dist.Normal(locs[c], 0.5))
+
+
+def correlated():
+    cholesky = pyro.sample("cholesky", dist.LKJCholesky(2, torch.tensor(1.0)))
+    with pyro.plate("data", 6):
+        pyro.sample(
+            "x",
+            dist.MultivariateNormal(torch.ones(2), scale_tril=cholesky),
+            obs=data().reshape(6, 2),
+        )
+
+
+def missing():
+    observed = torch.arange(N) % 3 > 0
+    with pyro.plate("data", N):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        x = pyro.sample("x", dist.Normal(z, 0.5), obs=data(), obs_mask=observed)
+        pyro.deterministic("twice", 2 * x)
+        pyro.factor("prefer", -0.1 * z**2)
+
+
+def outside():
+    with pyro.plate("data", 3):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    pyro.sample("sum", dist.Normal(z.sum(-1, keepdim=True), 0.5), obs=torch.tensor(3.0))
+
+
+def deep():
+    with pyro.plate("data", N):
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z[..., 0] * z[..., 1], 0.5), obs=data())
+
+
+def flow_guide():
+    flow = pyro.module("flow", FLOW[torch.get_default_dtype()])
+    with pyro.plate("data", N):
+        base = dist.Normal(data()[:, None].expand(N, 2) - 3.0, 0.5).to_event(1)
+        pyro.sample("z", dist.TransformedDistribution(base, [flow]))
+
+
+FLOW = {}
+
+
+def easy(model):
+    @easy_guide(model)
+    def guide(self):
+        group = self.group(match="loc|scale")
+        size = group.event_shape[0]
+        loc = pyro.param("joint_loc", torch.zeros(size))
+        group.sample("joint", dist.MultivariateNormal(loc, scale_tril=0.5 * torch.eye(size)))
+        slope = pyro.param("slope", torch.tensor(0.1))
+        with self.plate("data", N):
+            pyro.sample("z", dist.Normal(slope * data(), 0.5))
+
+    return guide
+
+
+def listed(model):
+    guide = AutoGuideList(model)
+    guide.append(AutoDelta(poutine.block(model, expose=["loc", "scale"])))
+    guide.append(AutoNormal(poutine.block(model, hide=["loc", "scale"])))
+    return guide
+
+
+PROGRAMS = {
+    "hierarchy": lambda: (hierarchy, hierarchy_guide),
+    "hierarchy-subsampled": lambda: minibatches(hierarchy, hierarchy_guide, subsample_size=4),
+    "hierarchy-loader": lambda: minibatches(
+        hierarchy, hierarchy_guide, subsample=torch.tensor([7, 2, 5])
+    ),
+    "auto-normal": lambda: (hierarchy, AutoNormal(hierarchy)),
+    "auto-normal-subsampled": lambda: auto_minibatches(AutoNormal),
+    "auto-delta": lambda: (hierarchy, AutoDelta(hierarchy)),
+    "auto-diagonal": lambda: (hierarchy, AutoDiagonalNormal(hierarchy)),
+    "auto-multivariate": lambda: (hierarchy, AutoMultivariateNormal(hierarchy)),
+    "auto-low-rank": lambda: (hierarchy, AutoLowRankMultivariateNormal(hierarchy)),
+    "auto-iaf": lambda: (hierarchy, AutoIAFNormal(hierarchy, hidden_dim=[20])),
+    "auto-structured": lambda: (hierarchy, AutoStructured(hierarchy)),
+    "auto-messenger": lambda: (hierarchy, AutoNormalMessenger(hierarchy)),
+    "auto-list": lambda: (hierarchy, listed(hierarchy)),
+    "easy-guide": lambda: (hierarchy, easy(hierarchy)),
+    "nested": lambda: (nested, AutoNormal(nested)),
+    "crossed": lambda: (crossed, AutoNormal(crossed)),
+    "two-plates": lambda: (two_plates, AutoNormal(two_plates)),
+    "sequential-plate": lambda: ((lambda: turns(True)), (lambda: turns(False))),
+    "chain": lambda: ((lambda: chain(True)), (lambda: chain(False))),
+    "ragged": lambda: (ragged, AutoNormal(ragged)),
+    "constrained": lambda: (constrained, constrained_guide),
+    "constrained-auto": lambda: (constrained, AutoNormal(constrained)),
+    "mixture": lambda: (mixture, mixture_guide),
+    "correlated": lambda: (correlated, AutoNormal(correlated)),
+    "missing": lambda: (missing, AutoNormal(missing)),
+    "outside": lambda: (outside, AutoNormal(outside)),
+    "flow": lambda: (deep, flow_guide),
+}
+programs = pytest.mark.parametrize("name", PROGRAMS)
+objectives = pytest.mark.parametrize("objective", OBJECTIVES)
+
+
+def auto_minibatches(cls):
+    def model():
+        hierarchy(subsample_size=4)
+
+    def create_plates():
+        return pyro.plate("data", N, subsample_size=4)
+
+    return model, cls(model, create_plates=create_plates)
+
+
+@pytest.fixture
+def pair(name):
+    FLOW[torch.get_default_dtype()] = T.affine_coupling(2, [8])
+    return PROGRAMS[name]()
+
+
+@programs
+@objectives
+@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+def test_program_trains(pair, name, objective, vectorize):
+    model, guide = pair
+    elbo = OBJECTIVES[objective](vectorize_particles=vectorize)
+    svi = SVI(model, guide, pyro.optim.ClippedAdam({"lr": 0.03}), loss=elbo)
+    assert math.isfinite(svi.step())
+
+    def evaluate():
+        pyro.set_rng_seed(0)  # the same noise before and after
+        return torch.tensor([svi.evaluate_loss() for _ in range(20)]).median()
+
+    with pyro.validation_enabled(False):
+        before = evaluate()
+        for _ in range(60):
+            assert math.isfinite(svi.step())
+        assert evaluate() < before - 0.3
+
+
+@programs
+def test_looped_and_vectorized_bounds_agree(pair, name):
+    model, guide = pair
+    count = 150
+    found = []
+    for vectorize in (False, True):
+        elbo = TraceIWAE_ELBO(3, vectorize_particles=vectorize)
+        first = elbo.loss(model, guide)
+        with pyro.validation_enabled(False):
+            rest = [elbo.loss(model, guide) for _ in range(count - 1)]
+        found.append(-torch.tensor([first, *rest]))
+    looped, vectorized = found
+    error = ((looped.var() + vectorized.var()) / count).sqrt()
+    assert abs(looped.mean() - vectorized.mean()) <= 4.5 * error + 1e-9
+
+
+@programs
+def test_bounds_add_up_to_the_loss(pair, name):
+    model, guide = pair
+    for make in OBJECTIVES.values():
+        make().loss(model, guide)  # AutoGuides draw their initial values here
+        pyro.set_rng_seed(0)
+        loss = make().loss(model, guide)
+        pyro.set_rng_seed(0)
+        bounds = make().bounds(model, guide)
+        assert math.isclose(bounds.total, -loss, rel_tol=1e-9, abs_tol=1e-9)
+        assert torch.isfinite(bounds.per_datum).all()
