@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_mcvae.tracing.handlers import Supply
 from pyro_mcvae.tracing.runs import Programs, Run, nonfinite_sites, run_pair
+from pyro_mcvae.tracing.tracer import Tracer
 
 __all__ = ["Bounds", "Estimate", "MonteCarloELBO"]
 
@@ -76,6 +77,35 @@ class MonteCarloELBO(ELBO):
         False samples them.
     :param bool retain_graph: passed on to ``backward``.
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
+
+    Example, an objective of one's own: the bound of the best of K particles, which takes
+    ``self._tracer`` for the weights of a step and leaves plates, scales, subsampling, global
+    latents and both of Pyro's interfaces to the package::
+
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae.elbos.plain import local_bounds, local_estimate
+        >>> class TraceVRMax_ELBO(MonteCarloELBO):
+        ...     def _estimate(self, programs):
+        ...         sample = self._tracer.sample(programs)
+        ...         best = sample.log_weight.max(0).values
+        ...         return local_estimate(sample, best.detach(), best)
+        ...
+        ...     def _bounds(self, programs):
+        ...         sample = self._tracer.sample(programs)
+        ...         return local_bounds(sample, sample.log_weight.max(0).values)
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+        >>> elbo = TraceVRMax_ELBO(num_particles=5, vectorize_particles=True)
+        >>> x = torch.zeros(3)
+        >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
+        >>> bool(abs(elbo.loss(model, guide, x) + exact) < 1e-4)
+        True
     """
 
     def __init__(
@@ -93,6 +123,12 @@ class MonteCarloELBO(ELBO):
             vectorize_particles=vectorize_particles,
             strict_enumeration_warning=strict_enumeration_warning,
             retain_graph=retain_graph,
+        )
+        self._tracer = Tracer(
+            num_particles,
+            vectorize_particles,
+            max_plate_nesting,
+            strict_enumeration=strict_enumeration_warning,
         )
 
     @abstractmethod

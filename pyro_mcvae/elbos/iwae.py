@@ -7,24 +7,23 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
-from pyro.infer.util import MultiFrameTensor
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO, as_scalar
+from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.path_gradient import PathGradient
 from pyro_mcvae.elbos.plain import (
     elbo_bounds,
     elbo_costs,
     elbo_estimate,
-    elbo_surrogate,
-    total_cost,
+    local_bounds,
+    local_estimate,
 )
 from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp
+from pyro_mcvae.tracing.finder import StructureFinder
 from pyro_mcvae.tracing.handlers import ScoreFunctionSites
-from pyro_mcvae.tracing.runs import Programs, Term
+from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.tracer import Tracer
 
 __all__ = ["GradientEstimator", "TraceIWAE_ELBO"]
 
@@ -143,35 +142,21 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         self.gradient_estimator = gradient_estimator
         self.joint = joint
         self._path = PathGradient(gradient_estimator, num_particles)
-        self._tracer = Tracer(
-            num_particles,
-            vectorize_particles,
-            max_plate_nesting,
-            joint=joint,
-            strict_enumeration=strict_enumeration_warning,
-            find_roots=self._path.needs_roots,
-        )
+        self._tracer.structures = StructureFinder(joint, self._path.needs_roots)
 
     def _estimate(self, programs: Programs) -> Estimate:
         sample = self._sample(programs)
         if not sample.blocks or self.num_particles == 1:
             return elbo_estimate(sample.runs, self._path.costs(sample), self.num_particles)
         bound = log_mean_exp(sample.log_weight.detach())
-        shared = elbo_costs(sample.global_terms())
-        value = as_scalar(total_cost(shared) + (sample.scale * bound).sum())
-        if not torch.is_grad_enabled():
-            return Estimate(value, value, sample.runs)
-        local = (sample.scale * self._local_surrogate(sample)).sum()
-        surrogate = elbo_surrogate(shared, _downstream(sample, sample.scale * bound))
-        return Estimate(value, local + surrogate, sample.runs)
+        surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
+        return local_estimate(sample, bound, surrogate)
 
     def _bounds(self, programs: Programs) -> Bounds:
         sample = self._sample(programs)
         if not sample.blocks:
             return elbo_bounds(sample, [elbo_costs(run.terms) for run in sample.runs])
-        shared = as_scalar(total_cost(elbo_costs(sample.global_terms())))
-        bound = log_mean_exp(sample.log_weight)
-        return Bounds(bound, sample.scale, shared, sample.plate_names)
+        return local_bounds(sample, log_mean_exp(sample.log_weight))
 
     def _sample(self, programs: Programs) -> Sample:
         inside: Callable[[frozenset[str]], Messenger] | None = None
@@ -179,25 +164,10 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             inside = ScoreFunctionSites
         return self._tracer.sample(programs, inside)
 
-    def _local_surrogate(self, sample: Sample) -> Tensor:
+    def _surrogate(self, sample: Sample) -> Tensor:
         """Per datum, a tensor whose gradient estimates that of the bound: ``[*plates]``."""
         surrogate = self._path.surrogate(sample)
-        if any(isinstance(t.score, Tensor) and _is_local(sample, t) for t in sample.runs[0].terms):
+        if any(isinstance(t.score, Tensor) and sample.is_local(t) for t in sample.runs[0].terms):
             score = sample.local_sum(lambda t, i: t.score)
             surrogate = surrogate + (leave_one_out_signal(sample.log_weight) * score).sum(0)
         return surrogate
-
-
-def _is_local(sample: Sample, term: Term) -> bool:
-    return sample.block_of[0][term.key] is not None
-
-
-def _downstream(sample: Sample, bound: Tensor) -> MultiFrameTensor:
-    """The blocks' scaled bounds with their plates, as costs downstream of global sites."""
-    costs = MultiFrameTensor()
-    for b, part in enumerate(sample.split(bound)):
-        frames = sample.block_frames(b)
-        sizes: dict[int, int] = {f.dim: f.size for f in frames if f.dim is not None}
-        depth = max((-d for d in sizes), default=0)
-        costs.add((frames, part.reshape([sizes.get(d, 1) for d in range(-depth, 0)])))
-    return costs

@@ -1,4 +1,8 @@
-"""The plain ELBO of a run: its value, its surrogate, and its score-function terms."""
+"""
+The plain ELBO: of whole runs, and of the global part of a program around other bounds.
+
+Its value, its surrogate, and its score-function terms.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,14 @@ from pyro_mcvae.elbos.base import Bounds, Estimate, as_scalar
 from pyro_mcvae.tracing.runs import Run, Term
 from pyro_mcvae.tracing.sample import Sample
 
-__all__ = ["Cost", "elbo_bounds", "elbo_costs", "elbo_estimate", "elbo_surrogate"]
+__all__ = [
+    "Cost",
+    "elbo_bounds",
+    "elbo_costs",
+    "elbo_estimate",
+    "local_bounds",
+    "local_estimate",
+]
 
 
 class Cost(NamedTuple):
@@ -79,6 +90,39 @@ def elbo_bounds(sample: Sample, costs: list[list[Cost]]) -> Bounds:
         return Bounds(shared.new_zeros(0), 1.0, shared, ())
     per_datum = sample.local_sum(lambda t, i: values[i][t.key]).mean(0)
     return Bounds(per_datum, sample.scale, shared, sample.plate_names)
+
+
+def local_estimate(sample: Sample, bound: Tensor, surrogate: Tensor) -> Estimate:
+    """
+    A bound on the local latents' evidence, with the plain ELBO of everything global around it.
+
+    :param bound: the bound of each datum, detached, shape ``[*plates]``.
+    :param surrogate: a tensor of that shape with the gradient of the bound.
+    """
+    shared = elbo_costs(sample.global_terms())
+    local = sample.scale * bound
+    value = as_scalar(total_cost(shared) + local.sum())
+    if not torch.is_grad_enabled():
+        return Estimate(value, value, sample.runs)
+    outside = elbo_surrogate(shared, _downstream(sample, local))
+    return Estimate(value, (sample.scale * surrogate).sum() + outside, sample.runs)
+
+
+def local_bounds(sample: Sample, bound: Tensor) -> Bounds:
+    """The same per datum."""
+    shared = as_scalar(total_cost(elbo_costs(sample.global_terms())))
+    return Bounds(bound, sample.scale, shared.to(bound), sample.plate_names)
+
+
+def _downstream(sample: Sample, bound: Tensor) -> MultiFrameTensor:
+    """The blocks' scaled bounds with their plates, as costs downstream of global sites."""
+    costs = MultiFrameTensor()
+    for b, part in enumerate(sample.split(bound)):
+        frames = sample.block_frames(b)
+        sizes: dict[int, int] = {f.dim: f.size for f in frames if f.dim is not None}
+        depth = max((-d for d in sizes), default=0)
+        costs.add((frames, part.reshape([sizes.get(d, 1) for d in range(-depth, 0)])))
+    return costs
 
 
 def elbo_surrogate(costs: list[Cost], extra: MultiFrameTensor | None = None) -> Any:

@@ -10,7 +10,6 @@ from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.kl import analytic_kl_sites
 from pyro_mcvae.elbos.plain import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.tracing.runs import Programs, Run
-from pyro_mcvae.tracing.tracer import Tracer
 
 __all__ = ["TraceSGVB_ELBO"]
 
@@ -80,12 +79,6 @@ class TraceSGVB_ELBO(MonteCarloELBO):
             retain_graph,
         )
         self.analytic_kl = analytic_kl
-        self._tracer = Tracer(
-            num_particles,
-            vectorize_particles,
-            max_plate_nesting,
-            strict_enumeration=strict_enumeration_warning,
-        )
 
     def _estimate(self, programs: Programs) -> Estimate:
         runs = self._tracer.independent(programs)

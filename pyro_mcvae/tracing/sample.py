@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,7 +85,7 @@ class Sample:
         """N/B of each entry's plates; a float where it is the same for all."""
         frames = self._frames
         scales = [
-            _product(
+            math.prod(
                 f.full_size / f.size for f in map(frames.get, b.plates) if f and is_subsampled(f)
             )
             for b in self.blocks
@@ -101,10 +102,13 @@ class Sample:
         nodes = self.runs[0].guide_trace.nodes
         return {name: nodes[name]["value"] for name in self.structure.global_sites("guide")}
 
+    def is_local(self, term: Term) -> bool:
+        """Whether a term of the first run belongs to a block."""
+        return self.block_of[0][term.key] is not None
+
     def global_terms(self) -> list[Term]:
         """The terms outside of every block, from the first run (they are the same in all)."""
-        block_of = self.block_of[0]
-        return [t for t in self.runs[0].terms if block_of[t.key] is None]
+        return [t for t in self.runs[0].terms if not self.is_local(t)]
 
     def block_frames(self, b: int) -> tuple[CondIndepStackFrame, ...]:
         """The plates of a block in this step, with their sizes."""
@@ -155,12 +159,5 @@ class Sample:
             return [value]
         lead = value.shape[:-1]
         shapes = [self._shape(b) for b in self.blocks]
-        parts = value.split([_product(s) for s in shapes], dim=-1)
+        parts = value.split([math.prod(s) for s in shapes], dim=-1)
         return [p.reshape(lead + s) for p, s in zip(parts, shapes, strict=True)]
-
-
-def _product(factors: Any) -> Any:
-    total: Any = 1
-    for factor in factors:
-        total = total * factor
-    return total

@@ -42,6 +42,7 @@ class _TrackDraws(Messenger):
         super().__init__()
         self.tracked = tracked
         self.leaves: dict[str, Tensor] = {}
+        self.name_of: dict[int, str] = {}
         self.upstream: dict[str, frozenset[str]] = {}
 
     def _pyro_post_sample(self, msg: Any) -> None:
@@ -54,6 +55,7 @@ class _TrackDraws(Messenger):
         if leaf.is_floating_point():
             leaf.requires_grad_()
         self.leaves[msg["name"]] = leaf
+        self.name_of[id(leaf)] = msg["name"]
         msg["value"] = ProvenanceTensor(leaf, frozenset({msg["name"]}))
 
 
@@ -146,10 +148,20 @@ def _parents_at(
     found = frozenset(get_provenance(log_prob))
     log_prob = detach_provenance(log_prob)
     if isinstance(log_prob, Tensor) and log_prob.requires_grad:
-        leaves = {name: leaf for name, leaf in tracker.leaves.items() if leaf.requires_grad}
-        if leaves:
-            grads = torch.autograd.grad(
-                log_prob.sum(), list(leaves.values()), allow_unused=True, retain_graph=True
-            )
-            found |= {name for name, grad in zip(leaves, grads, strict=True) if grad is not None}
+        behind = _leaves_behind(log_prob)
+        found |= {tracker.name_of[i] for i in behind if i in tracker.name_of}
+    return found
+
+
+def _leaves_behind(tensor: Tensor) -> set[int]:
+    """The identities of the leaves in a tensor's autograd graph."""
+    found, seen, waiting = set(), set(), [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting.extend(parent for parent, _ in node.next_functions)
     return found

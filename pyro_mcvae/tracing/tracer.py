@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -13,11 +12,11 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.finder import StructureFinder
 from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
 from pyro_mcvae.tracing.runs import (
     Programs,
     Run,
-    Term,
     check_sites,
     collect,
     nesting_of,
@@ -26,27 +25,15 @@ from pyro_mcvae.tracing.runs import (
     with_values,
 )
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import (
-    LEADING,
-    is_delta,
-    is_latent,
-    is_subsampled,
-    plate_frames,
-    plate_key,
-    reparameterized,
-)
 from pyro_mcvae.tracing.structure import (
-    Factor,
     FactorKey,
     Structure,
-    derive_structure,
-    needs_dependencies,
 )
 
 __all__ = ["Tracer"]
 
-# Programs of stochastic structure can show ever new structures; the oldest are forgotten.
-_MAX_STRUCTURES = 256
+# How often a step is begun again when its structure turns out to be another than assumed.
+_MAX_ATTEMPTS = 5
 
 Skip = tuple[frozenset[str], frozenset[str]]
 # Called for every random guide site of a run; returns its value, or None to let Pyro draw.
@@ -82,11 +69,9 @@ class Tracer:
         self.num_particles = num_particles
         self.vectorize = vectorize
         self.declared_nesting = max_plate_nesting
-        self.joint = joint
         self.strict_enumeration = strict_enumeration
-        self.find_roots = find_roots
+        self.structures = StructureFinder(joint, find_roots)
         self._found_nesting: int | None = None
-        self._structures: dict[Any, Structure] = {}
         self._latest: Structure | None = None
 
     def independent(self, programs: Programs) -> list[Run]:
@@ -94,8 +79,7 @@ class Tracer:
         supply = Supply({})
         if self.vectorizes(self.num_particles):
             run = self._vectorized(programs, supply, _NOTHING, self.num_particles)
-            if _may_have_lost_particles(run):
-                self.structure(programs, run)  # raises if it has
+            self.structures.check_particles(programs, run)
             return [run]
         return [self._single(programs, supply) for _ in range(self.num_particles)]
 
@@ -159,51 +143,13 @@ class Tracer:
 
     def arrange(self, programs: Programs, runs: list[Run]) -> Sample:
         """Sort runs whose global latents may differ into a sample, to sum them per datum."""
-        structures = [self.structure(programs, run) for run in runs]
+        structures = [self.structures.of(programs, run) for run in runs]
         if any(s.blocks != structures[0].blocks for s in structures):
             raise ValueError(
                 f"two particles of one step have different plates: {structures}; plates must not "
                 f"depend on the latents (joint=True weighs such programs as a whole)"
             )
         return Sample(runs, [s.block_of for s in structures], structures[0])
-
-    def structure(self, programs: Programs, run: Run) -> Structure:
-        """The blocks of the programs that made this run."""
-        signature = tuple(_signature(run))
-        if signature not in self._structures:
-            if len(self._structures) >= _MAX_STRUCTURES:
-                self._structures.pop(next(iter(self._structures)))
-            self._structures[signature] = self._derive(programs, run)
-        return self._structures[signature]
-
-    def _derive(self, programs: Programs, run: Run) -> Structure:
-        frames = {t.key: plate_frames(t.site) for t in run.terms}
-        latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
-        # A guide of point masses alone is weighed per datum as well.
-        random = [t for t in latents if not is_delta(t.site["fn"])] or latents
-        order = [t.key.name for t in random]
-        names = frozenset(order)
-        factors = {key: Factor(f, None) for key, f in frames.items()}
-        ask = not self.joint and needs_dependencies(factors, names)
-        ask |= _may_have_lost_particles(run)
-        if ask or (self.find_roots and len(names) > 1):
-            found = scout.find_dependencies(programs, names, run.subsamples)
-            factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
-            _check_broadcast(run, found.distributions)
-        elif len(names) == 1:
-            factors = {
-                key: Factor(f, names if key.program == "guide" else None)
-                for key, f in frames.items()
-            }
-        structure = derive_structure(factors, order, self.joint)
-        paths = {t.key.name for t in random if reparameterized(t.site)}
-        roots = {
-            name
-            for name in names
-            if (parents := factors[FactorKey("guide", name)].parents) is not None
-            and not (parents & paths) - {name}
-        }
-        return replace(structure, roots=frozenset(roots), mean_field=_mean_field(factors, names))
 
     def _sample_looped(
         self,
@@ -217,7 +163,7 @@ class Tracer:
                 subsamples: dict[str, Tensor] = {}
                 handler = inside(skip) if inside else None
                 first = self._single(programs, Supply(subsamples, draw=draw and draw()), handler)
-                structure = self._latest = self.structure(programs, first)
+                structure = self._latest = self.structures.of(programs, first)
                 shared = structure.global_sites("guide")
                 if handler is None or shared == skip:
                     break
@@ -238,16 +184,21 @@ class Tracer:
     ) -> Sample:
         with _rewindable(self._latest is None) as rewind:
             skip = self._skip(self._latest)
-            while True:
+            for _ in range(_MAX_ATTEMPTS):
                 handler = inside(skip[0]) if inside else None
                 supply = Supply({}, draw=draw and draw())
                 run = self._vectorized(programs, supply, skip, self.num_particles, handler)
-                structure = self._latest = self.structure(programs, run)
+                structure = self._latest = self.structures.of(programs, run)
                 if self._skip(structure) == skip:
                     return Sample([run], [structure.block_of], structure)
                 # Global sites were drawn once per particle, or local ones once: run again.
                 skip = self._skip(structure)
                 rewind()
+        raise RuntimeError(
+            f"the programs show other global sites in each of {_MAX_ATTEMPTS} runs (now "
+            f"{sorted(skip[0] | skip[1])}), so the particles cannot be vectorised: pass "
+            f"vectorize_particles=False"
+        )
 
     @staticmethod
     def _skip(structure: Structure | None) -> Skip:
@@ -321,48 +272,6 @@ class Tracer:
                 f"max_plate_nesting={int(self.declared_nesting)}, but the programs have plates in "
                 f"{nesting} batch dims: pass max_plate_nesting={nesting} or leave it out"
             )
-
-
-def _may_have_lost_particles(run: Run) -> bool:
-    """Whether an observed site's distribution does not vary with the particles."""
-    return any(t.key in run.unbatched and t.site["is_observed"] for t in run.terms)
-
-
-def _check_broadcast(run: Run, parents: Mapping[FactorKey, frozenset[str]]) -> None:
-    """Refuse programs that average over the particles, as z.mean() in a model does."""
-    batched = {t.key.name for t in run.terms if t.in_guide and _leads(t)}
-    for term in run.terms:
-        lost = (parents.get(term.key, frozenset()) & batched) - {term.key.name}
-        if term.key in run.unbatched and lost:
-            raise RuntimeError(
-                f"site '{term.key.name}' of the {term.key.program} depends on "
-                f"{', '.join(map(repr, sorted(lost)))}, but its distribution has lost the "
-                f"dimension of the {run.leading} vectorised particles: pass "
-                f"vectorize_particles=False, or reduce over named dims from the right, as in "
-                f"z.sum(-1, keepdim=True)"
-            )
-
-
-def _leads(term: Term) -> bool:
-    return any(f.name == LEADING for f in term.site["cond_indep_stack"])
-
-
-def _mean_field(factors: Mapping[FactorKey, Factor], names: frozenset[str]) -> bool:
-    """Whether the guide is its random sites alone, none of which depends on another."""
-    return all(
-        key.name in names and factor.parents == frozenset({key.name})
-        for key, factor in factors.items()
-        if key.program == "guide"
-    )
-
-
-def _signature(run: Run) -> Iterator[Any]:
-    """What decides the structure: sites, their plates, and which plates are subsampled."""
-    for term in run.terms:
-        fn = term.site["fn"]
-        frames = frozenset((plate_key(f), is_subsampled(f)) for f in plate_frames(term.site))
-        kind = is_latent(term.site), term.in_guide and is_delta(fn), reparameterized(term.site)
-        yield term.key, frames, kind
 
 
 @contextmanager

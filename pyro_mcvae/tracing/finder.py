@@ -1,0 +1,137 @@
+"""Finds the structure of a pair of programs from their runs, once for each structure they show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.runs import Programs, Run, Term
+from pyro_mcvae.tracing.sites import (
+    LEADING,
+    is_delta,
+    is_latent,
+    is_subsampled,
+    plate_frames,
+    plate_key,
+    reparameterized,
+)
+from pyro_mcvae.tracing.structure import (
+    Factor,
+    FactorKey,
+    Structure,
+    derive_structure,
+    needs_dependencies,
+)
+
+__all__ = ["StructureFinder"]
+
+# Programs of stochastic structure can show ever new structures; the oldest are forgotten.
+_MAX_STRUCTURES = 256
+
+
+class StructureFinder:
+    """
+    The blocks of the programs behind a run, remembered by the sites and plates that it shows.
+
+    Where the plates alone do not tell what depends on what, the programs are run once more with
+    dependencies traced, for each structure that they show.
+
+    :param bool joint: one weight over everything.
+    :param bool find_roots: also find out which guide sites depend on no other draw.
+    """
+
+    def __init__(self, joint: bool = False, find_roots: bool = False) -> None:
+        self.joint = joint
+        self.find_roots = find_roots
+        self._found: dict[Any, Structure] = {}
+
+    def of(self, programs: Programs, run: Run) -> Structure:
+        """The blocks of the programs that made this run."""
+        signature = tuple(_signature(run))
+        if signature not in self._found:
+            if len(self._found) >= _MAX_STRUCTURES:
+                self._found.pop(next(iter(self._found)))
+            self._found[signature] = self._derive(programs, run)
+        return self._found[signature]
+
+    def check_particles(self, programs: Programs, run: Run) -> None:
+        """
+        Check that a vectorised run has kept its particles apart.
+
+        :raises RuntimeError: naming a site that averages over them.
+        """
+        if _may_have_lost_particles(run):
+            self.of(programs, run)  # whose derivation checks it
+
+    def _derive(self, programs: Programs, run: Run) -> Structure:
+        frames = {t.key: plate_frames(t.site) for t in run.terms}
+        latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
+        # A guide of point masses alone is weighed per datum as well.
+        random = [t for t in latents if not is_delta(t.site["fn"])] or latents
+        order = [t.key.name for t in random]
+        names = frozenset(order)
+        factors = {key: Factor(f, None) for key, f in frames.items()}
+        ask = not self.joint and needs_dependencies(factors, names)
+        ask |= _may_have_lost_particles(run)
+        if ask or (self.find_roots and len(names) > 1):
+            found = scout.find_dependencies(programs, names, run.subsamples)
+            factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
+            _check_broadcast(run, found.distributions)
+        elif len(names) == 1:
+            factors = {
+                key: Factor(f, names if key.program == "guide" else None)
+                for key, f in frames.items()
+            }
+        structure = derive_structure(factors, order, self.joint)
+        paths = {t.key.name for t in random if reparameterized(t.site)}
+        roots = {
+            name
+            for name in names
+            if (parents := factors[FactorKey("guide", name)].parents) is not None
+            and not (parents & paths) - {name}
+        }
+        return replace(structure, roots=frozenset(roots), mean_field=_mean_field(factors, names))
+
+
+def _may_have_lost_particles(run: Run) -> bool:
+    """Whether an observed site's distribution does not vary with the particles."""
+    return any(t.key in run.unbatched and t.site["is_observed"] for t in run.terms)
+
+
+def _check_broadcast(run: Run, parents: Mapping[FactorKey, frozenset[str]]) -> None:
+    """Refuse programs that average over the particles, as z.mean() in a model does."""
+    batched = {t.key.name for t in run.terms if t.in_guide and _leads(t)}
+    for term in run.terms:
+        lost = (parents.get(term.key, frozenset()) & batched) - {term.key.name}
+        if term.key in run.unbatched and lost:
+            raise RuntimeError(
+                f"site '{term.key.name}' of the {term.key.program} depends on "
+                f"{', '.join(map(repr, sorted(lost)))}, but its distribution has lost the "
+                f"dimension of the {run.leading} vectorised particles: pass "
+                f"vectorize_particles=False, or reduce over named dims from the right, as in "
+                f"z.sum(-1, keepdim=True)"
+            )
+
+
+def _leads(term: Term) -> bool:
+    return any(f.name == LEADING for f in term.site["cond_indep_stack"])
+
+
+def _mean_field(factors: Mapping[FactorKey, Factor], names: frozenset[str]) -> bool:
+    """Whether the guide is its random sites alone, none of which depends on another."""
+    return all(
+        key.name in names and factor.parents == frozenset({key.name})
+        for key, factor in factors.items()
+        if key.program == "guide"
+    )
+
+
+def _signature(run: Run) -> Iterator[Any]:
+    """What decides the structure: sites, their plates, and which plates are subsampled."""
+    for term in run.terms:
+        fn = term.site["fn"]
+        frames = frozenset((plate_key(f), is_subsampled(f)) for f in plate_frames(term.site))
+        kind = is_latent(term.site), term.in_guide and is_delta(fn), reparameterized(term.site)
+        yield term.key, frames, kind
