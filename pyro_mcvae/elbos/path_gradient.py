@@ -12,7 +12,7 @@ from pyro_mcvae.elbos.plain import Cost, elbo_costs
 from pyro_mcvae.ops.importance import log_mean_exp, normalized_weights
 from pyro_mcvae.tracing.runs import Term
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import is_random, masked, unscaled_log_prob
+from pyro_mcvae.tracing.sites import inner_scale, is_masked, is_random, masked, unscaled_log_prob
 
 __all__ = ["PathGradient"]
 
@@ -36,7 +36,8 @@ class PathGradient:
     and for all other parameters :math:`\sum_k \tilde w_k \nabla \log w_k`. The score term is
     taken out by adding log q at the detached draw; the square comes from a second factor
     :math:`\tilde w_k` on the gradient that arrives at the draw on its way back. One backward pass
-    serves all parameters.
+    serves all parameters. Where log q enters the weight with a factor c (the user's scale, or a
+    mask's zero), so does its score term, and the second factor is :math:`1 - c (1 - \tilde w_k)`.
     """
 
     def __init__(self, estimator: str, num_particles: int) -> None:
@@ -90,6 +91,7 @@ class PathGradient:
             and sample.block_of[i][term.key] is not None
             and term.key.name in sample.structure.roots
             and term.site["value"].requires_grad
+            and not is_masked(term.site["fn"])
             and (self.estimator != "auto" or not _is_flow(term.site["fn"]))
         )
 
@@ -101,7 +103,7 @@ class PathGradient:
                 if term.in_guide and term.key.name in chosen[i]:
                     b = sample.block_of[i][term.key]
                     assert b is not None
-                    factor = sample.align(parts[b], term, i)
+                    factor = _second_factor(term, sample.align(parts[b], term, i))
                     term.site["value"].register_hook(lambda grad, w=factor: grad * w)
 
 
@@ -114,6 +116,17 @@ def _path_log_q(term: Term) -> Tensor:
         log_q = masked(term.site, unscaled_log_prob(term.site, "guide", alias))
     at_detached = unscaled_log_prob(term.site, "guide", value.detach())
     return log_q - masked(term.site, at_detached)
+
+
+def _second_factor(term: Term, weight: Tensor) -> Tensor:
+    """1 - c (1 - w), aligned with the site's value like ``weight``."""
+    scale, mask = inner_scale(term.site), term.site["mask"]
+    if mask is None and not isinstance(scale, Tensor) and scale == 1.0:
+        return weight
+    factor = torch.ones_like(term.log_prob)
+    factor = masked(term.site, factor)
+    event_dim = term.site["fn"].event_dim
+    return 1 - factor.reshape(factor.shape + (1,) * event_dim) * (1 - weight)
 
 
 def _is_flow(fn: Any) -> bool:

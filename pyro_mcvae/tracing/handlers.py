@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from pyro.poutine.broadcast_messenger import BroadcastMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame, IndepMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_mcvae.tracing.sites import LEADING, is_latent, is_random, reparameterized
+from pyro_mcvae.tracing.sites import LEADING, is_masked, is_random, reparameterized
 
 __all__ = ["LeadingPlate", "ScoreFunctionSites", "Supply"]
 
@@ -85,19 +86,26 @@ class Supply(Messenger):
 
 
 class ScoreFunctionSites(Messenger):
-    """Takes reparameterization away from the local guide sites: VIMCO for all of them."""
+    """
+    Takes reparameterization away from the guide's random sites but those of ``skip``.
+
+    Says so in ``infer={"mcvae": {"score_function": True}}``: wrapped distributions do not let
+    ``has_rsample`` be set.
+    """
 
     def __init__(self, skip: frozenset[str]) -> None:
         super().__init__()
         self.skip = skip
 
     def _pyro_sample(self, msg: Any) -> None:
-        if msg["done"] or not is_latent(msg) or not is_random(msg) or msg["name"] in self.skip:
+        if msg["done"] or not is_random(msg) or msg["name"] in self.skip:
             return
-        if reparameterized(msg):
-            fn = msg["fn"]
-            msg["fn"] = fn.expand(fn.batch_shape).has_rsample_(False)
+        # A distribution that masks itself would mask the score too; it keeps its own gradient.
+        if reparameterized(msg) and not is_masked(msg["fn"]):
             # A clone: flows cache the inverse of the very tensor that they drew, without a
             # gradient path to their parameters, which the score function needs.
-            msg["value"] = msg["fn"].sample().clone()
+            with torch.no_grad():
+                msg["value"] = msg["fn"].sample().clone()
             msg["done"] = True
+            own = {**msg["infer"].get("mcvae", {}), "score_function": True}
+            msg["infer"] = {**msg["infer"], "mcvae": own}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -169,13 +170,26 @@ def _entered(*handlers: Messenger | None) -> ExitStack:
     return stack
 
 
-def collect(guide_trace: Trace, model_trace: Trace, nesting: int, leading: int | None) -> Run:
-    """Compute the log density of every scored site of both traces."""
+def collect(
+    guide_trace: Trace,
+    model_trace: Trace,
+    nesting: int,
+    leading: int | None,
+    declared_nesting: float = math.inf,
+) -> Run:
+    """
+    Compute the log density of every scored site of both traces.
+
+    :param nesting: how many batch dims belong to plates.
+    :param leading: the size of the leading dimension, or None if there is none.
+    :param declared_nesting: without a leading dimension, how many batch dims must belong to
+        plates; by default all, because others would be summed as if they did.
+    """
     terms = [_model_term(s) for s in _scored(model_trace)]
     terms += [_guide_term(s) for s in _scored(guide_trace)]
     run = Run(guide_trace, model_trace, terms, nesting, leading)
     if is_validation_enabled():
-        depth = nesting + (leading is not None)
+        depth: Any = declared_nesting if leading is None else nesting + 1
         check_model_guide_match(model_trace, guide_trace, depth)
         for term in terms:
             term.site["log_prob"] = term.log_prob
@@ -221,7 +235,7 @@ def _model_term(site: Any) -> Term:
 
 
 def _guide_term(site: Any) -> Term:
-    parts = sites.score_parts(site, "guide")
+    parts = sites.score_parts(site)
     log_prob = sites.masked(site, parts.log_prob)
     if parts.entropy_term is parts.log_prob:
         entropy = log_prob

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 from pyro import distributions as dist
+from pyro.distributions.score_parts import ScoreParts
+from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
@@ -17,6 +19,7 @@ __all__ = [
     "PlateKey",
     "is_delta",
     "is_latent",
+    "is_masked",
     "is_random",
     "is_scored",
     "is_subsampled",
@@ -88,6 +91,15 @@ def is_delta(fn: Any) -> bool:
     return True
 
 
+def is_masked(fn: Any) -> bool:
+    """Whether a distribution masks itself, which its site does not show."""
+    while fn is not None:
+        if isinstance(fn, MaskedDistribution):
+            return True
+        fn = getattr(fn, "base_dist", None)
+    return False
+
+
 def is_random(site: Site) -> bool:
     """Whether a guide site draws randomness: latent and no point mass."""
     return is_latent(site) and not is_delta(site["fn"])
@@ -95,7 +107,8 @@ def is_random(site: Site) -> bool:
 
 def reparameterized(site: Site) -> bool:
     """Whether a guide site passes gradients through its draw."""
-    return bool(getattr(site["fn"], "has_rsample", False))
+    scored = site["infer"].get("mcvae", {}).get("score_function", False)
+    return bool(getattr(site["fn"], "has_rsample", False)) and not scored
 
 
 def inner_scale(site: Site) -> Any:
@@ -126,12 +139,15 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
         raise _density_error(site, program, error) from error
 
 
-def score_parts(site: Site, program: str) -> Any:
+def score_parts(site: Site) -> ScoreParts:
     """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked."""
     try:
-        return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
+        parts = site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
     except (ValueError, RuntimeError) as error:
-        raise _density_error(site, program, error) from error
+        raise _density_error(site, "guide", error) from error
+    if is_random(site) and not reparameterized(site):
+        return ScoreParts(parts.log_prob, parts.log_prob, 0)
+    return parts
 
 
 def _density_error(site: Site, program: str, error: Exception) -> Exception:

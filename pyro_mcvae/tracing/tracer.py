@@ -33,7 +33,7 @@ from pyro_mcvae.tracing.structure import (
 __all__ = ["Tracer"]
 
 # How often a step is begun again when its structure turns out to be another than assumed.
-_MAX_ATTEMPTS = 5
+_MAX_ATTEMPTS = 3
 
 Skip = tuple[frozenset[str], frozenset[str]]
 # Called for every random guide site of a run; returns its value, or None to let Pyro draw.
@@ -184,20 +184,23 @@ class Tracer:
     ) -> Sample:
         with _rewindable(self._latest is None) as rewind:
             skip = self._skip(self._latest)
+            subsamples: dict[str, Tensor] = {}
             for _ in range(_MAX_ATTEMPTS):
                 handler = inside(skip[0]) if inside else None
-                supply = Supply({}, draw=draw and draw())
+                supply = Supply(subsamples, draw=draw and draw())
                 run = self._vectorized(programs, supply, skip, self.num_particles, handler)
                 structure = self._latest = self.structures.of(programs, run)
                 if self._skip(structure) == skip:
                     return Sample([run], [structure.block_of], structure)
-                # Global sites were drawn once per particle, or local ones once: run again.
+                # Global sites were drawn once per particle, or local ones once: run again on the
+                # same minibatch, which the generators draw again if they are set back.
                 skip = self._skip(structure)
-                rewind()
+                if rewind():
+                    subsamples = {}
         raise RuntimeError(
-            f"the programs show other global sites in each of {_MAX_ATTEMPTS} runs (now "
-            f"{sorted(skip[0] | skip[1])}), so the particles cannot be vectorised: pass "
-            f"vectorize_particles=False"
+            f"the programs show other global sites in each of {_MAX_ATTEMPTS} runs on the same "
+            f"minibatch (now {sorted(skip[0] | skip[1])}), so the particles cannot be vectorised: "
+            f"pass vectorize_particles=False"
         )
 
     @staticmethod
@@ -211,7 +214,7 @@ class Tracer:
         check_sites(guide_trace, model_trace, self.strict_enumeration)
         nesting = nesting_of(guide_trace, model_trace)
         self._check_nesting(nesting)
-        run = collect(guide_trace, model_trace, nesting, None)
+        run = collect(guide_trace, model_trace, nesting, None, self.declared_nesting)
         run.subsamples = supply.subsamples
         return run
 
@@ -275,17 +278,18 @@ class Tracer:
 
 
 @contextmanager
-def _rewindable(active: bool) -> Iterator[Callable[[], None]]:
-    """A function that sets the random number generators back to where the block began."""
+def _rewindable(active: bool) -> Iterator[Callable[[], bool]]:
+    """A function that sets the random number generators back to where an active block began."""
     if not active:
-        yield lambda: None
+        yield lambda: False
         return
     state = pyro.util.get_rng_state()
     device = torch.cuda.is_initialized() and torch.cuda.get_rng_state()
 
-    def rewind() -> None:
+    def rewind() -> bool:
         pyro.util.set_rng_state(state)
         if device is not False:
             torch.cuda.set_rng_state(device)
+        return True
 
     yield rewind

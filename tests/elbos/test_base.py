@@ -394,3 +394,30 @@ def test_programs_that_cannot_be_vectorized_say_so(objective):
         with pytest.raises(RuntimeError, match="vectorize_particles=False"):
             OBJECTIVES[objective](vectorize_particles=True).loss(model, guide)
         assert math.isfinite(OBJECTIVES[objective]().loss(model, guide))
+
+
+@objectives
+@modes
+def test_batch_dims_of_no_plate_are_refused(objective, vectorize):
+    # They would be summed as if they were plates, or taken for particles.
+    def program():
+        return pyro.sample("z", dist.Normal(torch.zeros(2), 1.0))
+
+    with pytest.raises(ValueError, match=r"site .z., invalid log_prob shape"):
+        OBJECTIVES[objective](vectorize_particles=vectorize).loss(program, program)
+
+
+@objectives
+@modes
+def test_sequential_minibatches_whose_sites_change_from_step_to_step(objective, vectorize):
+    def program(observe):
+        theta = normal_site("theta")
+        for i in pyro.plate("outer", 10, subsample_size=2):
+            with pyro.plate("inner", 3):
+                z = pyro.sample(f"z_{i}", dist.Normal(theta, 1.0))
+                if observe:
+                    pyro.sample(f"x_{i}", dist.Normal(z, 1.0), obs=torch.zeros(3))
+
+    elbo = OBJECTIVES[objective](vectorize_particles=vectorize)
+    for _ in range(10):
+        assert math.isfinite(elbo.loss(lambda: program(True), lambda: program(False)))
