@@ -412,8 +412,9 @@ def test_batch_dims_of_no_plate_are_refused(objective, vectorize):
 def test_sequential_minibatches_whose_sites_change_from_step_to_step(objective, vectorize):
     def program(observe):
         theta = normal_site("theta")
+        inner = pyro.plate("inner", 3)
         for i in pyro.plate("outer", 10, subsample_size=2):
-            with pyro.plate("inner", 3):
+            with inner:
                 z = pyro.sample(f"z_{i}", dist.Normal(theta, 1.0))
                 if observe:
                     pyro.sample(f"x_{i}", dist.Normal(z, 1.0), obs=torch.zeros(3))

@@ -134,7 +134,7 @@ def test_leave_one_out_baseline_does_not_depend_on_the_particle_left_out(others,
     # Otherwise the score-function gradient is biased.
     baselines = []
     for own in (-INF, -1e4, -2.0, 50.0, 1e4):
-        log_weight = torch.tensor(others[:k] + [own] + others[k:])
+        log_weight = torch.tensor([*others[:k], own, *others[k:]])
         baselines.append((log_mean_exp(log_weight) - leave_one_out_signal(log_weight))[k])
     baselines = torch.stack(baselines)
     assert torch.allclose(baselines, baselines[2].expand(5), rtol=1e-9, atol=1e-9)

@@ -195,9 +195,7 @@ def test_sequential_plates_have_a_block_per_turn(full_size):
     for i in range(3):
         turn = plate("data", None, 3, full_size, counter=i)
         program.latent(f"z_{i}", turn).observed(f"x_{i}", turn, given=[f"z_{i}"])
-    assert program.blocks() == [
-        (["data"], {f"z_{i}"}, {f"z_{i}", f"x_{i}"}) for i in range(3)
-    ]
+    assert program.blocks() == [(["data"], {f"z_{i}"}, {f"z_{i}", f"x_{i}"}) for i in range(3)]
     blocks = program.structure().blocks
     assert [b.plates for b in blocks] == [(PlateKey("data", None, i),) for i in range(3)]
     assert all(b.dims == () for b in blocks)
