@@ -53,6 +53,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
       importance weighted bound exists, and the latents' K draws are averaged as in the plain
       ELBO.
     * ``poutine.scale`` and ``poutine.mask`` act inside of the weights.
+    * What depends on which latent is found out by running the programs, once for each structure
+      that they show. A local latent that steers Python (``if z > 0``, ``z.item()``) counts as
+      one on which everything depends. ``bounds(...).plates`` names the plates of the weights.
 
     **Gradient estimators** have the same value and, for the model, the same gradient. For the
     guide's reparameterized sites:

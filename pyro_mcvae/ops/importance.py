@@ -66,6 +66,9 @@ def effective_sample_size(log_weight: Tensor, dim: int = 0) -> Tensor:
         >>> effective_sample_size(torch.zeros(8))
         tensor(8.)
     """
+    # Relative to the largest weight: the difference of two huge numbers would lose its digits.
+    largest = log_weight.amax(dim, keepdim=True)
+    log_weight = log_weight - largest.clamp_min(torch.finfo(log_weight.dtype).min)
     return (2.0 * log_weight.logsumexp(dim) - (2.0 * log_weight).logsumexp(dim)).exp()
 
 
@@ -98,12 +101,15 @@ def leave_one_out_signal(log_weight: Tensor) -> Tensor:
         raise ValueError(f"a leave-one-out baseline needs num_particles >= 2, got {num_particles}")
     log_weight = log_weight.detach()
     zero = log_weight.new_full((1, *log_weight.shape[1:]), -math.inf)
-    # Sums over j < k and j > k: stable where subtracting w_k from the total is not.
+    # Sums over j < k and j > k: right where subtracting particle k from a total is not (its
+    # weight may be zero, or dwarf the others).
     before = torch.cat([zero, log_weight[:-1].logcumsumexp(0)])
     after = torch.cat([log_weight[1:].flip(0).logcumsumexp(0).flip(0), zero])
     others = torch.logaddexp(before, after)
-    finite = log_weight.clamp_min(torch.finfo(log_weight.dtype).min / num_particles)
-    substitute = (finite.sum(0) - finite) / (num_particles - 1)
+    none = torch.zeros_like(zero)
+    before = torch.cat([none, log_weight[:-1].cumsum(0)])
+    after = torch.cat([log_weight[1:].flip(0).cumsum(0).flip(0), none])
+    substitute = (before + after) / (num_particles - 1)
     baseline = torch.logaddexp(others, substitute) - math.log(num_particles)
     baseline = torch.where(others.isneginf(), torch.zeros_like(baseline), baseline)
     return log_mean_exp(log_weight) - baseline

@@ -20,6 +20,7 @@ from torch.distributions import biject_to
 
 __all__ = [
     "Coordinate",
+    "NoCoordinateError",
     "NoiseCoordinate",
     "UnconstrainedCoordinate",
     "ValueCoordinate",
@@ -28,6 +29,10 @@ __all__ = [
 ]
 
 Coordinates = Literal["noise", "latent", "value"]
+
+
+class NoCoordinateError(ValueError):
+    """A guide site has neither explicit noise nor an unconstrained form."""
 
 
 class Coordinate(ABC):
@@ -89,6 +94,9 @@ class UnconstrainedCoordinate(Coordinate):
     """The value itself, mapped to the real line where its support is constrained."""
 
     def __init__(self, fn: Any) -> None:
+        # A mask takes density out of the weight, but the draw still has it.
+        while isinstance(fn, dist.torch_distribution.MaskedDistribution):
+            fn = fn.base_dist
         self.fn = fn
         self.transform = biject_to(fn.support)
         self.event_shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)[
@@ -201,21 +209,23 @@ def _location_scale(fn: Any) -> Noise:
 
 @register_noise(*_pair("StudentT"))
 def _student_t(fn: Any) -> Noise | None:
-    if fn.df.requires_grad or fn.df.numel() != 1:
-        return None  # the noise's density would depend on parameters
-    standard = _standard(dist.StudentT, fn.loc, fn.df.reshape(()))
+    # Strides of zero: one number, broadcast to the shape of loc.
+    if fn.df.requires_grad or any(fn.df.stride(d) for d in range(fn.df.dim()) if fn.df.size(d) > 1):
+        return None  # the noise's density would depend on parameters, or on the datum
+    standard = _standard(dist.StudentT, fn.loc, fn.df[(0,) * fn.df.dim()])
     return standard, fn.event_shape, lambda eps: fn.loc + fn.scale * eps
 
 
 @register_noise(*_pair("Uniform"))
 def _uniform(fn: Any) -> Noise:
     standard = _standard(dist.Normal, fn.low)
-    edge = torch.finfo(fn.low.dtype).eps
+    low, high = fn.low.detach(), fn.high.detach()
+    inner = torch.nextafter(low, high), torch.nextafter(high, low)
 
     def transform(eps: Tensor) -> Tensor:
         # Rounding puts far noise on the interval's ends, where densities are infinite.
-        unit = torch.special.ndtr(eps).clamp(edge, 1 - edge)
-        return fn.low + (fn.high - fn.low) * unit
+        value = fn.low + (fn.high - fn.low) * torch.special.ndtr(eps)
+        return value.clamp(*inner)
 
     return standard, fn.event_shape, transform
 

@@ -46,10 +46,19 @@ class StructureFinder:
         self.joint = joint
         self.find_roots = find_roots
         self._found: dict[Any, Structure] = {}
+        self._programs: tuple[Any, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Programs are often local functions, which cannot be pickled; they are looked at again.
+        return {**self.__dict__, "_found": {}, "_programs": None}
 
     def of(self, programs: Programs, run: Run) -> Structure:
         """The blocks of the programs that made this run."""
-        signature = tuple(_signature(run))
+        if self._programs != (programs.model, programs.guide):
+            # Others may have the same sites, and depend on each other in another way.
+            self._found.clear()
+            self._programs = programs.model, programs.guide
+        signature = (_may_have_lost_particles(run), *_signature(run))
         if signature not in self._found:
             if len(self._found) >= _MAX_STRUCTURES:
                 self._found.pop(next(iter(self._found)))
@@ -70,6 +79,8 @@ class StructureFinder:
         latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
         # A guide of point masses alone is weighed per datum as well.
         random = [t for t in latents if not is_delta(t.site["fn"])] or latents
+        if any(_data_lead(t, run) for t in run.terms):
+            scout.find_nesting(programs, strict_enumeration=False)  # raises for undeclared dims
         order = [t.key.name for t in random]
         names = frozenset(order)
         factors = {key: Factor(f, None) for key, f in frames.items()}
@@ -96,8 +107,20 @@ class StructureFinder:
 
 
 def _may_have_lost_particles(run: Run) -> bool:
-    """Whether an observed site's distribution does not vary with the particles."""
-    return any(t.key in run.unbatched and t.site["is_observed"] for t in run.terms)
+    """Whether a distribution that could depend on a latent does not vary with the particles."""
+    several = sum(t.in_guide and is_latent(t.site) for t in run.terms) > 1
+    return any(t.key in run.unbatched and (several or t.site["is_observed"]) for t in run.terms)
+
+
+def _data_lead(term: Term, run: Run) -> bool:
+    """Whether an observed value has the particles' dim: computed from latents, or undeclared."""
+    value, event_dim = term.site["value"], getattr(term.site["fn"], "event_dim", 0)
+    return (
+        run.leading is not None
+        and term.site["is_observed"]
+        and value.dim() - event_dim > run.nesting
+        and value.shape[value.dim() - event_dim - run.nesting - 1] != 1
+    )
 
 
 def _check_broadcast(run: Run, parents: Mapping[FactorKey, frozenset[str]]) -> None:

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.tracing.coordinates import Coordinate, Coordinates, coordinate_of
+from pyro_mcvae.tracing.coordinates import (
+    Coordinate,
+    Coordinates,
+    NoCoordinateError,
+    ValueCoordinate,
+    coordinate_of,
+)
 from pyro_mcvae.tracing.packing import Packing, SiteShape
 from pyro_mcvae.tracing.runs import Programs, Term
 from pyro_mcvae.tracing.sample import Sample
@@ -101,6 +107,10 @@ class LogWeight:
                 "not enclose them: pass the full data, or use TraceSGVB_ELBO"
             )
         self._packing = _packing(sample, self._records[0])
+        if not self._packing.sites:
+            raise ValueError(
+                "the guide draws no random latent: a guide of point masses has no coordinates"
+            )
         drawn = [
             self._packing.pack({name: at for name, (_, at) in record.items()})
             for record in self._records
@@ -111,8 +121,13 @@ class LogWeight:
     @property
     def discrete(self) -> tuple[str, ...]:
         """The local sites whose coordinate is a discrete value."""
-        sites = self._packing.sites
-        return tuple(n for n, s in sites.items() if not s.dtype.is_floating_point)
+        # Not the dtype: Bernoulli and Poisson draws are floats.
+        record = self._records[0]
+        return tuple(
+            n
+            for n in self._packing.sites
+            if isinstance(c := record[n][0], ValueCoordinate) and c.fn.support.is_discrete
+        )
 
     def __call__(self, coordinates: Tensor) -> Evaluation:
         """
@@ -143,7 +158,8 @@ class LogWeight:
                 {name: (old[name][0], v.reshape(old[name][1].shape)) for name, v in value.items()}
                 for value, old in zip(values, self._records, strict=True)
             ]
-            latents = [{n: c.value(at) for n, (c, at) in record.items()} for record in records]
+            # One run at a time: a flow finds the density of the last value only that it made.
+            latents = ({n: c.value(at) for n, (c, at) in record.items()} for record in records)
             return self._tracer.replay(self._programs, first, latents), records
         records = [{} for _ in values]
         draws = [self._supply(v, r) for v, r in zip(values, records, strict=True)]
@@ -170,7 +186,7 @@ class LogWeight:
         try:
             return coordinate_of(msg["fn"], self._kind)
         except NotImplementedError as error:
-            raise ValueError(
+            raise NoCoordinateError(
                 f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has neither explicit "
                 f"noise nor an unconstrained form ({error}): use another distribution, or say how "
                 f"it is made from noise with register_noise"

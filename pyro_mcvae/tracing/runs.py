@@ -14,6 +14,7 @@ from pyro.distributions.util import is_identically_zero
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import site_is_subsample
 from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 
@@ -26,6 +27,7 @@ __all__ = [
     "Programs",
     "Run",
     "Term",
+    "check_declared",
     "check_sites",
     "collect",
     "nesting_of",
@@ -213,12 +215,30 @@ def _check_batch_dims(term: Term, nesting: int) -> None:
             )
 
 
+def check_declared(run: Run) -> None:
+    """
+    Check that every batch dim of a run without particles belongs to a plate.
+
+    :raises ValueError: naming a site with other dims, which would be mistaken for particles.
+    """
+    for term in run.terms:
+        shape = tuple(term.log_prob.shape)
+        if any(size != 1 for size in shape[: max(0, len(shape) - run.nesting)]):
+            raise ValueError(
+                f"site '{term.key.name}' of the {term.key.program} has batch shape {shape}, of "
+                f"which some dims lie in no plate: enclose it in pyro.plate(...), or make them an "
+                f"event by .to_event(...)"
+            )
+
+
 def nesting_of(*traces: Trace) -> int:
     """The depth of the deepest plate dim in the traces, the particles' plate left out."""
     dims = [
         frame.dim
         for trace in traces
-        for site in _scored(trace)
+        # Also deterministic sites: their plates take batch dims as well.
+        for site in trace.nodes.values()
+        if site["type"] == "sample" and not site_is_subsample(site)
         for frame in site["cond_indep_stack"]
         if frame.dim is not None and frame.name != sites.LEADING
     ]

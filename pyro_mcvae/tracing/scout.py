@@ -10,13 +10,21 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.util import is_validation_enabled
 from pyro.ops.provenance import ProvenanceTensor, detach_provenance, get_provenance
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.tracing.handlers import Supply
-from pyro_mcvae.tracing.runs import Programs, check_sites, collect, nesting_of, run_pair
+from pyro_mcvae.tracing.runs import (
+    Programs,
+    check_declared,
+    check_sites,
+    collect,
+    nesting_of,
+    run_pair,
+)
 from pyro_mcvae.tracing.sites import is_scored
 from pyro_mcvae.tracing.structure import FactorKey
 
@@ -59,6 +67,44 @@ class _TrackDraws(Messenger):
         msg["value"] = ProvenanceTensor(leaf, frozenset({msg["name"]}))
 
 
+# Through these a draw's value leaves the tensors that are tracked.
+_WAYS_OUT = {
+    torch.Tensor.__bool__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.__int__,
+    torch.Tensor.item,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+}
+
+
+class _Escapes(TorchFunctionMode):
+    """Notes draws that become Python numbers, or are written into an untracked tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: frozenset[str] = frozenset()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if func in _WAYS_OUT:
+            self.names |= get_provenance(args[0])
+        elif func is torch.Tensor.__setitem__ or (name[-1:] == "_" and name[-2:] != "__"):
+            # Gradients tell what floating-point numbers were written into a tensor.
+            written = [args[1:], kwargs or {}]
+            self.names |= get_provenance([t for t in _tensors(written) if not _is_float(t)])
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [v for v in tree_leaves(values) if isinstance(v, Tensor)]
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return detach_provenance(tensor).is_floating_point()
+
+
 def find_dependencies(
     programs: Programs, tracked: frozenset[str], subsamples: Mapping[str, Tensor]
 ) -> Dependencies:
@@ -74,16 +120,20 @@ def find_dependencies(
     tracker = _TrackDraws(tracked)
     try:
         with _aside(), torch.enable_grad(), pyro.validation_enabled(False):
-            with tracker:
+            escapes = _Escapes()
+            with tracker, escapes:
                 guide_trace, model_trace = run_pair(programs, Supply(dict(subsamples)))
-            return _trace_factors({"guide": guide_trace, "model": model_trace}, tracker)
-    except (RuntimeError, TypeError, AttributeError, ValueError, AssertionError) as error:
+            found = _trace_factors({"guide": guide_trace, "model": model_trace}, tracker)
+    except Exception as error:
         warnings.warn(
             f"cannot trace which sites depend on which ({type(error).__name__}: {error}); all "
             f"latents are weighed together, or, under subsampling, as in the plain ELBO",
             stacklevel=2,
         )
         return Dependencies({}, {})
+    # What became of these draws is not known: anything may depend on them.
+    escaped = escapes.names & tracked
+    return found._replace(factors={key: f | escaped for key, f in found.factors.items()})
 
 
 def find_nesting(programs: Programs, strict_enumeration: bool) -> int:
@@ -96,9 +146,7 @@ def find_nesting(programs: Programs, strict_enumeration: bool) -> int:
         guide_trace, model_trace = run_pair(programs, Supply({}))
         check_sites(guide_trace, model_trace, strict_enumeration)
         nesting = nesting_of(guide_trace, model_trace)
-        if is_validation_enabled():
-            # Undeclared batch dims would be mistaken for particles later.
-            collect(guide_trace, model_trace, nesting, None)
+        check_declared(collect(guide_trace, model_trace, nesting, None))
     return nesting
 
 

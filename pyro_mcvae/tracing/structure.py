@@ -213,7 +213,9 @@ def _globals_follow_locals(
 def _home(factor: Factor, blocks: tuple[Block, ...], no_globals: bool) -> int | None:
     """Where a factor without local parents goes: into the block whose plates it shares."""
     keys = {plate_key(f) for f in factor.frames}
+    subsampled = {plate_key(f) for f in factor.frames if is_subsampled(f)}
     for i, block in enumerate(blocks):
-        if set(block.plates) <= keys and (block.plates or no_globals):
+        # N/B of a plate that is not the block's would be lost inside of the weight.
+        if subsampled <= set(block.plates) <= keys and (block.plates or no_globals):
             return i
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.coordinates import NoCoordinateError
 from pyro_mcvae.tracing.finder import StructureFinder
 from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
 from pyro_mcvae.tracing.runs import (
@@ -116,7 +117,7 @@ class Tracer:
         return self.arrange(programs, runs)
 
     def replay(
-        self, programs: Programs, sample: Sample, latents: list[dict[str, Tensor]]
+        self, programs: Programs, sample: Sample, latents: Iterable[dict[str, Tensor]]
     ) -> Sample:
         """
         Run the model alone at other latents, with the guide's distributions of ``sample``.
@@ -134,7 +135,7 @@ class Tracer:
                 leading = LeadingPlate(run.leading, -run.nesting - 1, skip)
             model_trace = run_model(programs, guide_trace, Supply(sample.subsamples), leading)
             runs.append(collect(guide_trace, model_trace, run.nesting, run.leading))
-            runs[-1].subsamples = sample.subsamples
+            runs[-1].subsamples, runs[-1].unbatched = sample.subsamples, run.unbatched
         return self.arrange(programs, runs)
 
     def vectorizes(self, count: int) -> bool:
@@ -234,6 +235,8 @@ class Tracer:
             nesting = self._found_nesting = scout.find_nesting(programs, self.strict_enumeration)
         try:
             return self._vectorized_once(programs, supply, skip, count, inside, nesting)
+        except NoCoordinateError:
+            raise
         except Exception as error:
             # Either the programs fail without particles too (then this raises their own error),
             # or their plates have changed since the last step, or they cannot be vectorised.
@@ -263,6 +266,9 @@ class Tracer:
         leading = LeadingPlate(count, dim, skip[0]), LeadingPlate(count, dim, skip[1])
         guide_trace, model_trace = run_pair(programs, supply, leading, inside)
         check_sites(guide_trace, model_trace, self.strict_enumeration)
+        if nesting_of(guide_trace, model_trace) > nesting:
+            # Plates without a declared dim have taken dims to the left of the particles'.
+            raise ValueError("the programs have more plates than max_plate_nesting says")
         run = collect(guide_trace, model_trace, nesting, count)
         run.subsamples = supply.subsamples
         names = zip(("guide", "model"), leading, strict=True)
