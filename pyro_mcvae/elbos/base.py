@@ -14,8 +14,9 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_mcvae.tracing.checks import nonfinite_sites
 from pyro_mcvae.tracing.handlers import Supply
-from pyro_mcvae.tracing.runs import Programs, Run, nonfinite_sites, run_pair
+from pyro_mcvae.tracing.runs import Programs, Run, run_pair
 from pyro_mcvae.tracing.tracer import Tracer
 
 __all__ = ["Bounds", "Estimate", "MonteCarloELBO"]

@@ -16,15 +16,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from pyro_mcvae.tracing.checks import check_declared, check_sites
 from pyro_mcvae.tracing.handlers import Supply
-from pyro_mcvae.tracing.runs import (
-    Programs,
-    check_declared,
-    check_sites,
-    collect,
-    nesting_of,
-    run_pair,
-)
+from pyro_mcvae.tracing.runs import Programs, collect, nesting_of, run_pair
 from pyro_mcvae.tracing.sites import is_scored
 from pyro_mcvae.tracing.structure import FactorKey
 

@@ -12,13 +12,13 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.checks import check_sites
 from pyro_mcvae.tracing.coordinates import NoCoordinateError
 from pyro_mcvae.tracing.finder import StructureFinder
 from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
 from pyro_mcvae.tracing.runs import (
     Programs,
     Run,
-    check_sites,
     collect,
     nesting_of,
     run_model,

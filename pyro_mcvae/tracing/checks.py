@@ -1,0 +1,77 @@
+"""Checks of runs, whose errors name the site and say what to do instead."""
+
+from __future__ import annotations
+
+import torch
+from pyro.poutine.trace_struct import Trace
+
+from pyro_mcvae.tracing.runs import Run
+from pyro_mcvae.tracing.sites import is_latent, nonfinite_report
+
+__all__ = ["check_declared", "check_sites", "nonfinite_sites"]
+
+
+def check_sites(guide_trace: Trace, model_trace: Trace, strict_enumeration: bool) -> None:
+    """
+    Check that the guide draws what the model needs, and nothing else.
+
+    :raises ValueError: naming the site and what to do.
+    """
+    guide, model = guide_trace.nodes, model_trace.nodes
+    for name, site in model.items():
+        if not is_latent(site):
+            continue
+        if name not in guide:
+            if site["infer"].get("enumerate"):
+                raise ValueError(_enumerated(name, "model"))
+            raise ValueError(
+                f"site '{name}' of the model is neither observed nor drawn by the guide: add "
+                f"pyro.sample('{name}', ...) to the guide, or pass obs= in the model"
+            )
+    for name, site in guide.items():
+        if not is_latent(site):
+            continue
+        if strict_enumeration and site["infer"].get("enumerate"):
+            raise ValueError(_enumerated(name, "guide"))
+        if site["infer"].get("is_auxiliary") or (name in model and is_latent(model[name])):
+            continue
+        where = "is observed in the model" if name in model else "is missing from the model"
+        raise ValueError(
+            f"site '{name}' of the guide {where}: remove it from the guide, or mark it with "
+            f"infer={{'is_auxiliary': True}} if it is an auxiliary variable of the guide"
+        )
+
+
+def _enumerated(name: str, program: str) -> str:
+    return (
+        f"site '{name}' of the {program} is marked for enumeration, which this objective does "
+        f"not do: use pyro.infer.TraceEnum_ELBO, or sample the site by removing "
+        f"infer={{'enumerate': ...}} (in the guide also: strict_enumeration_warning=False)"
+    )
+
+
+def check_declared(run: Run) -> None:
+    """
+    Check that every batch dim of a run without particles belongs to a plate.
+
+    :raises ValueError: naming a site with other dims, which would be mistaken for particles.
+    """
+    for term in run.terms:
+        shape = tuple(term.log_prob.shape)
+        if any(size != 1 for size in shape[: max(0, len(shape) - run.nesting)]):
+            raise ValueError(
+                f"site '{term.key.name}' of the {term.key.program} has batch shape {shape}, of "
+                f"which some dims lie in no plate: enclose it in pyro.plate(...), or make them an "
+                f"event by .to_event(...)"
+            )
+
+
+def nonfinite_sites(runs: list[Run]) -> list[str]:
+    """A line for every site whose log density is not finite, over all runs."""
+    lines = []
+    for run in runs:
+        for term in run.terms:
+            line = nonfinite_report(term.site, term.key.program, torch.as_tensor(term.log_prob))
+            if line is not None and line not in lines:
+                lines.append(line)
+    return lines
