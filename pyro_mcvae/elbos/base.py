@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from pyro.infer.elbo import ELBO
@@ -19,7 +19,7 @@ from pyro_mcvae.tracing.handlers import Supply
 from pyro_mcvae.tracing.runs import Programs, Run, run_pair
 from pyro_mcvae.tracing.tracer import Tracer
 
-__all__ = ["Bounds", "Estimate", "MonteCarloELBO"]
+__all__ = ["Bounds", "ELBOOptions", "Estimate", "MonteCarloELBO"]
 
 
 class Bounds(NamedTuple):
@@ -59,6 +59,15 @@ class Estimate:
     value: Tensor
     surrogate: Tensor
     runs: list[Run]
+
+
+class ELBOOptions(TypedDict, total=False):
+    """Pyro's own arguments, which every objective passes on to :class:`MonteCarloELBO`."""
+
+    max_plate_nesting: float
+    vectorize_particles: bool
+    strict_enumeration_warning: bool
+    retain_graph: bool | None
 
 
 class MonteCarloELBO(ELBO):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.path_gradient import PathGradient
 from pyro_mcvae.elbos.plain import (
     elbo_bounds,
@@ -24,8 +24,14 @@ from pyro_mcvae.tracing.finder import StructureFinder
 from pyro_mcvae.tracing.handlers import ScoreFunctionSites
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.sites import is_random
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["GradientEstimator", "TraceIWAE_ELBO"]
+
+_logger = logging.getLogger(__name__)
 
 GradientEstimator = Literal["auto", "reparam", "stl", "dreg", "vimco"]
 
@@ -51,8 +57,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     * The scale N/B of subsampled plates stays outside of the logarithm. Where it cannot (the
       latents lie outside of a subsampled plate, as in Bayesian regression on minibatches), no
       importance weighted bound exists, and the latents' K draws are averaged as in the plain
-      ELBO.
-    * ``poutine.scale`` and ``poutine.mask`` act inside of the weights.
+      ELBO; a log message says so.
+    * ``poutine.scale`` and ``poutine.mask`` act inside of the weights: a scale tempers the bound
+      (as for KL annealing), it does not multiply it. To multiply the loss, multiply the loss.
     * What depends on which latent is found out by running the programs, once for each structure
       that they show. A local latent that steers Python (``if z > 0``, ``z.item()``) counts as
       one on which everything depends. ``bounds(...).plates`` names the plates of the weights.
@@ -84,10 +91,8 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     :param str gradient_estimator: one of the above.
     :param bool joint: one weight over everything, global latents drawn K times as well; without
         subsampled plates only.
-    :param max_plate_nesting: see :class:`MonteCarloELBO`.
-    :param bool vectorize_particles: see :class:`MonteCarloELBO`.
-    :param bool strict_enumeration_warning: see :class:`MonteCarloELBO`.
-    :param bool retain_graph: see :class:`MonteCarloELBO`.
+    :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
+        and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: if ``num_particles`` is not an int of at least 1, for an unknown
         estimator, for ``"vimco"`` with one particle, and for ``joint`` with a subsampled plate.
 
@@ -121,18 +126,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         num_particles: int = 2,
         gradient_estimator: GradientEstimator = "auto",
         joint: bool = False,
-        max_plate_nesting: float = math.inf,
-        vectorize_particles: bool = False,
-        strict_enumeration_warning: bool = True,
-        retain_graph: bool | None = None,
+        **options: Unpack[ELBOOptions],
     ) -> None:
-        super().__init__(
-            num_particles,
-            max_plate_nesting,
-            vectorize_particles,
-            strict_enumeration_warning,
-            retain_graph,
-        )
+        super().__init__(num_particles, **options)
         if gradient_estimator not in get_args(GradientEstimator):
             raise ValueError(
                 f"gradient_estimator must be one of {', '.join(get_args(GradientEstimator))}, "
@@ -145,11 +141,14 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             )
         self.gradient_estimator = gradient_estimator
         self.joint = joint
+        self._told = False
         self._path = PathGradient(gradient_estimator, num_particles)
         self._tracer.structures = StructureFinder(joint, self._path.needs_roots)
 
     def _estimate(self, programs: Programs) -> Estimate:
         sample = self._sample(programs)
+        if not sample.blocks:
+            self._tell_of_averaging(sample)
         if not sample.blocks or self.num_particles == 1:
             return elbo_estimate(sample.runs, self._path.costs(sample), self.num_particles)
         bound = log_mean_exp(sample.log_weight.detach())
@@ -167,6 +166,16 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         if self.gradient_estimator == "vimco":
             inside = ScoreFunctionSites
         return self._tracer.sample(programs, inside)
+
+    def _tell_of_averaging(self, sample: Sample) -> None:
+        drawn = any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide)
+        if drawn and self.num_particles > 1 and not self._told:
+            self._told = True
+            _logger.warning(
+                "no latent of the guide lies in all subsampled plates around its factors, so none "
+                "can be weighed per datum: the %d particles are averaged as in the plain ELBO",
+                self.num_particles,
+            )
 
     def _surrogate(self, sample: Sample) -> Tensor:
         """Per datum, a tensor whose gradient estimates that of the bound: ``[*plates]``."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import math
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.kl import analytic_kl_sites
 from pyro_mcvae.elbos.plain import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.tracing.runs import Programs, Run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["TraceSGVB_ELBO"]
 
@@ -35,10 +38,8 @@ class TraceSGVB_ELBO(MonteCarloELBO):
 
     :param int num_particles: draws of z per step.
     :param bool analytic_kl: use estimator B where possible; False is estimator A throughout.
-    :param max_plate_nesting: see :class:`MonteCarloELBO`.
-    :param bool vectorize_particles: see :class:`MonteCarloELBO`.
-    :param bool strict_enumeration_warning: see :class:`MonteCarloELBO`.
-    :param bool retain_graph: see :class:`MonteCarloELBO`.
+    :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
+        and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
 
     [1] Kingma, Welling (2014), *Auto-Encoding Variational Bayes*.
@@ -66,18 +67,9 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         self,
         num_particles: int = 1,
         analytic_kl: bool = True,
-        max_plate_nesting: float = math.inf,
-        vectorize_particles: bool = False,
-        strict_enumeration_warning: bool = True,
-        retain_graph: bool | None = None,
+        **options: Unpack[ELBOOptions],
     ) -> None:
-        super().__init__(
-            num_particles,
-            max_plate_nesting,
-            vectorize_particles,
-            strict_enumeration_warning,
-            retain_graph,
-        )
+        super().__init__(num_particles, **options)
         self.analytic_kl = analytic_kl
 
     def _estimate(self, programs: Programs) -> Estimate:

@@ -324,7 +324,7 @@ def test_scale_and_mask_of_the_user_act_inside_the_weights():
 
 
 @modes
-def test_bayesian_regression_on_minibatches_is_the_averaged_elbo(vectorize):
+def test_bayesian_regression_on_minibatches_is_the_averaged_elbo(vectorize, caplog):
     # No latent lies in the subsampled plate, so there is nothing to weigh: N/B would have to stand
     # inside the logarithm.
     x = torch.randn(8)
@@ -342,6 +342,7 @@ def test_bayesian_regression_on_minibatches_is_the_averaged_elbo(vectorize):
     prior, q = dist.Normal(0.0, 1.0), dist.Normal(0.3, 0.5)
     likelihood = dist.Normal(0.3, 1.0).log_prob(x) - 0.5 * 0.5**2
     assert_mean(found, likelihood.sum() - torch.distributions.kl_divergence(q, prior))
+    assert [r.message for r in caplog.records if "averaged" in r.message]
 
 
 def programs(exact):
