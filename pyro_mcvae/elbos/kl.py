@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import kl_divergence
 
 from pyro_mcvae.tracing.runs import Run, Term
-from pyro_mcvae.tracing.sites import inner_scale, is_delta, is_latent, masked
+from pyro_mcvae.tracing.sites import inner_scale, is_delta, is_latent, is_masked, masked
 
 __all__ = ["analytic_kl_sites"]
 
@@ -42,6 +42,8 @@ def analytic_kl_sites(run: Run) -> dict[str, Tensor]:
 
 def _negative_kl(model_term: Term, guide_term: Term) -> Tensor | None:
     p, q = model_term.site, guide_term.site
+    if is_masked(p["fn"]) or is_masked(q["fn"]):
+        return None  # Pyro's closed form takes both masks for both densities
     try:
         kl = kl_divergence(q["fn"], p["fn"])
         if _same_weighting(p, q):

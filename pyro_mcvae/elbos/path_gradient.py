@@ -12,7 +12,14 @@ from pyro_mcvae.elbos.plain import Cost, elbo_costs
 from pyro_mcvae.ops.importance import log_mean_exp, normalized_weights
 from pyro_mcvae.tracing.runs import Term
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import inner_scale, is_masked, is_random, masked, unscaled_log_prob
+from pyro_mcvae.tracing.sites import (
+    inner_scale,
+    is_masked,
+    is_random,
+    is_straight_through,
+    masked,
+    unscaled_log_prob,
+)
 
 __all__ = ["PathGradient"]
 
@@ -92,6 +99,7 @@ class PathGradient:
             and term.key.name in sample.structure.roots
             and term.site["value"].requires_grad
             and not is_masked(term.site["fn"])
+            and not is_straight_through(term.site["fn"])
             and (self.estimator != "auto" or not _is_flow(term.site["fn"]))
         )
 

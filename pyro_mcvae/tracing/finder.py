@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.runs import Programs, Run, Term
 from pyro_mcvae.tracing.sites import (
@@ -103,6 +105,11 @@ class StructureFinder:
             if (parents := factors[FactorKey("guide", name)].parents) is not None
             and not (parents & paths) - {name}
         }
+        # The second factor of a draw's gradient must not meet a score function behind the draw.
+        for t in run.terms:
+            if t.in_guide and isinstance(t.score, Tensor):
+                behind = factors[t.key].parents
+                roots -= names if behind is None else behind
         return replace(structure, roots=frozenset(roots), mean_field=_mean_field(factors, names))
 
 

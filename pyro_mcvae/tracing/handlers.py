@@ -12,7 +12,13 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_mcvae.tracing.sites import LEADING, is_masked, is_random, reparameterized
+from pyro_mcvae.tracing.sites import (
+    LEADING,
+    is_masked,
+    is_random,
+    is_straight_through,
+    reparameterized,
+)
 
 __all__ = ["LeadingPlate", "ScoreFunctionSites", "Supply"]
 
@@ -101,7 +107,7 @@ class ScoreFunctionSites(Messenger):
         if msg["done"] or not is_random(msg) or msg["name"] in self.skip:
             return
         # A distribution that masks itself would mask the score too; it keeps its own gradient.
-        if reparameterized(msg) and not is_masked(msg["fn"]):
+        if reparameterized(msg) and not is_masked(msg["fn"]) and not is_straight_through(msg["fn"]):
             # A clone: flows cache the inverse of the very tensor that they drew, without a
             # gradient path to their parameters, which the score function needs.
             with torch.no_grad():

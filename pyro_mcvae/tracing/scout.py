@@ -73,6 +73,47 @@ _WAYS_OUT = {
 }
 
 
+_DATA_DEPENDENT_SHAPE = {
+    torch.nonzero,
+    torch.Tensor.nonzero,
+    torch.masked_select,
+    torch.Tensor.masked_select,
+    torch.unique,
+    torch.Tensor.unique,
+    torch.argwhere,
+    torch.Tensor.argwhere,
+}
+_BOOLS = {
+    torch.equal,
+    torch.Tensor.equal,
+    torch.allclose,
+    torch.Tensor.allclose,
+    torch.is_nonzero,
+    torch.Tensor.is_nonzero,
+    torch.Tensor.__contains__,
+    torch.Tensor.__format__,
+    torch.Tensor.__complex__,
+    torch.Tensor.__array__,
+    torch.tensor,
+}
+_OPTIONS_ONLY: set[Any] = {
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_full,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_tensor,
+}
+_CONVERSIONS: set[Any] = {torch.Tensor.type_as, torch.Tensor.to}
+
+
+def _selects(func: Any, args: Any) -> bool:
+    """Whether a boolean mask selects entries, whose number then tells of the mask."""
+    if func is not torch.Tensor.__getitem__:
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(i, Tensor) and detach_provenance(i).dtype is torch.bool for i in index)
+
+
 class _Escapes(TorchFunctionMode):
     """Notes draws that become Python numbers, or are written into an untracked tensor."""
 
@@ -88,7 +129,16 @@ class _Escapes(TorchFunctionMode):
             # Gradients tell what floating-point numbers were written into a tensor.
             written = [args[1:], kwargs or {}]
             self.names |= get_provenance([t for t in _tensors(written) if not _is_float(t)])
-        return func(*args, **(kwargs or {}))
+        if func in _OPTIONS_ONLY:
+            # The draw only says the dtype and the device.
+            args = (detach_provenance(args[0]), *args[1:])
+        elif func in _CONVERSIONS and len(args) > 1 and isinstance(args[1], Tensor):
+            args = (args[0], detach_provenance(args[1]), *args[2:])
+        result = func(*args, **(kwargs or {}))
+        if func in _DATA_DEPENDENT_SHAPE or func in _BOOLS or _selects(func, args):
+            # A shape, a bool or a number tells of the draw too, and so does torch.tensor(z).
+            self.names |= get_provenance(args) | get_provenance(kwargs or {})
+        return result
 
 
 def _tensors(values: Any) -> list[Tensor]:

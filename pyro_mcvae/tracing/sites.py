@@ -100,6 +100,21 @@ def is_masked(fn: Any) -> bool:
     return False
 
 
+def is_straight_through(fn: Any) -> bool:
+    """Whether draws carry their relaxed value in an attribute, which copies of them lose."""
+    while fn is not None:
+        if isinstance(fn, _STRAIGHT_THROUGH):
+            return True
+        fn = getattr(fn, "base_dist", None)
+    return False
+
+
+_STRAIGHT_THROUGH = (
+    dist.RelaxedBernoulliStraightThrough,
+    dist.RelaxedOneHotCategoricalStraightThrough,
+)
+
+
 def is_random(site: Site) -> bool:
     """Whether a guide site draws randomness: latent and no point mass."""
     return is_latent(site) and not is_delta(site["fn"])
@@ -141,13 +156,14 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
 
 def score_parts(site: Site) -> ScoreParts:
     """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked."""
+    if is_random(site) and not reparameterized(site):
+        # Not the distribution's own: rejection samplers know the parts of their own draws only.
+        log_prob = unscaled_log_prob(site, "guide")
+        return ScoreParts(log_prob, log_prob, 0)
     try:
-        parts = site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
+        return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
     except (ValueError, RuntimeError) as error:
         raise _density_error(site, "guide", error) from error
-    if is_random(site) and not reparameterized(site):
-        return ScoreParts(parts.log_prob, parts.log_prob, 0)
-    return parts
 
 
 def _density_error(site: Site, program: str, error: Exception) -> Exception:

@@ -396,3 +396,54 @@ def test_gradient_under_scale_and_mask_is_that_of_reparam(estimator, kind):
         # dreg's second factor would be far off without the scale or mask in it.
         if estimator == "auto":
             assert (other[name].mean(0).abs() > 8 * other[name].std(0) / count**0.5).any()
+
+
+def test_a_score_function_behind_a_draw_is_not_scaled_by_dreg():
+    # c is discrete and its distribution depends on z: the score of c sends a gradient through z.
+    x = torch.tensor([1.2, -0.4])
+
+    class Both:
+        values: ClassVar = {"loc": torch.tensor(0.3)}
+
+        def model(self):
+            with pyro.plate("data", 2):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+                c = pyro.sample("c", dist.Bernoulli(0.3))
+                pyro.sample("x", dist.Normal(z + 2 * c, 0.7), obs=x)
+
+        def guide(self):
+            loc = pyro.param("loc", self.values["loc"].clone())
+            with pyro.plate("data", 2):
+                z = pyro.sample("z", dist.Normal(loc, 0.6))
+                pyro.sample("c", dist.Bernoulli(logits=2 * z))
+
+    both, count = Both(), 1500
+    plain, auto = (
+        gradients(TraceIWAE_ELBO(3, e, vectorize_particles=True), both, count)["loc"]
+        for e in ("reparam", "auto")
+    )
+    error = ((plain.var() + auto.var()) / count).sqrt()
+    assert abs(plain.mean() - auto.mean()) < 4.5 * error
+    assert abs(auto.mean()) > 8 * auto.std() / count**0.5
+
+
+@pytest.mark.parametrize("estimator", ["auto", "stl", "vimco"])
+def test_straight_through_draws_keep_their_gradient(estimator):
+    def model():
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.RelaxedBernoulliStraightThrough(torch.tensor(0.5), 0.4))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(2))
+
+    def guide():
+        probs = pyro.param("probs", torch.tensor(0.5))
+        with pyro.plate("data", 2):
+            pyro.sample("z", dist.RelaxedBernoulliStraightThrough(torch.tensor(0.5), probs))
+
+    found = []
+    for name in ("reparam", estimator):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        TraceIWAE_ELBO(4, name, vectorize_particles=True).loss_and_grads(model, guide)
+        found.append(dict(pyro.get_param_store().named_parameters())["probs"].grad.clone())
+    assert torch.isfinite(found[0])
+    assert torch.allclose(*found)

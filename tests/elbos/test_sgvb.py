@@ -206,3 +206,25 @@ def test_per_datum_values_leave_out_the_scale_of_minibatches():
     assert torch.allclose(bounds.total, bounds.shared + 3 * bounds.per_datum.sum())
     found = [TraceSGVB_ELBO().bounds(exact.model, exact.guide).total for _ in range(400)]
     assert_mean(torch.stack(found), exact.elbo())
+
+
+@analytic
+def test_distributions_that_mask_themselves(analytic_kl):
+    x = torch.tensor([0.5, -1.0, 2.0])
+    kept = torch.tensor([True, False, True])
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0).mask(kept))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(x / 3, 0.8).mask(~kept))
+
+    q, p = dist.Normal(x / 3, 0.8), dist.Normal(0.0, 1.0)
+    cross = -kl_divergence(q, p) - q.entropy()
+    likelihood = dist.Normal(x / 3, 1.0).log_prob(x) - 0.5 * 0.8**2
+    exact = (cross * kept + q.entropy() * ~kept + likelihood).sum()
+    found = values(TraceSGVB_ELBO(analytic_kl=analytic_kl), Programs(model, guide, (), {}), 1500)
+    assert_mean(found, exact)
