@@ -91,7 +91,15 @@ class StructureFinder:
         if ask or (self.find_roots and len(names) > 1):
             found = scout.find_dependencies(programs, names, run.subsamples)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
-            _check_broadcast(run, found.distributions)
+            _check_broadcast(
+                run,
+                {
+                    t.key: found.distributions.get(t.key, frozenset())
+                    if _data_lead(t, run)
+                    else found.observed.get(t.key, found.distributions.get(t.key, frozenset()))
+                    for t in run.terms
+                },
+            )
         elif len(names) == 1:
             factors = {
                 key: Factor(f, names if key.program == "guide" else None)

@@ -34,6 +34,7 @@ class LeadingPlate(IndepMessenger):
 
     def __init__(self, size: int, dim: int, skip: frozenset[str] = frozenset()) -> None:
         super().__init__(LEADING, size, dim)
+        self.depth = dim
         self.skip = skip
         self.unbatched: set[str] = set()
 

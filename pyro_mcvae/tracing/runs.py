@@ -130,9 +130,18 @@ def run_pair(
     with supply:
         unwrapped = poutine.unwrap(programs.guide)
         if isinstance(unwrapped, Messenger):  # a GuideMessenger runs both programs at once
-            with _entered(inside, leading[0]):
+            both = None
+            if leading[0] is not None:
+                # One plate for one run: it leaves out the global sites of both programs.
+                guide_plate, model_plate = leading
+                skip = guide_plate.skip | model_plate.skip
+                both = LeadingPlate(guide_plate.size, guide_plate.depth, skip)
+            with _entered(inside, both):
                 programs.guide(*args, **kwargs)
             model_trace, guide_trace = unwrapped.get_traces()
+            for plate in leading:
+                if plate is not None and both is not None:
+                    plate.unbatched |= both.unbatched
             return guide_trace, model_trace
         with poutine.trace() as tracer, _entered(inside, leading[0]):
             programs.guide(*args, **kwargs)

@@ -31,10 +31,12 @@ class Dependencies(NamedTuple):
 
     :ivar factors: for each site's log density, which depends on the site's value too.
     :ivar distributions: for each site's distribution, whatever its value.
+    :ivar observed: for each observed site's distribution and data together.
     """
 
     factors: dict[FactorKey, frozenset[str]]
     distributions: dict[FactorKey, frozenset[str]]
+    observed: dict[FactorKey, frozenset[str]]
 
 
 class _TrackDraws(Messenger):
@@ -174,7 +176,7 @@ def find_dependencies(
             f"latents are weighed together, or, under subsampling, as in the plain ELBO",
             stacklevel=2,
         )
-        return Dependencies({}, {})
+        return Dependencies({}, {}, {})
     # What became of these draws is not known: anything may depend on them.
     escaped = escapes.names & tracked
     return found._replace(factors={key: f | escaped for key, f in found.factors.items()})
@@ -207,7 +209,7 @@ def _aside() -> Iterator[None]:
 
 
 def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependencies:
-    found = Dependencies({}, {})
+    found = Dependencies({}, {}, {})
     for program, trace in traces.items():
         for name, site in trace.nodes.items():
             if not is_scored(site):
@@ -218,11 +220,11 @@ def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependenc
             if upstream is not None:
                 parents |= upstream | ({name} & tracker.tracked)
                 own = upstream
-            elif site["is_observed"]:
-                own = parents
             else:
                 own = _parents_at(site, detach_provenance(site["value"]).detach(), None, tracker)
             found.factors[key] = parents & tracker.tracked
+            if site["is_observed"]:
+                found.observed[key] = parents & tracker.tracked
             found.distributions[key] = own & tracker.tracked
     return found
 

@@ -308,3 +308,52 @@ def test_bounds_add_up_to_the_loss(pair, name):
         bounds = make().bounds(model, guide)
         assert math.isclose(bounds.total, -loss, rel_tol=1e-9, abs_tol=1e-9)
         assert torch.isfinite(bounds.per_datum).all()
+
+
+@objectives
+def test_a_messenger_guide_counts_global_sites_of_the_model_once(objective):
+    def model(factor):
+        pyro.sample("a", dist.Normal(0.0, 1.0))
+        pyro.factor("f", torch.tensor(factor))
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    guide = AutoNormalMessenger(model)
+    elbo = OBJECTIVES[objective](vectorize_particles=True)
+    elbo.loss(model, guide, 0.0)
+    losses = []
+    for factor in (4.0, 5.0):
+        pyro.set_rng_seed(0)
+        losses.append(elbo.loss(model, guide, factor))
+    assert math.isclose(losses[0] - losses[1], 1.0, rel_tol=1e-6)
+
+
+@objectives
+def test_a_messenger_guide_does_not_hide_averages_over_particles(objective):
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z.mean(), 1.0), obs=torch.zeros(3))
+
+    with pytest.raises(RuntimeError, match="vectorize_particles=False"):
+        OBJECTIVES[objective](vectorize_particles=True).loss(model, AutoNormalMessenger(model))
+
+
+@objectives
+def test_data_computed_from_a_latent(objective):
+    def model(average=False):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(1.0, 0.5), obs=z.mean() if average else z)
+
+    def guide(average=False):
+        pyro.sample("z", dist.Normal(0.3, 0.5))
+
+    count = 200
+    looped, vectorized = (
+        torch.tensor([elbo.loss(model, guide) for _ in range(count)])
+        for elbo in (OBJECTIVES[objective](vectorize_particles=v) for v in (False, True))
+    )
+    error = ((looped.var() + vectorized.var()) / count).sqrt()
+    assert abs(looped.mean() - vectorized.mean()) < 4.5 * error
+    with pytest.raises(RuntimeError, match="vectorize_particles=False"):
+        OBJECTIVES[objective](vectorize_particles=True).loss(model, guide, average=True)
