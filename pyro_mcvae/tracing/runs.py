@@ -198,7 +198,7 @@ def collect(
     run = Run(guide_trace, model_trace, terms, nesting, leading)
     if is_validation_enabled():
         depth: Any = declared_nesting if leading is None else nesting + 1
-        check_model_guide_match(model_trace, guide_trace, depth)
+        check_model_guide_match(*_comparable(model_trace, guide_trace), depth)
         for term in terms:
             term.site["log_prob"] = term.log_prob
             check_site_shape(term.site, depth)
@@ -206,6 +206,26 @@ def collect(
         for term in terms:
             _check_batch_dims(term, nesting)
     return run
+
+
+def _comparable(*traces: Trace) -> list[Trace]:
+    """Traces without the latents that only one of the programs has per particle."""
+    model_trace, guide_trace = traces
+    apart = [
+        name
+        for name, site in guide_trace.nodes.items()
+        if name in model_trace and _leads(site) != _leads(model_trace.nodes[name])
+    ]
+    copies = [trace.copy() for trace in traces] if apart else list(traces)
+    for trace in copies:
+        for name in apart:
+            trace.remove_node(name)
+    return copies
+
+
+def _leads(site: Any) -> bool:
+    stack = site["cond_indep_stack"] if site["type"] == "sample" else ()
+    return any(frame.name == sites.LEADING for frame in stack)
 
 
 def _check_batch_dims(term: Term, nesting: int) -> None:

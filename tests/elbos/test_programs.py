@@ -357,3 +357,25 @@ def test_data_computed_from_a_latent(objective):
     assert abs(looped.mean() - vectorized.mean()) < 4.5 * error
     with pytest.raises(RuntimeError, match="vectorize_particles=False"):
         OBJECTIVES[objective](vectorize_particles=True).loss(model, guide, average=True)
+
+
+def test_a_global_latent_whose_prior_depends_on_local_ones():
+    def model():
+        with pyro.plate("plate", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(3))
+        total = z.sum(-1, keepdim=z.dim() > 1)
+        pyro.sample("t", dist.Normal(total, 1.0))
+
+    def guide():
+        pyro.sample("t", dist.Normal(1.0, 0.5))
+        with pyro.plate("plate", 3):
+            pyro.sample("z", dist.Normal(0.5, 0.7))
+
+    count = 200
+    looped, vectorized = (
+        torch.tensor([elbo.loss(model, guide) for _ in range(count)])
+        for elbo in (TraceIWAE_ELBO(5, vectorize_particles=v) for v in (False, True))
+    )
+    error = ((looped.var() + vectorized.var()) / count).sqrt()
+    assert abs(looped.mean() - vectorized.mean()) < 4.5 * error
