@@ -63,40 +63,33 @@ class _TrackDraws(Messenger):
         msg["value"] = ProvenanceTensor(leaf, frozenset({msg["name"]}))
 
 
-# Through these a draw's value leaves the tensors that are tracked.
-_WAYS_OUT = {
+_TORCH_AND_METHOD = (
+    "allclose",
+    "argwhere",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "repeat_interleave",
+    "unique",
+    "unique_consecutive",
+)
+# Through these a draw's value leaves the tensors that are tracked: as a Python number or a string,
+# as a shape, or copied into a new tensor.
+_WAYS_OUT: set[Any] = {
+    torch.Tensor.__array__,
     torch.Tensor.__bool__,
+    torch.Tensor.__complex__,
+    torch.Tensor.__contains__,
     torch.Tensor.__float__,
+    torch.Tensor.__format__,
     torch.Tensor.__index__,
     torch.Tensor.__int__,
     torch.Tensor.item,
     torch.Tensor.numpy,
     torch.Tensor.tolist,
-}
-
-
-_DATA_DEPENDENT_SHAPE = {
-    torch.nonzero,
-    torch.Tensor.nonzero,
-    torch.masked_select,
-    torch.Tensor.masked_select,
-    torch.unique,
-    torch.Tensor.unique,
-    torch.argwhere,
-    torch.Tensor.argwhere,
-}
-_BOOLS = {
-    torch.equal,
-    torch.Tensor.equal,
-    torch.allclose,
-    torch.Tensor.allclose,
-    torch.is_nonzero,
-    torch.Tensor.is_nonzero,
-    torch.Tensor.__contains__,
-    torch.Tensor.__format__,
-    torch.Tensor.__complex__,
-    torch.Tensor.__array__,
     torch.tensor,
+    *(getattr(module, name) for module in (torch, torch.Tensor) for name in _TORCH_AND_METHOD),
 }
 _OPTIONS_ONLY: set[Any] = {
     torch.Tensor.new_zeros,
@@ -110,6 +103,8 @@ _CONVERSIONS: set[Any] = {torch.Tensor.type_as, torch.Tensor.to}
 
 def _selects(func: Any, args: Any) -> bool:
     """Whether a boolean mask selects entries, whose number then tells of the mask."""
+    if func in (torch.where, torch.Tensor.where):
+        return len(args) == 1
     if func is not torch.Tensor.__getitem__:
         return False
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -125,8 +120,11 @@ class _Escapes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if func in _WAYS_OUT:
-            self.names |= get_provenance(args[0])
+        if func in _WAYS_OUT or _selects(func, args):
+            self.names |= get_provenance([args, kwargs or {}])
+        elif func is torch.Tensor.new_tensor:
+            # As torch.tensor, but for the first argument, of which only the dtype is taken.
+            self.names |= get_provenance([args[1:], kwargs or {}])
         elif func is torch.Tensor.__setitem__ or (name[-1:] == "_" and name[-2:] != "__"):
             # Gradients tell what floating-point numbers were written into a tensor.
             written = [args[1:], kwargs or {}]
@@ -136,11 +134,7 @@ class _Escapes(TorchFunctionMode):
             args = (detach_provenance(args[0]), *args[1:])
         elif func in _CONVERSIONS and len(args) > 1 and isinstance(args[1], Tensor):
             args = (args[0], detach_provenance(args[1]), *args[2:])
-        result = func(*args, **(kwargs or {}))
-        if func in _DATA_DEPENDENT_SHAPE or func in _BOOLS or _selects(func, args):
-            # A shape, a bool or a number tells of the draw too, and so does torch.tensor(z).
-            self.names |= get_provenance(args) | get_provenance(kwargs or {})
-        return result
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -511,3 +511,27 @@ def test_nesting_refuses_undeclared_batch_dims():
 
     with pytest.raises(ValueError, match=r"site .x., invalid log_prob shape"):
         nesting(model)
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        lambda c: c.new_tensor([c.long()[0], c.long()[1]]).sum(),
+        lambda c: torch.where(c > 0)[0].numel() + torch.zeros(()),
+        lambda c: torch.repeat_interleave(torch.ones(3), c.long()).sum(),
+        lambda c: torch.unique_consecutive(c).numel() + torch.zeros(()),
+    ],
+    ids=["new_tensor", "where", "repeat_interleave", "unique_consecutive"],
+)
+def test_more_routes_by_which_a_discrete_draw_leaves_the_tensors(route):
+    def model():
+        with pyro.plate("data", 3):
+            c = pyro.sample("c", dist.Bernoulli(0.5))
+        pyro.sample("x", dist.Normal(route(c), 1.0), obs=torch.tensor(0.3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("c", dist.Bernoulli(0.5))
+
+    found = find_dependencies(Programs(model, guide, (), {}), frozenset({"c"}), {})
+    assert found.factors[FactorKey("model", "x")] == {"c"}
