@@ -54,11 +54,13 @@ class Estimate:
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
     :ivar runs: the executions behind it, to name a site where the value is not finite.
+    :ivar finish: what to do after a training step that succeeded, such as adapting.
     """
 
     value: Tensor
     surrogate: Tensor
     runs: list[Run]
+    finish: Callable[[], None] | None = None
 
 
 class ELBOOptions(TypedDict, total=False):
@@ -185,6 +187,8 @@ class MonteCarloELBO(ELBO):
         estimate = self._estimate(Programs(model, guide, args, kwargs))
         if is_validation_enabled():
             _finite_loss(estimate)
+        if estimate.finish is not None:
+            estimate.finish()
         return estimate.surrogate.detach() - estimate.surrogate - estimate.value
 
     def loss_and_grads(
@@ -200,8 +204,13 @@ class MonteCarloELBO(ELBO):
         estimate = self._estimate(Programs(model, guide, args, kwargs))
         loss = _finite_loss(estimate)
         if estimate.surrogate.requires_grad:
-            (-estimate.surrogate).backward(retain_graph=self.retain_graph)
+            self._backward(-estimate.surrogate)
+        if estimate.finish is not None:
+            estimate.finish()
         return loss
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward(retain_graph=self.retain_graph)
 
     def bounds(
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any

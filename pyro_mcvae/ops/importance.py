@@ -9,6 +9,7 @@ from torch import Tensor
 
 __all__ = [
     "effective_sample_size",
+    "leave_one_out_mean",
     "leave_one_out_signal",
     "log_mean_exp",
     "normalized_weights",
@@ -72,20 +73,46 @@ def effective_sample_size(log_weight: Tensor, dim: int = 0) -> Tensor:
     return (2.0 * log_weight.logsumexp(dim) - (2.0 * log_weight).logsumexp(dim)).exp()
 
 
-def leave_one_out_signal(log_weight: Tensor) -> Tensor:
+def leave_one_out_mean(value: Tensor) -> Tensor:
+    r"""
+    The mean over the other particles, :math:`\frac{1}{K-1} \sum_{j \ne k} x_j`.
+
+    :param ~torch.Tensor value: x, shape ``[K, *plates]``, K at least 2.
+    :returns: the same shape.
+    :raises ValueError: for fewer than two particles.
+
+    Example::
+
+        >>> leave_one_out_mean(torch.tensor([1.0, 2.0, 6.0]))
+        tensor([4.0000, 3.5000, 1.5000])
+    """
+    num_particles = value.shape[0]
+    if num_particles < 2:
+        raise ValueError(f"a leave-one-out baseline needs num_particles >= 2, got {num_particles}")
+    # Sums over j < k and j > k: subtracting particle k from the total would be wrong where it is
+    # infinite, and inexact where it dwarfs the others.
+    none = torch.zeros_like(value[:1])
+    before = torch.cat([none, value[:-1].cumsum(0)])
+    after = torch.cat([value[1:].flip(0).cumsum(0).flip(0), none])
+    return (before + after) / (num_particles - 1)
+
+
+def leave_one_out_signal(log_weight: Tensor, substitute: Tensor | None = None) -> Tensor:
     r"""
     VIMCO's learning signal :math:`L - L_{-k}` of each particle [1], where
 
     .. math::
         L = \log \frac{1}{K} \sum_j w_j, \qquad
-        L_{-k} = \log \frac{1}{K} \Big( \sum_{j \ne k} w_j
-                 + \exp \frac{1}{K-1} \sum_{j \ne k} \log w_j \Big) .
+        L_{-k} = \log \frac{1}{K} \Big( \sum_{j \ne k} w_j + \exp s_k \Big), \qquad
+        s_k = \frac{1}{K-1} \sum_{j \ne k} \log w_j .
 
     :math:`L_{-k}` does not depend on particle k, so subtracting it leaves the expectation of
     the score-function gradient unchanged. Where it is minus infinity (all other weights are
     zero) nothing is subtracted, for the same reason.
 
     :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]``, K at least 2.
+    :param ~torch.Tensor substitute: another s, which must not depend on the decision that is
+        scored.
     :returns: detached signal of the same shape.
     :raises ValueError: for fewer than two particles.
 
@@ -96,20 +123,14 @@ def leave_one_out_signal(log_weight: Tensor) -> Tensor:
         >>> leave_one_out_signal(torch.zeros(3))
         tensor([0., 0., 0.])
     """
-    num_particles = log_weight.shape[0]
-    if num_particles < 2:
-        raise ValueError(f"a leave-one-out baseline needs num_particles >= 2, got {num_particles}")
     log_weight = log_weight.detach()
+    if substitute is None:
+        substitute = leave_one_out_mean(log_weight)
+    num_particles = log_weight.shape[0]
     zero = log_weight.new_full((1, *log_weight.shape[1:]), -math.inf)
-    # Sums over j < k and j > k: right where subtracting particle k from a total is not (its
-    # weight may be zero, or dwarf the others).
     before = torch.cat([zero, log_weight[:-1].logcumsumexp(0)])
     after = torch.cat([log_weight[1:].flip(0).logcumsumexp(0).flip(0), zero])
     others = torch.logaddexp(before, after)
-    none = torch.zeros_like(zero)
-    before = torch.cat([none, log_weight[:-1].cumsum(0)])
-    after = torch.cat([log_weight[1:].flip(0).cumsum(0).flip(0), none])
-    substitute = (before + after) / (num_particles - 1)
-    baseline = torch.logaddexp(others, substitute) - math.log(num_particles)
+    baseline = torch.logaddexp(others, substitute.detach()) - math.log(num_particles)
     baseline = torch.where(others.isneginf(), torch.zeros_like(baseline), baseline)
     return log_mean_exp(log_weight) - baseline

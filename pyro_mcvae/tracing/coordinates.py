@@ -104,8 +104,9 @@ class UnconstrainedCoordinate(Coordinate):
         ]
 
     def draw(self) -> Tensor:
-        with torch.no_grad():
-            return self.transform.inv(self.fn.sample())
+        value = self.fn.rsample() if self.fn.has_rsample else self.fn.sample()
+        # An alias: a flow knows the density of the tensor that it drew, without a gradient to it.
+        return self.transform.inv(value.view_as(value))
 
     def value(self, coordinate: Tensor) -> Tensor:
         return self.transform(coordinate)

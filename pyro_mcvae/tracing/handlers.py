@@ -56,6 +56,8 @@ class Supply(Messenger):
 
     :param values: a value for each site to be fixed, by name.
     :param draw: called for the other random sites, returns a value or None to let Pyro draw.
+    :param cut: the guide's draws reach the model without their gradient to the guide, but for the
+        sites named here and in ``values``; None to let all through.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class Supply(Messenger):
         subsamples: dict[str, Tensor],
         values: Mapping[str, Tensor] | None = None,
         draw: Callable[[Any], Tensor | None] | None = None,
+        cut: frozenset[str] | None = None,
     ) -> None:
         super().__init__()
         self.subsamples = subsamples
         self.values = values or {}
         self.draw = draw
+        self.cut = cut
 
     def _pyro_sample(self, msg: Any) -> None:
         if site_is_subsample(msg):

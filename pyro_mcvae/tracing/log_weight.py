@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
 
 from pyro_mcvae.tracing.coordinates import (
     Coordinate,
     Coordinates,
     NoCoordinateError,
+    UnconstrainedCoordinate,
     ValueCoordinate,
     coordinate_of,
 )
@@ -33,13 +36,16 @@ class Evaluation:
     The log weight at given coordinates of the local latents.
 
     :ivar log_weight: :math:`\log p(x, z) - \log q(z \mid x)`, shape ``[*leading, *plates]``.
-    :ivar log_base: the coordinates' density under the guide, of the same shape.
+    :ivar log_base: the coordinates' density under the guide, of the same shape; coordinates that
+        a mask takes out of the guide are left out.
     :ivar sample: the execution behind them.
+    :ivar records: for each of its runs, where each site stands.
     """
 
     log_weight: Tensor
     log_base: Tensor
     sample: Sample
+    records: list[Record]
 
 
 class LogWeight:
@@ -61,6 +67,11 @@ class LogWeight:
     :param programs: model, guide and their arguments.
     :param coordinates: ``"noise"``, ``"latent"`` or ``"value"``; see
         :func:`~pyro_mcvae.tracing.coordinates.coordinate_of`.
+    :param bool differentiable: draw the first coordinates such that :meth:`gradients` exist there,
+        and, where they depend on the guide's parameters, with a gradient to these.
+    :param bool cut: the first local draws reach the model without their gradient to the guide, so
+        that the parameters of the two get gradients of their own: :meth:`guide_elbo`,
+        :meth:`model_log_prob`.
 
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
         several blocks), where D counts the numbers that describe one datum's latents.
@@ -88,9 +99,16 @@ class LogWeight:
     """
 
     def __init__(
-        self, tracer: Tracer, programs: Programs, coordinates: Coordinates = "noise"
+        self,
+        tracer: Tracer,
+        programs: Programs,
+        coordinates: Coordinates = "noise",
+        differentiable: bool = False,
+        cut: bool = False,
     ) -> None:
         self._tracer, self._programs, self._kind = tracer, programs, coordinates
+        self._differentiable = differentiable
+        self._cut = cut
         records: list[Record] = []
 
         def begin() -> Draw:
@@ -98,7 +116,7 @@ class LogWeight:
             records.append(record)
             return lambda msg: self._draw(msg, record)
 
-        sample = tracer.sample(programs, draw=begin)
+        sample = tracer.sample(programs, draw=begin, cut=cut)
         # A step whose structure was new may have begun more than once.
         self._records = records[-len(sample.runs) :]
         if not sample.blocks:
@@ -111,11 +129,9 @@ class LogWeight:
             raise ValueError(
                 "the guide draws no random latent: a guide of point masses has no coordinates"
             )
-        drawn = [
-            self._packing.pack({name: at for name, (_, at) in record.items()})
-            for record in self._records
-        ]
-        self.coordinates = drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        self.coordinates = self._pack(
+            [{name: at for name, (_, at) in record.items()} for record in self._records]
+        )
         self.first = self._evaluate(sample, self._records)
 
     @property
@@ -128,6 +144,115 @@ class LogWeight:
             for n in self._packing.sites
             if isinstance(c := record[n][0], ValueCoordinate) and c.fn.support.is_discrete
         )
+
+    @property
+    def unreparameterized(self) -> tuple[str, ...]:
+        """The continuous local sites whose first draw has no gradient to the guide's parameters."""
+        record = self._records[0]
+        return tuple(
+            n
+            for n in self._packing.sites
+            if isinstance(c := record[n][0], UnconstrainedCoordinate) and not c.fn.has_rsample
+        )
+
+    @cached_property
+    def free(self) -> Tensor | None:
+        """
+        1 for coordinates that are part of the weight, 0 for those that a mask of the guide takes
+        out; shape ``[K, *plates, D]``, or None where nothing is masked.
+        """
+        masks: list[dict[str, Tensor]] = []
+        for record, run in zip(self._records, self.first.sample.runs, strict=True):
+            found = {n: _mask_of(run.guide_trace.nodes[n]) for n in self._packing.sites}
+            masks.append({n: _as_event(m, record[n]) for n, m in found.items() if m is not None})
+        if not any(masks):
+            return None
+        return self._pack(
+            [
+                {n: torch.ones_like(record[n][1]) * found.get(n, 1) for n in self._packing.sites}
+                for record, found in zip(self._records, masks, strict=True)
+            ]
+        )
+
+    def gradients(
+        self, at: Evaluation, create_graph: bool = True, retain_graph: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """
+        The gradients of ``log_base`` and ``log_weight`` with respect to the coordinates.
+
+        :param Evaluation at: made where gradients were enabled.
+        :param bool create_graph: whether they can be differentiated again.
+        :param bool retain_graph: whether the evaluation is still needed for other gradients.
+        :returns: two tensors of shape ``[*leading, *plates, D]``.
+        """
+        retain_graph = retain_graph or create_graph
+        base = self._gradient(at, at.log_base, create_graph, True)
+        return base, self._gradient(at, at.log_weight, create_graph, retain_graph)
+
+    def guide_elbo(self) -> Tensor:
+        r"""
+        A tensor whose gradient is that of the plain ELBO of the first draw, with respect to the
+        guide's parameters only: :math:`z \cdot \nabla_z \log p(x, z) - \log q(z \mid x)`, shape
+        ``[K, *plates]``. Needs ``cut`` and gradients enabled.
+        """
+        sample = self.first.sample
+
+        def pick(term: Term, i: int) -> Any:
+            if not term.in_guide:
+                return 0
+            found, site = self._at_model[i].get(term.key.name), term.site
+            if found is None:
+                return -term.log_prob
+            # A constant where the guide has no parameters: then nothing is to be learned.
+            return _sum_events(found * site["value"], site["fn"].event_dim) - term.log_prob
+
+        return sample.local_sum(pick)
+
+    def model_log_prob(self, coordinates: Tensor) -> Tensor:
+        """
+        log p(x, z) at latents that stay fixed, with gradients to the model and the global latents.
+
+        :param coordinates: shape ``[K, *plates, D]``.
+        :returns: shape ``[K, *plates]``.
+        """
+        count = len(coordinates)
+        sample, _ = self._run(self._unpack(coordinates.detach()), count, cut=True)
+        return sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+
+    @cached_property
+    def _at_model(self) -> list[dict[str, Tensor]]:
+        """For each run of the first draw, the gradient of log p at the local draws."""
+        sample = self.first.sample
+        leaves = []
+        for run, block_of in zip(sample.runs, sample.block_of, strict=True):
+            names = [t.key.name for t in run.terms if t.in_guide and block_of[t.key] is not None]
+            nodes = run.model_trace.nodes
+            leaves.append({n: nodes[n]["value"] for n in names if n in nodes})
+        inputs = [v for found in leaves for v in found.values() if v.requires_grad]
+        log_prob = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+        grads = iter(torch.autograd.grad(log_prob.sum(), inputs, allow_unused=True))
+        return [
+            {n: g for n, v in found.items() if v.requires_grad and (g := next(grads)) is not None}
+            for found in leaves
+        ]
+
+    def _gradient(self, at: Evaluation, value: Tensor, create: bool, retain: bool) -> Tensor:
+        names = list(self._packing.sites)
+        inputs = [record[n][1] for record in at.records for n in names]
+        if self._cut and at is self.first:
+            # The way from the model to the coordinates leads through the cut.
+            value_of = at.log_base if value is at.log_base else self.guide_elbo()
+            found = _grad(value_of, inputs, create, True)
+        else:
+            found = _grad(value, inputs, create, retain)
+        pairs = zip(inputs, found, strict=True)
+        full = iter(torch.zeros_like(i) if g is None else g for i, g in pairs)
+        packed = self._pack([{n: next(full) for n in names} for _ in at.records])
+        return packed.reshape(value.shape + packed.shape[-1:])
+
+    def _pack(self, parts: list[dict[str, Tensor]]) -> Tensor:
+        packed = [self._packing.pack(part) for part in parts]
+        return packed[0] if len(packed) == 1 else torch.cat(packed)
 
     def __call__(self, coordinates: Tensor) -> Evaluation:
         """
@@ -143,15 +268,19 @@ class LogWeight:
             )
         lead = coordinates.shape[: coordinates.dim() - len(inner)]
         flat = coordinates.reshape(-1, *inner)
-        together = self._tracer.vectorizes(len(flat))
-        groups = [flat] if together else list(flat.unsqueeze(1))
-        values = [self._packing.unpack(g) for g in groups]
-        sample, records = self._run(values, len(flat))
+        sample, records = self._run(self._unpack(flat), len(flat))
         found = self._evaluate(sample, records)
         shape = lead + found.log_weight.shape[1:]
-        return Evaluation(found.log_weight.reshape(shape), found.log_base.reshape(shape), sample)
+        log_weight, log_base = found.log_weight.reshape(shape), found.log_base.reshape(shape)
+        return Evaluation(log_weight, log_base, sample, records)
 
-    def _run(self, values: list[dict[str, Tensor]], count: int) -> tuple[Sample, list[Record]]:
+    def _unpack(self, flat: Tensor) -> list[dict[str, Tensor]]:
+        together = self._tracer.vectorizes(len(flat))
+        return [self._packing.unpack(g) for g in ([flat] if together else flat.unsqueeze(1))]
+
+    def _run(
+        self, values: list[dict[str, Tensor]], count: int, cut: bool = False
+    ) -> tuple[Sample, list[Record]]:
         first = self.first.sample
         if first.structure.mean_field and count == first.num_particles:
             records = [
@@ -159,15 +288,26 @@ class LogWeight:
                 for value, old in zip(values, self._records, strict=True)
             ]
             # One run at a time: a flow finds the density of the last value only that it made.
-            latents = ({n: c.value(at) for n, (c, at) in record.items()} for record in records)
+            latents = (
+                {
+                    n: v.detach() if cut else v
+                    for n, (c, at) in record.items()
+                    for v in [c.value(at)]
+                }
+                for record in records
+            )
             return self._tracer.replay(self._programs, first, latents), records
         records = [{} for _ in values]
         draws = [self._supply(v, r) for v, r in zip(values, records, strict=True)]
-        return self._tracer.resample(self._programs, first, draws, count), records
+        return self._tracer.resample(self._programs, first, draws, count, cut), records
 
     def _draw(self, msg: Any, record: Record) -> Tensor:
         coordinate = self._coordinate(msg)
-        at = coordinate.draw()
+        differentiable = self._differentiable and torch.is_grad_enabled()
+        with torch.set_grad_enabled(differentiable):
+            at = coordinate.draw()
+        if differentiable and at.is_floating_point() and not at.requires_grad:
+            at.requires_grad_()
         record[msg["name"]] = coordinate, at
         return coordinate.value(at)
 
@@ -197,9 +337,41 @@ class LogWeight:
             if not term.in_guide or term.key.name not in self._packing.sites:
                 return 0
             coordinate, at = records[i][term.key.name]
-            return coordinate.log_base(at, term.site["value"])
+            density = coordinate.log_base(at, term.site["value"])
+            mask = _mask_of(term.site)
+            return density if mask is None else torch.where(mask, density, 0.0)
 
-        return Evaluation(sample.log_weight, sample.local_sum(log_base), sample)
+        return Evaluation(sample.log_weight, sample.local_sum(log_base), sample, records)
+
+
+def _grad(value: Tensor, inputs: list[Tensor], create: bool, retain: bool) -> Any:
+    if not value.requires_grad:
+        return [None] * len(inputs)
+    return torch.autograd.grad(
+        value.sum(), inputs, create_graph=create, retain_graph=retain, allow_unused=True
+    )
+
+
+def _sum_events(value: Tensor, count: int) -> Tensor:
+    return value.sum(tuple(range(-count, 0))) if count else value
+
+
+def _as_event(mask: Tensor, at: tuple[Coordinate, Tensor]) -> Tensor:
+    return mask.reshape(mask.shape + (1,) * len(at[0].event_shape))
+
+
+def _mask_of(site: Any) -> Tensor | None:
+    """What of a guide site's batch is part of the weight; None if all is."""
+    masks = [site["mask"]]
+    fn = site["fn"]
+    while isinstance(fn, ExpandedDistribution | MaskedDistribution):
+        masks.append(getattr(fn, "_mask", None))
+        fn = fn.base_dist
+    found = [m for m in masks if m is not None and m is not True]
+    if not found:
+        return None
+    device = site["value"].device
+    return reduce(torch.logical_and, (torch.as_tensor(m, device=device) for m in found))
 
 
 def _packing(sample: Sample, record: Record) -> Packing:

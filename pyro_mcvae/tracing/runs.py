@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from pyro import poutine
 from pyro.distributions.util import is_identically_zero
 from pyro.infer.util import is_validation_enabled
@@ -130,6 +131,11 @@ def run_pair(
     with supply:
         unwrapped = poutine.unwrap(programs.guide)
         if isinstance(unwrapped, Messenger):  # a GuideMessenger runs both programs at once
+            if supply.cut is not None:
+                raise ValueError(
+                    f"gradient_estimator='reweighted' separates the gradients of guide and model, "
+                    f"but the guide {type(unwrapped).__name__} runs both at once: use 'full'"
+                )
             both = None
             if leading[0] is not None:
                 # One plate for one run: it leaves out the global sites of both programs.
@@ -145,7 +151,10 @@ def run_pair(
             return guide_trace, model_trace
         with poutine.trace() as tracer, _entered(inside, leading[0]):
             programs.guide(*args, **kwargs)
-    return tracer.trace, run_model(programs, tracer.trace, supply, leading[1])
+    replayed = tracer.trace
+    if supply.cut is not None:
+        replayed = with_values(replayed, _leaves(replayed, supply.cut | set(supply.values)))
+    return tracer.trace, run_model(programs, replayed, supply, leading[1])
 
 
 def run_model(
@@ -160,6 +169,15 @@ def run_model(
     ):
         programs.model(*programs.args, **programs.kwargs)
     return tracer.trace
+
+
+def _leaves(guide_trace: Trace, but: frozenset[str]) -> dict[str, Tensor]:
+    """Copies of the guide's draws that begin a graph of their own."""
+    leaves = {}
+    for name, site in guide_trace.nodes.items():
+        if sites.is_latent(site) and name not in but and site["value"].is_floating_point():
+            leaves[name] = site["value"].detach().requires_grad_(torch.is_grad_enabled())
+    return leaves
 
 
 def with_values(trace: Trace, values: Mapping[str, Tensor]) -> Trace:

@@ -89,30 +89,35 @@ class Tracer:
         programs: Programs,
         inside: Callable[[frozenset[str]], Messenger] | None = None,
         draw: Callable[[], Draw] | None = None,
+        cut: bool = False,
     ) -> Sample:
         """
         Draw global latents once and local ones once per particle.
 
         :param inside: makes a handler for the guide from the names of its global sites.
         :param draw: called at the beginning of each run, returns what draws its random sites.
+        :param cut: local latents reach the model without their gradient to the guide.
         """
         if self.vectorizes(self.num_particles):
-            return self._sample_vectorized(programs, inside, draw)
-        return self._sample_looped(programs, inside, draw)
+            return self._sample_vectorized(programs, inside, draw, cut)
+        return self._sample_looped(programs, inside, draw, cut)
 
-    def resample(self, programs: Programs, sample: Sample, draws: list[Draw], count: int) -> Sample:
+    def resample(
+        self, programs: Programs, sample: Sample, draws: list[Draw], count: int, cut: bool = False
+    ) -> Sample:
         """
         Run the programs again on the minibatch and the global latents of ``sample``.
 
         :param draws: supplies the local sites' values: one for all, or one for each run.
         :param count: the leading size, which need not be the sample's.
+        :param cut: local latents reach the model without their gradient to the guide.
         """
         fixed = sample.global_values()
+        none: frozenset[str] = frozenset()
+        supplies = [Supply(sample.subsamples, fixed, d, none if cut else None) for d in draws]
         if self.vectorizes(count):
-            supply = Supply(sample.subsamples, fixed, draws[0])
-            run = self._vectorized(programs, supply, self._skip(sample.structure), count)
+            run = self._vectorized(programs, supplies[0], self._skip(sample.structure), count)
             return self.arrange(programs, [run])
-        supplies = [Supply(sample.subsamples, fixed, draw) for draw in draws]
         runs = [self._single(programs, supply) for supply in supplies]
         return self.arrange(programs, runs)
 
@@ -157,22 +162,29 @@ class Tracer:
         programs: Programs,
         inside: Callable[[frozenset[str]], Messenger] | None,
         draw: Callable[[], Draw] | None,
+        cut: bool,
     ) -> Sample:
-        with _rewindable(inside is not None and self._latest is None) as rewind:
+        to_know = inside is not None or cut
+        with _rewindable(to_know and self._latest is None) as rewind:
             skip = self._skip(self._latest)[0]
             while True:
                 subsamples: dict[str, Tensor] = {}
                 handler = inside(skip) if inside else None
-                first = self._single(programs, Supply(subsamples, draw=draw and draw()), handler)
+                supply = Supply(subsamples, draw=draw and draw(), cut=skip if cut else None)
+                first = self._single(programs, supply, handler)
                 structure = self._latest = self.structures.of(programs, first)
                 shared = structure.global_sites("guide")
-                if handler is None or shared == skip:
+                if not to_know or shared == skip:
                     break
                 skip = shared
                 rewind()
         fixed = {n: first.guide_trace.nodes[n]["value"] for n in shared}
         rest = [
-            self._single(programs, Supply(subsamples, fixed, draw and draw()), handler)
+            self._single(
+                programs,
+                Supply(subsamples, fixed, draw and draw(), shared if cut else None),
+                handler,
+            )
             for _ in range(1, self.num_particles)
         ]
         return self.arrange(programs, [first, *rest])
@@ -182,13 +194,14 @@ class Tracer:
         programs: Programs,
         inside: Callable[[frozenset[str]], Messenger] | None,
         draw: Callable[[], Draw] | None,
+        cut: bool,
     ) -> Sample:
         with _rewindable(self._latest is None) as rewind:
             skip = self._skip(self._latest)
             subsamples: dict[str, Tensor] = {}
             for _ in range(_MAX_ATTEMPTS):
                 handler = inside(skip[0]) if inside else None
-                supply = Supply(subsamples, draw=draw and draw())
+                supply = Supply(subsamples, draw=draw and draw(), cut=skip[0] if cut else None)
                 run = self._vectorized(programs, supply, skip, self.num_particles, handler)
                 structure = self._latest = self.structures.of(programs, run)
                 if self._skip(structure) == skip:

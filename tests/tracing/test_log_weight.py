@@ -230,6 +230,8 @@ def test_base_density_is_that_of_the_coordinates_under_the_guide(name, vectorize
     log_weight = example.log_weight(3, vectorize)
     # Shorter vectors of blocks side by side are padded with zeros.
     used = log_weight.coordinates != 0
+    if log_weight.free is not None:
+        used &= log_weight.free != 0
     at = moved(example, log_weight)
     for evaluation, c in ((log_weight.first, log_weight.coordinates), (log_weight(at), at)):
         standard = dist.Normal(0.0, 1.0).log_prob(c)
@@ -243,8 +245,9 @@ def test_base_density_of_values_is_the_guides(name, vectorize):
     log_weight = example.log_weight(3, vectorize, "value")
 
     def drawn(program, site):
-        # The user's scale and mask change the weight, and not what is drawn.
-        site["log_prob"] = site["unscaled_log_prob"]
+        # The user's scale changes the weight, not what is drawn; what is masked does not count.
+        mask = True if site["mask"] is None else site["mask"]
+        site["log_prob"] = torch.where(torch.as_tensor(mask), site["unscaled_log_prob"], 0.0)
         return program == "guide" and not is_delta(site["fn"])
 
     found = -log_weight.first.log_base

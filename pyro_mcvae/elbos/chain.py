@@ -1,0 +1,316 @@
+"""What SIS and AIS share: the programs as a density to anneal, and a record of each step."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import pyro
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from pyro_mcvae.annealing import Chain, accept_score, anneal
+from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.plain import local_bounds, local_estimate
+from pyro_mcvae.kernels.base import Kernel, State
+from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
+from pyro_mcvae.schedules import FixedSchedule, LinearSchedule, Schedule, check_betas
+from pyro_mcvae.step_size import AdaptiveStepSize
+from pyro_mcvae.tracing.finder import StructureFinder
+from pyro_mcvae.tracing.log_weight import Evaluation, LogWeight
+from pyro_mcvae.tracing.runs import Programs, Run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["ChainELBO", "ChainRecord"]
+
+ChainCoordinates = Literal["noise", "latent"]
+ChainGradient = Literal["full", "reweighted"]
+
+# What PyTorch says of operators, custom functions, cuDNN's RNNs and compiled modules.
+_NO_DOUBLE_BACKWARD = re.compile("not implemented|once_differentiable|double backward", re.I)
+
+# In the order of creation, so that a program run again finds its parameters in the store.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRecord:
+    r"""
+    What the chains of one step did; nothing of it carries a graph, or has left the device.
+
+    :ivar ~torch.Tensor acceptance: the mean acceptance probability of each transition, shape
+        ``[transitions]``; for unadjusted kernels the one that their moves would have had.
+    :ivar ~torch.Tensor step_size: the step size that was used, a scalar or shape ``[D]``.
+    :ivar ~torch.Tensor betas: the schedule, shape ``[num_steps + 1]``.
+    :ivar ~torch.Tensor log_weight: the chains' log weights W, shape ``[num_particles, *plates]``.
+    """
+
+    acceptance: Tensor
+    step_size: Tensor
+    betas: Tensor
+    log_weight: Tensor
+
+    @property
+    def effective_sample_size(self) -> Tensor:
+        """Kish's effective number of chains per datum, shape ``[*plates]``."""
+        return effective_sample_size(self.log_weight)
+
+
+class ChainELBO(MonteCarloELBO, nn.Module):
+    """
+    Base class of the annealed objectives: a module that holds their kernel and schedule.
+
+    :ivar last_step: the :class:`ChainRecord` of the last step; None before the first.
+    """
+
+    _adjusted: bool
+    kernel: Kernel
+    schedule: Schedule
+
+    def __init__(
+        self,
+        num_steps: int | None,
+        kernel: Kernel,
+        schedule: Schedule | Tensor | None,
+        num_particles: int,
+        multi_sample: bool,
+        coordinates: ChainCoordinates,
+        gradient_estimator: ChainGradient,
+        joint: bool,
+        **options: Unpack[ELBOOptions],
+    ) -> None:
+        nn.Module.__init__(self)
+        MonteCarloELBO.__init__(self, num_particles, **options)
+        _check_choice("coordinates", coordinates, get_args(ChainCoordinates))
+        _check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
+        self.schedule = _as_schedule(schedule, num_steps)
+        self.kernel = self._checked(kernel)
+        self.multi_sample = multi_sample
+        self.coordinates = coordinates
+        self.gradient_estimator = gradient_estimator
+        self.last_step: ChainRecord | None = None
+        self._name = f"{type(self).__name__}_{next(_numbers)}"
+        step_size = self.kernel.step_size
+        if isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None:
+            step_size.per_coordinate = coordinates == "latent"
+        if gradient_estimator == "reweighted":
+            self._refuse_learned_parts()
+        # Roots tell whether a guide is mean-field, which then need not be run again.
+        self._tracer.structures = StructureFinder(joint, find_roots=True)
+
+    @property
+    def num_steps(self) -> int:
+        """K, the number of annealing steps."""
+        return self.schedule.num_steps
+
+    def _estimate(self, programs: Programs) -> Estimate:
+        wanted = torch.is_grad_enabled()
+        with _outside_inference_mode(programs) as programs:
+            if wanted and any(p.requires_grad for p in self.parameters()):
+                # SVI optimises what a step touches through Pyro's parameter store.
+                pyro.module(self._name, self)
+            density = _Density(self, programs, self.gradient_estimator if wanted else "none")
+            chain = self._run(density)
+        with torch.set_grad_enabled(wanted):
+            bound = self._average(chain.log_weight.detach())
+            surrogate = self._surrogate(density, chain) if wanted else bound
+            estimate = local_estimate(density.log_weight.first.sample, bound, surrogate)
+        finish = partial(self._adapt, chain) if wanted else None
+        return replace(estimate, runs=density.runs, finish=finish)
+
+    def _bounds(self, programs: Programs) -> Bounds:
+        with _outside_inference_mode(programs) as programs:
+            density = _Density(self, programs, "none")
+            bound = self._average(self._run(density).log_weight)
+        return local_bounds(density.log_weight.first.sample, bound)
+
+    def _surrogate(self, density: _Density, chain: Chain) -> Tensor:
+        """Per datum, a tensor with the gradient: ``[*plates]``."""
+        if self.gradient_estimator == "reweighted":
+            weight = normalized_weights(chain.log_weight.detach())
+            refined = density.log_weight.model_log_prob(chain.state.position)
+            return density.log_weight.guide_elbo().mean(0) + (weight * refined).sum(0)
+        surrogate = self._average(chain.log_weight)
+        if self.kernel.adjusted:
+            surrogate = surrogate + accept_score(chain, self.multi_sample)
+        return surrogate
+
+    def _run(self, density: _Density) -> Chain:
+        betas = self.schedule()
+        with torch.set_grad_enabled(density.gradient == "full"):
+            chain = anneal(
+                density.start(),
+                betas,
+                self.kernel,
+                density,
+                density.log_weight.free,
+                # The weight does not depend on AIS's last move, but a refined draw does.
+                last_transition=density.gradient == "reweighted",
+            )
+        acceptance = [info.acceptance.mean() for info in chain.infos]
+        self.last_step = ChainRecord(
+            torch.stack(acceptance) if acceptance else chain.log_weight.new_zeros(0),
+            self.kernel.step_size().detach().clone(),
+            betas.detach(),
+            chain.log_weight.detach(),
+        )
+        return chain
+
+    def _average(self, log_weight: Tensor) -> Tensor:
+        return log_mean_exp(log_weight) if self.multi_sample else log_weight.mean(0)
+
+    def _adapt(self, chain: Chain) -> None:
+        record = self.last_step
+        if not self.training or record is None or not len(record.acceptance):
+            return
+        state, gradient = chain.start, None
+        if state.grad_base is not None and state.grad_weight is not None:
+            gradient = (state.grad_base + state.grad_weight).detach()
+        self.kernel.step_size.update(record.acceptance.mean(), gradient)
+
+    def _backward(self, loss: Tensor) -> None:
+        try:
+            super()._backward(loss)
+        except RuntimeError as error:
+            if not _NO_DOUBLE_BACKWARD.search(str(error)):
+                raise
+            raise RuntimeError(
+                f"the model or the guide cannot be differentiated twice, which the gradient of a "
+                f"chain needs ({type(error).__name__}: {error}). Use another operator, "
+                f"gradient_estimator='reweighted', or a kernel without gradients (RandomWalk)"
+            ) from error
+
+    def _checked(self, kernel: Kernel) -> Kernel:
+        if not isinstance(kernel, Kernel):
+            raise ValueError(f"kernel must be a Kernel such as ULA() or MALA(), got {kernel!r}")
+        if kernel.adjusted != self._adjusted:
+            raise ValueError(self._wrong_kernel(type(kernel).__name__))
+        return kernel
+
+    def _wrong_kernel(self, name: str) -> str:
+        raise NotImplementedError(f"{type(self).__name__} does not say which kernels it takes")
+
+    def _refuse_learned_parts(self) -> None:
+        learned = [name for name, p in self.named_parameters() if p.requires_grad]
+        if learned:
+            raise ValueError(
+                f"gradient_estimator='reweighted' runs its chains without a graph, so "
+                f"{', '.join(learned)} would get no gradient: use 'full', or parts that are fixed "
+                f"or adapt"
+            )
+
+
+class _Density:
+    """The programs of one step as a function from positions to states."""
+
+    def __init__(self, elbo: ChainELBO, programs: Programs, gradient: str) -> None:
+        self.gradient = gradient
+        self._kernel_gradient = elbo.kernel.needs_gradient
+        with torch.set_grad_enabled(gradient != "none" or self._kernel_gradient):
+            self.log_weight = LogWeight(
+                elbo._tracer,
+                programs,
+                elbo.coordinates,
+                differentiable=True,
+                cut=gradient == "reweighted",
+            )
+        self._check_sites(type(elbo).__name__)
+        self._latest = self.log_weight.first
+
+    @property
+    def runs(self) -> list[Run]:
+        """The first and the last evaluation, to name a site that is not finite."""
+        first = self.log_weight.first
+        latest = [] if self._latest is first else self._latest.sample.runs
+        return [*first.sample.runs, *latest]
+
+    def start(self) -> State:
+        """The first draw."""
+        with torch.set_grad_enabled(self.gradient != "none" or self._kernel_gradient):
+            return self._state(self.log_weight.coordinates, self.log_weight.first)
+
+    def __call__(self, position: Tensor) -> State:
+        full = self.gradient == "full"
+        with torch.set_grad_enabled(full or self._kernel_gradient):
+            if not full:
+                position = position.detach()
+            if self._kernel_gradient and not position.requires_grad:
+                position = position.clone().requires_grad_()
+            self._latest = self.log_weight(position)
+            return self._state(position, self._latest)
+
+    def _state(self, position: Tensor, at: Evaluation) -> State:
+        full = self.gradient == "full"
+        gradients: tuple[Tensor | None, Tensor | None] = None, None
+        if self._kernel_gradient:
+            again = self.gradient == "reweighted" and at is self.log_weight.first
+            gradients = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
+        state = State(position, at.log_base, at.log_weight, *gradients)
+        if full:
+            return state
+        return state._replace(
+            **{n: t.detach() for n, t in state._asdict().items() if t is not None}
+        )
+
+    def _check_sites(self, objective: str) -> None:
+        if self.log_weight.discrete:
+            raise ValueError(
+                f"{objective} moves latents along gradients, but the guide's site"
+                f"{_named(self.log_weight.discrete)} discrete: sum discrete sites with "
+                f"TraceRaoBlackwell_ELBO, weigh them with TraceIWAE_ELBO, or marginalise them "
+                f"in the model"
+            )
+        if self.gradient != "none" and self.log_weight.unreparameterized:
+            raise ValueError(
+                f"{objective} needs draws with a gradient to the guide's parameters, but the "
+                f"guide's site{_named(self.log_weight.unreparameterized)} not reparameterized: "
+                f"use a distribution with rsample, or TraceIWAE_ELBO, which scores such sites"
+            )
+
+
+def _named(names: tuple[str, ...]) -> str:
+    quoted = ", ".join(f"'{n}'" for n in names)
+    return f" {quoted} is" if len(names) == 1 else f"s {quoted} are"
+
+
+def _as_schedule(schedule: Schedule | Tensor | None, num_steps: int | None) -> Schedule:
+    if schedule is None:
+        return LinearSchedule(5 if num_steps is None else num_steps)
+    if not isinstance(schedule, Schedule):
+        schedule = FixedSchedule(schedule)
+    check_betas(schedule())
+    if len(schedule()) != schedule.num_steps + 1:
+        raise ValueError(
+            f"the schedule has num_steps={schedule.num_steps}, but gives {len(schedule())} values "
+            f"instead of num_steps + 1"
+        )
+    if num_steps is not None and num_steps != schedule.num_steps:
+        raise ValueError(
+            f"num_steps={num_steps}, but the schedule has {schedule.num_steps} steps: leave "
+            f"num_steps out"
+        )
+    return schedule
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+@contextmanager
+def _outside_inference_mode(programs: Programs) -> Iterator[Programs]:
+    """Chains differentiate, which inference mode forbids: leave it, with copies of the data."""
+    if not torch.is_inference_mode_enabled():
+        yield programs
+        return
+    with torch.inference_mode(False):
+        args, kwargs = tree_map_only(Tensor, Tensor.clone, (programs.args, programs.kwargs))
+        yield Programs(programs.model, programs.guide, args, kwargs)

@@ -1,0 +1,135 @@
+"""The annealed Langevin bound (L-MCVAE) for any Pyro program with continuous latents."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pyro_mcvae.elbos.base import ELBOOptions
+from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainGradient
+from pyro_mcvae.kernels.base import Kernel
+from pyro_mcvae.kernels.langevin import ULA
+from pyro_mcvae.schedules import Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["TraceSIS_ELBO"]
+
+
+class TraceSIS_ELBO(ChainELBO):
+    r"""
+    Sequential importance sampling with unadjusted Langevin moves: L-MCVAE of Thin et al. [1].
+
+    The guide's draw :math:`z_0` is moved K times along
+    :math:`\log \gamma_\beta = (1 - \beta) \log q(z \mid x) + \beta \log p(x, z)` towards the
+    posterior, and weighed by what the moves did:
+
+    .. math::
+        W = -\log q(z_0 \mid x) + \sum_{k=1}^K
+              \log \frac{m_k(z_k \to z_{k-1})}{m_k(z_{k-1} \to z_k)} + \log p(x, z_K),
+        \qquad L = E[W] \le \log p(x),
+
+    where :math:`m_k` moves with respect to :math:`\gamma_{\beta_k}`. :math:`E[\exp W] = p(x)` for
+    any kernel, step size and schedule, so L is a lower bound, per datum, with N/B outside of it
+    and global latents around it as in :class:`TraceIWAE_ELBO`. Everything is reparameterized: one
+    backward pass differentiates the whole chain, gradients of the model included.
+
+    * **Cost**: K + 1 evaluations of the model with its gradient; the guide is run once where its
+      sites do not depend on each other, and with the model otherwise.
+    * **Coordinates**: chains move the noise :math:`\epsilon` of the guide's draws
+      :math:`z = T(\epsilon)` by default, with
+      :math:`\log \gamma_\beta(\epsilon) = \log \text{base}(\epsilon) + \beta \log w(T(\epsilon))`.
+      The guide has whitened it, so that one step size serves all, and any support, AutoGuide or
+      flow is treated alike. ``"latent"`` moves the latents (unconstrained ones, where their
+      support is constrained), as the paper does. Sites whose noise is not explicit (Gamma, Beta,
+      Dirichlet) move as unconstrained latents in either case.
+    * **Step size**: starts small and adapts after each training step, unless it is given.
+      ``eval()`` freezes it.
+    * Coordinates that a mask takes out of the guide do not move.
+
+    ``gradient_estimator="reweighted"`` runs the chain without a graph: about half the cost, and
+    memory that does not grow with K, also for models without double backward. The
+    model's parameters follow :math:`\sum_i \tilde w_i \nabla \log p(x, z_K^i)` with normalised
+    weights of the chains' ends, the guide's follow the plain ELBO. It is biased for finitely many
+    particles (it is not the gradient of L, which is still the value reported), as reweighted
+    wake-sleep is.
+
+    :param int num_steps: K; 5 if neither it nor a schedule is given.
+    :param Kernel kernel: an unadjusted one, :class:`ULA` (default) or
+        :class:`UnderdampedLangevin`, or one's own.
+    :param schedule: a :class:`~pyro_mcvae.schedules.Schedule` or a tensor from 0 to 1;
+        :class:`LinearSchedule` by default.
+    :param int num_particles: independent chains, whose W are averaged.
+    :param bool multi_sample: average :math:`\exp W` inside of the logarithm instead, which is
+        tighter for several particles.
+    :param str coordinates: ``"noise"`` or ``"latent"``.
+    :param str gradient_estimator: ``"full"`` or ``"reweighted"``.
+    :param bool joint: move and weigh global latents together with local ones, one weight over
+        everything; without subsampled plates only.
+    :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
+        and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
+    :ivar last_step: acceptance, step size and log weights of the last step, a
+        :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
+    :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
+        an adjusted kernel; at the first step for discrete latents, and for programs in which no
+        latent can be weighed by itself.
+    :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
+
+    [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational
+    Auto-Encoders*.
+
+    Example::
+
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     slope = pyro.param("slope", torch.tensor(0.1))
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(slope * x, 0.7))
+        >>> elbo = TraceSIS_ELBO(num_steps=5)
+        >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=elbo)
+        >>> losses = [svi.step(torch.tensor([-2.0, 0.0, 2.0])) for _ in range(100)]
+        >>> bool(abs(pyro.param("slope") - 0.5) < 0.2)
+        True
+        >>> elbo.last_step.acceptance.shape
+        torch.Size([5])
+    """
+
+    _adjusted = False
+
+    def __init__(
+        self,
+        num_steps: int | None = None,
+        kernel: Kernel | None = None,
+        schedule: Schedule | Tensor | None = None,
+        num_particles: int = 1,
+        multi_sample: bool = False,
+        coordinates: ChainCoordinates = "noise",
+        gradient_estimator: ChainGradient = "full",
+        joint: bool = False,
+        **options: Unpack[ELBOOptions],
+    ) -> None:
+        super().__init__(
+            num_steps,
+            ULA() if kernel is None else kernel,
+            schedule,
+            num_particles,
+            multi_sample,
+            coordinates,
+            gradient_estimator,
+            joint,
+            **options,
+        )
+
+    def _wrong_kernel(self, name: str) -> str:
+        return (
+            f"TraceSIS_ELBO weighs every move by its density, which the rejections of {name} do "
+            f"not have: use ULA or UnderdampedLangevin, or TraceAIS_ELBO for {name}"
+        )

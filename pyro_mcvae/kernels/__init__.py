@@ -1,0 +1,1 @@
+"""Markov kernels on annealed targets, without Pyro: proposals, and how they are accepted."""

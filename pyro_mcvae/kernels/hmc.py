@@ -1,0 +1,47 @@
+"""Hamiltonian Monte Carlo."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pyro_mcvae.kernels.base import Kernel, Proposal, State, Target
+from pyro_mcvae.kernels.leapfrog import leapfrog, log_momentum
+from pyro_mcvae.step_size import StepSize
+
+__all__ = ["HMC"]
+
+
+class HMC(Kernel):
+    r"""
+    Hamiltonian Monte Carlo with a fresh momentum, :math:`L` leapfrog steps and a Metropolis
+    correction [1].
+
+    With one leapfrog step of length :math:`\sqrt{2 \eta}` it is :class:`~pyro_mcvae.MALA`.
+
+    :param step_size: the length of a leapfrog step; see :class:`Kernel`. Adapts to an acceptance
+        of 0.8 by default.
+    :param int num_leapfrog: L, each of which evaluates the model and its gradient once.
+    :raises ValueError: if the step size is not positive, or ``num_leapfrog`` less than 1.
+
+    [1] Neal (2011), *MCMC using Hamiltonian Dynamics*.
+
+    Example::
+
+        >>> from pyro_mcvae import TraceAIS_ELBO
+        >>> elbo = TraceAIS_ELBO(num_steps=3, kernel=HMC(step_size=0.1, num_leapfrog=3))
+    """
+
+    adjusted = True
+
+    def __init__(
+        self, step_size: float | Tensor | StepSize | None = None, num_leapfrog: int = 3
+    ) -> None:
+        super().__init__(step_size)
+        if isinstance(num_leapfrog, bool) or not isinstance(num_leapfrog, int) or num_leapfrog < 1:
+            raise ValueError(f"num_leapfrog must be an int of at least 1, got {num_leapfrog!r}")
+        self.num_leapfrog = num_leapfrog
+
+    def propose(self, state: State, target: Target) -> Proposal:
+        start = target.noise(state)
+        new, end = leapfrog(state, start, target, self.step_size(), self.num_leapfrog)
+        return Proposal(new, log_momentum(end) - log_momentum(start))

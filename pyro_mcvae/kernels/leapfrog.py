@@ -1,0 +1,38 @@
+"""The leapfrog integrator, of which every Hamiltonian and Langevin move is made."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pyro_mcvae.kernels.base import State, Target
+
+__all__ = ["leapfrog", "log_momentum"]
+
+
+def leapfrog(
+    state: State, momentum: Tensor, target: Target, step_size: Tensor, num_steps: int = 1
+) -> tuple[State, Tensor]:
+    r"""
+    Volume-preserving, reversible steps along the gradient of the target's log density.
+
+    .. math::
+        p &\leftarrow p + \tfrac{\epsilon}{2} \nabla \log \gamma(z) \\
+        z &\leftarrow z + \epsilon\, p \\
+        p &\leftarrow p + \tfrac{\epsilon}{2} \nabla \log \gamma(z)
+
+    :param State state: with gradients, which are used again.
+    :param ~torch.Tensor momentum: p, shape ``[*batch, D]``.
+    :param Target target: gamma; evaluated ``num_steps`` times.
+    :param ~torch.Tensor step_size: epsilon, a scalar or shape ``[D]``.
+    :returns: the last state and its momentum.
+    """
+    for _ in range(num_steps):
+        momentum = momentum + 0.5 * step_size * target.gradient(state)
+        state = target.evaluate(state.position + step_size * momentum)
+        momentum = momentum + 0.5 * step_size * target.gradient(state)
+    return state, momentum
+
+
+def log_momentum(momentum: Tensor) -> Tensor:
+    """The standard normal log density without its constant, shape ``[*batch]``."""
+    return -0.5 * momentum.square().sum(-1)

@@ -1,0 +1,169 @@
+"""Annealing schedules: inverse temperatures from 0, the guide, to 1, the posterior."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["FixedSchedule", "LearnedSchedule", "LinearSchedule", "Schedule", "SigmoidSchedule"]
+
+
+class Schedule(nn.Module, ABC):
+    r"""
+    Base class: a module whose call returns :math:`\beta`, shape ``[num_steps + 1]``.
+
+    A schedule of one's own writes :meth:`forward` and calls ``super().__init__(num_steps)``. Its
+    parameters, if it has any, train with the bound.
+
+    :param int num_steps: K, the number of annealing steps.
+    :raises ValueError: if ``num_steps`` is not an int of at least 1.
+
+    Example::
+
+        >>> class GeometricSchedule(Schedule):
+        ...     def forward(self):
+        ...         return torch.cat([torch.zeros(1), 2.0 ** -torch.arange(self.num_steps).flip(0)])
+        >>> GeometricSchedule(3)()
+        tensor([0.0000, 0.2500, 0.5000, 1.0000])
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__()
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+            raise ValueError(f"num_steps must be an int of at least 1, got {num_steps!r}")
+        self.num_steps = num_steps
+
+    @abstractmethod
+    def forward(self) -> Tensor:
+        """The inverse temperatures, increasing from exactly 0 to exactly 1."""
+
+
+class LinearSchedule(Schedule):
+    r"""
+    :math:`\beta_k = k / K`.
+
+    :param int num_steps: K.
+
+    Example::
+
+        >>> LinearSchedule(4)()
+        tensor([0.0000, 0.2500, 0.5000, 0.7500, 1.0000])
+    """
+
+    betas: Tensor
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__(num_steps)
+        self.register_buffer("betas", torch.linspace(0.0, 1.0, num_steps + 1), persistent=False)
+
+    def forward(self) -> Tensor:
+        return self.betas
+
+
+class FixedSchedule(Schedule):
+    """
+    Given inverse temperatures.
+
+    :param ~torch.Tensor betas: increasing from 0 to 1, shape ``[K + 1]``.
+    :raises ValueError: if they do not increase from 0 to 1.
+
+    Example::
+
+        >>> FixedSchedule(torch.tensor([0.0, 0.1, 0.4, 1.0])).num_steps
+        3
+    """
+
+    betas: Tensor
+
+    def __init__(self, betas: Tensor) -> None:
+        betas = torch.as_tensor(betas)
+        check_betas(betas)
+        super().__init__(len(betas) - 1)
+        self.register_buffer("betas", betas.detach().clone())
+
+    def forward(self) -> Tensor:
+        return self.betas
+
+
+class SigmoidSchedule(Schedule):
+    r"""
+    Denser at both ends, where the densities change fastest [1]:
+
+    .. math::
+        \beta_k = \frac{s_k - s_0}{s_K - s_0}, \qquad
+        s_k = \text{sigmoid}\big(\delta (2 k / K - 1)\big),
+
+    with a slope :math:`\delta > 0` that is learned with the bound.
+
+    :param int num_steps: K.
+    :param float slope: the initial :math:`\delta`; towards 0 the schedule becomes linear.
+    :param bool learn: False keeps the slope.
+    :raises ValueError: if ``slope`` is not positive.
+
+    [1] Grosse, Maddison, Salakhutdinov (2013), *Annealing between Distributions by Averaging
+    Moments*.
+
+    Example::
+
+        >>> SigmoidSchedule(4, slope=4.0)()
+        tensor([0.0000, 0.1050, 0.5000, 0.8950, 1.0000], grad_fn=<CatBackward0>)
+    """
+
+    def __init__(self, num_steps: int, slope: float = 1.0, learn: bool = True) -> None:
+        super().__init__(num_steps)
+        if not slope > 0:
+            raise ValueError(f"slope must be positive, got {slope!r}")
+        log_slope = torch.as_tensor(float(slope)).log()
+        # The logarithm keeps the slope positive under any optimizer.
+        self.log_slope = nn.Parameter(log_slope, requires_grad=learn)
+
+    @property
+    def slope(self) -> Tensor:
+        """The present slope, a scalar."""
+        return self.log_slope.exp()
+
+    def forward(self) -> Tensor:
+        at = torch.linspace(-1.0, 1.0, self.num_steps + 1).to(self.log_slope)
+        s = torch.sigmoid(self.slope * at)
+        return _with_ends((s[1:-1] - s[0]) / (s[-1] - s[0]))
+
+
+class LearnedSchedule(Schedule):
+    r"""
+    K free increments on the simplex, started at the linear schedule and learned with the bound.
+
+    .. math:: \beta_k = \sum_{j \le k} \text{softmax}(a)_j .
+
+    :param int num_steps: K.
+
+    Example::
+
+        >>> LearnedSchedule(2)()
+        tensor([0.0000, 0.5000, 1.0000], grad_fn=<CatBackward0>)
+    """
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__(num_steps)
+        self.logits = nn.Parameter(torch.zeros(num_steps))
+
+    def forward(self) -> Tensor:
+        return _with_ends(self.logits.softmax(0).cumsum(0)[:-1])
+
+
+def check_betas(betas: Tensor) -> None:
+    """Raise a ValueError unless the values increase from 0 to 1."""
+    values = [float(b) for b in betas.detach().flatten()]
+    increasing = all(a < b for a, b in pairwise(values))
+    if betas.dim() != 1 or len(values) < 2 or values[0] != 0 or values[-1] != 1 or not increasing:
+        raise ValueError(
+            f"a schedule must increase from 0 to 1, in a tensor of shape [num_steps + 1], got "
+            f"{betas.detach().tolist()}"
+        )
+
+
+def _with_ends(inner: Tensor) -> Tensor:
+    """Exactly 0 and 1 at the ends, whatever rounding does in between."""
+    return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)])
