@@ -179,19 +179,26 @@ class Kernel(nn.Module, ABC):
         """
         proposal = self.propose(state, target)
         log_ratio = proposal.log_ratio
-        change = target.log_density(proposal.state) - target.log_density(state) + log_ratio
-        # A state of zero density, or NaN: nobody should go there.
-        change = torch.where(change.isnan(), -math.inf, change)
-        log_accept = change.clamp(max=0.0)
-        acceptance = log_accept.detach().exp()
         if not self.adjusted:
+            with torch.no_grad():
+                change = self._log_change(proposal, state, target)
             if proposal.log_reverse is not None:
                 log_ratio = proposal.log_reverse
-            return proposal.state, Info(log_ratio, acceptance)
+            return proposal.state, Info(log_ratio, change.clamp(max=0.0).exp())
+        log_accept = self._log_change(proposal, state, target).clamp(max=0.0)
+        acceptance = log_accept.detach().exp()
         accepted = torch.rand_like(acceptance) < acceptance
         pairs = zip(proposal.state, state, strict=True)
         new = State(*(_select(accepted, a, b) for a, b in pairs))  # type: ignore[arg-type]
         return new, Info(log_ratio, acceptance, accepted, _log_prob(accepted, log_accept))
+
+    @staticmethod
+    def _log_change(proposal: Proposal, state: State, target: Target) -> Tensor:
+        """The logarithm of the Metropolis ratio."""
+        change = target.log_density(proposal.state) - target.log_density(state)
+        change = change + proposal.log_ratio
+        # A state of zero density, or NaN: nobody should go there.
+        return torch.where(change.isnan(), -math.inf, change)
 
 
 def _select(accepted: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:

@@ -26,10 +26,11 @@ def leapfrog(
     :param ~torch.Tensor step_size: epsilon, a scalar or shape ``[D]``.
     :returns: the last state and its momentum.
     """
+    half = 0.5 * step_size
     for _ in range(num_steps):
-        momentum = momentum + 0.5 * step_size * target.gradient(state)
+        momentum = momentum + half * target.gradient(state)
         state = target.evaluate(state.position + step_size * momentum)
-        momentum = momentum + 0.5 * step_size * target.gradient(state)
+        momentum = momentum + half * target.gradient(state)
     return state, momentum
 
 

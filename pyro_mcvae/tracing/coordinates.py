@@ -9,9 +9,11 @@ whitened by the guide. Distributions whose noise is not explicit (Gamma, Dirichl
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pyro import distributions as dist
@@ -21,6 +23,7 @@ from torch.distributions import biject_to
 __all__ = [
     "Coordinate",
     "NoCoordinateError",
+    "Noise",
     "NoiseCoordinate",
     "UnconstrainedCoordinate",
     "ValueCoordinate",
@@ -62,32 +65,49 @@ class NoiseCoordinate(Coordinate):
     Noise of independent standard variables: :math:`z = T(\epsilon)`, with T the guide's.
 
     :param fn: the site's distribution, for its batch shape.
-    :param standard: a scalar distribution on the real line, without parameters to learn.
-    :param event_shape: how many standard variables one batch element takes.
-    :param transform: T.
+    :param Noise noise: how its draws are made.
     """
 
-    def __init__(
-        self,
-        fn: Any,
-        standard: Any,
-        event_shape: torch.Size,
-        transform: Callable[[Tensor], Tensor],
-    ) -> None:
+    def __init__(self, fn: Any, noise: Noise) -> None:
         self.batch_shape = fn.batch_shape
-        self.standard = standard
-        self.event_shape = event_shape
-        self.transform = transform
+        self.noise = noise
+        self.event_shape = noise.event_shape
+        # The last density that was asked for: that of the value and that of the noise share it.
+        self._latest: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def normal(self) -> bool:
+        """Whether the density of the noise is the standard normal one."""
+        return isinstance(self.noise.standard, StandardNormal)
 
     def draw(self) -> Tensor:
         with torch.no_grad():
-            return self.standard.sample(self.batch_shape + self.event_shape)
+            return self.noise.standard.sample(self.batch_shape + self.event_shape)
 
     def value(self, coordinate: Tensor) -> Tensor:
-        return self.transform(coordinate)
+        return self.noise.transform(coordinate)
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
-        return _sum_event(self.standard.log_prob(coordinate), len(self.event_shape))
+        if self._latest is None or self._latest[0] is not coordinate:
+            density = self.noise.standard.log_prob(coordinate)
+            self._latest = coordinate, _sum_event(density, len(self.event_shape))
+        return self._latest[1]
+
+    def log_prob(self, coordinate: Tensor) -> Tensor | None:
+        r"""
+        :math:`\log q(T(\epsilon)) = \log \text{base}(\epsilon) - \log |\det T'|`, the site's
+        density without its mask, where the determinant does not depend on the noise: cheaper than
+        the distribution's own, and without the way through the value. None elsewhere.
+        """
+        if self.noise.log_scale is None:
+            return None
+        return self.log_base(coordinate, coordinate) - self._log_det
+
+    @cached_property
+    def _log_det(self) -> Tensor:
+        assert self.noise.log_scale is not None
+        log_scale = self.noise.log_scale().expand(self.batch_shape + self.event_shape)
+        return _sum_event(log_scale, len(self.event_shape))
 
 
 class UnconstrainedCoordinate(Coordinate):
@@ -148,36 +168,64 @@ def coordinate_of(fn: Any, coordinates: Coordinates = "noise") -> Coordinate:
     if coordinates == "noise":
         found = _noise(fn)
         if found is not None:
-            standard, event_shape, transform = found
-            return NoiseCoordinate(fn, standard, event_shape, transform)
+            return NoiseCoordinate(fn, found)
     return UnconstrainedCoordinate(fn)
 
 
-# Standard distribution, event shape of the noise, transform.
-Noise = tuple[Any, torch.Size, Callable[[Tensor], Tensor]]
-_REGISTRY: dict[type, Callable[[Any], Noise | None]] = {}
+class Noise(NamedTuple):
+    """
+    How a distribution's draws are made.
+
+    :ivar standard: a scalar distribution on the real line, without parameters to learn.
+    :ivar event_shape: how many standard variables one batch element takes.
+    :ivar transform: T, from the noise to the value.
+    :ivar log_scale: returns log of T's derivative per standard variable, broadcastable to batch
+        and event, where T acts on each by itself and its derivative does not depend on the noise.
+    """
+
+    standard: Any
+    event_shape: torch.Size
+    transform: Callable[[Tensor], Tensor]
+    log_scale: Callable[[], Tensor] | None = None
+
+
+class StandardNormal:
+    """N(0, 1) in as few operations as it takes."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like.detach()
+
+    def sample(self, shape: torch.Size) -> Tensor:
+        return torch.randn(shape, dtype=self._like.dtype, device=self._like.device)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return -0.5 * (value * value + _LOG_TWO_PI)
+
+
+_LOG_TWO_PI = math.log(2 * math.pi)
+_REGISTRY: dict[type, Callable[[Any], Any]] = {}
 
 
 def register_noise(*classes: type) -> Callable[[Any], Any]:
     """
     Register how distributions of exactly these classes are made from noise.
 
-    The decorated function maps a distribution to ``(standard, event_shape, transform)``, or to
-    None where it has no explicit noise.
+    The decorated function maps a distribution to a :class:`Noise` (or a tuple of its fields), or
+    to None where it has no explicit noise.
 
     Example::
 
         >>> @register_noise(dist.Exponential)
         ... def _exponential(fn):
         ...     standard = dist.Normal(torch.zeros(()), torch.ones(()))
-        ...     return standard, fn.event_shape, lambda eps: (
-        ...         -torch.special.log_ndtr(eps) / fn.rate
+        ...     return Noise(
+        ...         standard, fn.event_shape, lambda eps: -torch.special.log_ndtr(eps) / fn.rate
         ...     )
         >>> coordinate_of(dist.Exponential(torch.ones(3))).draw().shape
         torch.Size([3])
     """
 
-    def decorator(function: Callable[[Any], Noise | None]) -> Callable[[Any], Noise | None]:
+    def decorator(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         for cls in classes:
             _REGISTRY[cls] = function
         return function
@@ -188,7 +236,8 @@ def register_noise(*classes: type) -> Callable[[Any], Any]:
 def _noise(fn: Any) -> Noise | None:
     # Exact classes only: a subclass may draw in another way than its parent.
     function = _REGISTRY.get(type(fn))
-    return None if function is None else function(fn)
+    found = None if function is None else function(fn)
+    return None if found is None else Noise(*found)
 
 
 def _standard(cls: type, like: Tensor, *args: Tensor) -> Any:
@@ -205,7 +254,10 @@ def _pair(*names: str) -> list[type]:
 @register_noise(*_pair("Normal", "Laplace", "Cauchy", "Logistic"))
 def _location_scale(fn: Any) -> Noise:
     plain = _pair(type(fn).__name__)[0]
-    return _standard(plain, fn.loc), fn.event_shape, lambda eps: fn.loc + fn.scale * eps
+    standard = StandardNormal(fn.loc) if plain is dist.Normal else _standard(plain, fn.loc)
+    return Noise(
+        standard, fn.event_shape, lambda eps: fn.loc + fn.scale * eps, lambda: fn.scale.log()
+    )
 
 
 @register_noise(*_pair("StudentT"))
@@ -214,12 +266,14 @@ def _student_t(fn: Any) -> Noise | None:
     if fn.df.requires_grad or any(fn.df.stride(d) for d in range(fn.df.dim()) if fn.df.size(d) > 1):
         return None  # the noise's density would depend on parameters, or on the datum
     standard = _standard(dist.StudentT, fn.loc, fn.df[(0,) * fn.df.dim()])
-    return standard, fn.event_shape, lambda eps: fn.loc + fn.scale * eps
+    return Noise(
+        standard, fn.event_shape, lambda eps: fn.loc + fn.scale * eps, lambda: fn.scale.log()
+    )
 
 
 @register_noise(*_pair("Uniform"))
 def _uniform(fn: Any) -> Noise:
-    standard = _standard(dist.Normal, fn.low)
+    standard = StandardNormal(fn.low)
     low, high = fn.low.detach(), fn.high.detach()
     inner = torch.nextafter(low, high), torch.nextafter(high, low)
 
@@ -228,13 +282,13 @@ def _uniform(fn: Any) -> Noise:
         value = fn.low + (fn.high - fn.low) * torch.special.ndtr(eps)
         return value.clamp(*inner)
 
-    return standard, fn.event_shape, transform
+    return Noise(standard, fn.event_shape, transform)
 
 
 @register_noise(*_pair("MultivariateNormal"))
 def _multivariate_normal(fn: Any) -> Noise:
-    return (
-        _standard(dist.Normal, fn.loc),
+    return Noise(
+        StandardNormal(fn.loc),
         fn.event_shape,
         lambda eps: fn.loc + (fn._unbroadcasted_scale_tril @ eps.unsqueeze(-1)).squeeze(-1),
     )
@@ -249,7 +303,7 @@ def _low_rank_normal(fn: Any) -> Noise:
         low = (factor @ eps[..., :rank].unsqueeze(-1)).squeeze(-1)
         return fn.loc + low + diagonal.sqrt() * eps[..., rank:]
 
-    return _standard(dist.Normal, fn.loc), torch.Size([rank + fn.event_shape[0]]), transform
+    return Noise(StandardNormal(fn.loc), torch.Size([rank + fn.event_shape[0]]), transform)
 
 
 @register_noise(*_pair("Independent"), torch.distributions.Independent)
@@ -257,10 +311,9 @@ def _independent(fn: Any) -> Noise | None:
     found = _noise(fn.base_dist)
     if found is None:
         return None
-    standard, event_shape, transform = found
     count = fn.reinterpreted_batch_ndims
     extra = fn.base_dist.batch_shape[len(fn.base_dist.batch_shape) - count :]
-    return standard, extra + event_shape, transform
+    return found._replace(event_shape=extra + found.event_shape)
 
 
 @register_noise(
@@ -287,7 +340,7 @@ def _transformed(fn: Any) -> Noise | None:
     found = _noise(fn.base_dist)
     if found is None:
         return None
-    standard, event_shape, base = found
+    standard, event_shape, base, _ = found
     count = len(fn.base_dist.batch_shape) - len(fn.batch_shape)
     if count > 0:
         # Transforms that mix batch elements of the base make them one event.
@@ -299,7 +352,7 @@ def _transformed(fn: Any) -> Noise | None:
             value = part(value)
         return value
 
-    return standard, event_shape, transform
+    return Noise(standard, event_shape, transform)
 
 
 def _sum_event(value: Any, count: int) -> Tensor:

@@ -14,6 +14,7 @@ from pyro_mcvae.tracing.coordinates import (
     Coordinate,
     Coordinates,
     NoCoordinateError,
+    NoiseCoordinate,
     UnconstrainedCoordinate,
     ValueCoordinate,
     coordinate_of,
@@ -186,8 +187,15 @@ class LogWeight:
         :returns: two tensors of shape ``[*leading, *plates, D]``.
         """
         retain_graph = retain_graph or create_graph
-        base = self._gradient(at, at.log_base, create_graph, True)
+        if all(isinstance(c, NoiseCoordinate) and c.normal for c, _ in self._local(0)):
+            parts = [{n: -record[n][1] for n in self._packing.sites} for record in at.records]
+            base = self._pack(parts).reshape(*at.log_base.shape, -1)
+        else:
+            base = self._gradient(at, at.log_base, create_graph, True)
         return base, self._gradient(at, at.log_weight, create_graph, retain_graph)
+
+    def _local(self, i: int) -> list[tuple[Coordinate, Tensor]]:
+        return [self._records[i][n] for n in self._packing.sites]
 
     def guide_elbo(self) -> Tensor:
         r"""
@@ -288,14 +296,7 @@ class LogWeight:
                 for value, old in zip(values, self._records, strict=True)
             ]
             # One run at a time: a flow finds the density of the last value only that it made.
-            latents = (
-                {
-                    n: v.detach() if cut else v
-                    for n, (c, at) in record.items()
-                    for v in [c.value(at)]
-                }
-                for record in records
-            )
+            latents = (_latents(record, cut) for record in records)
             return self._tracer.replay(self._programs, first, latents), records
         records = [{} for _ in values]
         draws = [self._supply(v, r) for v, r in zip(values, records, strict=True)]
@@ -309,7 +310,7 @@ class LogWeight:
         if differentiable and at.is_floating_point() and not at.requires_grad:
             at.requires_grad_()
         record[msg["name"]] = coordinate, at
-        return coordinate.value(at)
+        return _place(msg, coordinate, at)
 
     def _supply(self, values: dict[str, Tensor], record: Record) -> Draw:
         def draw(msg: Any) -> Tensor | None:
@@ -318,7 +319,7 @@ class LogWeight:
             coordinate = self._coordinate(msg)
             at = values[msg["name"]].reshape(msg["fn"].batch_shape + coordinate.event_shape)
             record[msg["name"]] = coordinate, at
-            return coordinate.value(at)
+            return _place(msg, coordinate, at)
 
         return draw
 
@@ -342,6 +343,25 @@ class LogWeight:
             return density if mask is None else torch.where(mask, density, 0.0)
 
         return Evaluation(sample.log_weight, sample.local_sum(log_base), sample, records)
+
+
+def _place(msg: Any, coordinate: Coordinate, at: Tensor) -> Tensor:
+    """The value of a guide site, with its density where the noise knows it."""
+    known = coordinate.log_prob(at) if isinstance(coordinate, NoiseCoordinate) else None
+    if known is not None:
+        own = {**msg["infer"].get("mcvae", {}), "log_prob": known}
+        msg["infer"] = {**msg["infer"], "mcvae": own}
+    return coordinate.value(at)
+
+
+def _latents(record: Record, detach: bool) -> dict[str, dict[str, Any]]:
+    """What changes at each guide site of a run at other coordinates: value and annotations."""
+    found = {}
+    for name, (coordinate, at) in record.items():
+        msg: dict[str, Any] = {"infer": {}}
+        value = _place(msg, coordinate, at)
+        found[name] = {**msg, "value": value.detach() if detach else value}
+    return found
 
 
 def _grad(value: Tensor, inputs: list[Tensor], create: bool, retain: bool) -> Any:

@@ -74,11 +74,11 @@ class Packing:
         for name, site in self.sites.items():
             own, rest = self._axes[name]
             value = values[name].reshape(-1, *site.batch_shape, *site.event_shape)
-            events = range(1 + len(site.batch_shape), value.dim())
-            moved = value.permute(0, *own, *rest, *events)
-            flat = moved.reshape(value.shape[0], *self._shapes[site.block], -1)
-            parts[site.block].append(flat)
-        blocks = [torch.cat(p, dim=-1) for p in parts]
+            order = [0, *own, *rest]
+            if order != sorted(order):
+                value = value.permute(*order, *range(len(order), value.dim()))
+            parts[site.block].append(value.reshape(value.shape[0], *self._shapes[site.block], -1))
+        blocks = [p[0] if len(p) == 1 else torch.cat(p, dim=-1) for p in parts]
         if len(blocks) == 1:
             return blocks[0]
         depth = max(self._widths)
@@ -94,11 +94,15 @@ class Packing:
             own, rest = self._axes[name]
             begin, end = self._ranges[name]
             sizes = [site.batch_shape[a - 1] for a in rest]
-            part = blocks[site.block][..., begin:end]
+            part = blocks[site.block]
+            if end - begin < part.shape[-1]:
+                part = part[..., begin:end]
             part = part.reshape(*part.shape[:-1], *sizes, *site.event_shape)
             order = [0, *own, *rest]
             back = [order.index(a) for a in range(len(order))]
-            values[name] = part.permute(*back, *range(len(order), part.dim())).to(site.dtype)
+            if back != sorted(back):
+                part = part.permute(*back, *range(len(order), part.dim()))
+            values[name] = part.to(site.dtype)
         return values
 
     def _split(self, packed: Tensor) -> list[Tensor]:

@@ -31,7 +31,7 @@ __all__ = [
     "nesting_of",
     "run_model",
     "run_pair",
-    "with_values",
+    "with_changes",
 ]
 
 
@@ -153,7 +153,7 @@ def run_pair(
             programs.guide(*args, **kwargs)
     replayed = tracer.trace
     if supply.cut is not None:
-        replayed = with_values(replayed, _leaves(replayed, supply.cut | set(supply.values)))
+        replayed = with_changes(replayed, _leaves(replayed, supply.cut | set(supply.values)))
     return tracer.trace, run_model(programs, replayed, supply, leading[1])
 
 
@@ -171,20 +171,21 @@ def run_model(
     return tracer.trace
 
 
-def _leaves(guide_trace: Trace, but: frozenset[str]) -> dict[str, Tensor]:
+def _leaves(guide_trace: Trace, but: frozenset[str]) -> dict[str, dict[str, Any]]:
     """Copies of the guide's draws that begin a graph of their own."""
     leaves = {}
     for name, site in guide_trace.nodes.items():
         if sites.is_latent(site) and name not in but and site["value"].is_floating_point():
-            leaves[name] = site["value"].detach().requires_grad_(torch.is_grad_enabled())
+            leaf = site["value"].detach().requires_grad_(torch.is_grad_enabled())
+            leaves[name] = {"value": leaf}
     return leaves
 
 
-def with_values(trace: Trace, values: Mapping[str, Tensor]) -> Trace:
-    """A copy of a trace with other values at some sites."""
+def with_changes(trace: Trace, changes: Mapping[str, Mapping[str, Any]]) -> Trace:
+    """A copy of a trace with other values, or annotations, at some sites."""
     changed = trace.copy()
-    for name, value in values.items():
-        changed.nodes[name] = {**trace.nodes[name], "value": value}
+    for name, fields in changes.items():
+        changed.nodes[name] = {**trace.nodes[name], **fields}
     return changed
 
 

@@ -156,6 +156,10 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
 
 def score_parts(site: Site) -> ScoreParts:
     """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked."""
+    known = site["infer"].get("mcvae", {}).get("log_prob")
+    if known is not None:
+        # From the noise that the value was made of; see NoiseCoordinate.log_prob.
+        return ScoreParts(known, 0, known)
     if is_random(site) and not reparameterized(site):
         # Not the distribution's own: rejection samplers know the parts of their own draws only.
         log_prob = unscaled_log_prob(site, "guide")

@@ -23,7 +23,7 @@ from pyro_mcvae.tracing.runs import (
     nesting_of,
     run_model,
     run_pair,
-    with_values,
+    with_changes,
 )
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.structure import (
@@ -122,18 +122,19 @@ class Tracer:
         return self.arrange(programs, runs)
 
     def replay(
-        self, programs: Programs, sample: Sample, latents: Iterable[dict[str, Tensor]]
+        self, programs: Programs, sample: Sample, latents: Iterable[dict[str, dict[str, Any]]]
     ) -> Sample:
         """
         Run the model alone at other latents, with the guide's distributions of ``sample``.
 
         For guides whose structure is mean-field only.
 
-        :param latents: for each run of ``sample``, the values of its local guide sites.
+        :param latents: for each run of ``sample``, by guide site, what changes there: its value,
+            and annotations.
         """
         runs = []
         for run, values in zip(sample.runs, latents, strict=True):
-            guide_trace = with_values(run.guide_trace, values)
+            guide_trace = with_changes(run.guide_trace, values)
             leading = None
             if run.leading is not None:
                 skip = self._skip(sample.structure)[1]

@@ -21,7 +21,14 @@ from pyro.infer import SVI, RenyiELBO, Trace_ELBO, TraceMeanField_ELBO
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
+from pyro_mcvae import (
+    MALA,
+    ULA,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+)
 
 Step = Callable[[], Any]
 
@@ -88,6 +95,62 @@ def iwae(vae: VAE, x: Tensor, num_particles: int = 10) -> Tensor:
     return (log_weight.logsumexp(0) - math.log(num_particles)).sum()
 
 
+def evaluate(vae: VAE, x: Tensor, guide: tuple[Tensor, Tensor], eps: Tensor) -> tuple[Tensor, ...]:
+    """log base, log w and the latter's gradient at one state of a chain."""
+    loc, log_scale = guide
+    logits = vae.decoder(z := loc + log_scale.exp() * eps)
+    likelihood = -binary_cross_entropy_with_logits(logits, x.expand_as(logits), reduction="none")
+    log_base = -0.5 * eps.square().sum(-1)
+    log_weight = likelihood.sum(-1) - 0.5 * z.square().sum(-1) - log_base + log_scale.sum(-1)
+    (gradient,) = torch.autograd.grad(log_weight.sum(), eps, create_graph=True)
+    return log_base, log_weight, gradient
+
+
+def sis(vae: VAE, x: Tensor, num_steps: int = 5, eta: float = 0.05) -> Tensor:
+    guide = vae.encoder(x).chunk(2, -1)
+    eps = torch.randn_like(guide[0]).requires_grad_()
+    log_base, log_weight, gradient = evaluate(vae, x, guide, eps)
+    total = -log_base
+    for k in range(1, num_steps + 1):
+        beta = k / num_steps
+        noise = torch.randn_like(eps)
+        drift = beta * gradient - eps
+        eps = eps + eta * drift + math.sqrt(2 * eta) * noise
+        log_base, log_weight, gradient = evaluate(vae, x, guide, eps)
+        back = noise + math.sqrt(eta / 2) * (drift + beta * gradient - eps)
+        total = total + 0.5 * (noise.square() - back.square()).sum(-1)
+    return (total + log_base + log_weight).sum()
+
+
+def ais(vae: VAE, x: Tensor, num_steps: int = 5, eta: float = 0.05) -> Tensor:
+    guide = vae.encoder(x).chunk(2, -1)
+    eps = torch.randn(2, *guide[0].shape).requires_grad_()
+    state = (eps, *evaluate(vae, x, guide, eps))
+    parts, scores = [state[2] / num_steps], []
+    for k in range(1, num_steps):
+        beta = k / num_steps
+        noise = torch.randn_like(eps)
+        drift = beta * state[3] - state[0]
+        eps = state[0] + eta * drift + math.sqrt(2 * eta) * noise
+        new = (eps, *evaluate(vae, x, guide, eps))
+        back = noise + math.sqrt(eta / 2) * (drift + beta * new[3] - eps)
+        change = new[1] - state[1] + beta * (new[2] - state[2])
+        change = change + 0.5 * (noise.square() - back.square()).sum(-1)
+        log_accept = change.clamp(max=0.0)
+        accepted = torch.rand_like(log_accept) < log_accept.exp()
+        rejected = torch.log(-torch.expm1(torch.where(accepted, -1.0, log_accept)))
+        scores.append(torch.where(accepted, log_accept, rejected))
+        a, b = accepted, accepted.unsqueeze(-1)
+        where = (b, a, a, b)
+        state = tuple(torch.where(c, n, o) for c, n, o in zip(where, new, state, strict=True))
+        parts.append(state[2] / num_steps)
+    total = torch.stack(parts).sum(0).mean(0)
+    rest = torch.stack(parts).detach().flip(0).cumsum(0).flip(0)[1:]
+    for r, score in zip(rest, scores, strict=True):
+        total = total + ((r - r.flip(0)) * score).mean(0)
+    return total.sum()
+
+
 def compare(name: str, ours: Step, theirs: Step, steps: int) -> None:
     times: tuple[list[float], list[float]] = ([], [])
     for i in range(steps + 3):
@@ -131,6 +194,15 @@ def main() -> None:
         compare("IWAE-10 / by hand in PyTorch", iwae_step, by_hand(iwae, x), args.steps)
         sgvb_step = with_pyro(TraceSGVB_ELBO(), x)
         compare("SGVB / by hand in PyTorch", sgvb_step, by_hand(sgvb, x), 3 * args.steps)
+        one = {"max_plate_nesting": 1}
+        for name, kernel in {"fixed": ULA(0.05), "adapting": ULA()}.items():
+            sis_step = with_pyro(TraceSIS_ELBO(5, kernel, **one), x)
+            compare(f"SIS-5 {name} / by hand in PyTorch", sis_step, by_hand(sis, x), args.steps)
+        ais_step = with_pyro(TraceAIS_ELBO(5, MALA(0.05), **many), x)
+        compare("AIS-5, 2 particles / by hand in PyTorch", ais_step, by_hand(ais, x), args.steps)
+        fast = TraceSIS_ELBO(5, ULA(0.05), gradient_estimator="reweighted", **one)
+        full = TraceSIS_ELBO(5, ULA(0.05), **one)
+        compare("SIS-5 reweighted / full", with_pyro(fast, x), with_pyro(full, x), args.steps)
 
 
 if __name__ == "__main__":
