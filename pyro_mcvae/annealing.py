@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyro_mcvae.kernels.base import Info, Kernel, State, Target
+from pyro_mcvae.kernels.base import Info, Kernel, State, Target, finite
 from pyro_mcvae.ops.importance import leave_one_out_mean, leave_one_out_signal
 
 __all__ = ["Chain", "accept_score", "anneal", "evaluator"]
@@ -182,4 +182,4 @@ def _gradient(value: Tensor, position: Tensor, create_graph: bool) -> Tensor:
     (found,) = torch.autograd.grad(
         value.sum(), position, create_graph=create_graph, retain_graph=True, allow_unused=True
     )
-    return torch.zeros_like(position) if found is None else found
+    return torch.zeros_like(position) if found is None else finite(found)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_mcvae.annealing import Chain, accept_score, anneal
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.plain import local_bounds, local_estimate
-from pyro_mcvae.kernels.base import Kernel, State
+from pyro_mcvae.kernels.base import Kernel, State, finite
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
 from pyro_mcvae.schedules import FixedSchedule, LinearSchedule, Schedule, check_betas
 from pyro_mcvae.step_size import AdaptiveStepSize
@@ -252,7 +252,8 @@ class _Density:
         gradients: tuple[Tensor | None, Tensor | None] = None, None
         if self._kernel_gradient:
             again = self.gradient == "reweighted" and at is self.log_weight.first
-            gradients = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
+            found = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
+            gradients = finite(found[0]), finite(found[1])
         state = State(position, at.log_base, at.log_weight, *gradients)
         if full:
             return state

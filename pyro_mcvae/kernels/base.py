@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pyro_mcvae.step_size import AdaptiveStepSize, StepSize, as_step_size
 
-__all__ = ["Info", "Kernel", "Proposal", "State", "Target"]
+__all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite"]
 
 
 class State(NamedTuple):
@@ -57,22 +57,25 @@ class Target:
 
     def gradient(self, state: State) -> Tensor:
         """
-        Shape ``[*batch, D]``.
-
-        Zero where it is not finite, or where the coordinate may not move: a function of the
-        position all the same, so that forward and reverse moves agree on it.
+        Shape ``[*batch, D]``; zero where the coordinate may not move.
         """
         if state.grad_base is None or state.grad_weight is None:
             raise ValueError("this kernel uses gradients: set needs_gradient = True in its class")
         gradient = state.grad_base + self.beta * state.grad_weight
-        if self.free is not None:
-            gradient = gradient * self.free
-        return torch.where(gradient.isfinite(), gradient, 0.0)
+        return gradient if self.free is None else gradient * self.free
 
     def noise(self, state: State) -> Tensor:
         """Standard normal noise in the shape of the position, zero where it may not move."""
         noise = torch.randn_like(state.position)
         return noise if self.free is None else noise * self.free
+
+
+def finite(gradient: Tensor) -> Tensor:
+    """
+    A gradient with zeros where it is not finite: there a chain moves by its noise alone. A function
+    of the position all the same, so that forward and reverse moves agree on it.
+    """
+    return torch.where(gradient.isfinite(), gradient, 0.0)
 
 
 class Proposal(NamedTuple):

@@ -218,8 +218,8 @@ def register_noise(*classes: type) -> Callable[[Any], Any]:
         >>> @register_noise(dist.Exponential)
         ... def _exponential(fn):
         ...     standard = dist.Normal(torch.zeros(()), torch.ones(()))
-        ...     return Noise(
-        ...         standard, fn.event_shape, lambda eps: -torch.special.log_ndtr(eps) / fn.rate
+        ...     return standard, fn.event_shape, lambda eps: (
+        ...         -torch.special.log_ndtr(eps) / fn.rate
         ...     )
         >>> coordinate_of(dist.Exponential(torch.ones(3))).draw().shape
         torch.Size([3])

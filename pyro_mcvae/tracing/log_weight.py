@@ -19,7 +19,7 @@ from pyro_mcvae.tracing.coordinates import (
     ValueCoordinate,
     coordinate_of,
 )
-from pyro_mcvae.tracing.packing import Packing, SiteShape
+from pyro_mcvae.tracing.packing import Packing, SiteShape, as_shape
 from pyro_mcvae.tracing.runs import Programs, Term
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.structure import FactorKey
@@ -189,7 +189,8 @@ class LogWeight:
         retain_graph = retain_graph or create_graph
         if all(isinstance(c, NoiseCoordinate) and c.normal for c, _ in self._local(0)):
             parts = [{n: -record[n][1] for n in self._packing.sites} for record in at.records]
-            base = self._pack(parts).reshape(*at.log_base.shape, -1)
+            base = self._pack(parts)
+            base = as_shape(base, at.log_base.shape + base.shape[-1:])
         else:
             base = self._gradient(at, at.log_base, create_graph, True)
         return base, self._gradient(at, at.log_weight, create_graph, retain_graph)
@@ -256,7 +257,7 @@ class LogWeight:
         pairs = zip(inputs, found, strict=True)
         full = iter(torch.zeros_like(i) if g is None else g for i, g in pairs)
         packed = self._pack([{n: next(full) for n in names} for _ in at.records])
-        return packed.reshape(value.shape + packed.shape[-1:])
+        return as_shape(packed, value.shape + packed.shape[-1:])
 
     def _pack(self, parts: list[dict[str, Tensor]]) -> Tensor:
         packed = [self._packing.pack(part) for part in parts]
@@ -275,11 +276,11 @@ class LogWeight:
                 f"{tuple(coordinates.shape)}"
             )
         lead = coordinates.shape[: coordinates.dim() - len(inner)]
-        flat = coordinates.reshape(-1, *inner)
+        flat = coordinates if len(lead) == 1 else coordinates.reshape(-1, *inner)
         sample, records = self._run(self._unpack(flat), len(flat))
         found = self._evaluate(sample, records)
         shape = lead + found.log_weight.shape[1:]
-        log_weight, log_base = found.log_weight.reshape(shape), found.log_base.reshape(shape)
+        log_weight, log_base = as_shape(found.log_weight, shape), as_shape(found.log_base, shape)
         return Evaluation(log_weight, log_base, sample, records)
 
     def _unpack(self, flat: Tensor) -> list[dict[str, Tensor]]:
@@ -292,7 +293,7 @@ class LogWeight:
         first = self.first.sample
         if first.structure.mean_field and count == first.num_particles:
             records = [
-                {name: (old[name][0], v.reshape(old[name][1].shape)) for name, v in value.items()}
+                {name: (old[name][0], as_shape(v, old[name][1].shape)) for name, v in value.items()}
                 for value, old in zip(values, self._records, strict=True)
             ]
             # One run at a time: a flow finds the density of the last value only that it made.
@@ -317,7 +318,7 @@ class LogWeight:
             if msg["name"] not in values:
                 return None
             coordinate = self._coordinate(msg)
-            at = values[msg["name"]].reshape(msg["fn"].batch_shape + coordinate.event_shape)
+            at = as_shape(values[msg["name"]], msg["fn"].batch_shape + coordinate.event_shape)
             record[msg["name"]] = coordinate, at
             return _place(msg, coordinate, at)
 

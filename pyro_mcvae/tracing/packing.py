@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Packing", "SiteShape"]
+__all__ = ["Packing", "SiteShape", "as_shape"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,11 @@ class SiteShape:
     batch_shape: tuple[int, ...]
     event_shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+def as_shape(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``value.reshape(shape)``, without a step in the graph where it changes nothing."""
+    return value if value.shape == shape else value.reshape(shape)
 
 
 class Packing:
@@ -73,11 +78,15 @@ class Packing:
         parts: list[list[Tensor]] = [[] for _ in self._widths]
         for name, site in self.sites.items():
             own, rest = self._axes[name]
-            value = values[name].reshape(-1, *site.batch_shape, *site.event_shape)
+            value, inner = values[name], site.batch_shape + site.event_shape
+            if value.dim() != 1 + len(inner) or value.shape[1:] != inner:
+                value = value.reshape(-1, *inner)
             order = [0, *own, *rest]
             if order != sorted(order):
                 value = value.permute(*order, *range(len(order), value.dim()))
-            parts[site.block].append(value.reshape(value.shape[0], *self._shapes[site.block], -1))
+            width = self._ranges[name][1] - self._ranges[name][0]
+            shape = (value.shape[0], *self._shapes[site.block], width)
+            parts[site.block].append(as_shape(value, shape))
         blocks = [p[0] if len(p) == 1 else torch.cat(p, dim=-1) for p in parts]
         if len(blocks) == 1:
             return blocks[0]
@@ -97,7 +106,7 @@ class Packing:
             part = blocks[site.block]
             if end - begin < part.shape[-1]:
                 part = part[..., begin:end]
-            part = part.reshape(*part.shape[:-1], *sizes, *site.event_shape)
+            part = as_shape(part, (*part.shape[:-1], *sizes, *site.event_shape))
             order = [0, *own, *rest]
             back = [order.index(a) for a in range(len(order))]
             if back != sorted(back):
