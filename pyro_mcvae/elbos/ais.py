@@ -60,6 +60,8 @@ class TraceAIS_ELBO(ChainELBO):
     :param str gradient_estimator: ``"full"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
         everything; without subsampled plates only.
+    :param bool recompute: run each evaluation of the chain again in the backward pass instead of
+        keeping its graph: memory of about one evaluation instead of K, for more time.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance, step size and log weights of the last step, a
@@ -103,6 +105,7 @@ class TraceAIS_ELBO(ChainELBO):
         coordinates: ChainCoordinates = "noise",
         gradient_estimator: ChainGradient = "full",
         joint: bool = False,
+        recompute: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
         super().__init__(
@@ -114,6 +117,7 @@ class TraceAIS_ELBO(ChainELBO):
             coordinates,
             gradient_estimator,
             joint,
+            recompute,
             **options,
         )
         if num_particles < 2 and self.num_steps > 1 and gradient_estimator == "full":

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pyro
 import torch
+from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from pyro_mcvae.annealing import Chain, accept_score, anneal
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
@@ -85,6 +87,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         coordinates: ChainCoordinates,
         gradient_estimator: ChainGradient,
         joint: bool,
+        recompute: bool,
         **options: Unpack[ELBOOptions],
     ) -> None:
         nn.Module.__init__(self)
@@ -96,6 +99,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         self.multi_sample = multi_sample
         self.coordinates = coordinates
         self.gradient_estimator = gradient_estimator
+        self.recompute = recompute
         self.last_step: ChainRecord | None = None
         self._name = f"{type(self).__name__}_{next(_numbers)}"
         step_size = self.kernel.step_size
@@ -214,6 +218,7 @@ class _Density:
     def __init__(self, elbo: ChainELBO, programs: Programs, gradient: str) -> None:
         self.gradient = gradient
         self._kernel_gradient = elbo.kernel.needs_gradient
+        self._recompute = elbo.recompute and gradient == "full"
         with torch.set_grad_enabled(gradient != "none" or self._kernel_gradient):
             self.log_weight = LogWeight(
                 elbo._tracer,
@@ -238,6 +243,16 @@ class _Density:
             return self._state(self.log_weight.coordinates, self.log_weight.first)
 
     def __call__(self, position: Tensor) -> State:
+        if not self._recompute:
+            return self._evaluate(position)
+        # Handlers around the loss are gone when the backward pass runs the programs again.
+        contexts = nullcontext(), _Handlers()
+        state: State = checkpoint(
+            self._evaluate, position, use_reentrant=False, context_fn=lambda: contexts
+        )
+        return state
+
+    def _evaluate(self, position: Tensor) -> State:
         full = self.gradient == "full"
         with torch.set_grad_enabled(full or self._kernel_gradient):
             if not full:
@@ -275,6 +290,21 @@ class _Density:
                 f"guide's site{_named(self.log_weight.unreparameterized)} not reparameterized: "
                 f"use a distribution with rsample, or TraceIWAE_ELBO, which scores such sites"
             )
+
+
+class _Handlers:
+    """Pyro's handlers as they were when this was made; may be entered again."""
+
+    def __init__(self) -> None:
+        self._then = list(_PYRO_STACK)
+        self._now: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._now = list(_PYRO_STACK)
+        _PYRO_STACK[:] = self._then
+
+    def __exit__(self, *error: object) -> None:
+        _PYRO_STACK[:] = self._now
 
 
 def _named(names: tuple[str, ...]) -> str:

@@ -68,6 +68,8 @@ class TraceSIS_ELBO(ChainELBO):
     :param str gradient_estimator: ``"full"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
         everything; without subsampled plates only.
+    :param bool recompute: run each evaluation of the chain again in the backward pass instead of
+        keeping its graph: memory of about one evaluation instead of K, for more time.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance, step size and log weights of the last step, a
@@ -114,6 +116,7 @@ class TraceSIS_ELBO(ChainELBO):
         coordinates: ChainCoordinates = "noise",
         gradient_estimator: ChainGradient = "full",
         joint: bool = False,
+        recompute: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
         super().__init__(
@@ -125,6 +128,7 @@ class TraceSIS_ELBO(ChainELBO):
             coordinates,
             gradient_estimator,
             joint,
+            recompute,
             **options,
         )
 
