@@ -72,7 +72,7 @@ class NoiseCoordinate(Coordinate):
         self.batch_shape = fn.batch_shape
         self.noise = noise
         self.event_shape = noise.event_shape
-        # The last density that was asked for: that of the value and that of the noise share it.
+        # The noise and its density at the last call of log_prob, which log_base then shares.
         self._latest: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -88,10 +88,9 @@ class NoiseCoordinate(Coordinate):
         return self.noise.transform(coordinate)
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
-        if self._latest is None or self._latest[0] is not coordinate:
-            density = self.noise.standard.log_prob(coordinate)
-            self._latest = coordinate, _sum_event(density, len(self.event_shape))
-        return self._latest[1]
+        if self._latest is not None and self._latest[0] is coordinate:
+            return self._latest[1]
+        return _sum_event(self.noise.standard.log_prob(coordinate), len(self.event_shape))
 
     def log_prob(self, coordinate: Tensor) -> Tensor | None:
         r"""
@@ -101,7 +100,9 @@ class NoiseCoordinate(Coordinate):
         """
         if self.noise.log_scale is None:
             return None
-        return self.log_base(coordinate, coordinate) - self._log_det
+        self._latest = None
+        self._latest = coordinate, self.log_base(coordinate, coordinate)
+        return self._latest[1] - self._log_det
 
     @cached_property
     def _log_det(self) -> Tensor:

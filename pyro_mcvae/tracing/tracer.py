@@ -10,6 +10,7 @@ import pyro
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.checks import check_sites
@@ -249,7 +250,7 @@ class Tracer:
             nesting = self._found_nesting = scout.find_nesting(programs, self.strict_enumeration)
         try:
             return self._vectorized_once(programs, supply, skip, count, inside, nesting)
-        except NoCoordinateError:
+        except (NoCoordinateError, _StopRecomputationError):
             raise
         except Exception as error:
             # Either the programs fail without particles too (then this raises their own error),
