@@ -34,12 +34,14 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
+from pyro_mcvae import TraceAIS_ELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 
 # What is compared: one line per objective, each a recipe for the loss that `pyro.infer.SVI` gets.
 OBJECTIVES: dict[str, Callable[[], Any]] = {
     "SGVB": lambda: TraceSGVB_ELBO(max_plate_nesting=1),
     "IWAE-10": lambda: TraceIWAE_ELBO(10, vectorize_particles=True, max_plate_nesting=1),
+    "SIS-5": lambda: TraceSIS_ELBO(5, max_plate_nesting=1),
+    "AIS-5": lambda: TraceAIS_ELBO(5, vectorize_particles=True, max_plate_nesting=1),
 }
 
 
