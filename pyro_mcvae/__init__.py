@@ -3,12 +3,36 @@
 from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
+from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
+from pyro_mcvae.guides.posterior import StatePosterior
+from pyro_mcvae.guides.truncated import TruncatedPosterior
+from pyro_mcvae.ops.evolution import (
+    EvolutionaryUpdate,
+    FitnessProportional,
+    GreedyParents,
+    InformedFlips,
+    OnePointCrossover,
+    SparseFlips,
+    UniformFlips,
+    UniformParents,
+)
 
 __all__ = [
     "Bounds",
+    "EvolutionaryUpdate",
+    "FitnessProportional",
+    "GreedyParents",
+    "InformedFlips",
     "MonteCarloELBO",
+    "OnePointCrossover",
+    "SparseFlips",
+    "StatePosterior",
     "TraceIWAE_ELBO",
     "TraceSGVB_ELBO",
+    "TraceTruncated_ELBO",
+    "TruncatedPosterior",
+    "UniformFlips",
+    "UniformParents",
 ]
 
 __version__ = "0.1.0"
