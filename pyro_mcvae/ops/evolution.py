@@ -187,16 +187,16 @@ class Parents:
     def allowed(self) -> Tensor:
         """The moves to states that the population does not have, shape ``[E, P, M]``."""
         device, space = self.states.device, self.space
-        moves = torch.arange(space.num_moves, device=device).expand(*self.states.shape[:2], -1)
-        entry, value = space.move(self.states, moves)
-        step = value - self.states.gather(-1, entry).long()
+        entry = space.table("entry", device)
+        current = self.states.index_select(-1, entry).long()
+        value = space.moved(current)
         # Keys are linear in the entries.
-        unit = space.unit_keys(device)
         own = space.keys(space.pack(self.states)).unsqueeze(-1)
-        keys = (own + step * unit[entry]).flatten(1)
+        keys = (own + (value - current) * space.unit_keys(device)[entry]).flatten(1)
         at = torch.searchsorted(self.keys, keys).clamp_max(self.keys.shape[1] - 1)
-        new = (self.keys.gather(1, at) != keys).reshape(step.shape)
-        new = new & (value >= 0) & (value < space.table("sizes", device)[entry])
+        new = (self.keys.gather(1, at) != keys).reshape(value.shape)
+        if any(space.ordinal):
+            new = new & (value >= 0) & (value < space.table("move size", device))
         if self.frozen is not None:
             new = new & ~self.frozen[..., space.table("entry", device)]
         return new
@@ -230,9 +230,10 @@ class Mutation(ABC):
         # Gumbel-top-k: distinct moves with the propensities of a draw without replacement.
         scores = (scores + noise).masked_fill(~allowed, -torch.inf)
         moves = scores.topk(min(count, space.num_moves), dim=-1, sorted=False).indices
-        entry, value = space.move(states, moves)
+        entry = space.table("entry", states.device)[moves]
+        current = states.gather(-1, entry).long()
         # What is not allowed but had to be taken changes nothing, and is dropped as a repetition.
-        value = torch.where(allowed.gather(-1, moves), value, states.gather(-1, entry).long())
+        value = torch.where(allowed.gather(-1, moves), space.moved(current, moves), current)
         children = states.unsqueeze(2).expand(-1, -1, moves.shape[-1], -1)
         return children.scatter(-1, entry.unsqueeze(-1), value.unsqueeze(-1).to(states.dtype))
 

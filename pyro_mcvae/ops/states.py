@@ -66,8 +66,8 @@ class StateSpace:
         A constant tensor on a device.
 
         ``"entry"``, ``"offset"`` and ``"log_share"`` have one element per move: the entry that it
-        changes, by how much, and minus the log of how many moves that entry has. ``"sizes"`` and
-        ``"ordinal"`` have one element per entry.
+        changes, by how much, and minus the log of how many moves that entry has; ``"move size"`` is
+        the entry's size, and ``"wraps"`` says that its values have no order.
         """
         if device not in self._tables:
             self._tables[device] = {k: t.to(device) for k, t in self._make_tables().items()}
@@ -91,8 +91,8 @@ class StateSpace:
             "entry": torch.tensor(entry, dtype=torch.long),
             "offset": torch.tensor(offset, dtype=torch.long),
             "log_share": torch.tensor(share),
-            "sizes": torch.tensor(self.sizes, dtype=torch.long),
-            "ordinal": torch.tensor(self.ordinal, dtype=torch.bool),
+            "move size": torch.tensor([self.sizes[d] for d in entry], dtype=torch.long),
+            "wraps": torch.tensor([not self.ordinal[d] for d in entry], dtype=torch.bool),
             "bit entry": torch.tensor([d for d, _ in bits], dtype=torch.long),
             "bit shift": torch.tensor([j for _, j in bits], dtype=torch.long),
             "key": key,
@@ -136,20 +136,20 @@ class StateSpace:
         """By how much a step of one in an entry changes the key, int64, shape ``[D]``."""
         return self.table("unit key", device)
 
-    def move(self, states: Tensor, moves: Tensor) -> tuple[Tensor, Tensor]:
+    def moved(self, current: Tensor, moves: Tensor | None = None) -> Tensor:
         """
         The value that each move gives to its entry.
 
-        :param ~torch.Tensor states: shape ``[..., D]``.
-        :param ~torch.Tensor moves: which moves, shape ``[..., M]``.
-        :returns: the entry and its new value, both ``[..., M]``; outside of the entry's range
-            where a count cannot go further.
+        :param ~torch.Tensor current: the entries' present values, int64, shape ``[..., M]``.
+        :param ~torch.Tensor moves: which moves, of that shape; all by default.
+        :returns: shape ``[..., M]``; outside of the entry's range where a count cannot go further.
         """
-        entry = self.table("entry", states.device)[moves]
-        value = states.gather(-1, entry).long() + self.table("offset", states.device)[moves]
-        size = self.table("sizes", states.device)[entry]
-        around = torch.where(value >= size, value - size, value)
-        return entry, torch.where(self.table("ordinal", states.device)[entry], value, around)
+        if self.binary:
+            return 1 - current
+        tables = [self.table(n, current.device) for n in ("offset", "move size", "wraps")]
+        offset, size, wraps = tables if moves is None else [t[moves] for t in tables]
+        value = current + offset
+        return torch.where(wraps & (value >= size), value - size, value)
 
 
 def _wrap(value: int) -> int:

@@ -400,7 +400,8 @@ class JointRuns:
             )
         both = with_searched(guide_trace, model_trace, names)
         terms = [runs._model_term(s) for s in runs._scored(model_trace)]
-        searched = [runs._guide_term(both.nodes[n]) for n in names if n in both]
+        # In the order of the first call, in which the blocks are numbered.
+        searched = [runs._guide_term(s) for n, s in both.nodes.items() if n in names]
         run = Run(both, model_trace, terms + self._guide_terms + searched, nesting, count)
         run.subsamples = self.subsamples
         if plate is not None:
