@@ -250,6 +250,13 @@ class TruncatedPosterior(nn.Module):
         wanted = (layout.num_data, self.num_states, space.num_bytes)
         if name in self._buffers:
             found = tuple(self.get_buffer(name).shape)
+            if found[1:] == wanted[1:] and found != wanted:
+                raise ValueError(
+                    f"plate '{layout.plates[-1].name}' has {wanted[0]} data, and states are kept "
+                    f"for {found[0]}. For minibatches pass their indices, pyro.plate("
+                    f"'{layout.plates[-1].name}', {found[0]}, subsample=index); for other data "
+                    f"(held out, say) make another TruncatedPosterior"
+                )
             if found != wanted:
                 raise ValueError(
                     f"the states of plate {layout.name!r} have shape {found} (data, states, "
