@@ -4,6 +4,7 @@ from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
+from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.truncated import TruncatedPosterior
 from pyro_mcvae.ops.evolution import (
@@ -18,9 +19,11 @@ from pyro_mcvae.ops.evolution import (
 )
 
 __all__ = [
+    "BernoulliPrior",
     "Bounds",
     "EvolutionaryUpdate",
     "FitnessProportional",
+    "GaussianNoise",
     "GreedyParents",
     "InformedFlips",
     "MonteCarloELBO",

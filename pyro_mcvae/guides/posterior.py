@@ -104,6 +104,26 @@ class StatePosterior:
                 found[name] = (weight * value).sum(0)
         return found
 
+    def site(self, name: str) -> Any:
+        """A site of the model's trace with all states side by side."""
+        nodes = self._sample.runs[0].model_trace.nodes
+        if len(self._sample.runs) > 1:
+            raise ValueError("the states were run one by one: use vectorize=True")
+        if name not in nodes:
+            raise ValueError(f"the model has no site '{name}', but {sorted(nodes)}")
+        return nodes[name]
+
+    def mean_of(self, value: Tensor, event_dim: int, b: int = 0) -> Tensor:
+        """
+        The posterior mean of what was computed at a site.
+
+        :param value: ``[S, *batch, *event]``.
+        :returns: ``[*batch, *event]``.
+        """
+        dim = 1 + self.runs.layouts.nesting + event_dim
+        value = value.reshape((1,) * (dim - value.dim()) + value.shape)
+        return (self._aligned(b, self.weights, dim) * value).sum(0)
+
     def map(self) -> dict[str, Tensor]:
         """The most probable state that is known: values ``[*batch, *event]``."""
         found = {}

@@ -133,7 +133,9 @@ def existing_entries(site: Any) -> Tensor | None:
             mask = torch.as_tensor(mask, dtype=torch.bool, device=value.device)
             mask = mask.reshape(mask.shape + (1,) * events)
             exists = mask if exists is None else exists & mask
-    return None if exists is None else exists.expand(value.shape)
+    if exists is None:
+        return None
+    return exists.expand(torch.broadcast_shapes(exists.shape, value.shape))
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,11 @@ class Model(nn.Module):
         super().__init__()
         self.images = images
         self.decoder = nn.Linear(NUM_BARS, SIDE**2, bias=False)
-        nn.init.xavier_normal_(self.decoder.weight)
+        # Every field begins as its share of the mean image, and a little noise tells them apart:
+        # from unequal starts one field may take two bars before another has taken any.
+        share = images.mean(0) / (NUM_BARS * PI)
+        noise = 0.1 * torch.randn(SIDE**2, NUM_BARS)
+        self.decoder.weight.data = share.unsqueeze(-1) + noise
         self.logits = nn.Parameter(torch.full((NUM_BARS,), 1.0 / NUM_BARS).logit())
         self.log_sigma = nn.Parameter(0.5 * images.var().log())
 
@@ -57,7 +61,7 @@ def train(seed: int, epochs: int, states: int = 64) -> tuple[Model, list[float]]
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     steps = epochs * -(-len(model.images) // 32)
     schedule = torch.optim.lr_scheduler.CyclicLR(
-        optimizer, 1e-3, 0.05, step_size_up=max(1, steps // 8), cycle_momentum=False
+        optimizer, 1e-3, 0.01, step_size_up=max(1, steps // 8), cycle_momentum=False
     )
     curve = []
     for _ in range(epochs):
@@ -78,7 +82,8 @@ def score(model: Model) -> tuple[int, float, float]:
     fields, true = model.decoder.weight.detach().t(), bars()
     distance = (fields.unsqueeze(1) - true).square().mean(-1).sqrt()
     best = {int(d.argmin()) for d in distance if float(d.min()) < 0.1 * HEIGHT}
-    return len(best), float(model.logits.sigmoid().mean()), float(model.log_sigma.exp())
+    pi, sigma = model.logits.sigmoid().mean(), model.log_sigma.exp()
+    return len(best), pi.item(), sigma.item()
 
 
 def draw(models: list[Model], curves: list[list[float]], path: Path) -> None:
@@ -101,7 +106,7 @@ def draw(models: list[Model], curves: list[list[float]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--output", type=Path, default=Path("bars.png"))
     args = parser.parse_args(argv)
     pyro.enable_validation(False)
