@@ -63,15 +63,20 @@ class Patches(nn.Module):
             if isinstance(layer, nn.Linear):
                 nn.init.xavier_normal_(layer.weight)
                 nn.init.zeros_(layer.bias)
-        layers[-1].bias.data.copy_((patches * known).sum(0) / known.sum(0).clamp_min(1))
+        # The network decodes standardized pixels, so that one learning rate suits all images.
+        self.center, self.spread = patches[known].mean(), patches[known].std()
         self.logits = nn.Parameter(torch.full((num_latents,), 1.0 / num_latents).logit())
         self.log_sigma = nn.Parameter(patches[known].std().log())
         self.patches, self.known = patches, known
 
+    def decode(self, z: Tensor) -> Tensor:
+        """The mean pixels."""
+        return self.center + self.spread * self.decoder(z)
+
     def forward(self, index: Tensor) -> None:
         with pyro.plate("patches", len(self.patches), subsample=index):
             z = pyro.sample("z", dist.Bernoulli(logits=self.logits).to_event(1))
-            pixels = dist.Normal(self.decoder(z), self.log_sigma.exp())
+            pixels = dist.Normal(self.decode(z), self.log_sigma.exp())
             known = self.known[index]
             pyro.sample("x", pixels.mask(known).to_event(1), obs=self.patches[index])
 
@@ -88,7 +93,7 @@ def restore(model: Patches, guide: TruncatedPosterior, shape: tuple[int, int], s
     means = []
     for index in torch.arange(len(model.patches)).split(1000):
         posterior = guide.posterior(index)
-        means.append(posterior.expectation(lambda values: model.decoder(values["z"])))
+        means.append(posterior.expectation(lambda values: model.decode(values["z"])))
     return merge(torch.cat(means), shape, side)
 
 
