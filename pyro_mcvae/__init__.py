@@ -6,17 +6,16 @@ from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
 from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
+from pyro_mcvae.guides.search import PriorDraws
 from pyro_mcvae.guides.truncated import TruncatedPosterior
 from pyro_mcvae.ops.evolution import (
     EvolutionaryUpdate,
     FitnessProportional,
     GreedyParents,
-    InformedFlips,
     OnePointCrossover,
-    SparseFlips,
-    UniformFlips,
     UniformParents,
 )
+from pyro_mcvae.ops.mutation import InformedFlips, Mutation, Parents, SparseFlips, UniformFlips
 
 __all__ = [
     "BernoulliPrior",
@@ -27,7 +26,10 @@ __all__ = [
     "GreedyParents",
     "InformedFlips",
     "MonteCarloELBO",
+    "Mutation",
     "OnePointCrossover",
+    "Parents",
+    "PriorDraws",
     "SparseFlips",
     "StatePosterior",
     "TraceIWAE_ELBO",

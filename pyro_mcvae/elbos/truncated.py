@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro import poutine
+from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO, check_positive_int
@@ -90,6 +91,8 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         training = torch.is_grad_enabled()
         with torch.no_grad():
             populations, sample = guide.evaluate(runs)
+            if training and guide.training and is_validation_enabled():
+                guide.check_data(sample)
             if guide.training:
                 populations = guide.search(runs, populations)
         log_joint = [None if p is None else p.log_joint for p in populations]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.ops.evolution import EvolutionaryUpdate, Parents, duplicates, keep_best
+from pyro_mcvae.ops.evolution import EvolutionaryUpdate, duplicates, keep_best
+from pyro_mcvae.ops.mutation import Parents
 from pyro_mcvae.ops.states import StateSpace
 from pyro_mcvae.tracing.joint import JointRuns
 from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.searched import StatesError
 
-__all__ = ["Population", "Populations", "evaluate", "evolve"]
+__all__ = ["Population", "Populations", "PriorDraws", "Proposals", "evaluate", "evolve", "propose"]
 
 
 @dataclass
@@ -96,6 +99,47 @@ def _population(
     frozen = runs.frozen(sample, b) if runs.layouts.masked else None
     joint = runs.log_joint(sample)[b].detach()
     return Population(space, states, packed, space.keys(packed), joint, frozen)
+
+
+@dataclass(frozen=True)
+class PriorDraws:
+    """
+    Proposals for a truncated posterior's search: states drawn from the model itself.
+
+    :param int count: how many for each datum in each step.
+    """
+
+    count: int = 4
+
+    def __post_init__(self) -> None:
+        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
+            raise ValueError(f"count must be an int of at least 1, got {self.count!r}")
+
+
+# Called with the model's arguments, returns for each discrete site values [C, *batch, *event].
+Proposals = Callable[..., Mapping[str, Tensor]]
+
+
+def propose(
+    runs: JointRuns, populations: Populations, proposals: PriorDraws | Proposals
+) -> Populations:
+    """Merge states that were not found by evolution."""
+    if isinstance(proposals, PriorDraws):
+        return _merge(runs, populations, runs.draw(proposals.count))
+    values = proposals(*runs.args, **runs.kwargs)
+    found: list[Tensor | None] = []
+    for layout, rows in zip(runs.layouts.blocks, runs.rows, strict=True):
+        if layout is None or rows is None:
+            found.append(None)
+            continue
+        missing = [name for name in layout.sites if name not in values]
+        if missing:
+            raise StatesError(
+                f"proposals= returned values of {sorted(values)}, but not of '{missing[0]}': "
+                f"return a value [count, *batch, *event] for each discrete site"
+            )
+        found.append(layout.states(values, rows))
+    return _merge(runs, populations, found)
 
 
 def evolve(runs: JointRuns, populations: Populations, evolution: EvolutionaryUpdate) -> Populations:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -11,14 +12,24 @@ import pyro
 import torch
 from pyro import distributions as dist
 from pyro import poutine
+from pyro.infer.util import is_validation_enabled
 from torch import Tensor, nn
 
 from pyro_mcvae.guides.posterior import StatePosterior
-from pyro_mcvae.guides.search import Populations, evaluate, evolve
+from pyro_mcvae.guides.search import (
+    Populations,
+    PriorDraws,
+    Proposals,
+    evaluate,
+    evolve,
+    propose,
+)
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate, distinct_states
-from pyro_mcvae.tracing.joint import JointRuns, Layouts, find_layouts
+from pyro_mcvae.tracing.joint import JointRuns
 from pyro_mcvae.tracing.layout import Layout
 from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.searched import Layouts, find_layouts
+from pyro_mcvae.tracing.sites import is_scored, is_subsampled
 from pyro_mcvae.tracing.tracer import Tracer
 
 __all__ = ["TruncatedPosterior"]
@@ -62,6 +73,9 @@ class TruncatedPosterior(nn.Module):
     :param EvolutionaryUpdate evolution: the search of one step.
     :param guide: a guide for the latents that are not searched, called with the model's
         arguments: a function, or an AutoGuide of the model with the discrete sites hidden.
+    :param proposals: further candidates of each step: :class:`PriorDraws`, or a function of the
+        model's arguments (an encoder, say) that returns values ``[C, *batch, *event]`` of each
+        discrete site.
     :param bool vectorize: run the model once for all states, in a leading batch dim.
     :param max_plate_nesting: how many batch dims the programs' plates occupy; found out if left
         out.
@@ -101,6 +115,7 @@ class TruncatedPosterior(nn.Module):
         num_states: int = 64,
         evolution: EvolutionaryUpdate | None = None,
         guide: Callable[..., Any] | None = None,
+        proposals: PriorDraws | Proposals | None = None,
         *,
         vectorize: bool = True,
         max_plate_nesting: float = math.inf,
@@ -115,8 +130,11 @@ class TruncatedPosterior(nn.Module):
         self.num_states = num_states
         self.evolution = EvolutionaryUpdate() if evolution is None else evolution
         self.guide = guide
+        self.proposals = proposals
         self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
         self._found: list[tuple[Any, Layouts]] = []
+        self._seen: dict[str, Tensor] = {}
+        self._warned = False
         self._own = Tracer(2, vectorize, max_plate_nesting)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -142,7 +160,38 @@ class TruncatedPosterior(nn.Module):
     def search(self, runs: JointRuns, populations: Populations) -> Populations:
         """One E-step, which is not stored."""
         with torch.no_grad():
+            if self.proposals is not None:
+                populations = propose(runs, populations, self.proposals)
             return evolve(runs, populations, self.evolution)
+
+    def check_data(self, sample: Sample) -> None:
+        """Warn once if a plate without indices shows other observations than before."""
+        first, last = sample.runs[0], sample.runs[-1]
+        seen = {}
+        for name, site in first.model_trace.nodes.items():
+            if not is_scored(site) or not site["is_observed"]:
+                continue
+            value = site["value"].detach()
+            # Data that are computed from the states are no sign of other data.
+            own = value.dim() - site["fn"].event_dim <= first.nesting
+            own = own and torch.equal(value, last.model_trace.nodes[name]["value"])
+            if own and not any(is_subsampled(f) for f in site["cond_indep_stack"]):
+                value = value.flatten().double().nan_to_num()
+                place = torch.linspace(1.0, 2.0, len(value), dtype=value.dtype, device=value.device)
+                seen[name] = (value * place).sum()
+        for name, now in seen.items():
+            before = self._seen.get(name)
+            if before is not None and not torch.equal(before, now.cpu()) and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"site '{name}' is observed with other values than before, in plates without "
+                    f"indices: states belong to a datum by its place, so other data in the same "
+                    f"places inherit them. For minibatches pass their indices, pyro.plate(..., N, "
+                    f"subsample=index); for held-out data make another TruncatedPosterior; data "
+                    f"that are drawn anew for the same places are fine",
+                    stacklevel=3,
+                )
+            self._seen[name] = now.cpu()
 
     def store(self, runs: JointRuns, populations: Populations) -> None:
         """Keep the states of a minibatch."""
@@ -167,13 +216,16 @@ class TruncatedPosterior(nn.Module):
         for _ in range(num_steps):
             with _apart(), torch.no_grad():
                 runs = self.begin(self.model, self._own, args, kwargs)
-                populations, _ = self.evaluate(runs)
+                populations, sample = self.evaluate(runs)
+                if is_validation_enabled():
+                    self.check_data(sample)
                 self.store(runs, self.search(runs, populations))
         return self.posterior(*args, **kwargs).free_energy
 
     def posterior(self, *args: Any, **kwargs: Any) -> StatePosterior:
         """
-        The truncated posterior of the data of one call, under the present parameters.
+        The truncated posterior of the data of one call, under the present parameters and, where
+        ``guide`` draws other latents, given one new draw of them.
 
         :param args: the model's arguments.
         """

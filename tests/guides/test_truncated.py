@@ -17,6 +17,7 @@ from pyro_mcvae import (
     GreedyParents,
     InformedFlips,
     OnePointCrossover,
+    PriorDraws,
     SparseFlips,
     TraceTruncated_ELBO,
     TruncatedPosterior,
@@ -336,3 +337,76 @@ def test_duplicates_by_key_are_those_by_value():
     found = duplicates(space.keys(space.pack(states)))
     for row, flags in zip(states.tolist(), found.tolist(), strict=True):
         assert flags == [state in row[:i] for i, state in enumerate(row)]
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("program", [model, mixed])
+def test_draws_from_the_prior_may_seed_the_search(program, vectorize):
+    nothing = EvolutionaryUpdate(num_generations=0)
+    guide = TruncatedPosterior(program, 5, nothing, proposals=PriorDraws(6), vectorize=vectorize)
+    before = guide.posterior().free_energy
+    after = guide.fit(num_steps=5)
+    assert (after >= before).all()
+    assert (after > before).any()
+    assert_distinct(guide)
+
+
+def test_an_encoder_may_seed_the_search():
+    best = TruncatedPosterior(model, 2**H).posterior().map()["z"]
+
+    def encoder(subsample=None):
+        return {"z": best[subsample].unsqueeze(0)}
+
+    nothing = EvolutionaryUpdate(num_generations=0)
+    guide = TruncatedPosterior(model, 3, nothing, proposals=encoder)
+    index = torch.tensor([5, 2])
+    guide.fit(index)
+    assert torch.equal(guide.posterior(index).map()["z"], best[index])
+    guide = TruncatedPosterior(model, 3, nothing, proposals=lambda: {"y": best})
+    with pytest.raises(ValueError, match=r"returned values of \['y'\], but not of 'z'"):
+        guide.fit()
+
+
+def test_other_data_in_a_plate_without_indices_are_told_of():
+    guide = TruncatedPosterior(lambda x: model(x=x), 4)
+    guide.fit(X)
+    guide.fit(X)
+    with pytest.warns(UserWarning, match="site 'x' is observed with other values.*subsample=index"):
+        guide.fit(X.flip(0))
+    guide.fit(X + 1)  # told once
+
+
+def test_masked_distributions_and_impossible_states():
+    """Masks of the distribution itself; probabilities of zero, with finite gradients."""
+    logits = torch.zeros(3, requires_grad=True)
+    there = torch.tensor([True, False, True])
+
+    def program():
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Bernoulli(logits=logits).mask(there).to_event(1))
+            c = pyro.sample("c", dist.Categorical(torch.tensor([0.5, 0.5, 0.0])))
+            hard = torch.where(z[..., 0] > 0, -torch.inf, 0.0)
+            pyro.factor("never", hard + 0.0 * logits.sum())
+            pyro.sample("x", dist.Normal(z[..., 2] + c, 1.0), obs=X[:2, 0])
+
+    guide = TruncatedPosterior(program, 24)
+    value = TraceTruncated_ELBO().loss_and_grads(program, guide)
+    parts = [
+        dist.Normal(z + c, 1.0).log_prob(X[:2, 0]) + 3 * torch.tensor(0.5).log()
+        for z in (0.0, 1.0)
+        for c in (0.0, 1.0)
+    ]
+    assert abs(value + torch.stack(parts).logsumexp(0).sum().item()) < 1e-6
+    assert torch.isfinite(logits.grad).all()
+    assert logits.grad[1] == 0
+
+
+def test_marks_for_enumeration_do_not_matter():
+    def program():
+        with pyro.plate("data", N):
+            z = pyro.sample("z", dist.Bernoulli(0.3), infer={"enumerate": "parallel"})
+            pyro.sample("x", dist.Normal(z, 1.0), obs=X[:, 0])
+
+    exact = pyro.infer.TraceEnum_ELBO(max_plate_nesting=1).loss(program, lambda: None)
+    found = TraceTruncated_ELBO().loss(program, TruncatedPosterior(program, 2))
+    assert abs(found - exact) < 1e-9
