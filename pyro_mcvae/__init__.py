@@ -5,11 +5,24 @@ from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.sis import TraceSIS_ELBO
+from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
+from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
+from pyro_mcvae.guides.posterior import StatePosterior
+from pyro_mcvae.guides.search import PriorDraws
+from pyro_mcvae.guides.truncated import TruncatedPosterior
 from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.kernels.hmc import HMC
 from pyro_mcvae.kernels.langevin import MALA, ULA, GaussianReverse
 from pyro_mcvae.kernels.random_walk import RandomWalk
 from pyro_mcvae.kernels.underdamped import UnderdampedLangevin
+from pyro_mcvae.ops.evolution import (
+    EvolutionaryUpdate,
+    FitnessProportional,
+    GreedyParents,
+    OnePointCrossover,
+    UniformParents,
+)
+from pyro_mcvae.ops.mutation import InformedFlips, Mutation, Parents, SparseFlips, UniformFlips
 from pyro_mcvae.schedules import FixedSchedule, LearnedSchedule, LinearSchedule, SigmoidSchedule
 from pyro_mcvae.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSize
 
@@ -18,22 +31,38 @@ __all__ = [
     "MALA",
     "ULA",
     "AdaptiveStepSize",
+    "BernoulliPrior",
     "Bounds",
+    "EvolutionaryUpdate",
+    "FitnessProportional",
     "FixedSchedule",
     "FixedStepSize",
+    "GaussianNoise",
     "GaussianReverse",
+    "GreedyParents",
+    "InformedFlips",
     "Kernel",
     "LearnedSchedule",
     "LearnedStepSize",
     "LinearSchedule",
     "MonteCarloELBO",
+    "Mutation",
+    "OnePointCrossover",
+    "Parents",
+    "PriorDraws",
     "RandomWalk",
     "SigmoidSchedule",
+    "SparseFlips",
+    "StatePosterior",
     "TraceAIS_ELBO",
     "TraceIWAE_ELBO",
     "TraceSGVB_ELBO",
     "TraceSIS_ELBO",
+    "TraceTruncated_ELBO",
+    "TruncatedPosterior",
     "UnderdampedLangevin",
+    "UniformFlips",
+    "UniformParents",
 ]
 
 __version__ = "0.1.0"

@@ -115,7 +115,7 @@ def load_digits() -> Task:
     # The split does not depend on --seed: runs with different seeds compare.
     images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
     train, test = images[:1500], images[1500:]
-    return Task(train, test, 200, 16, batch_size=100, learning_rate=3e-3, epochs=250)
+    return Task(train, test, 200, 16, batch_size=100, learning_rate=3e-3, epochs=150)
 
 
 def load_mnist(root: str) -> Task:
@@ -275,7 +275,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dataset", choices=("digits", "mnist"), default="digits")
     add("--data-root", default="data", metavar="DIR", help="where MNIST is, or is downloaded to")
     add("--objective", action="append", metavar="NAME", help="one or more; default: all")
-    add("--epochs", type=positive_int, help="default: 250 for digits, 20 for mnist")
+    add("--epochs", type=positive_int, help="default: 150 for digits, 20 for mnist")
     add("--batch-size", type=positive_int, help="default: 100")
     add("--limit", type=positive_int, metavar="N", help="train and test on N images at most")
     add("--seed", type=int, default=0)

@@ -1,0 +1,194 @@
+"""The free energy of truncated posteriors, improved by evolutionary search."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pyro import poutine
+from pyro.infer.util import is_validation_enabled
+from torch import Tensor
+
+from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO, check_positive_int
+from pyro_mcvae.elbos.plain import local_bounds, local_estimate
+from pyro_mcvae.guides.truncated import TruncatedPosterior
+from pyro_mcvae.ops.importance import normalized_weights
+from pyro_mcvae.tracing.runs import Programs
+from pyro_mcvae.tracing.sample import Sample
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from pyro_mcvae.elbos.base import ELBOOptions
+
+__all__ = ["TraceTruncated_ELBO"]
+
+
+class TraceTruncated_ELBO(MonteCarloELBO):
+    r"""
+    Trains a model whose discrete latents have a :class:`TruncatedPosterior` [1]:
+
+    .. math::
+        F = \log p(\theta) - \log q(\theta)
+            + \frac{N}{B} \sum_n \log \sum_{z \in \Phi_n} \frac{p(x_n, z, w_n)}{q(w_n)}, \qquad
+        \nabla F = \frac{N}{B} \sum_n \sum_{z \in \Phi_n} q_n(z) \nabla \log p(x_n, z) .
+
+    A step evaluates the states of the minibatch, searches for better ones (an E-step, which never
+    lowers F), keeps them in the guide, and takes the gradient of F through them. Latents that the
+    truncated posterior's own ``guide`` draws (:math:`\theta` outside of the data plate, w inside)
+    are drawn once per step and are the same for all states of a datum.
+
+    :meth:`loss` and :meth:`bounds`, and every call without gradients, search as well, so that they
+    agree with a training step under one seed, but keep nothing. After ``guide.eval()`` no call
+    searches.
+
+    :param int num_gradient_states: take the gradient through the k states of the largest weight,
+        and ``num_sampled_states`` drawn from the rest, with weights that keep it unbiased
+        (Rao-Blackwellization of the M-step [2]); None for all states.
+    :param int num_sampled_states: how many of the rest; with ``num_gradient_states`` only.
+    :param bool vectorize_particles: run the model once for all states. On by default, unlike in
+        Pyro: the states are many.
+    :param options: ``max_plate_nesting``, ``strict_enumeration_warning`` and ``retain_graph``, as
+        in Pyro; see :class:`MonteCarloELBO`.
+    :raises ValueError: for another guide, and for numbers that are no ints of at least 1.
+
+    [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
+    with Binary Latents*.
+    [2] Liu, Regier, Tripuraneni, Jordan, McAuliffe (2019), *Rao-Blackwellized Stochastic Gradients
+    for Discrete Distributions*.
+
+    Example::
+
+        >>> def model(x):
+        ...     weight = pyro.param("weight", torch.ones(2, 3))
+        ...     with pyro.plate("data", 100, subsample_size=10) as index:
+        ...         z = pyro.sample("z", dist.Bernoulli(0.5 * torch.ones(2)).to_event(1))
+        ...         pyro.sample("x", dist.Normal(z @ weight, 1.0).to_event(1), obs=x[index])
+        >>> guide = TruncatedPosterior(model, num_states=4)
+        >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=TraceTruncated_ELBO())
+        >>> losses = [svi.step(torch.randn(100, 3)) for _ in range(3)]
+    """
+
+    def __init__(
+        self,
+        num_gradient_states: int | None = None,
+        num_sampled_states: int = 1,
+        **options: Unpack[ELBOOptions],
+    ) -> None:
+        options.setdefault("vectorize_particles", True)
+        super().__init__(1, **options)
+        if num_gradient_states is not None:
+            check_positive_int("num_gradient_states", num_gradient_states)
+        check_positive_int("num_sampled_states", num_sampled_states)
+        self.num_gradient_states = num_gradient_states
+        self.num_sampled_states = num_sampled_states
+        #: The last step's passes through the model, and the states of a datum in all of them.
+        self.num_runs, self.num_evaluations = 0, 0
+
+    def _estimate(self, programs: Programs) -> Estimate:
+        guide = _truncated(programs.guide)
+        runs = guide.begin(programs.model, self._tracer, programs.args, programs.kwargs)
+        training = torch.is_grad_enabled()
+        with torch.no_grad():
+            populations, sample = guide.evaluate(runs)
+            if training and guide.training and is_validation_enabled():
+                guide.check_data(sample)
+            if guide.training:
+                populations = guide.search(runs, populations)
+        log_joint = [None if p is None else p.log_joint for p in populations]
+        bound = _joined(sample, log_joint)
+        if training:
+            picked, weights = self._pick(log_joint)
+            states = [
+                None if p is None or i is None else p.space.unpack(_at(p.packed, i))
+                for p, i in zip(populations, picked, strict=True)
+            ]
+            count = next(w.shape[1] for w in weights if w is not None)
+            sample = runs.run(states, count)
+            surrogate = _weighted(sample, weights, bound)
+        else:
+            surrogate = bound
+        if training and guide.training:
+            guide.store(runs, populations)
+        self.num_runs, self.num_evaluations = runs.num_runs, runs.num_states
+        return local_estimate(sample, bound, surrogate)
+
+    def _bounds(self, programs: Programs) -> Bounds:
+        guide = _truncated(programs.guide)
+        runs = guide.begin(programs.model, self._tracer, programs.args, programs.kwargs)
+        populations, sample = guide.evaluate(runs)
+        if guide.training:
+            populations = guide.search(runs, populations)
+        joint = [None if p is None else p.log_joint for p in populations]
+        return local_bounds(sample, _joined(sample, joint))
+
+    def _pick(
+        self, log_joint: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """For each block the states that pass the gradient, and their weights, ``[E, k]``."""
+        top, drawn = self.num_gradient_states, self.num_sampled_states
+        picked: list[Tensor | None] = []
+        weights: list[Tensor | None] = []
+        for joint in log_joint:
+            if joint is None:
+                picked.append(None)
+                weights.append(None)
+                continue
+            weight = normalized_weights(joint, dim=1)
+            if top is None or top + drawn >= joint.shape[1]:
+                index = torch.arange(joint.shape[1], device=joint.device).expand(joint.shape)
+            else:
+                index, weight = _top_and_rest(weight, top, drawn)
+            # A state of no weight may have no gradient (the logarithm of zero): the best stands in.
+            best = joint.argmax(1, keepdim=True)
+            picked.append(torch.where(weight > 0, index, best))
+            weights.append(weight)
+        return picked, weights
+
+
+def _top_and_rest(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]:
+    """The largest weights, and draws from the rest that share its mass: index and weight."""
+    largest, index = weight.topk(top, dim=1)
+    rest = weight.scatter(1, index, 0.0)
+    mass = rest.sum(1, keepdim=True)
+    total = rest.cumsum(1)
+    at = torch.rand(len(rest), drawn, dtype=rest.dtype, device=rest.device) * total[:, -1:]
+    other = torch.searchsorted(total, at, right=True).clamp_max(weight.shape[1] - 1)
+    return torch.cat([index, other], 1), torch.cat([largest, (mass / drawn).expand_as(at)], 1)
+
+
+def _truncated(guide: Any) -> TruncatedPosterior:
+    unwrapped = poutine.unwrap(guide)
+    if not isinstance(unwrapped, TruncatedPosterior):
+        raise ValueError(
+            f"TraceTruncated_ELBO trains with a TruncatedPosterior as its guide, got "
+            f"{type(unwrapped).__name__}: pass TruncatedPosterior(model, num_states=...), with the "
+            f"guide of the latents that are not discrete as its guide="
+        )
+    return unwrapped
+
+
+def _at(packed: Tensor, index: Tensor) -> Tensor:
+    return packed.gather(1, index.unsqueeze(-1).expand(-1, -1, packed.shape[-1]))
+
+
+def _joined(sample: Sample, log_joint: list[Tensor | None]) -> Tensor:
+    """The bound of each datum: ``[*plates]``, or ``[elements]`` for several blocks."""
+    parts = []
+    for joint, own in zip(log_joint, sample.split(sample.log_weight.detach()), strict=True):
+        # Without discrete sites a block has one draw, the same in every row.
+        parts.append(own[0] if joint is None else joint.logsumexp(1).reshape(own.shape[1:]))
+    return parts[0] if len(parts) == 1 else torch.cat([p.flatten() for p in parts])
+
+
+def _weighted(sample: Sample, weights: list[Tensor | None], bound: Tensor) -> Tensor:
+    """Per datum a tensor with the gradient of the bound, like ``bound``."""
+    parts = []
+    for weight, own in zip(weights, sample.split(sample.log_weight), strict=True):
+        if weight is None:
+            parts.append(own[0])
+        else:
+            parts.append((weight.t().reshape(own.shape) * own).sum(0))
+    surrogate = parts[0] if len(parts) == 1 else torch.cat([p.flatten() for p in parts])
+    score = sample.local_sum(lambda t, i: t.score if t.in_guide else 0)[0]
+    return surrogate + bound * score if score.requires_grad else surrogate

@@ -1,0 +1,1 @@
+"""Guides that are not written by hand."""

@@ -1,0 +1,359 @@
+"""Truncated posteriors: a set of discrete states for every datum, as a Pyro guide."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pyro
+import torch
+from pyro import distributions as dist
+from pyro import poutine
+from pyro.infer.util import is_validation_enabled
+from torch import Tensor, nn
+
+from pyro_mcvae.guides.posterior import StatePosterior
+from pyro_mcvae.guides.search import (
+    Populations,
+    PriorDraws,
+    Proposals,
+    evaluate,
+    evolve,
+    propose,
+)
+from pyro_mcvae.ops.evolution import EvolutionaryUpdate, distinct_states
+from pyro_mcvae.tracing.joint import JointRuns
+from pyro_mcvae.tracing.layout import Layout
+from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.searched import Layouts, find_layouts
+from pyro_mcvae.tracing.sites import is_scored, is_subsampled
+from pyro_mcvae.tracing.tracer import Tracer
+
+__all__ = ["TruncatedPosterior"]
+
+# The rows of a chunk of the first states, so that unpacked ones never fill the memory.
+_CHUNK = 1 << 24
+
+
+class TruncatedPosterior(nn.Module):
+    r"""
+    A guide for the discrete latents of a data plate: for each datum a set
+    :math:`\Phi_n` of S distinct states and, on it, the exact posterior's proportions [1, 2],
+
+    .. math::
+        q_n(z) = \frac{p(x_n, z)}{\sum_{z' \in \Phi_n} p(x_n, z')}, \quad z \in \Phi_n, \qquad
+        F = \sum_n \log \sum_{z \in \Phi_n} p(x_n, z) \le \sum_n \log p(x_n) .
+
+    No encoder, no relaxation and no sampling: :class:`TraceTruncated_ELBO` improves the sets by
+    evolutionary search, and the model by the gradient of F. With :math:`S = \prod_d K_d` states,
+    all that there are, F is the exact log evidence.
+
+    The guide finds the discrete sites and their plates by running the model, like an AutoGuide:
+    one or several sites in one plate, sites in plates nested inside of the data plate (their
+    values belong to the datum's state), several data plates side by side. Bernoulli, categorical,
+    one-hot and count sites are searched (counts without an upper bound: below 65,536). Which data a
+    minibatch holds is read from the plate: give it indices, ``pyro.plate("data", N,
+    subsample=index)``, or let it draw them by ``subsample_size``. Entries that are masked out have
+    no density and keep the value zero. Every other latent is drawn by ``guide``, once per step,
+    and enters as in the plain ELBO; one draw of a datum's latents serves all of its states, so
+    that they may not depend on its discrete ones.
+
+    As a function of the model's arguments it is a Pyro guide like others, which draws from q_n,
+    for :class:`~pyro.infer.Predictive` say; :meth:`posterior` answers what is asked of a posterior.
+
+    The states are buffers, eight Bernoulli entries to the byte: they move with ``.to``, and are
+    saved and loaded by ``state_dict``. In training mode a step of :class:`TraceTruncated_ELBO`
+    searches; ``guide.eval()`` keeps the states as they are.
+
+    :param model: the model.
+    :param int num_states: S, the same for all data.
+    :param EvolutionaryUpdate evolution: the search of one step.
+    :param guide: a guide for the latents that are not searched, called with the model's
+        arguments: a function, or an AutoGuide of the model with the discrete sites hidden.
+    :param proposals: further candidates of each step: :class:`PriorDraws`, or a function of the
+        model's arguments (an encoder, say) that returns values ``[C, *batch, *event]`` of each
+        discrete site.
+    :param bool vectorize: run the model once for all states, in a leading batch dim.
+    :param max_plate_nesting: how many batch dims the programs' plates occupy; found out if left
+        out.
+    :raises ValueError: if ``num_states`` is not an int of at least 1. On the first call: for a
+        model without discrete sites or with continuous ones that ``guide`` does not draw, for
+        discrete sites that no data plate encloses, and if ``num_states`` exceeds the number of
+        states. On any call: for a changed number of data, and indices out of range.
+
+    [1] Lücke, Forster (2019), *k-means as a variational EM approximation of Gaussian mixture
+    models*; Lücke (2019), *Truncated Variational Expectation Maximization*.
+    [2] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
+    with Binary Latents*.
+
+    Example::
+
+        >>> weight = torch.nn.Parameter(torch.randn(4, 6))
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(4)).to_event(1))
+        ...         pyro.sample("x", dist.Normal(z @ weight, 0.5).to_event(1), obs=x)
+        >>> x = torch.randn(10, 6)
+        >>> guide = TruncatedPosterior(model, num_states=16)  # 2^4: exact inference
+        >>> elbo = TraceTruncated_ELBO()(model, guide)
+        >>> optimizer = torch.optim.Adam([weight], lr=0.05)
+        >>> for _ in range(20):
+        ...     optimizer.zero_grad()
+        ...     loss = elbo(x)
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> guide.posterior(x).marginals()["z"].shape
+        torch.Size([10, 4])
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        num_states: int = 64,
+        evolution: EvolutionaryUpdate | None = None,
+        guide: Callable[..., Any] | None = None,
+        proposals: PriorDraws | Proposals | None = None,
+        *,
+        vectorize: bool = True,
+        max_plate_nesting: float = math.inf,
+    ) -> None:
+        super().__init__()
+        if isinstance(num_states, bool) or not isinstance(num_states, int) or num_states < 1:
+            raise ValueError(f"num_states must be an int of at least 1, got {num_states!r}")
+        if evolution is not None and not isinstance(evolution, EvolutionaryUpdate):
+            raise ValueError(f"evolution must be an EvolutionaryUpdate, got {evolution!r}")
+        # In tuples: a model that is a module would become a part of this one.
+        self._model = (model,)
+        self.num_states = num_states
+        self.evolution = EvolutionaryUpdate() if evolution is None else evolution
+        self.guide = guide
+        self.proposals = proposals
+        self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
+        self._found: list[tuple[Any, Layouts]] = []
+        self._seen: dict[str, Tensor] = {}
+        self._warned = False
+        self._own = Tracer(2, vectorize, max_plate_nesting)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of a copy or a pickle the structure is found again.
+        return {**self.__dict__, "_found": []}
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        return self._model[0]
+
+    # What an objective asks -----------------------------------------------------------------
+
+    def begin(self, model: Callable[..., Any], tracer: Tracer, args: Any, kwargs: Any) -> JointRuns:
+        """A step's joint density; finds the structure and makes the first states if need be."""
+        layouts = self._layouts(model, tracer, args, kwargs)
+        return JointRuns(tracer, layouts, model, self.guide, args, kwargs)
+
+    def evaluate(self, runs: JointRuns) -> tuple[Populations, Sample]:
+        """The states of a minibatch as they are, with their log joint."""
+        stored = [None if b is None else self._states(b) for b in runs.layouts.blocks]
+        return evaluate(runs, stored, self.num_states)
+
+    def search(self, runs: JointRuns, populations: Populations) -> Populations:
+        """One E-step, which is not stored."""
+        with torch.no_grad():
+            if self.proposals is not None:
+                populations = propose(runs, populations, self.proposals)
+            return evolve(runs, populations, self.evolution)
+
+    def check_data(self, sample: Sample) -> None:
+        """Warn once if a plate without indices shows other observations than before."""
+        first, last = sample.runs[0], sample.runs[-1]
+        seen = {}
+        for name, site in first.model_trace.nodes.items():
+            if not is_scored(site) or not site["is_observed"]:
+                continue
+            value = site["value"].detach()
+            # Data that are computed from the states are no sign of other data.
+            own = value.dim() - site["fn"].event_dim <= first.nesting
+            own = own and torch.equal(value, last.model_trace.nodes[name]["value"])
+            if own and not any(is_subsampled(f) for f in site["cond_indep_stack"]):
+                value = value.flatten().double().nan_to_num()
+                place = torch.linspace(1.0, 2.0, len(value), dtype=value.dtype, device=value.device)
+                seen[name] = (value * place).sum()
+        for name, now in seen.items():
+            before = self._seen.get(name)
+            if before is not None and not torch.equal(before, now.cpu()) and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"site '{name}' is observed with other values than before, in plates without "
+                    f"indices: states belong to a datum by its place, so other data in the same "
+                    f"places inherit them. For minibatches pass their indices, pyro.plate(..., N, "
+                    f"subsample=index); for held-out data make another TruncatedPosterior; data "
+                    f"that are drawn anew for the same places are fine",
+                    stacklevel=3,
+                )
+            self._seen[name] = now.cpu()
+
+    def store(self, runs: JointRuns, populations: Populations) -> None:
+        """Keep the states of a minibatch."""
+        for b, layout in runs.layouts.searched:
+            population, rows = populations[b], runs.rows[b]
+            if population is not None and rows is not None:
+                kept = self._states(layout)
+                index, packed = _settle(rows.index.to(kept.device), population.packed.to(kept))
+                with torch.no_grad():
+                    kept.index_copy_(0, index, packed)
+
+    # What a user asks -----------------------------------------------------------------------
+
+    def fit(self, *args: Any, num_steps: int = 1, **kwargs: Any) -> Tensor:
+        """
+        E-steps alone: the states improve, the parameters stay (for held-out data, say).
+
+        :param args: the model's arguments.
+        :param int num_steps: how many.
+        :returns: the free energy of each datum, shape ``[*plates]``, in nats.
+        """
+        for _ in range(num_steps):
+            with _apart(), torch.no_grad():
+                runs = self.begin(self.model, self._own, args, kwargs)
+                populations, sample = self.evaluate(runs)
+                if is_validation_enabled():
+                    self.check_data(sample)
+                self.store(runs, self.search(runs, populations))
+        return self.posterior(*args, **kwargs).free_energy
+
+    def posterior(self, *args: Any, **kwargs: Any) -> StatePosterior:
+        """
+        The truncated posterior of the data of one call, under the present parameters and, where
+        ``guide`` draws other latents, given one new draw of them.
+
+        :param args: the model's arguments.
+        """
+        return self._posterior(args, kwargs, {})
+
+    def _posterior(self, args: Any, kwargs: Any, subsamples: dict[str, Tensor]) -> StatePosterior:
+        with _apart(), torch.no_grad():
+            runs = self.begin(self.model, self._own, args, kwargs)
+            runs.subsamples.update(subsamples)
+            populations, sample = self.evaluate(runs)
+        return StatePosterior(runs, populations, sample)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """
+        Draw from the truncated posterior, as a guide: an auxiliary site for the index of the
+        state in each data plate, and a point mass at each discrete site.
+
+        :returns: the values by site.
+        """
+        values: dict[str, Tensor] = {}
+        if self.guide is not None:
+            self.guide(*args, **kwargs)
+        posterior = self._posterior(args, kwargs, {})
+        made = posterior.make_plates()
+        # Around this guide another minibatch may be set: that of the other particles of a step.
+        chosen = {name: made[name]._indices for name in posterior.subsamples if name in made}
+        if any(not torch.equal(posterior.subsamples[n].to(at), at) for n, at in chosen.items()):
+            posterior = self._posterior(args, kwargs, chosen)
+        for b, layout in posterior.runs.layouts.searched:
+            with ExitStack() as stack:
+                for key in layout.plates:
+                    stack.enter_context(made[key.name])
+                logits = posterior.block_weights(b).log()
+                index = pyro.sample(
+                    f"_{layout.name}_state",
+                    dist.Categorical(logits=logits),
+                    infer={"is_auxiliary": True},
+                )
+            for name in layout.sites:
+                values[name] = posterior.emit(b, name, index, made)
+        return values
+
+    # States ---------------------------------------------------------------------------------
+
+    def _layouts(
+        self, model: Callable[..., Any], tracer: Tracer, args: Any, kwargs: Any
+    ) -> Layouts:
+        key = (model, self.guide, tracer)
+        for known, layouts in self._found:
+            if known == key:
+                return layouts
+        layouts = find_layouts(tracer, model, self.guide, args, kwargs)
+        for b, layout in layouts.searched:
+            self._prepare(layout, layouts.bank[b])
+        # An objective's and one's own questions; others come and go.
+        self._found = [(key, layouts), *self._found[:3]]
+        return layouts
+
+    def _buffer(self, layout: Layout) -> str:
+        return f"states_{layout.name}"
+
+    def _states(self, layout: Layout) -> Tensor:
+        return self.get_buffer(self._buffer(layout))
+
+    def _prepare(self, layout: Layout, bank: Tensor | None) -> None:
+        """Make the first states of a block, or check those that were loaded."""
+        name, space = self._buffer(layout), layout.space
+        if self.num_states > space.cardinality:
+            raise ValueError(
+                f"num_states={self.num_states}, but {', '.join(map(repr, layout.sites))} of plate "
+                f"'{layout.plates[-1].name}' have {space.cardinality} states in all: pass "
+                f"num_states={space.cardinality}, which is exact inference"
+            )
+        wanted = (layout.num_data, self.num_states, space.num_bytes)
+        if name in self._buffers:
+            found = tuple(self.get_buffer(name).shape)
+            if found[1:] == wanted[1:] and found != wanted:
+                raise ValueError(
+                    f"plate '{layout.plates[-1].name}' has {wanted[0]} data, and states are kept "
+                    f"for {found[0]}. For minibatches pass their indices, pyro.plate("
+                    f"'{layout.plates[-1].name}', {found[0]}, subsample=index); for other data "
+                    f"(held out, say) make another TruncatedPosterior"
+                )
+            if found != wanted:
+                raise ValueError(
+                    f"the states of plate {layout.name!r} have shape {found} (data, states, "
+                    f"bytes), and the model needs {wanted}: they were made for other data or "
+                    f"another num_states; make a new TruncatedPosterior"
+                )
+            return
+        assert bank is not None
+        step = max(1, _CHUNK // max(1, 2 * self.num_states * len(space)))
+        parts = []
+        for begin in range(0, layout.num_data, step):
+            rows = min(step, layout.num_data - begin)
+            pick = torch.randint(len(bank), (rows, self.num_states), device=bank.device)
+            drawn = bank[pick]
+            parts.append(space.pack(distinct_states(space, drawn, self.num_states)))
+        self.register_buffer(name, torch.cat(parts))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        # States are made at the first call, which a loaded guide may not have had.
+        for key, value in state_dict.items():
+            name = key[len(prefix) :]
+            if key.startswith(prefix + "states_") and "." not in name:
+                if name in self._buffers and self.get_buffer(name).shape == value.shape:
+                    continue
+                self.register_buffer(name, torch.empty_like(value))
+                self._found = []
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Hide runs from outer handlers, and outer plates, whose dim they may take, from runs."""
+    allocator = poutine.runtime._DIM_ALLOCATOR
+    stack, allocator._stack = allocator._stack, []
+    try:
+        with poutine.block():
+            yield
+    finally:
+        allocator._stack = stack
+
+
+def _settle(index: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """A datum that stands twice in a minibatch gets the states of its first row."""
+    ordered, order = index.sort(stable=True)
+    position = torch.arange(len(index), device=index.device)
+    again = torch.nn.functional.pad(ordered[1:] == ordered[:-1], (1, 0))
+    first = position.masked_fill(again, 0).cummax(0).values
+    return ordered, packed.index_select(0, order[first])

@@ -1,0 +1,167 @@
+"""Discrete states as rows of small integers: packed bits, keys, and moves of single entries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["COUNT_LIMIT", "StateSpace"]
+
+# Counts without an upper bound are searched below this many values.
+COUNT_LIMIT = 1 << 16
+
+
+class StateSpace:
+    """
+    The states of D discrete entries, entry d with the values ``0 .. sizes[d] - 1``.
+
+    States are *packed* for storage, each entry in as many bits as its size takes, and have a
+    *key*: equal states have equal keys, and different ones different keys (certainly so while the
+    states number less than 2^62, otherwise but for one pair in 2^64).
+
+    A *move* changes one entry. An entry whose order means nothing has a move to each of its other
+    values; an ordinal one moves up and down by one.
+
+    :param sizes: how many values each entry has.
+    :param ordinal: which entries are counts; by default none.
+
+    Example::
+
+        >>> space = StateSpace([2, 2, 3])
+        >>> space.cardinality, space.num_bytes, space.num_moves
+        (12, 1, 4)
+        >>> states = torch.tensor([[0, 1, 2], [1, 1, 0]])
+        >>> bool((space.unpack(space.pack(states)) == states).all())
+        True
+    """
+
+    def __init__(self, sizes: Sequence[int], ordinal: Sequence[bool] | None = None) -> None:
+        self.sizes = tuple(sizes)
+        self.ordinal = tuple(ordinal) if ordinal is not None else (False,) * len(self.sizes)
+        self.binary = all(size == 2 for size in self.sizes)
+        self.widths = [max(1, (size - 1).bit_length()) for size in self.sizes]
+        self.num_bytes = (sum(self.widths) + 7) // 8
+        self.cardinality = math.prod(self.sizes)
+        #: The dtype of unpacked states.
+        self.dtype = torch.uint8 if max(self.sizes, default=2) <= 256 else torch.int32
+        self._tables: dict[torch.device, dict[str, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def num_moves(self) -> int:
+        return sum(self.moves_of(d) for d in range(len(self)))
+
+    def moves_of(self, entry: int) -> int:
+        """How many moves one entry has."""
+        return 2 if self.ordinal[entry] else self.sizes[entry] - 1
+
+    def table(self, name: str, device: torch.device) -> Tensor:
+        """
+        A constant tensor on a device.
+
+        ``"entry"``, ``"offset"`` and ``"log_share"`` have one element per move: the entry that it
+        changes, by how much, and minus the log of how many moves that entry has; ``"move size"`` is
+        the entry's size, and ``"wraps"`` says that its values have no order.
+        """
+        if device not in self._tables:
+            self._tables[device] = {k: t.to(device) for k, t in self._make_tables().items()}
+        return self._tables[device][name]
+
+    def _make_tables(self) -> dict[str, Tensor]:
+        entry, offset, share = [], [], []
+        for d, size in enumerate(self.sizes):
+            steps = [1, -1] if self.ordinal[d] else list(range(1, size))
+            entry += [d] * len(steps)
+            offset += steps
+            share += [-math.log(len(steps))] * len(steps)
+        bits = [(d, j) for d, width in enumerate(self.widths) for j in range(width)]
+        radix = _radices(self.sizes)
+        # Keys are linear in the bits: one look-up per byte, whatever the number of bytes.
+        of_bit = torch.tensor([_wrap(radix[d] << j) for d, j in bits], dtype=torch.long)
+        of_bit = torch.nn.functional.pad(of_bit, (0, 8 * self.num_bytes - len(bits)))
+        byte = (torch.arange(256).unsqueeze(-1) >> torch.arange(8)) & 1
+        key = (byte * of_bit.reshape(-1, 1, 8)).sum(-1).flatten()
+        return {
+            "entry": torch.tensor(entry, dtype=torch.long),
+            "offset": torch.tensor(offset, dtype=torch.long),
+            "log_share": torch.tensor(share),
+            "move size": torch.tensor([self.sizes[d] for d in entry], dtype=torch.long),
+            "wraps": torch.tensor([not self.ordinal[d] for d in entry], dtype=torch.bool),
+            "bit entry": torch.tensor([d for d, _ in bits], dtype=torch.long),
+            "bit shift": torch.tensor([j for _, j in bits], dtype=torch.long),
+            "key": key,
+            "unit key": torch.tensor([_wrap(r) for r in radix], dtype=torch.long),
+            "byte": torch.arange(self.num_bytes) * 256,
+            "bits of byte": byte.to(torch.uint8).contiguous().view(torch.long).squeeze(-1),
+            "powers": (2.0 ** torch.arange(8)).float(),
+        }
+
+    def pack(self, states: Tensor) -> Tensor:
+        """
+        :param ~torch.Tensor states: integers, shape ``[..., D]``.
+        :returns: bytes, shape ``[..., num_bytes]``.
+        """
+        bits = states
+        if not self.binary:
+            at = states.index_select(-1, self.table("bit entry", states.device)).int()
+            bits = (at >> self.table("bit shift", states.device).int()) & 1
+        bits = torch.nn.functional.pad(bits, (0, 8 * self.num_bytes - bits.shape[-1]))
+        # Sums of eight bits are exact in single precision, and matrix products fast.
+        value = bits.reshape(-1, 8).float() @ self.table("powers", states.device)
+        return value.to(torch.uint8).reshape(*states.shape[:-1], self.num_bytes)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The inverse of :meth:`pack`, in :attr:`dtype`."""
+        bits = self.table("bits of byte", packed.device)[packed.long()].view(torch.uint8)
+        if self.binary:
+            return bits[..., : len(self)]
+        shift = self.table("bit shift", packed.device).int()
+        shifted = bits[..., : len(shift)].int() << shift
+        states = shifted.new_zeros(*shifted.shape[:-1], len(self))
+        states.index_add_(-1, self.table("bit entry", packed.device), shifted)
+        return states.to(self.dtype)
+
+    def keys(self, packed: Tensor) -> Tensor:
+        """The keys of packed states, int64, shape ``[...]``."""
+        table = self.table("key", packed.device)
+        return table[packed.long() + self.table("byte", packed.device)].sum(-1)
+
+    def unit_keys(self, device: torch.device) -> Tensor:
+        """By how much a step of one in an entry changes the key, int64, shape ``[D]``."""
+        return self.table("unit key", device)
+
+    def moved(self, current: Tensor, moves: Tensor | None = None) -> Tensor:
+        """
+        The value that each move gives to its entry.
+
+        :param ~torch.Tensor current: the entries' present values, int64, shape ``[..., M]``.
+        :param ~torch.Tensor moves: which moves, of that shape; all by default.
+        :returns: shape ``[..., M]``; outside of the entry's range where a count cannot go further.
+        """
+        if self.binary:
+            return 1 - current
+        tables = [self.table(n, current.device) for n in ("offset", "move size", "wraps")]
+        offset, size, wraps = tables if moves is None else [t[moves] for t in tables]
+        value = current + offset
+        return torch.where(wraps & (value >= size), value - size, value)
+
+
+def _wrap(value: int) -> int:
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+@lru_cache(maxsize=64)
+def _radices(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    if math.prod(sizes) <= 1 << 62:
+        return tuple(math.prod(sizes[:d]) for d in range(len(sizes)))
+    # A generator of its own: keys must not depend on, or move, the user's random state.
+    generator = torch.Generator().manual_seed(len(sizes))
+    drawn = torch.randint(-(1 << 62), 1 << 62, (len(sizes),), generator=generator)
+    return tuple(2 * value + 1 for value in drawn.tolist())

@@ -1,0 +1,368 @@
+"""The joint density of a model as a function of its discrete states, everything else fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.infer.util import is_validation_enabled
+from pyro.util import check_site_shape
+from torch import Tensor
+
+from pyro_mcvae.tracing import runs, scout
+from pyro_mcvae.tracing.checks import check_sites
+from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
+from pyro_mcvae.tracing.layout import Layout, Rows, existing_entries
+from pyro_mcvae.tracing.runs import Programs, Run
+from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.searched import (
+    Layouts,
+    SearchGuide,
+    StatesError,
+    run_guide,
+    with_searched,
+)
+from pyro_mcvae.tracing.sites import is_latent, plate_key
+from pyro_mcvae.tracing.structure import FactorKey
+from pyro_mcvae.tracing.tracer import Tracer
+
+__all__ = ["JointRuns"]
+
+# The values of a site in each run, as leaves of the graph.
+Leaves = dict[tuple[str, int], Tensor]
+
+
+class JointRuns:
+    r"""
+    :math:`\log p(x, z, w) - \log q(w)` of one step at any states z of its discrete sites.
+
+    The minibatch and the other latents w, which ``guide`` draws, are the same in every run.
+
+    :param tracer: knows how to vectorise, and keeps what was learned of the programs.
+    :param layouts: from :func:`find_layouts`.
+    :ivar rows: for each block the data of the minibatch; known after the first run.
+    """
+
+    def __init__(
+        self,
+        tracer: Tracer,
+        layouts: Layouts,
+        model: Callable[..., Any],
+        guide: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._tracer, self.layouts = tracer, layouts
+        self._programs = Programs(model, SearchGuide(model, guide), args, kwargs)
+        self.args, self.kwargs = args, kwargs
+        self.subsamples: dict[str, Tensor] = {}
+        with Supply(self.subsamples):
+            self.guide_trace = run_guide(guide, args, kwargs)
+        self._guide_terms = [runs._guide_term(s) for s in runs._scored(self.guide_trace)]
+        self.rows: list[Rows | None] = [None] * len(layouts.blocks)
+        #: How many passes through the model were made, and at how many states of a datum in all.
+        self.num_runs, self.num_states = 0, 0
+
+    def run(
+        self,
+        load: Callable[[int], Tensor] | list[Tensor | None] | None,
+        count: int,
+        leaves: Leaves | None = None,
+    ) -> Sample:
+        """
+        Run the model.
+
+        :param load: for each block its states ``[E, C, D]``, or a function that gives them once
+            the rows of the minibatch are known; None to draw them from the model.
+        :param count: C.
+        :param leaves: filled with the sites' values, as leaves of the graph.
+        """
+        self.num_runs, self.num_states = self.num_runs + 1, self.num_states + count
+        together = self._tracer.vectorize
+        values: dict[str, Tensor] = {}
+
+        def draw(at: int | None) -> Callable[[Any], Tensor | None]:
+            def supply(msg: Any) -> Tensor | None:
+                name = msg["name"]
+                if load is None:
+                    return None
+                if name not in values:
+                    self._load(msg, load, values)
+                value = values[name] if at is None else values[name][at]
+                value = value.reshape(msg["fn"].batch_shape + msg["fn"].event_shape)
+                value = _inside(value, msg, self._spec(name))
+                if leaves is not None and value.is_floating_point():
+                    value = value.detach().requires_grad_()
+                    leaves[name, at or 0] = value
+                return value
+
+            return supply
+
+        if together:
+            found = [self._vectorized(draw(None), count)]
+        else:
+            found = [self._once(draw(i), None) for i in range(count)]
+        structures = [self._tracer.structures.of(self._programs, run) for run in found]
+        if structures[0].blocks != self.layouts.structure.blocks:
+            raise StatesError(
+                f"the program shows other plates or sites than at its first call (then "
+                f"{self.layouts.structure.blocks}, now {structures[0].blocks}): make another "
+                f"TruncatedPosterior for a program of another structure"
+            )
+        return Sample(found, [s.block_of for s in structures], structures[0])
+
+    def log_joint(self, sample: Sample) -> list[Tensor]:
+        """
+        For each block the log joint of its states, shape ``[E, C]``.
+
+        Minus infinity where a state lies outside of the support, or differs from another one in
+        entries only that are masked out: of such states one counts, that with zeros there.
+        """
+        parts = []
+        total = self.mask_impossible(sample, sample.log_weight)
+        for part in sample.split(total):
+            parts.append(part.flatten(1).t())
+        return parts
+
+    def mask_impossible(self, sample: Sample, log_weight: Tensor) -> Tensor:
+        """``log_weight``, minus infinity at the states that do not exist."""
+        bad = self._impossible(sample)
+        return log_weight if bad is None else log_weight.masked_fill(bad, -torch.inf)
+
+    def frozen(self, sample: Sample, b: int) -> Tensor:
+        """The entries of a block that are masked out in each state, ``[E, C, D]``."""
+        layout, rows = self.layouts.blocks[b], self.rows[b]
+        assert layout is not None
+        assert rows is not None
+        flags: dict[str, Tensor] = {}
+        for name, spec in layout.sites.items():
+            parts = []
+            for run in sample.runs:
+                site = run.model_trace.nodes[name]
+                exists = existing_entries(site)
+                value = site["value"][..., 0] if spec.one_hot else site["value"]
+                missing = torch.zeros_like(value, dtype=torch.bool)
+                if exists is not None:
+                    missing = ~(exists[..., 0] if spec.one_hot else exists)
+                parts.append(missing)
+            flags[name] = parts[0] if len(parts) == 1 else torch.stack(parts)
+        return layout.flags(flags, rows)
+
+    def _spec(self, name: str) -> Any:
+        return next(lay.sites[name] for _, lay in self.layouts.searched if name in lay.sites)
+
+    def _load(
+        self,
+        msg: Any,
+        load: Callable[[int], Tensor] | list[Tensor | None],
+        values: dict[str, Tensor],
+    ) -> None:
+        for b, layout in self.layouts.searched:
+            if msg["name"] in layout.sites:
+                if self.rows[b] is None:
+                    self.rows[b] = self._find_rows(layout, msg)
+                rows = self.rows[b]
+                states = load(b) if callable(load) else load[b]
+                assert rows is not None
+                assert states is not None
+                values.update(layout.values(states, rows))
+                return
+        raise StatesError(
+            f"site '{msg['name']}' was not in the model at its first call: make another "
+            f"TruncatedPosterior for a program of another structure"
+        )
+
+    def _find_rows(self, layout: Layout, msg: Any) -> Rows:
+        frames = {plate_key(f): f for f in msg["cond_indep_stack"]}
+        index, sizes = None, []
+        for key, full in zip(layout.plates, layout.full_sizes, strict=True):
+            if key not in frames:
+                raise StatesError(
+                    f"site '{msg['name']}' has left plate '{key.name}', in which its states are "
+                    f"kept: make another TruncatedPosterior for a program of another structure"
+                )
+            frame = frames[key]
+            _check_size(key.name, full, frame)
+            at = self.subsamples.get(key.name)
+            at = torch.arange(frame.size) if at is None else torch.as_tensor(at)
+            _check_range(key.name, full, at)
+            sizes.append(frame.size)
+            index = at if index is None else index.unsqueeze(-1) * full + at
+        assert index is not None
+        return Rows(tuple(sizes), index.flatten())
+
+    def _vectorized(self, draw: Callable[[Any], Tensor | None], count: int) -> Run:
+        try:
+            return self._once(draw, count)
+        except StatesError:
+            raise
+        except Exception as error:
+            with scout._aside(), torch.no_grad():
+                # Raises the program's own error, if it has one without states side by side too.
+                self._tracer._single(self._programs, Supply({}))
+            raise RuntimeError(
+                f"the model cannot be run with {count} states side by side in batch dim "
+                f"{-self.layouts.nesting - 1}, though it runs with one. Pass "
+                f"vectorize_particles=False, or make it broadcast over leading dims (index from "
+                f"the right, as in z[..., 0]). The error was: {type(error).__name__}: {error}"
+            ) from error
+
+    def _once(self, draw: Callable[[Any], Tensor | None], count: int | None) -> Run:
+        nesting, structure = self.layouts.nesting, self.layouts.structure
+        plate, guide_trace = None, self.guide_trace
+        if count is not None:
+            plate = LeadingPlate(count, -nesting - 1, structure.global_sites("model"))
+            skip = structure.global_sites("guide")
+            local = [t.site for t in self._guide_terms if t.key.name not in skip]
+            guide_trace = runs.with_values(
+                guide_trace, {s["name"]: _expanded(s, count, nesting) for s in local}
+            )
+        programs, supply = self._programs, Supply(self.subsamples, draw=draw)
+        model_trace = runs.run_model(programs, guide_trace, supply, plate)
+        names = {n for _, layout in self.layouts.searched for n in layout.sites}
+        gone = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
+        if gone:
+            raise StatesError(
+                f"site '{gone[0]}' is not drawn by the model, or observed, though it was a latent "
+                f"at the first call: make another TruncatedPosterior for the other program"
+            )
+        both = with_searched(guide_trace, model_trace, names)
+        terms = [runs._model_term(s) for s in runs._scored(model_trace)]
+        # In the order of the first call, in which the blocks are numbered.
+        searched = [runs._guide_term(s) for n, s in both.nodes.items() if n in names]
+        run = Run(both, model_trace, terms + self._guide_terms + searched, nesting, count)
+        run.subsamples = self.subsamples
+        if plate is not None:
+            run.unbatched = frozenset(FactorKey("model", n) for n in plate.unbatched)
+        if is_validation_enabled():
+            check_sites(both, model_trace, self._tracer.strict_enumeration)
+            if runs.nesting_of(model_trace) > nesting:
+                raise StatesError(
+                    f"the program has plates in {runs.nesting_of(model_trace)} batch dims, and had "
+                    f"{nesting} at its first call: make another TruncatedPosterior for it"
+                )
+            for term in terms:
+                term.site["log_prob"] = term.log_prob
+                check_site_shape(term.site, nesting + 1 if count is not None else nesting)
+        if count is not None:
+            for term in terms:
+                runs._check_batch_dims(term, nesting)
+        return run
+
+    def draw(self, count: int) -> list[Tensor | None]:
+        """States drawn from the model given the other latents: for each block ``[E, C, D]``."""
+        sample = self.run(None, count)
+        found: list[Tensor | None] = []
+        for b, (layout, rows) in enumerate(zip(self.layouts.blocks, self.rows, strict=True)):
+            if layout is None or rows is None:
+                found.append(None)
+                continue
+            nodes = [run.model_trace.nodes for run in sample.runs]
+            values = {n: torch.stack([t[n]["value"] for t in nodes]) for n in layout.sites}
+            if sample.runs[0].leading is not None:
+                values = {n: value[0] for n, value in values.items()}
+            states = layout.states(values, rows)
+            if self.layouts.masked:
+                states = states.masked_fill(self.frozen(sample, b), 0)
+            found.append(states)
+        return found
+
+    def gains(self, states: list[Tensor | None], count: int) -> list[Tensor | None]:
+        """
+        The linearised change of the log joint under each move of some states.
+
+        :param states: for each block, shape ``[E, C, D]``.
+        :returns: for each block, shape ``[E, C, M]``; None where the model passes no gradient.
+        """
+        leaves: Leaves = {}
+        with torch.enable_grad():
+            total = self.run(states, count, leaves).log_weight
+            total = total.masked_fill(~total.detach().isfinite(), 0.0).sum()
+        if not leaves or not total.requires_grad:
+            return [None] * len(states)
+        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        by_site = dict(zip(leaves, found, strict=True))
+        result: list[Tensor | None] = []
+        for layout, at, rows in zip(self.layouts.blocks, states, self.rows, strict=True):
+            if layout is None or at is None or rows is None:
+                result.append(None)
+                continue
+            gradients: dict[str, Tensor | None] = {}
+            for name in layout.sites:
+                parts = [g for (n, _), g in by_site.items() if n == name]
+                whole = [g for g in parts if g is not None]
+                if parts and len(whole) == len(parts):
+                    gradients[name] = torch.stack(whole) if len(whole) > 1 else whole[0]
+            result.append(layout.gains(at, gradients, rows))
+        return result
+
+    def _impossible(self, sample: Sample) -> Tensor | None:
+        """Which states lie outside of the support or have values at entries masked out."""
+        looked = [
+            spec.name
+            for _, layout in self.layouts.searched
+            for spec in layout.sites.values()
+            if not spec.bounded or self.layouts.masked
+        ]
+        if not looked:
+            return None
+
+        def count(term: Any, i: int) -> Any:
+            if term.in_guide or term.key.name not in looked:
+                return 0
+            site, spec = term.site, self._spec(term.key.name)
+            bad = site["infer"].get("mcvae", {}).get("outside")
+            exists = existing_entries(site)
+            if exists is not None:
+                value = site["value"]
+                here = (value.argmax(-1) if spec.one_hot else value - spec.low) != 0
+                astray = here & ~(exists[..., 0] if spec.one_hot else exists)
+                bad = astray if bad is None else bad | astray
+            if bad is None:
+                return 0
+            events = bad.dim() - len(site["fn"].batch_shape)
+            return bad.sum(tuple(range(-events, 0))) if events else bad.long()
+
+        return sample.local_sum(count) > 0
+
+
+def _inside(value: Tensor, msg: Any, spec: Any) -> Tensor:
+    """Values that the support allows; notes at the site where others had been asked for."""
+    if spec.bounded:
+        return value
+    support = msg["fn"].support
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    fine = support.check(value)
+    own = {**msg["infer"].get("mcvae", {}), "outside": ~fine}
+    msg["infer"] = {**msg["infer"], "mcvae": own}
+    return torch.where(fine, value, torch.full_like(value, spec.low))
+
+
+def _expanded(site: Any, count: int, nesting: int) -> Tensor:
+    """A local draw of the guide, the same for all states."""
+    value, events = site["value"], site["fn"].event_dim
+    batch = value.shape[: value.dim() - events]
+    padded = value.reshape((1,) * (nesting - len(batch)) + value.shape)
+    return padded.unsqueeze(0).expand(count, *padded.shape)
+
+
+def _check_size(name: str, full: int, frame: Any) -> None:
+    now = frame.full_size or frame.size
+    if now != full:
+        raise StatesError(
+            f"plate '{name}' has {now} data, and states are kept for {full}. For minibatches pass "
+            f"their indices, pyro.plate('{name}', {full}, subsample=index); for other data (held "
+            f"out, say) make another TruncatedPosterior"
+        )
+
+
+def _check_range(name: str, full: int, index: Tensor) -> None:
+    if is_validation_enabled() and len(index):
+        low, high = int(index.min()), int(index.max())
+        if low < 0 or high >= full:
+            raise StatesError(
+                f"plate '{name}' was given index {low if low < 0 else high}, but states are kept "
+                f"for data 0 to {full - 1}: pass indices into the full data"
+            )

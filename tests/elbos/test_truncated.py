@@ -1,0 +1,533 @@
+"""Laws of the free energy of truncated posteriors, on programs of every shape."""
+
+import copy
+import math
+
+import pyro
+import pyro.distributions as dist
+import pyro.optim
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO, config_enumerate
+
+from pyro_mcvae import (
+    EvolutionaryUpdate,
+    InformedFlips,
+    TraceIWAE_ELBO,
+    TraceTruncated_ELBO,
+    TruncatedPosterior,
+    UniformFlips,
+)
+
+N = 6
+X = torch.tensor([1.9, 0.3, -1.1, 2.5, -0.4, 1.4])
+
+
+def data():
+    return X.to(torch.get_default_dtype())
+
+
+def param(name, *shape):
+    made = torch.Generator().manual_seed(len(name) + 7 * sum(shape))
+    return pyro.param(name, lambda: torch.randn(shape, generator=made, dtype=torch.float64))
+
+
+def several(subsample=None, size=None):
+    with pyro.plate("data", N, subsample=subsample, subsample_size=size) as i:
+        c = pyro.sample("c", dist.Categorical(logits=param("c_logits", 3)))
+        b = pyro.sample("b", dist.Bernoulli(logits=param("b_logits", 3)[c]))
+        h = pyro.sample("h", dist.OneHotCategorical(logits=param("h_logits", 3)))
+        loc = param("locs", 3)[c] + b * (h * param("h_locs", 3)).sum(-1)
+        pyro.sample("x", dist.Normal(loc, 0.7), obs=data()[i])
+
+
+def chain():
+    transitions, starts = param("transitions", 3, 3), param("starts", 3)
+    with pyro.plate("data", 2):
+        logits = starts
+        for t in pyro.markov(range(3)):
+            z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits))
+            logits = transitions[z]
+            pyro.sample(f"x_{t}", dist.Normal(param("locs", 3)[z], 0.7), obs=data().view(3, 2)[t])
+
+
+def ragged():
+    lengths, transitions = torch.tensor([3, 1]), param("transitions", 2, 2)
+    with pyro.plate("data", 2):
+        logits = param("starts", 2)
+        for t in pyro.markov(range(3)):
+            with poutine.mask(mask=t < lengths):
+                z = pyro.sample(f"z_{t}", dist.Categorical(logits=logits))
+                logits = transitions[z]
+                x = data().view(3, 2)[t]
+                pyro.sample(f"x_{t}", dist.Normal(param("locs", 2)[z], 0.7), obs=x)
+
+
+def semi_supervised():
+    labelled = torch.tensor([True, False, True, False, False, True])
+    labels = torch.tensor([0, 0, 2, 0, 0, 1])
+    with pyro.plate("data", N):
+        dist_y = dist.Categorical(logits=param("y_logits", 3))
+        y = pyro.sample("y", dist_y, obs=labels, obs_mask=labelled)
+        b = pyro.sample("b", dist.Bernoulli(logits=param("b_logits", 3)[y]))
+        pyro.sample("x", dist.Normal(param("locs", 3)[y] + b, 0.7), obs=data())
+
+
+def nested():
+    with pyro.plate("groups", 3, dim=-1):
+        a = pyro.sample("a", dist.Bernoulli(logits=param("a_logits", 1)))
+        with pyro.plate("members", 2, dim=-2):
+            b = pyro.sample("b", dist.Bernoulli(logits=param("b_logits", 1) + a))
+            pyro.sample("x", dist.Normal(a - b * param("locs", 1), 0.5), obs=data().view(2, 3))
+
+
+def inner_only():
+    with pyro.plate("groups", 3, dim=-1), pyro.plate("members", 2, dim=-2):
+        b = pyro.sample("b", dist.Bernoulli(logits=param("b_logits", 1)))
+        pyro.sample("x", dist.Normal(b * param("locs", 1), 0.5), obs=data().view(2, 3))
+
+
+def two_plates():
+    for name, part in (("left", data()[:4]), ("right", data()[4:])):
+        with pyro.plate(name, len(part), dim=-1):
+            z = pyro.sample(f"z_{name}", dist.Categorical(logits=param(f"{name}_logits", 3)))
+            pyro.sample(f"x_{name}", dist.Normal(param("locs", 3)[z], 0.5), obs=part)
+
+
+def counts():
+    with pyro.plate("data", N):
+        z = pyro.sample("z", dist.Binomial(3, logits=param("logits", 1)))
+        pyro.sample("x", dist.Normal(param("locs", 1) * z, 0.5), obs=data())
+
+
+def masked_data():
+    with pyro.plate("data", N):
+        z = pyro.sample("z", dist.Categorical(logits=param("logits", 3)))
+        with poutine.mask(mask=data() > 0):
+            pyro.sample("x", dist.Normal(param("locs", 3)[z], 0.5), obs=data())
+
+
+def tempered():
+    with pyro.plate("data", N):
+        z = pyro.sample("z", dist.Bernoulli(logits=param("logits", 1)))
+        with poutine.scale(scale=0.5):
+            pyro.sample("x", dist.Normal(z * param("locs", 1), 0.5), obs=data())
+
+
+def with_globals():
+    weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", N, subsample=torch.tensor([4, 1, 2])) as i:
+        z = pyro.sample("z", dist.Categorical(logits=param("logits", 3)))
+        pyro.sample("x", dist.Normal(weight[..., z], 0.5), obs=data()[i])
+
+
+def with_locals():
+    with pyro.plate("data", N):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", dist.Categorical(logits=param("logits", 3)))
+        pyro.sample("x", dist.Normal(w + param("locs", 3)[z], 0.5), obs=data())
+
+
+def global_guide():
+    pyro.sample("weight", dist.Delta(param("weight_q", 3), event_dim=1))
+
+
+def local_guide():
+    with pyro.plate("data", N):
+        pyro.sample("w", dist.Delta(param("w_q", 1) * data()))
+
+
+# Model, guide of the other latents, number of states, how many batch dims belong to plates.
+PROGRAMS = {
+    "several": (several, None, 18, 1),
+    "subsampled": (lambda: several(torch.tensor([4, 1])), None, 18, 1),
+    "chain": (chain, None, 27, 1),
+    "ragged": (ragged, None, 8, 1),
+    "semi-supervised": (semi_supervised, None, 6, 1),
+    "nested": (nested, None, 8, 2),
+    "inner-only": (inner_only, None, 2, 2),
+    "two-plates": (two_plates, None, 3, 1),
+    "counts": (counts, None, 4, 1),
+    "masked-data": (masked_data, None, 3, 1),
+    "globals": (with_globals, global_guide, 3, 1),
+    "locals": (with_locals, local_guide, 3, 1),
+}
+programs = pytest.mark.parametrize("name", PROGRAMS)
+modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+
+
+def exact(name):
+    """The loss with every discrete latent summed out, by Pyro's variable elimination."""
+    model, guide, _, nesting = PROGRAMS[name]
+    elbo = TraceEnum_ELBO(max_plate_nesting=nesting)
+    return elbo.differentiable_loss(config_enumerate(model), guide or (lambda: None))
+
+
+def gradients():
+    store = pyro.get_param_store()
+    found = {n: p.grad.clone() for n, p in store.named_parameters() if p.grad is not None}
+    for _, p in store.named_parameters():
+        p.grad = None
+    return found
+
+
+@programs
+@modes
+def test_with_all_states_value_and_gradient_are_exact(name, vectorize):
+    model, other, count, _ = PROGRAMS[name]
+    guide = TruncatedPosterior(model, count, guide=other)
+    elbo = TraceTruncated_ELBO(vectorize_particles=vectorize)
+    expected = exact(name)
+    assert math.isclose(elbo.loss(model, guide), expected.item(), rel_tol=1e-9)
+    bounds = elbo.bounds(model, guide)
+    assert math.isclose(-bounds.total.item(), expected.item(), rel_tol=1e-9)
+    gradients()
+    expected.backward()
+    wanted = gradients()
+    assert wanted
+    for loss in (elbo.loss_and_grads, lambda *p: elbo.differentiable_loss(*p).backward()):
+        loss(model, guide)
+        found = gradients()
+        assert set(found) == set(wanted)
+        for parameter, gradient in wanted.items():
+            assert torch.allclose(found[parameter], gradient, atol=1e-8), parameter
+
+
+@programs
+def test_free_energy_is_a_bound_that_no_e_step_lowers(name):
+    model, other, count, _ = PROGRAMS[name]
+    count = max(1, count // 2)
+    guide = TruncatedPosterior(model, count, EvolutionaryUpdate(2, 2, 2), guide=other)
+    elbo = TraceTruncated_ELBO()
+    expected, before = -exact(name).item(), -math.inf
+    for _ in range(8):
+        guide.fit()
+        guide.eval()
+        now = -elbo.loss(model, guide)
+        guide.train()
+        assert before - 1e-9 <= now <= expected + 1e-9
+        before = now
+    assert before > expected - 5.0
+
+
+def test_scales_temper_the_states_densities():
+    guide = TruncatedPosterior(tempered, 2)
+    per_datum = TraceTruncated_ELBO().bounds(tempered, guide).per_datum
+    logits, loc = (pyro.param(n).detach() for n in ("logits", "locs"))
+    parts = [
+        dist.Bernoulli(logits=logits).log_prob(torch.tensor(z))
+        + 0.5 * dist.Normal(z * loc, 0.5).log_prob(data())
+        for z in (0.0, 1.0)
+    ]
+    assert torch.allclose(per_datum, torch.stack(parts).logsumexp(0))
+
+
+def vector(subsample=None, size=None):
+    """Five Bernoulli latents in one event, a non-linear decoder."""
+    with pyro.plate("data", N, subsample=subsample, subsample_size=size) as i:
+        z = pyro.sample("z", dist.Bernoulli(logits=param("z_logits", 5)).to_event(1))
+        loc = torch.tanh(z @ param("decoder", 5, 4))
+        pyro.sample("x", dist.Normal(loc, 0.5).to_event(1), obs=patterns()[i])
+
+
+def patterns():
+    made = torch.Generator().manual_seed(3)
+    drawn = torch.randn(N, 4, generator=made, dtype=torch.float64)
+    return drawn.to(torch.get_default_dtype())
+
+
+def test_the_three_losses_agree_under_one_seed_and_only_training_keeps_states():
+    guide = TruncatedPosterior(vector, 6)
+    elbo = TraceTruncated_ELBO()
+    elbo.loss(vector, guide)
+    before = guide.states_data.clone()
+
+    def seeded(function):
+        guide.states_data.copy_(before)
+        pyro.set_rng_seed(0)
+        return float(torch.as_tensor(function(vector, guide)).detach())
+
+    loss = seeded(elbo.loss)
+    assert torch.equal(guide.states_data, before)
+    assert math.isclose(loss, -float(seeded(lambda *p: elbo.bounds(*p).total)), rel_tol=1e-12)
+    assert torch.equal(guide.states_data, before)
+    assert math.isclose(loss, seeded(elbo.differentiable_loss), rel_tol=1e-12)
+    assert not torch.equal(guide.states_data, before)
+    assert math.isclose(loss, seeded(elbo.loss_and_grads), rel_tol=1e-12)
+    gradients()
+
+
+def test_gradient_is_the_exact_one_over_the_set():
+    guide = TruncatedPosterior(vector, 7)
+    elbo = TraceTruncated_ELBO()
+    guide.fit(num_steps=2)
+    guide.eval()
+    elbo.loss_and_grads(vector, guide)
+    found = gradients()
+    states = guide.posterior().values["z"]
+    joint = dist.Bernoulli(logits=pyro.param("z_logits")).to_event(1).log_prob(states)
+    loc = torch.tanh(states @ pyro.param("decoder"))
+    joint = joint + dist.Normal(loc, 0.5).to_event(1).log_prob(patterns())
+    (-joint.logsumexp(0).sum()).backward()
+    for name, gradient in gradients().items():
+        assert torch.allclose(found[name], gradient)
+
+
+@pytest.mark.parametrize("top", [1, 3])
+def test_gradient_through_top_states_and_a_sampled_rest_is_unbiased(top):
+    guide = TruncatedPosterior(vector, 12)
+    guide.fit(num_steps=3)
+    guide.eval()
+    TraceTruncated_ELBO().loss_and_grads(vector, guide)
+    exact_gradient = gradients()["decoder"]
+    elbo = TraceTruncated_ELBO(num_gradient_states=top, num_sampled_states=2)
+    drawn = []
+    for _ in range(400):
+        elbo.loss_and_grads(vector, guide)
+        drawn.append(gradients()["decoder"])
+    assert elbo.num_evaluations == 12 + top + 2
+    samples = torch.stack(drawn)
+    error = samples.std(0) / 20
+    assert error.max() > 0
+    assert ((samples.mean(0) - exact_gradient).abs() <= 4.5 * error + 1e-9).all()
+
+
+def test_passes_through_the_model_are_counted():
+    calls = []
+
+    def counted():
+        calls.append(1)
+        vector()
+
+    for evolution, runs, states in (
+        (EvolutionaryUpdate(3, 2, 4, mutation=UniformFlips()), 1 + 4 + 1, 6 + 4 * 6 + 6),
+        (EvolutionaryUpdate(3, 2, 4, mutation=InformedFlips()), 1 + 8 + 1, 6 + 4 * (3 + 6) + 6),
+        (EvolutionaryUpdate(num_generations=0), 2, 12),
+    ):
+        guide = TruncatedPosterior(counted, 6, evolution)
+        elbo = TraceTruncated_ELBO()
+        elbo.loss_and_grads(counted, guide)
+        calls.clear()
+        elbo.loss_and_grads(counted, guide)
+        assert len(calls) == elbo.num_runs == runs
+        assert elbo.num_evaluations == states
+    gradients()
+
+
+def test_trains_under_svi_and_torch_optimizers():
+    guide = TruncatedPosterior(vector, 8)
+    svi = SVI(vector, guide, pyro.optim.Adam({"lr": 0.05}), loss=TraceTruncated_ELBO())
+    first = svi.evaluate_loss()
+    for _ in range(40):
+        svi.step(size=3)
+    assert svi.evaluate_loss() < first - 1
+    module = TraceTruncated_ELBO()(vector, guide)
+    parameters = [p for _, p in pyro.get_param_store().named_parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=0.05)
+    middle = module().item()
+    for _ in range(40):
+        optimizer.zero_grad()
+        module(torch.randperm(N)[:3]).backward()
+        optimizer.step()
+    assert module().item() < middle
+
+
+def test_training_resumes_bit_for_bit_from_a_checkpoint():
+    decoder = torch.nn.Linear(5, 4)
+
+    def model(index):
+        with pyro.plate("data", N, subsample=index):
+            z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(5)).to_event(1))
+            pyro.sample("x", dist.Normal(decoder(z), 0.5).to_event(1), obs=patterns()[index])
+
+    def make():
+        guide = TruncatedPosterior(model, 6)
+        optimizer = torch.optim.Adam(decoder.parameters(), lr=0.05)
+        return guide, TraceTruncated_ELBO()(model, guide), optimizer
+
+    def train(elbo, optimizer, count):
+        losses = []
+        for _ in range(count):
+            optimizer.zero_grad()
+            loss = elbo(torch.randperm(N)[:3])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    guide, elbo, optimizer = make()
+    train(elbo, optimizer, 5)
+    saved = [{k: v.clone() for k, v in m.state_dict().items()} for m in (guide, decoder)]
+    moments, random = copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
+    wanted = train(elbo, optimizer, 5)
+    guide, elbo, optimizer = make()
+    guide.load_state_dict(saved[0])
+    decoder.load_state_dict(saved[1])
+    optimizer.load_state_dict(moments)
+    torch.set_rng_state(random)
+    assert train(elbo, optimizer, 5) == wanted
+
+
+def test_a_linear_decoder_is_binary_sparse_coding():
+    """Its free energy and gradients in closed form: those of a Gaussian mixture with 2^H means."""
+    weight, logit, scale = torch.randn(3, 4), torch.tensor(-1.0), 0.6
+    weight.requires_grad_()
+    x = patterns()
+
+    def model():
+        with pyro.plate("data", N):
+            z = pyro.sample("z", dist.Bernoulli(logits=logit.expand(3)).to_event(1))
+            pyro.sample("x", dist.Normal(z @ weight, scale).to_event(1), obs=x)
+
+    guide = TruncatedPosterior(model, 8)
+    TraceTruncated_ELBO().loss_and_grads(model, guide)
+    found, weight.grad = weight.grad, None
+    states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)
+    prior = dist.Categorical(logits=dist.Bernoulli(logits=logit).log_prob(states).sum(-1))
+    parts = dist.Normal(states @ weight, scale).to_event(1)
+    mixture = dist.MixtureSameFamily(prior, parts)
+    (-mixture.log_prob(x).sum()).backward()
+    assert torch.allclose(found, weight.grad)
+    # The M-step of binary sparse coding: W = (sum_n <s s^T>)^-1 sum_n <s> x_n^T is where it ends.
+    posterior = guide.posterior()
+    first = posterior.marginals()["z"]
+    second = posterior.expectation(lambda v: v["z"].unsqueeze(-1) * v["z"].unsqueeze(-2))
+    assert torch.allclose(found, (second.sum(0) @ weight - first.t() @ x) / scale**2)
+
+
+def test_globals_by_an_autoguide_and_minibatches():
+    def model():
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        with pyro.plate("data", N, subsample_size=3) as i:
+            z = pyro.sample("z", dist.Categorical(logits=param("logits", 3)))
+            pyro.sample("x", dist.Normal(weight[..., z], 0.5), obs=data()[i])
+
+    other = pyro.infer.autoguide.AutoNormal(poutine.block(model, hide=["z"]))
+    guide = TruncatedPosterior(model, 3, guide=other)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=TraceTruncated_ELBO())
+
+    def mean(count=40):
+        return sum(svi.evaluate_loss() for _ in range(count)) / count
+
+    svi.step()
+    first = mean()
+    with pyro.validation_enabled(False):
+        for _ in range(200):
+            svi.step()
+    assert mean() < first - 1
+    assert other.median()["weight"].abs().max() > 0.3
+
+
+def test_local_latents_of_the_guide_may_have_no_reparameterization():
+    """E_q(w) of the free energy and its gradient, by enumerating w as well."""
+    logits = torch.tensor([0.3, -0.2], requires_grad=True)
+
+    def model():
+        with pyro.plate("data", 2):
+            w = pyro.sample("w", dist.Bernoulli(0.4))
+            z = pyro.sample("z", dist.Bernoulli(0.3))
+            pyro.sample("x", dist.Normal(w + 2 * z, 0.8), obs=data()[:2])
+
+    def other():
+        with pyro.plate("data", 2):
+            pyro.sample("w", dist.Bernoulli(logits=logits))
+
+    def free_energy(w):
+        joint = [
+            dist.Bernoulli(0.3).log_prob(torch.tensor(z))
+            + dist.Normal(w + 2 * z, 0.8).log_prob(data()[:2])
+            for z in (0.0, 1.0)
+        ]
+        q = dist.Bernoulli(logits=logits)
+        ratio = dist.Bernoulli(0.4).log_prob(w) - q.log_prob(w)
+        return q.log_prob(w).exp() * (torch.stack(joint).logsumexp(0) + ratio)
+
+    total = sum(free_energy(torch.tensor(w)) for w in (0.0, 1.0)).sum()
+    (wanted,) = torch.autograd.grad(total, logits)
+    guide = TruncatedPosterior(model, 2, guide=other)
+    elbo = TraceTruncated_ELBO()
+    values, grads = [], []
+    for i in range(800):
+        with pyro.validation_enabled(i == 0):
+            values.append(-elbo.loss_and_grads(model, guide))
+        grads.append(-logits.grad)
+        logits.grad = None
+    for drawn, exact_value in ((torch.tensor(values), total), (torch.stack(grads), wanted)):
+        error = drawn.std(0) / len(drawn) ** 0.5
+        assert ((drawn.mean(0) - exact_value).abs() <= 4.5 * error).all()
+
+
+def test_pyros_elbo_and_ours_agree_on_the_guide():
+    """log p - log q of the truncated posterior is constant: its free energy."""
+    guide = TruncatedPosterior(vector, 9)
+    guide.fit(num_steps=3)
+    free_energy = guide.posterior().free_energy.sum().item()
+    for elbo in (
+        Trace_ELBO(),
+        Trace_ELBO(num_particles=3, vectorize_particles=True, max_plate_nesting=1),
+        TraceIWAE_ELBO(3),
+        TraceIWAE_ELBO(3, vectorize_particles=True),
+    ):
+        assert math.isclose(-elbo.loss(vector, guide), free_energy, rel_tol=1e-9)
+
+
+def test_particles_of_other_objectives_share_the_guides_minibatch():
+    def model():
+        vector(size=2)
+
+    guide = TruncatedPosterior(model, 32)
+    guide.fit()
+    loss = TraceIWAE_ELBO(3).loss(model, guide)
+    full = TraceTruncated_ELBO().bounds(vector, TruncatedPosterior(vector, 32)).per_datum
+    pairs = [3 * (full[i] + full[j]) for i in range(N) for j in range(i)]
+    assert min(abs(loss + pair) for pair in pairs) < 1e-8
+
+
+def test_other_guides_are_refused():
+    with pytest.raises(ValueError, match="TruncatedPosterior as its guide, got function"):
+        TraceTruncated_ELBO().loss(vector, lambda: None)
+
+
+@pytest.mark.parametrize("name", ["num_gradient_states", "num_sampled_states"])
+def test_numbers_must_be_positive_ints(name):
+    with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got 0"):
+        TraceTruncated_ELBO(**{name: 0})
+
+
+def test_models_that_mix_the_states_are_refused():
+    def model():
+        with pyro.plate("data", N):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("x", dist.Normal(z.mean(), 1.0), obs=data())
+
+    guide = TruncatedPosterior(model, 2)
+    with pytest.raises(RuntimeError, match="lost the dimension"):
+        TraceTruncated_ELBO().loss(model, guide)
+
+    def indexed():
+        with pyro.plate("data", N):
+            z = pyro.sample("z", dist.Bernoulli(0.5 * torch.ones(3)).to_event(1))
+            loc = torch.stack([z[i].sum() for i in range(N)])
+            pyro.sample("x", dist.Normal(loc, 1.0), obs=data())
+
+    with pytest.raises(RuntimeError, match="vectorize_particles=False"):
+        TraceTruncated_ELBO().loss(indexed, TruncatedPosterior(indexed, 7))
+    looped = TraceTruncated_ELBO(vectorize_particles=False)
+    assert math.isfinite(looped.loss(indexed, TruncatedPosterior(indexed, 7)))
+
+
+def test_single_precision_stays_single():
+    with torch.no_grad():
+        torch.set_default_dtype(torch.float32)
+        weight = torch.ones(3, 2)
+
+    def model():
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.5)).to_event(1))
+            pyro.sample("x", dist.Normal(z @ weight, 1.0).to_event(1), obs=torch.ones(4, 2))
+
+    guide = TruncatedPosterior(model, 4)
+    elbo = TraceTruncated_ELBO()
+    assert elbo.differentiable_loss(model, guide).dtype is torch.float32
+    assert elbo.bounds(model, guide).per_datum.dtype is torch.float32

@@ -1,0 +1,133 @@
+"""Bars: 500 images of 4x4 pixels, each the sum of some of eight bars, and binary latents for them.
+
+A truncated posterior with a set of 64 states per image finds the bars, how often they occur and
+the noise.
+
+    python tutorials/truncated/bars.py --seeds 10
+"""
+
+import argparse
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+
+from pyro_mcvae import EvolutionaryUpdate, TraceTruncated_ELBO, TruncatedPosterior
+
+SIDE, NUM_BARS, PI, SIGMA, HEIGHT = 4, 8, 2 / 8, 0.1, 1.0
+
+
+def bars() -> Tensor:
+    """All bars as images, shape [8, 16]."""
+    images = torch.zeros(NUM_BARS, SIDE, SIDE)
+    for i in range(SIDE):
+        images[i, i, :] = images[SIDE + i, :, i] = HEIGHT
+    return images.flatten(1)
+
+
+def make_data(count: int) -> tuple[Tensor, Tensor]:
+    """Images and the bars in them."""
+    active = torch.bernoulli(torch.full((count, NUM_BARS), PI))
+    return active @ bars() + SIGMA * torch.randn(count, SIDE**2), active
+
+
+class Model(nn.Module):
+    def __init__(self, images: Tensor) -> None:
+        super().__init__()
+        self.images = images
+        self.decoder = nn.Linear(NUM_BARS, SIDE**2, bias=False)
+        # Every field begins as its share of the mean image, and a little noise tells them apart:
+        # from unequal starts one field may take two bars before another has taken any.
+        share = images.mean(0) / (NUM_BARS * PI)
+        noise = 0.1 * torch.randn(SIDE**2, NUM_BARS)
+        self.decoder.weight.data = share.unsqueeze(-1) + noise
+        self.logits = nn.Parameter(torch.full((NUM_BARS,), 1.0 / NUM_BARS).logit())
+        self.log_sigma = nn.Parameter(0.5 * images.var().log())
+
+    def forward(self, index: Tensor) -> None:
+        with pyro.plate("images", len(self.images), subsample=index):
+            z = pyro.sample("z", dist.Bernoulli(logits=self.logits).to_event(1))
+            pixels = dist.Normal(self.decoder(z), self.log_sigma.exp())
+            pyro.sample("x", pixels.to_event(1), obs=self.images[index])
+
+
+def train(seed: int, epochs: int, states: int = 64) -> tuple[Model, list[float]]:
+    pyro.set_rng_seed(seed)
+    model = Model(make_data(500)[0])
+    guide = TruncatedPosterior(model, states, EvolutionaryUpdate(3, 2, 1))
+    elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    steps = epochs * -(-len(model.images) // 32)
+    schedule = torch.optim.lr_scheduler.CyclicLR(
+        optimizer, 1e-3, 0.01, step_size_up=max(1, steps // 8), cycle_momentum=False
+    )
+    curve = []
+    for _ in range(epochs):
+        total = 0.0
+        for index in torch.randperm(len(model.images)).split(32):
+            optimizer.zero_grad()
+            loss = elbo(index)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total -= loss.item() * len(index) / len(model.images)
+        curve.append(total / len(model.images))
+    return model, curve
+
+
+def score(model: Model) -> tuple[int, float, float]:
+    """How many bars have a generative field of their own, and what pi and sigma were learned."""
+    fields, true = model.decoder.weight.detach().t(), bars()
+    distance = (fields.unsqueeze(1) - true).square().mean(-1).sqrt()
+    best = {int(d.argmin()) for d in distance if float(d.min()) < 0.1 * HEIGHT}
+    pi, sigma = model.logits.sigmoid().mean(), model.log_sigma.exp()
+    return len(best), pi.item(), sigma.item()
+
+
+def draw(models: list[Model], curves: list[list[float]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for curve in curves:
+        left.plot(range(1, len(curve) + 1), curve, lw=0.8)
+    left.set(title="Free energy per image", xlabel="epoch", ylabel="nats")
+    rows = [m.decoder.weight.detach().t().reshape(NUM_BARS, SIDE, SIDE) for m in models[:8]]
+    gap = torch.full((1, SIDE, 1), float("nan"))
+    strips = [torch.cat([torch.cat([f[None], gap], -1)[0] for f in r], -1) for r in rows]
+    across = torch.full((1, strips[0].shape[-1]), float("nan"))
+    right.imshow(torch.cat([torch.cat([s, across]) for s in strips]).numpy(), cmap="gray")
+    right.set(title="Generative fields, one row per seed", xticks=[], yticks=[])
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--output", type=Path, default=Path("bars.png"))
+    args = parser.parse_args(argv)
+    pyro.enable_validation(False)
+    found, models, curves = 0, [], []
+    print(f"true: {NUM_BARS} bars, pi {PI:.3f}, sigma {SIGMA:.3f}")
+    for seed in range(args.seeds):
+        model, curve = train(seed, args.epochs)
+        count, pi, sigma = score(model)
+        good = count == NUM_BARS and abs(pi - PI) < 0.03 and abs(sigma - SIGMA) < 0.02
+        found += good
+        models.append(model)
+        curves.append(curve)
+        print(
+            f"seed {seed}: {count} bars, pi {pi:.3f}, sigma {sigma:.3f}, F/N {curve[-1]:.2f}"
+            f"{'' if good else '  (not recovered)'}",
+            flush=True,
+        )
+    print(f"recovered in {found} of {args.seeds} seeds")
+    draw(models, curves, args.output)
+    return found
+
+
+if __name__ == "__main__":
+    main()

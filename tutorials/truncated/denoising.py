@@ -1,0 +1,154 @@
+"""Remove the noise from one image with nothing but that image: binary latents for its patches.
+
+All overlapping patches of the noisy image are the data. The model gives every patch a vector of
+binary latents and decodes it by a small network; a truncated posterior of S states per patch
+trains it, and the posterior mean of each patch, averaged where patches overlap, is the clean image.
+With ``--missing 0.5`` half of the pixels are masked out, and the same model fills them in.
+
+    python tutorials/truncated/denoising.py --sigma 25 --epochs 15
+    python tutorials/truncated/denoising.py --image house.png --mutation uniform --linear
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import matplotlib.image
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import fold, unfold
+
+from pyro_mcvae import (
+    EvolutionaryUpdate,
+    InformedFlips,
+    TraceTruncated_ELBO,
+    TruncatedPosterior,
+    UniformFlips,
+)
+
+MUTATIONS = {"informed": InformedFlips, "uniform": UniformFlips}
+
+
+def load(path: Path | None, crop: int | None) -> Tensor:
+    """A gray image with values in 0..255; scikit-image's cameraman if no file is given."""
+    if path is None:
+        from skimage import data
+
+        image = torch.tensor(data.camera()).float()
+    else:
+        image = torch.tensor(matplotlib.image.imread(path)).float()
+        if image.dim() == 3:
+            image = image[..., :3].mean(-1)
+        image = image * 255 if image.max() <= 1 else image
+    return image if crop is None else image[:crop, :crop]
+
+
+def psnr(image: Tensor, truth: Tensor) -> float:
+    return float(10 * torch.log10(255.0**2 / (image - truth).square().mean()))
+
+
+class Patches(nn.Module):
+    """z ~ Bernoulli(pi), x | z ~ Normal(decoder(z), sigma); missing pixels are masked out."""
+
+    def __init__(self, patches: Tensor, known: Tensor, num_latents: int, linear: bool) -> None:
+        super().__init__()
+        size = patches.shape[1]
+        layers = [nn.Linear(num_latents, size)]
+        if not linear:
+            layers = [nn.Linear(num_latents, size), nn.LeakyReLU(0.01), nn.Linear(size, size)]
+        self.decoder = nn.Sequential(*layers)
+        for layer in layers:
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_normal_(layer.weight)
+                nn.init.zeros_(layer.bias)
+        # The network decodes standardized pixels, so that one learning rate suits all images.
+        self.center, self.spread = patches[known].mean(), patches[known].std()
+        self.logits = nn.Parameter(torch.full((num_latents,), 1.0 / num_latents).logit())
+        self.log_sigma = nn.Parameter(patches[known].std().log())
+        self.patches, self.known = patches, known
+
+    def decode(self, z: Tensor) -> Tensor:
+        """The mean pixels."""
+        return self.center + self.spread * self.decoder(z)
+
+    def forward(self, index: Tensor) -> None:
+        with pyro.plate("patches", len(self.patches), subsample=index):
+            z = pyro.sample("z", dist.Bernoulli(logits=self.logits).to_event(1))
+            pixels = dist.Normal(self.decode(z), self.log_sigma.exp())
+            known = self.known[index]
+            pyro.sample("x", pixels.mask(known).to_event(1), obs=self.patches[index])
+
+
+def merge(patches: Tensor, shape: tuple[int, int], side: int) -> Tensor:
+    """Average overlapping patches to an image."""
+    total = fold(patches.t().unsqueeze(0), shape, side)
+    return (total / fold(torch.ones_like(patches).t().unsqueeze(0), shape, side))[0, 0]
+
+
+@torch.no_grad()
+def restore(model: Patches, guide: TruncatedPosterior, shape: tuple[int, int], side: int) -> Tensor:
+    """The posterior mean of every patch, merged."""
+    means = []
+    for index in torch.arange(len(model.patches)).split(1000):
+        posterior = guide.posterior(index)
+        means.append(posterior.expectation(lambda values: model.decode(values["z"])))
+    return merge(torch.cat(means), shape, side)
+
+
+def main(argv: list[str] | None = None) -> float:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--image", type=Path, help="default: scikit-image's cameraman")
+    add("--crop", type=int, help="use the upper left corner of this size")
+    add("--sigma", type=float, default=25.0)
+    add("--missing", type=float, default=0.0, help="the share of missing pixels")
+    add("--side", type=int, default=8, help="of a patch")
+    add("--latents", type=int, default=64)
+    add("--states", type=int, default=32)
+    add("--mutation", choices=MUTATIONS, default="informed")
+    add("--linear", action="store_true", help="a linear decoder: binary sparse coding")
+    add("--epochs", type=int, default=15)
+    add("--batch-size", type=int, default=1000)
+    add("--lr", type=float, default=1e-2)
+    add("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+
+    pyro.set_rng_seed(args.seed)
+    pyro.enable_validation(False)
+    truth = load(args.image, args.crop)
+    noisy = truth + args.sigma * torch.randn_like(truth)
+    known = torch.rand_like(truth) >= args.missing
+    shape = (truth.shape[0], truth.shape[1])
+    patches, there = (
+        unfold(image[None, None].float(), args.side)[0].t().contiguous() for image in (noisy, known)
+    )
+    model = Patches(patches, there.bool(), args.latents, args.linear)
+    evolution = EvolutionaryUpdate(5, 4, 1, mutation=MUTATIONS[args.mutation]())
+    guide = TruncatedPosterior(model, args.states, evolution)
+    elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    steps = args.epochs * -(-len(patches) // args.batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps)
+    print(f"noisy: {psnr(noisy, truth):.2f} dB, {len(patches)} patches", flush=True)
+    seconds, result = 0.0, 0.0
+    for epoch in range(1, args.epochs + 1):
+        start, total = time.process_time(), 0.0
+        for index in torch.randperm(len(patches)).split(args.batch_size):
+            optimizer.zero_grad()
+            loss = elbo(index)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.detach() * len(index) / len(patches)
+        seconds += time.process_time() - start
+        if epoch % 5 == 0 or epoch == args.epochs:
+            result = psnr(restore(model, guide, shape, args.side), truth)
+            bound = -float(total) / len(patches)
+            print(f"epoch {epoch}: F/N {bound:.2f}, {result:.2f} dB, {seconds:.0f} s", flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()
