@@ -215,8 +215,8 @@ class JointRuns:
             plate = LeadingPlate(count, -nesting - 1, structure.global_sites("model"))
             skip = structure.global_sites("guide")
             local = [t.site for t in self._guide_terms if t.key.name not in skip]
-            guide_trace = runs.with_values(
-                guide_trace, {s["name"]: _expanded(s, count, nesting) for s in local}
+            guide_trace = runs.with_changes(
+                guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}
             )
         programs, supply = self._programs, Supply(self.subsamples, draw=draw)
         model_trace = runs.run_model(programs, guide_trace, supply, plate)
