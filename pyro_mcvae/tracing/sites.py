@@ -141,6 +141,11 @@ def masked(site: Site, log_prob: Any) -> Any:
     return scale_and_mask(log_prob, inner_scale(site), site["mask"])
 
 
+def unscaled_masked(site: Site, log_prob: Any) -> Any:
+    """A site's log density with the user's mask alone."""
+    return scale_and_mask(log_prob, 1.0, site["mask"])
+
+
 def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> Tensor:
     """
     ``fn.log_prob`` of a site's value (or of ``value``), without scale and mask.
