@@ -1,13 +1,20 @@
 """Monte Carlo objectives for Pyro: drop-in losses for latent-variable models."""
 
+from pyro_mcvae.baselines.score_function import NVIL, Baseline, IndependentDraw, LeaveOneOut
 from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
+from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 
 __all__ = [
+    "NVIL",
+    "Baseline",
     "Bounds",
+    "IndependentDraw",
+    "LeaveOneOut",
     "MonteCarloELBO",
     "TraceIWAE_ELBO",
+    "TraceRaoBlackwell_ELBO",
     "TraceSGVB_ELBO",
 ]
 
