@@ -196,7 +196,7 @@ def _take_apart(run: Run) -> SlotRun:
         for c in factors
         if c.term.key.name not in guide and "_enumerate_dim" in c.term.site["infer"]
     }
-    return SlotRun(run, [*_sum_states(factors, states, costs), *costs], scored)
+    return SlotRun(run, [*_sum_states(factors, states), *costs], scored)
 
 
 def _plates(term: Term, trace: Trace) -> frozenset[str]:
@@ -273,9 +273,7 @@ def _exact_entropy(term: Term) -> Tensor | None:
     return sites.masked(term.site, slots.support.entropy())
 
 
-def _sum_states(
-    model: list[SlotCost], states: set[FactorKey], guide: list[SlotCost]
-) -> list[SlotCost]:
+def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]:
     """
     Sum over the states of the model's own enumerated sites, inside of the logarithm.
 
@@ -284,8 +282,8 @@ def _sum_states(
     """
     if not states:
         return model
-    outside = {d for c in [*model, *guide] for d in c.plates} | {d for c in guide for d in c.dims}
-    dims = {d for c in model if c.term.key in states for d in c.dims} - outside
+    infers = [c.term.site["infer"] for c in model if c.term.key in states]
+    dims = {infer["_enumerate_symbol"] for infer in infers}
     factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
     inside: list[SlotCost] = []
     rest: list[SlotCost] = []
