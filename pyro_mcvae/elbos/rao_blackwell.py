@@ -18,7 +18,7 @@ from pyro_mcvae.baselines.score_function import (
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
 from pyro_mcvae.elbos.plain import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
-from pyro_mcvae.tracing.enumerated import ScoredSite
+from pyro_mcvae.tracing.enumerated import ScoredSite, SlotRun
 from pyro_mcvae.tracing.runs import Programs, Run, is_messenger
 from pyro_mcvae.tracing.slot_tracer import SlotTracer
 from pyro_mcvae.tracing.slots import SiteOptions
@@ -99,7 +99,6 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     # nn.Module would have them be modules.
     num_particles: int
     vectorize_particles: bool
-    max_plate_nesting: float
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             self.site_options,
             num_particles,
             self.vectorize_particles,
-            self.max_plate_nesting,
+            self._tracer.declared_nesting,
             self._tell,
         )
 
@@ -136,7 +135,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         if is_messenger(programs):
             runs = self._without_slots(programs)
             return elbo_estimate(runs, [elbo_costs(r.terms) for r in runs], self.num_particles)
-        slot_runs = self._slots.runs(programs)
+        slot_runs = self._slot_runs(programs)
         value: Any = 0.0
         surrogate: Any = 0.0
         for slot_run in slot_runs:
@@ -160,7 +159,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             runs = self._without_slots(programs)
             sample = self._tracer.arrange(programs, runs)
             return elbo_bounds(sample, [elbo_costs(r.terms) for r in runs])
-        slot_runs = self._slots.runs(programs)
+        slot_runs = self._slot_runs(programs)
         costs = []
         for slot_run in slot_runs:
             sums = SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
@@ -170,6 +169,12 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             costs.append([Cost(t, values[t.key], 0) for t in slot_run.run.terms])
         sample = self._tracer.arrange(programs, [r.run for r in slot_runs])
         return elbo_bounds(sample, costs)
+
+    def _slot_runs(self, programs: Programs) -> list[SlotRun]:
+        slot_runs = self._slots.runs(programs)
+        if slot_runs[0].run.leading is not None:
+            self._tracer.structures.check_particles(programs, slot_runs[0].run)
+        return slot_runs
 
     def _without_slots(self, programs: Programs) -> list[Run]:
         runs = self._tracer.independent(programs)

@@ -138,18 +138,20 @@ class SlotSums:
         return frozenset(found)
 
     def _masses(self) -> dict[_Key, Tensor]:
-        return {
-            key: _aligned(self._marginal(key.members, key.dims, key.plates), key.dims)
-            for key in dict.fromkeys(self._keys)
-        }
+        found = {}
+        for cost, key in zip(self._costs, self._keys, strict=True):
+            if key not in found:
+                mass = self._marginal(key.members, key.dims, key.plates)
+                found[key] = _aligned(cost.value.new_ones(()) if mass is None else mass, key.dims)
+        return found
 
     def _marginal(
         self, members: frozenset[str], dims: frozenset[str], plates: frozenset[str]
-    ) -> Tensor:
+    ) -> Tensor | None:
         """The product of some sites' weights, summed over all dims but ``dims``."""
         factors = [self._weight(name, plates) for name in self._scored if name in members]
         if not factors:
-            return _named(torch.ones(()), "")
+            return None
         names = [f._pyro_dims for f in factors]  # type: ignore[attr-defined]
         kept = "".join(sorted(dims.intersection(*[set().union(*names)])))
         if len(factors) == 1 and set(names[0]) == set(kept):
@@ -169,7 +171,8 @@ class SlotSums:
     def _upstream(self, site: ScoredSite) -> Tensor:
         dims = site.dims - {site.symbol}
         members = self._closure((), dims) - {site.name}
-        return self._marginal(members, dims, site.plates)
+        found = self._marginal(members, dims, site.plates)
+        return _named(site.weight.new_ones(()), "") if found is None else found
 
     def _sum(self, masses: dict[_Key, Tensor]) -> Tensor:
         total: Any = 0.0
@@ -186,7 +189,7 @@ def _named(value: Tensor, dims: str) -> Tensor:
 
 def _aligned(value: Tensor, dims: Iterable[str]) -> Tensor:
     """A packed tensor with its dims sorted, and one of size 1 for each that it has not."""
-    own, target = value._pyro_dims, sorted(dims)  # type: ignore[attr-defined]
+    own, target = getattr(value, "_pyro_dims", ""), sorted(dims)
     order = [own.index(d) for d in target if d in own]
     sizes = [value.shape[own.index(d)] if d in own else 1 for d in target]
     return value.permute(order).reshape(sizes)

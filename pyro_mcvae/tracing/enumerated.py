@@ -162,6 +162,8 @@ def run_slots(
         raise ValueError("the programs have more plates than max_plate_nesting says")
     run = Run(guide_trace, model_trace, terms_of(guide_trace, model_trace), nesting, num_particles)
     run.subsamples = supply.subsamples
+    names = zip(("guide", "model"), leading, strict=True)
+    run.unbatched = frozenset(FactorKey(p, n) for p, lead in names if lead for n in lead.unbatched)
     if is_validation_enabled():
         _check(run, depth)
     return _take_apart(run)
