@@ -1,5 +1,6 @@
 """Monte Carlo objectives for Pyro: drop-in losses for latent-variable models."""
 
+from pyro_mcvae.baselines.relaxed import REBAR, RELAX, GumbelSoftmax
 from pyro_mcvae.baselines.score_function import NVIL, Baseline, IndependentDraw, LeaveOneOut
 from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
@@ -8,8 +9,11 @@ from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 
 __all__ = [
     "NVIL",
+    "REBAR",
+    "RELAX",
     "Baseline",
     "Bounds",
+    "GumbelSoftmax",
     "IndependentDraw",
     "LeaveOneOut",
     "MonteCarloELBO",

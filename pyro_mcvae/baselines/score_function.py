@@ -33,6 +33,7 @@ class SiteSignal:
         broadcasts with ``weight``.
     :ivar support: the site's values.
     :ivar value: the slots' values, ``[S, *batch, *event]``.
+    :ivar exact: whether the slots are all values, so that nothing is random.
     :ivar extra: whether the last slot is an independent draw, without weight.
     :ivar input: ``infer={"mcvae": {"baseline_input": ...}}`` of the site, or None.
     """
@@ -45,6 +46,7 @@ class SiteSignal:
     upstream: Tensor
     support: Support | None
     value: Tensor
+    exact: bool
     extra: bool
     input: Any
     programs: Programs
@@ -61,10 +63,12 @@ class Baseline(ABC):
 
     :cvar min_samples: how many draws it needs.
     :cvar extra_draw: whether it needs one further draw of the site, independent of the slots.
+    :cvar relaxed: whether the site is not drawn at all, but relaxed.
     """
 
     min_samples = 1
     extra_draw = False
+    relaxed = False
 
     @abstractmethod
     def surrogate(self, signal: SiteSignal) -> Tensor:

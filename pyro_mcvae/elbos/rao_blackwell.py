@@ -61,7 +61,9 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
       ``infer={"enumerate": "parallel"}`` is summed exactly.
     * **Baselines** (``baseline=``) have all the same mean:
       None is REINFORCE; :class:`~pyro_mcvae.IndependentDraw` is REINFORCE+;
-      :class:`~pyro_mcvae.LeaveOneOut`; :class:`~pyro_mcvae.NVIL`.
+      :class:`~pyro_mcvae.LeaveOneOut`; :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
+      :class:`~pyro_mcvae.RELAX` are learned, by SVI's optimizer or as part of ``elbo(model,
+      guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
 
     :param num_categories: k, the values to sum; ``math.inf`` for all.
     :param int num_samples: n, the draws from the others.
@@ -203,6 +205,7 @@ def _signal(site: ScoredSite, sums: SiteSums, programs: Programs) -> SiteSignal:
         upstream=sums.upstream,
         support=site.slots.support,
         value=site.values(),
+        exact=site.slots.exact,
         extra=site.slots.extra,
         input=site.site["infer"].get("mcvae", {}).get("baseline_input"),
         programs=programs,

@@ -92,10 +92,10 @@ class ScoredSite:
 
     def values(self) -> Tensor:
         """The slots' values, ``[S, *batch, *event]``."""
-        value = self.site["value"]
+        value = self.site["value"].unsqueeze(0)
         if self.slots.dim is None:
-            return value.unsqueeze(0)
-        return value.movedim(self.slots.dim - self.site["fn"].event_dim, 0)
+            return value
+        return value.transpose(0, self.slots.dim - self.site["fn"].event_dim)
 
     def slots_first(self, value: Tensor) -> Tensor:
         """A packed tensor as ``[S, *batch]``."""
@@ -105,10 +105,9 @@ class ScoredSite:
         return self.first(value)
 
     def first(self, value: Tensor) -> Tensor:
-        """A tensor in the layout of ``score`` as ``[S, *batch]``."""
-        if self.slots.dim is None:
-            return value.unsqueeze(0)
-        return value.movedim(self.slots.dim, 0)
+        """A tensor in the layout of ``score`` as ``[S, *batch]``, with 1 in place of the slots."""
+        value = value.unsqueeze(0)
+        return value if self.slots.dim is None else value.transpose(0, self.slots.dim)
 
 
 @dataclass

@@ -41,8 +41,7 @@ class LeadingPlate(IndepMessenger):
     def _process_message(self, msg: Any) -> None:
         if msg["type"] != "sample" or site_is_subsample(msg) or msg["name"] in self.skip:
             return
-        shape = getattr(msg["fn"], "batch_shape", ())
-        if self.dim is not None and (len(shape) < -self.dim or shape[self.dim] != self.size):
+        if self.dim is not None and len(getattr(msg["fn"], "batch_shape", ())) < -self.dim:
             self.unbatched.add(msg["name"])
         frame = CondIndepStackFrame(self.name, self.dim, self.size, self.counter)
         msg["cond_indep_stack"] = (frame, *msg["cond_indep_stack"])

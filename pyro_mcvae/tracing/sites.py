@@ -14,8 +14,11 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_mcvae.tracing.relaxed import relaxed_log_prob
+
 __all__ = [
     "LEADING",
+    "RELAXED",
     "PlateKey",
     "is_delta",
     "is_latent",
@@ -33,6 +36,8 @@ Site = Mapping[str, Any]
 
 # The plate of the particles; the name that Pyro's own vectorised objectives give it.
 LEADING = "num_particles_vectorized"
+# Marks sites whose value is a relaxation of a discrete one.
+RELAXED = "_mcvae_relaxed"
 
 
 class PlateKey(NamedTuple):
@@ -153,6 +158,8 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     :raises ValueError: naming the site where the distribution refuses the value.
     """
     value = site["value"] if value is None else value
+    if site["infer"].get(RELAXED):
+        return relaxed_log_prob(site["fn"], value)
     try:
         return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
     except (ValueError, RuntimeError) as error:
@@ -161,6 +168,9 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
 
 def score_parts(site: Site) -> ScoreParts:
     """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked."""
+    if site["infer"].get(RELAXED):
+        log_prob = unscaled_log_prob(site, "guide")
+        return ScoreParts(log_prob, 0, log_prob)
     if is_random(site) and not reparameterized(site):
         # Not the distribution's own: rejection samplers know the parts of their own draws only.
         log_prob = unscaled_log_prob(site, "guide")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pyro import distributions as dist
@@ -13,7 +13,8 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.enum_messenger import EnumMessenger
 from torch import Tensor
 
-from pyro_mcvae.tracing.sites import is_random, reparameterized
+from pyro_mcvae.tracing.relaxed import relaxed_sample
+from pyro_mcvae.tracing.sites import RELAXED, is_random, reparameterized
 from pyro_mcvae.tracing.supports import Choice, Support, support_of
 
 __all__ = ["SLOTS", "SiteOptions", "SiteSlots", "SlotError", "SlotMessenger"]
@@ -108,6 +109,7 @@ class SiteSlots:
         slot.
     :ivar sampled: where the slot is a draw, of the same shape; None for one slot.
     :ivar extra: whether the last slot is an independent draw.
+    :ivar exact: whether the slots are all values.
     """
 
     options: SiteOptions
@@ -116,6 +118,7 @@ class SiteSlots:
     weight: Tensor | None = None
     sampled: Tensor | None = None
     extra: bool = False
+    exact: bool = False
 
 
 class SlotError(ValueError):
@@ -135,7 +138,12 @@ class _StandIn(dist.TorchDistribution):
         return self.value
 
 
-_Chosen = tuple[SiteOptions, Support | None, Choice, bool]
+class _Chosen(NamedTuple):
+    options: SiteOptions
+    support: Support | None
+    slots: Choice
+    extra: bool = False
+    exact: bool = False
 
 
 class SlotMessenger(EnumMessenger):
@@ -164,12 +172,13 @@ class SlotMessenger(EnumMessenger):
             super()._pyro_sample(msg)
             return
         choice = self._choose(msg)
+        # A copy: users share these dicts between runs and sites.
         infer = {k: v for k, v in msg["infer"].items() if k not in ("enumerate", "num_samples")}
         msg["infer"] = infer
         if choice is None:
             super()._pyro_sample(msg)
             return
-        options, support, slots, extra = choice
+        options, support, slots, extra, exact = choice
         if slots.value.shape[0] == 1:
             # One slot takes no dim of its own: the site is a plain draw.
             msg["value"] = slots.value[0].expand(fn.batch_shape + fn.event_shape)
@@ -196,6 +205,7 @@ class SlotMessenger(EnumMessenger):
             slots.weight.expand(slots.weight.shape[:1] + fn.batch_shape),
             slots.sampled.expand(slots.weight.shape[:1] + fn.batch_shape),
             extra,
+            exact,
         )
 
     def _choose(self, msg: Any) -> _Chosen | None:
@@ -218,6 +228,8 @@ class SlotMessenger(EnumMessenger):
                 )
             return None
         options = self.options.of(msg)
+        if getattr(options.baseline, "relaxed", False):
+            return self._relaxed(msg, options)
         if options.plain:
             return self._single(msg, options)
         support = support_of(msg["fn"])
@@ -235,11 +247,24 @@ class SlotMessenger(EnumMessenger):
         return self._slots(msg, options, support)
 
     @staticmethod
+    def _relaxed(msg: Any, options: SiteOptions) -> _Chosen:
+        value = relaxed_sample(msg["fn"], options.baseline.temperature, options.baseline.hard)
+        if value is None:
+            raise SlotError(
+                f"{type(options.baseline).__name__} relaxes OneHotCategorical and Bernoulli sites, "
+                f"but guide site '{msg['name']}' is a {type(msg['fn']).__name__}: use "
+                f"OneHotCategorical in both programs, or another baseline"
+            )
+        msg["infer"] = {**msg["infer"], RELAXED: True}
+        nothing = value.new_empty(0)
+        return _Chosen(options, support_of(msg["fn"]), Choice(value.unsqueeze(0), nothing, nothing))
+
+    @staticmethod
     def _single(msg: Any, options: SiteOptions) -> _Chosen:
         with torch.no_grad():
             value = msg["fn"].sample().unsqueeze(0)
         nothing = value.new_empty(0)
-        return options, support_of(msg["fn"]), Choice(value, nothing, nothing), False
+        return _Chosen(options, support_of(msg["fn"]), Choice(value, nothing, nothing))
 
     @staticmethod
     def _slots(msg: Any, options: SiteOptions, support: Support) -> _Chosen:
@@ -253,7 +278,7 @@ class SlotMessenger(EnumMessenger):
                         f"many values, got num_categories={options.num_categories}: pass a finite "
                         f"one and num_samples >= 1"
                     )
-                return options, support, support.all_values(), False
+                return _Chosen(options, support, support.all_values(), exact=True)
             else:
                 if options.num_samples == 0:
                     raise SlotError(
@@ -263,15 +288,11 @@ class SlotMessenger(EnumMessenger):
                     )
                 choice = support.top_k(int(options.num_categories), options.num_samples)
             if not options.extra_draw:
-                return options, support, choice, False
+                return _Chosen(options, support, choice)
             none = torch.zeros_like(choice.weight[:1])
-            return (
-                options,
-                support,
-                Choice(
-                    torch.cat([choice.value, support.draw().to(choice.value)]),
-                    torch.cat([choice.weight, none]),
-                    torch.cat([choice.sampled, none.bool()]),
-                ),
-                True,
+            wider = Choice(
+                torch.cat([choice.value, support.draw().to(choice.value)]),
+                torch.cat([choice.weight, none]),
+                torch.cat([choice.sampled, none.bool()]),
             )
+            return _Chosen(options, support, wider, extra=True)
