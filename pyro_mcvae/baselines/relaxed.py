@@ -101,7 +101,8 @@ class RELAX(LearnedBaseline):
             return 0.0
         # For the control variate alone: it may be computed from the programs' parameters.
         found = torch.autograd.grad((gradient**2).sum(), learned, allow_unused=True)
-        return sum((g * p).sum() for g, p in zip(found, learned, strict=True) if g is not None)
+        parts = [(g * p).sum() for g, p in zip(found, learned, strict=True) if g is not None]
+        return torch.stack(parts).sum().to(gradient.dtype) if parts else 0.0
 
     def _gradient(self, signal: SiteSignal, logits: Tensor) -> Tensor:
         """The estimate with respect to the site's logits, differentiable in c's parameters."""

@@ -154,6 +154,8 @@ class LearnedBaseline(Baseline, torch.nn.Module):
                     return found
             except RuntimeError:
                 pass
+        while shape[:1] == (1,):
+            shape = shape[1:]
         raise ValueError(
             f"{type(self).__name__} predicts one number for each datum of guide site "
             f"'{signal.name}', so its network must return shape {tuple(shape)} (or that with a "

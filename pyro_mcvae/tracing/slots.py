@@ -58,7 +58,7 @@ class SiteOptions:
                 "num_categories=0 and num_samples=0 evaluate nothing: pass num_samples >= 1"
             )
         needed, draws = self.min_samples, n if budget is None else budget
-        if draws < needed and k != math.inf:
+        if self.baseline is not None and draws < needed and k != math.inf:
             argument = "num_samples" if budget is None else "budget"
             raise ValueError(
                 f"{type(self.baseline).__name__} compares draws with each other and needs "

@@ -112,7 +112,9 @@ class Categories(Support):
     def entropy(self) -> Tensor:
         r""":math:`-\sum_z q(z) \log q(z)` with its gradient, batch-shaped."""
         logits = self.logits
-        return -torch.where(logits.isneginf(), 0.0, logits.exp() * logits).sum(-1)
+        possible = ~logits.isneginf()
+        finite = torch.where(possible, logits, 0.0)
+        return -torch.where(possible, finite.exp() * finite, 0.0).sum(-1)
 
     def _choice(self, slots: Slots) -> Choice:
         return Choice(self.value(slots.index), slots.weight, slots.sampled)

@@ -1,13 +1,25 @@
 """The laws of the Rao-Blackwellized gradients: their mean is the exhaustive sum's."""
 
 import math
+from dataclasses import replace
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.nn import PyroModule
 
-from pyro_mcvae import IndependentDraw, LeaveOneOut, TraceRaoBlackwell_ELBO
-from tests.elbos.discrete_programs import ALL, PROGRAMS
+from pyro_mcvae import (
+    NVIL,
+    REBAR,
+    RELAX,
+    IndependentDraw,
+    LeaveOneOut,
+    TraceRaoBlackwell_ELBO,
+)
+from tests.elbos.discrete_programs import ALL, PROGRAMS, Discrete, normal, param, randn, x
 
 programs = pytest.mark.parametrize("name", PROGRAMS)
 ESTIMATORS = {
@@ -67,3 +79,193 @@ def test_the_mean_is_the_exact_sum(name, estimator):
         num_particles=200, vectorize_particles=True, **ESTIMATORS[estimator]()
     )
     assert_means(program, elbo)
+
+
+def tables(size):
+    """A fixed control variate that is far from zero."""
+    weight = torch.linspace(-2.0, 3.0, size)
+    return lambda relaxed, given: (relaxed**2 @ weight).sin() * 3.0 + relaxed[..., 0]
+
+
+class Prediction(torch.nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.value = torch.nn.Parameter(torch.tensor(value))
+
+    def forward(self, given):
+        return self.value.expand(4, 1)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["nvil", "relax", "rebar"])
+@pytest.mark.parametrize("name", ["single", "one-hot", "dependent", "masked", "scaled"])
+def test_learned_control_variates_leave_the_mean(name, kind, k):
+    program = PROGRAMS[name]
+    baseline = {
+        "nvil": lambda: NVIL(Prediction(-3.0)),
+        "relax": lambda: RELAX(lambda y, x: tables(y.shape[-1])(y, x)),
+        "rebar": lambda: REBAR(lambda y, x: tables(y.shape[-1])(y, x), temperature=0.7, scale=0.5),
+    }[kind]()
+    annotated = with_input(program, torch.zeros(4))
+    elbo = TraceRaoBlackwell_ELBO(k, num_particles=200, vectorize_particles=True, baseline=baseline)
+    assert_means(annotated, elbo)
+
+
+def with_input(program, value):
+    def guide():
+        with poutine.infer_config(config_fn=lambda s: {"mcvae": {"baseline_input": value}}):
+            program.guide()
+
+    return replace(program, guide=guide)
+
+
+@pytest.mark.parametrize("kind", ["nvil", "relax", "rebar"])
+@pytest.mark.parametrize("interface", ["svi", "module"])
+def test_learned_parts_train_and_the_noise_falls(kind, interface):
+    locs = torch.tensor([-1.0, 0.5, 4.0])
+    data = torch.tensor([3.0, 2.0, 2.5, 3.5])
+
+    def model(x):
+        with pyro.plate("data", 4):
+            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(3)))
+            pyro.sample("x", dist.Normal(y @ locs, 1.0), obs=x)
+
+    class Guide(PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.logits = torch.nn.Parameter(torch.zeros(4, 3))
+
+        def forward(self, x):
+            with pyro.plate("data", 4):
+                pyro.sample("y", dist.OneHotCategorical(logits=self.logits))
+
+    class Network(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2 if kind == "nvil" else 4, 1)
+
+        def forward(self, *given):
+            given = [g if g.dim() > 1 else torch.stack([g, g**2], -1) for g in given]
+            if len(given) == 1:
+                return self.layer(given[0])
+            relaxed, x = given
+            return self.layer(torch.cat([relaxed, x[:, :1].expand(relaxed.shape[:-1] + (1,))], -1))
+
+    def cost(y, x):
+        return -0.5 * (x - y @ locs) ** 2
+
+    baseline = {
+        "nvil": lambda: NVIL(Network()),
+        "relax": lambda: RELAX(Network()),
+        "rebar": lambda: REBAR(cost, scale=0.1),
+    }[kind]()
+    guide = Guide()
+    elbo = TraceRaoBlackwell_ELBO(0, baseline=baseline)
+    before = {k: v.detach().clone() for k, v in baseline.named_parameters()}
+    if interface == "svi":
+        fixed = {"lr": 0.02}
+
+        def rates(name):
+            return {"lr": 0.0} if "logits" in name else fixed
+
+        svi = SVI(model, guide, pyro.optim.Adam(rates), loss=elbo)
+        for _ in range(300):
+            svi.step(data)
+    else:
+        module = elbo(model, guide)
+        learned = [p for n, p in module.named_parameters() if "logits" not in n]
+        assert len(learned) == len(before)
+        optimizer = torch.optim.Adam(learned, lr=0.02)
+        for _ in range(300):
+            optimizer.zero_grad()
+            module(data).backward()
+            optimizer.step()
+    assert all((v != before[k]).all() for k, v in baseline.named_parameters())
+
+    def noise(loss):
+        found = []
+        for _ in range(300):
+            guide.zero_grad()
+            loss.loss_and_grads(model, guide, data)
+            found.append(guide.logits.grad.clone())
+        return torch.stack(found).var(0).sum()
+
+    assert noise(elbo) < 0.7 * noise(TraceRaoBlackwell_ELBO(0))
+
+
+def test_reparameterized_sites_behind_a_discrete_one():
+    def model():
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Categorical(logits=param("prior", 3)))
+            z = pyro.sample("z", dist.Normal(param("mu", 3)[y], 1.0))
+            pyro.sample("x", dist.Normal(z, 0.5), obs=torch.tensor([0.3, -1.0, 2.0]))
+
+    def guide():
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Categorical(logits=param("q", 3, 3)))
+            pyro.sample("z", dist.Normal(param("loc", 3)[y], param("scale", 3).exp()[y]))
+
+    x = torch.tensor([0.3, -1.0, 2.0])[:, None]
+    names = {"prior": (3,), "mu": (3,), "q": (3, 3), "loc": (3,), "scale": (3,)}
+    values = {n: randn(*s, seed=sum(map(ord, n))).requires_grad_() for n, s in names.items()}
+    log_q = values["q"].log_softmax(-1)
+    loc, variance = values["loc"], (2 * values["scale"]).exp()
+    # E log N(x; z, 0.5), E log N(z; mu, 1) and the entropies, of each category.
+    inner = -((x - loc) ** 2 + variance) / 0.5 - math.log(0.5)
+    inner = inner - ((loc - values["mu"]) ** 2 + variance) / 2 + values["scale"] + 0.5
+    inner = inner - 0.5 * math.log(2 * math.pi)
+    elbo = (log_q.exp() * (inner + values["prior"].log_softmax(-1) - log_q)).sum()
+    grads = torch.autograd.grad(-elbo, list(values.values()))
+    exact = dict(zip(values, grads, strict=True))
+
+    class Known(Discrete):
+        def exact(self):
+            return -elbo.item(), exact
+
+    program = Known(model, guide)
+    for options in ({}, {"num_categories": 0}, {"num_categories": ALL}, {"entropy": "exact"}):
+        loss = TraceRaoBlackwell_ELBO(num_particles=200, vectorize_particles=True, **options)
+        assert_means(program, loss)
+    assert_means(program, TraceRaoBlackwell_ELBO(baseline=IndependentDraw()), steps=4000)
+
+
+def vector_model():
+    with pyro.plate("data", 2):
+        b = pyro.sample("b", dist.Bernoulli(logits=param("p", 3)).to_event(1))
+        normal("x", (b @ param("w", 3)) ** 2, x(2))
+
+
+def vector_guide():
+    with pyro.plate("data", 2):
+        pyro.sample("b", dist.Bernoulli(logits=param("q", 2, 3)).to_event(1))
+
+
+def vector_exact():
+    """By the same programs with one site for each entry."""
+
+    def model():
+        with pyro.plate("data", 2):
+            b = [pyro.sample(f"b{i}", dist.Bernoulli(logits=param("p", 3)[i])) for i in range(3)]
+            normal("x", sum(b[i] * param("w", 3)[i] for i in range(3)) ** 2, x(2))
+
+    def guide():
+        with pyro.plate("data", 2):
+            for i in range(3):
+                pyro.sample(f"b{i}", dist.Bernoulli(logits=param("q", 2, 3)[:, i]))
+
+    return Discrete(model, guide).exact()
+
+
+@pytest.mark.parametrize("estimator", ["k0", "k1", "k2-n2", "budget2", "k1-loo", "k1-plus"])
+def test_a_vector_is_one_variable_over_the_product(estimator):
+    class Vector(Discrete):
+        def exact(self):
+            return vector_exact()
+
+    program = Vector(vector_model, vector_guide)
+    loss, _ = program.exact()
+    assert math.isclose(TraceRaoBlackwell_ELBO(8).loss(program.model, program.guide), loss)
+    options = ESTIMATORS[estimator]()
+    assert_means(
+        program, TraceRaoBlackwell_ELBO(num_particles=200, vectorize_particles=True, **options)
+    )
