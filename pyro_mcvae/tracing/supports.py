@@ -12,7 +12,9 @@ from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDi
 from torch import Tensor
 from torch.nn.functional import logsigmoid, one_hot
 
+from pyro_mcvae.ops.countable import CountLaw, count_slots
 from pyro_mcvae.ops.top_k import Slots, budget_slots, top_k_slots
+from pyro_mcvae.tracing.counts import count_law
 
 __all__ = ["Categories", "Choice", "Support", "support_of", "unmasked"]
 
@@ -210,6 +212,22 @@ class _Joint(Categories):
         return (digits.flatten(digits.dim() - len(self.shape)) * power).sum(-1)
 
 
+class _Countable(Support):
+    """Counts without a largest one."""
+
+    size = math.inf
+
+    def __init__(self, fn: Any, law: CountLaw) -> None:
+        self.fn = fn
+        self.law = law
+
+    def top_k(self, num_categories: int, num_samples: int) -> Choice:
+        return Choice(*count_slots(self.law, num_categories, num_samples, None, 1))
+
+    def budget(self, budget: int, min_samples: int) -> Choice:
+        return Choice(*count_slots(self.law, 0, 0, budget, min_samples))
+
+
 def unmasked(fn: Any) -> Any:
     """A distribution without the masks that it puts on itself."""
     while isinstance(fn, MaskedDistribution):
@@ -222,7 +240,8 @@ def support_of(fn: Any) -> Support | None:
     The values of a discrete distribution; None where they cannot be listed.
 
     :param fn: Categorical, OneHotCategorical, Bernoulli, Binomial, everything else with a finite
-        ``enumerate_support``, and vectors of independent ones of these.
+        ``enumerate_support``, vectors of independent ones of these, and Poisson, Geometric and
+        NegativeBinomial.
     """
     fn = unmasked(fn)
     if isinstance(fn, dist.OneHotCategorical):
@@ -233,6 +252,9 @@ def support_of(fn: Any) -> Support | None:
         return _Binary(fn)
     if isinstance(fn, dist.Binomial):
         return _Counts(fn)
+    law = count_law(fn)
+    if law is not None:
+        return _Countable(fn, law)
     if isinstance(fn, torch.distributions.Independent):
         return _independent(fn)
     if isinstance(fn, ExpandedDistribution) and unmasked(fn.base_dist) is not fn.base_dist:

@@ -269,3 +269,44 @@ def test_a_vector_is_one_variable_over_the_product(estimator):
     assert_means(
         program, TraceRaoBlackwell_ELBO(num_particles=200, vectorize_particles=True, **options)
     )
+
+
+COUNTS = {
+    "poisson": lambda raw: dist.Poisson(raw.exp()),
+    "geometric": lambda raw: dist.Geometric(logits=raw),
+    "negative-binomial": lambda raw: dist.NegativeBinomial(2.5, logits=raw),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+@pytest.mark.parametrize("estimator", ["k0", "k1", "k2-n2", "budget2", "k1-loo", "k1-plus"])
+def test_countable_sites(kind, estimator):
+    if kind == "negative-binomial" and estimator not in ("k1", "budget2"):
+        pytest.skip("slow, and its draws have laws of their own")
+    make = COUNTS[kind]
+
+    def model():
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", make(torch.tensor(0.4)))
+            normal("x", param("w") * (y + 0.1).log(), x(3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("y", make(0.5 * param("q", 3)))
+
+    class Truncated(Discrete):
+        def exact(self):
+            w, q = (
+                param(n, *s).detach().clone().requires_grad_() for n, s in (("w", ()), ("q", (3,)))
+            )
+            y = torch.arange(400.0)[:, None]
+            log_q = make(0.5 * q).log_prob(y)
+            cost = make(torch.tensor(0.4)).log_prob(y) - log_q
+            cost = cost + dist.Normal(w * (y + 0.1).log(), 0.8).log_prob(x(3))
+            loss = -(log_q.exp() * cost).sum()
+            grads = torch.autograd.grad(loss, [w, q])
+            return loss.item(), dict(zip(["w", "q"], grads, strict=True))
+
+    options = ESTIMATORS[estimator]()
+    elbo = TraceRaoBlackwell_ELBO(num_particles=200, vectorize_particles=True, **options)
+    assert_means(Truncated(model, guide), elbo)
