@@ -72,8 +72,8 @@ def _negative_binomial(fn: Any) -> CountLaw:
 
     def side(x: Tensor, left: Tensor) -> Tensor:
         count = x.clamp_min(0) + 1
-        args = (failures, count), (count, failures), (1 - success, success)
-        found = betainc(*(torch.where(left, *pair) for pair in args))
+        first, second = torch.where(left, failures, count), torch.where(left, count, failures)
+        found = betainc(first, second, torch.where(left, 1 - success, success))
         return torch.where(x < 0, torch.where(left, 0.0, 1.0), found)
 
     mode = (success * (failures - 1) / (1 - success)).floor().clamp_min(0)
