@@ -14,7 +14,16 @@ from pyro_mcvae.ops.score_function import leave_one_out_baseline, score_surrogat
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.supports import Support
 
-__all__ = ["NVIL", "Baseline", "IndependentDraw", "LeaveOneOut", "SiteSignal", "no_baseline"]
+__all__ = [
+    "NVIL",
+    "Baseline",
+    "IndependentDraw",
+    "LearnedBaseline",
+    "LeaveOneOut",
+    "SiteSignal",
+    "SummedMean",
+    "no_baseline",
+]
 
 _counter = itertools.count()
 
@@ -116,6 +125,27 @@ class LeaveOneOut(Baseline):
 
     def surrogate(self, signal: SiteSignal) -> Tensor:
         baseline = leave_one_out_baseline(signal.cost, signal.sampled)
+        return score_surrogate(signal.weight * (signal.cost - baseline), signal.score)
+
+
+class SummedMean(Baseline):
+    r"""
+    The mean cost :math:`b = \sum_{z \in C} q(z) f(z) / q(C)` of the summed categories is
+    subtracted from all slots' costs.
+
+    It takes no further evaluation, and does not depend on the draws, so the mean stays as it is.
+    Not in the paper. Where nothing is summed it is REINFORCE.
+
+    Example::
+
+        >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=SummedMean())
+    """
+
+    def surrogate(self, signal: SiteSignal) -> Tensor:
+        mass = torch.where(signal.sampled, 0.0, signal.weight)
+        total = (mass * signal.cost).sum(0, keepdim=True)
+        mass = mass.sum(0, keepdim=True)
+        baseline = torch.where(mass > 0, total / torch.where(mass > 0, mass, 1.0), 0.0)
         return score_surrogate(signal.weight * (signal.cost - baseline), signal.score)
 
 

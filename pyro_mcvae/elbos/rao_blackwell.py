@@ -55,15 +55,17 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     * **Supports**: Categorical, OneHotCategorical, Bernoulli, Binomial and everything else with a
       finite ``enumerate_support``; vectors of these by ``to_event``, as one variable over their
-      product. Other discrete sites are sampled, with the score function.
+      product of up to 1,024 values; Poisson, Geometric and NegativeBinomial. Other discrete sites
+      are sampled, with the score function as their gradient, and a log message says so.
     * **Per site**: ``infer={"mcvae": {"num_categories": 5, "num_samples": 2}}``, likewise
       ``"budget"``, ``"baseline"``, ``"exact_entropy"``. A guide site marked
       ``infer={"enumerate": "parallel"}`` is summed exactly.
-    * **Baselines** (``baseline=``) have all the same mean:
-      None is REINFORCE; :class:`~pyro_mcvae.IndependentDraw` is REINFORCE+;
-      :class:`~pyro_mcvae.LeaveOneOut`; :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
-      :class:`~pyro_mcvae.RELAX` are learned, by SVI's optimizer or as part of ``elbo(model,
-      guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
+    * **Baselines** (``baseline=``) all have the same mean. None is REINFORCE;
+      :class:`~pyro_mcvae.IndependentDraw` is REINFORCE+; :class:`~pyro_mcvae.LeaveOneOut` compares
+      draws; :class:`~pyro_mcvae.SummedMean` takes the summed categories' cost and no further
+      evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
+      :class:`~pyro_mcvae.RELAX` have parts that are learned, by SVI's optimizer or as parameters
+      of ``elbo(model, guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
 
     :param num_categories: k, the values to sum; ``math.inf`` for all.
     :param int num_samples: n, the draws from the others.

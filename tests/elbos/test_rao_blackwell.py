@@ -17,6 +17,7 @@ from pyro_mcvae import (
     RELAX,
     IndependentDraw,
     LeaveOneOut,
+    SummedMean,
     TraceRaoBlackwell_ELBO,
 )
 from tests.elbos.discrete_programs import ALL, PROGRAMS, Discrete, normal, param, randn, x
@@ -31,6 +32,7 @@ ESTIMATORS = {
     "k0-plus": lambda: {"num_categories": 0, "baseline": IndependentDraw()},
     "k1-plus": lambda: {"baseline": IndependentDraw()},
     "k1-loo": lambda: {"num_samples": 2, "baseline": LeaveOneOut()},
+    "k1-summed": lambda: {"baseline": SummedMean()},
     "k1-exact-entropy": lambda: {"entropy": "exact"},
 }
 
