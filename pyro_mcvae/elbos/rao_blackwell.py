@@ -55,7 +55,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     * **Supports**: Categorical, OneHotCategorical, Bernoulli, Binomial and everything else with a
       finite ``enumerate_support``; vectors of these by ``to_event``, as one variable over their
-      product of up to 1,024 values; Poisson, Geometric and NegativeBinomial. Other discrete sites
+      product; Poisson, Geometric and NegativeBinomial. Other discrete sites
       are sampled, with the score function as their gradient, and a log message says so.
     * **Per site**: ``infer={"mcvae": {"num_categories": 5, "num_samples": 2}}``, likewise
       ``"budget"``, ``"baseline"``, ``"exact_entropy"``. A guide site marked

@@ -24,7 +24,6 @@ from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
 from pyro_mcvae.tracing.runs import Programs, Run, Term, entered, nesting_of, terms_of
 from pyro_mcvae.tracing.slots import SLOTS, SiteOptions, SiteSlots, SlotMessenger
 from pyro_mcvae.tracing.structure import FactorKey
-from pyro_mcvae.tracing.supports import Categories
 
 __all__ = ["ScoredSite", "SlotCost", "SlotRun", "run_slots"]
 
@@ -269,9 +268,8 @@ def _exact_entropy(term: Term) -> Tensor | None:
     fn = term.site["fn"]
     if slots is None or not slots.options.exact_entropy or sites.is_masked(fn):
         return None
-    if not isinstance(slots.support, Categories):
-        return None
-    return sites.masked(term.site, slots.support.entropy())
+    entropy = None if slots.support is None else slots.support.entropy()
+    return None if entropy is None else sites.masked(term.site, entropy)
 
 
 def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]:

@@ -274,9 +274,9 @@ class SlotMessenger(EnumMessenger):
             elif options.budget is not None or options.num_categories >= support.size:
                 if support.size == math.inf:
                     raise SlotError(
-                        f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has infinitely "
-                        f"many values, got num_categories={options.num_categories}: pass a finite "
-                        f"one and num_samples >= 1"
+                        f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has too "
+                        f"many values to list, got num_categories={options.num_categories}: "
+                        f"pass a finite one and num_samples >= 1"
                     )
                 return _Chosen(options, support, support.all_values(), exact=True)
             else:

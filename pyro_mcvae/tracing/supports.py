@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, one_hot
 
 from pyro_mcvae.ops.countable import CountLaw, count_slots
+from pyro_mcvae.ops.product import product_slots
 from pyro_mcvae.ops.top_k import Slots, budget_slots, top_k_slots
 from pyro_mcvae.tracing.counts import count_law
 
@@ -59,6 +60,10 @@ class Support(ABC):
     def all_values(self) -> Choice:
         """Every value, for finite supports."""
         raise NotImplementedError
+
+    def entropy(self) -> Tensor | None:
+        r""":math:`-\sum_z q(z) \log q(z)` with its gradient, batch-shaped; None if not known."""
+        return None
 
     def draw(self) -> Tensor:
         """An independent draw, ``[1, *batch, *event]``."""
@@ -212,6 +217,31 @@ class _Joint(Categories):
         return (digits.flatten(digits.dim() - len(self.shape)) * power).sum(-1)
 
 
+class _Product(Support):
+    """A vector of independent finite variables, too many to list."""
+
+    def __init__(self, fn: Any, parts: Categories) -> None:
+        self.fn = fn
+        self.parts = parts
+        self.shape = parts.log_q.shape[len(fn.batch_shape) : -1]
+        self.log_p = parts.log_q.reshape(*fn.batch_shape, -1, parts.log_q.shape[-1])
+
+    size = math.inf
+
+    def top_k(self, num_categories: int, num_samples: int) -> Choice:
+        return self._choice(product_slots(self.log_p, num_categories, num_samples))
+
+    def budget(self, budget: int, min_samples: int) -> Choice:
+        return self._choice(product_slots(self.log_p, 0, 0, budget, min_samples))
+
+    def entropy(self) -> Tensor:
+        return self.parts.entropy().flatten(len(self.fn.batch_shape)).sum(-1)
+
+    def _choice(self, slots: Slots) -> Choice:
+        digits = slots.index.reshape(slots.index.shape[:-1] + self.shape)
+        return Choice(self.parts.value(digits), slots.weight, slots.sampled)
+
+
 class _Countable(Support):
     """Counts without a largest one."""
 
@@ -278,4 +308,4 @@ def _independent(fn: Any) -> Support | None:
     count = math.prod(base.batch_shape[len(plain.batch_shape) :])
     if parts.size**count <= _MAX_JOINT:
         return _Joint(plain, parts)
-    return None
+    return _Product(plain, parts)

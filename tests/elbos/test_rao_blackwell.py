@@ -312,3 +312,18 @@ def test_countable_sites(kind, estimator):
     options = ESTIMATORS[estimator]()
     elbo = TraceRaoBlackwell_ELBO(num_particles=200, vectorize_particles=True, **options)
     assert_means(Truncated(model, guide), elbo)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "budget2", "k1-loo", "k1-plus", "k1-exact-entropy"])
+def test_vectors_with_too_many_values_to_list(estimator, monkeypatch):
+    monkeypatch.setattr("pyro_mcvae.tracing.supports._MAX_JOINT", 1)
+
+    class Vector(Discrete):
+        def exact(self):
+            return vector_exact()
+
+    options = ESTIMATORS[estimator]()
+    elbo = TraceRaoBlackwell_ELBO(num_particles=200, vectorize_particles=True, **options)
+    assert_means(Vector(vector_model, vector_guide), elbo)
+    with pytest.raises(ValueError, match=r"guide site 'b'.*too many values to list.*pass a finite"):
+        TraceRaoBlackwell_ELBO(ALL).loss(vector_model, vector_guide)
