@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from pyro.ops import packed
-from pyro.ops.einsum import contract
 from torch import Tensor
 
 from pyro_mcvae.elbos.base import as_scalar
@@ -60,6 +59,7 @@ class SlotSums:
         self._leaves = {n: _named(s.weight.clone(), s.order) for n, s in self._scored.items()}
         self._keys = [self._key(cost) for cost in slot_run.costs]
         self._costs = slot_run.costs
+        self._cache: dict[Any, Tensor] = {}
 
     def value(self) -> Tensor:
         """V, detached."""
@@ -138,6 +138,7 @@ class SlotSums:
         return frozenset(found)
 
     def _masses(self) -> dict[_Key, Tensor]:
+        self._cache.clear()  # of products without gradients, or of another step
         found = {}
         for cost, key in zip(self._costs, self._keys, strict=True):
             if key not in found:
@@ -148,16 +149,27 @@ class SlotSums:
     def _marginal(
         self, members: frozenset[str], dims: frozenset[str], plates: frozenset[str]
     ) -> Tensor | None:
-        """The product of some sites' weights, summed over all dims but ``dims``."""
-        factors = [self._weight(name, plates) for name in self._scored if name in members]
-        if not factors:
-            return None
-        names = [f._pyro_dims for f in factors]  # type: ignore[attr-defined]
-        kept = "".join(sorted(dims.intersection(*[set().union(*names)])))
-        if len(factors) == 1 and set(names[0]) == set(kept):
-            return factors[0]
-        equation = f"{','.join(names)}->{kept}"
-        return _named(contract(equation, *factors, backend="torch"), kept)
+        """
+        The product of some sites' weights, summed over all dims but ``dims``.
+
+        One site after the other, in the guide's order; a dim is summed as soon as no site that
+        follows has it. Costs along a chain share all steps but their last.
+        """
+        names = [name for name in self._scored if name in members]
+        total: Any = None
+        for i, name in enumerate(names):
+            later = dims.union(*(self._scored[n].dims for n in names[i + 1 :]))
+            own = self._weight(name, plates)
+            have = frozenset(own._pyro_dims)  # type: ignore[attr-defined]
+            if total is not None:
+                have |= frozenset(total._pyro_dims)
+            kept = "".join(sorted(have & later))
+            # The previous product, by its identity: the cache keeps it alive.
+            key = id(total), name, own._pyro_dims, kept  # type: ignore[attr-defined]
+            if key not in self._cache:
+                self._cache[key] = _product(total, own, kept)
+            total = self._cache[key]
+        return total
 
     def _weight(self, name: str, plates: frozenset[str]) -> Tensor:
         leaf, site = self._leaves[name], self._scored[name]
@@ -179,6 +191,17 @@ class SlotSums:
         for cost, key in zip(self._costs, self._keys, strict=True):
             total = total + (masses[key] * _known(cost, masses[key])).sum() * cost.scale
         return as_scalar(total)
+
+
+def _product(left: Tensor | None, right: Tensor, kept: str) -> Tensor:
+    """Two packed tensors multiplied, and summed over all dims but ``kept``."""
+    pair = [t for t in (left, right) if t is not None]
+    names = [t._pyro_dims for t in pair]  # type: ignore[attr-defined]
+    number = {d: i for i, d in enumerate(dict.fromkeys("".join(names)))}
+    operands = [
+        part for t, n in zip(pair, names, strict=True) for part in (t, [number[d] for d in n])
+    ]
+    return _named(torch.einsum(*operands, [number[d] for d in kept]), kept)
 
 
 def _named(value: Tensor, dims: str) -> Tensor:

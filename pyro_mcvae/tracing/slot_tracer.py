@@ -85,11 +85,16 @@ class SlotTracer:
                 subsamples.clear()
                 subsamples.update(before)
                 return self._run_once(programs, subsamples, actual, particles)
+            several, remedy = "several values of its discrete sites", "Make it"
+            if particles is not None:
+                several = f"{particles} vectorised particles and {several}"
+                remedy = "Pass vectorize_particles=False, make it"
             raise RuntimeError(
-                f"the model or the guide cannot be run with several values of its discrete sites "
-                f"in batch dims to the left of dim {-nesting}, though it runs with one. Make it "
-                f"broadcast over leading dims (index from the right, as in z[..., 0]; Vindex for "
-                f"tables), or sample the sites plainly with num_categories=0, num_samples=1. "
+                f"the model or the guide cannot be run with {several} "
+                f"in batch dims to the left of its {nesting} plates, though it runs with one. "
+                f"{remedy} broadcast over leading dims (index from the right, as in z[..., 0]; "
+                f"Vindex for tables), or sample the sites plainly with num_categories=0, "
+                f"num_samples=1. "
                 f"The error was: {type(error).__name__}: {error}"
             ) from error
 

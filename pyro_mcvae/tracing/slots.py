@@ -23,6 +23,8 @@ __all__ = ["SLOTS", "SiteOptions", "SiteSlots", "SlotError", "SlotMessenger"]
 SLOTS = "_mcvae_slots"
 # Torch's limit is 64; views in between take a few.
 _MAX_DIMS = 60
+# How many slots of a datum the slots of earlier sites may lead to.
+_MAX_NESTED = 10_000
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,7 @@ class SlotMessenger(EnumMessenger):
             super()._pyro_sample(msg)
             infer[SLOTS] = SiteSlots(options, support, None)
             return
+        self._check_nested(msg, slots.value.shape[0])
         infer["enumerate"] = "parallel"
         msg["fn"] = _StandIn(fn, slots.value)
         super()._pyro_sample(msg)
@@ -207,6 +210,19 @@ class SlotMessenger(EnumMessenger):
             extra,
             exact,
         )
+
+    def _check_nested(self, msg: Any, count: int) -> None:
+        assert self.first_available_dim is not None
+        batch = msg["fn"].batch_shape
+        upstream = math.prod(batch[: max(0, len(batch) + 1 + self.first_available_dim)])
+        if upstream > 1 and upstream * count > _MAX_NESTED:
+            raise SlotError(
+                f"guide site '{msg['name']}' would take {upstream * count} slots of each datum, "
+                f"because every slot of the sites that it depends on has {count} slots of its own. "
+                f"In long sequences sum the sites exactly under pyro.markov (num_categories="
+                f"math.inf: the values are the same for all slots before), or sample them plainly "
+                f"by infer={{'mcvae': {{'num_categories': 0, 'num_samples': 1}}}}"
+            )
 
     def _choose(self, msg: Any) -> _Chosen | None:
         asked = bool(msg["infer"].get("mcvae", {}).keys() & _NAMES)

@@ -171,14 +171,14 @@ def test_learned_parts_train_and_the_noise_falls(kind, interface):
             return {"lr": 0.0} if "logits" in name else fixed
 
         svi = SVI(model, guide, pyro.optim.Adam(rates), loss=elbo)
-        for _ in range(300):
+        for _ in range(200):
             svi.step(data)
     else:
         module = elbo(model, guide)
         learned = [p for n, p in module.named_parameters() if "logits" not in n]
         assert len(learned) == len(before)
         optimizer = torch.optim.Adam(learned, lr=0.02)
-        for _ in range(300):
+        for _ in range(200):
             optimizer.zero_grad()
             module(data).backward()
             optimizer.step()
@@ -228,7 +228,7 @@ def test_reparameterized_sites_behind_a_discrete_one():
     for options in ({}, {"num_categories": 0}, {"num_categories": ALL}, {"entropy": "exact"}):
         loss = TraceRaoBlackwell_ELBO(num_particles=200, vectorize_particles=True, **options)
         assert_means(program, loss)
-    assert_means(program, TraceRaoBlackwell_ELBO(baseline=IndependentDraw()), steps=4000)
+    assert_means(program, TraceRaoBlackwell_ELBO(baseline=IndependentDraw()), steps=1000)
 
 
 def vector_model():
@@ -280,11 +280,12 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("kind", COUNTS)
-@pytest.mark.parametrize("estimator", ["k0", "k1", "k2-n2", "budget2", "k1-loo", "k1-plus"])
+@pytest.mark.parametrize(
+    ("kind", "estimator"),
+    [(k, e) for k in ("poisson", "geometric") for e in ("k0", "k1", "k2-n2", "budget2", "k1-loo")]
+    + [("negative-binomial", "k1")],
+)
 def test_countable_sites(kind, estimator):
-    if kind == "negative-binomial" and estimator not in ("k1", "budget2"):
-        pytest.skip("slow, and its draws have laws of their own")
     make = COUNTS[kind]
 
     def model():
@@ -310,7 +311,7 @@ def test_countable_sites(kind, estimator):
             return loss.item(), dict(zip(["w", "q"], grads, strict=True))
 
     options = ESTIMATORS[estimator]()
-    elbo = TraceRaoBlackwell_ELBO(num_particles=200, vectorize_particles=True, **options)
+    elbo = TraceRaoBlackwell_ELBO(num_particles=50, vectorize_particles=True, **options)
     assert_means(Truncated(model, guide), elbo)
 
 
