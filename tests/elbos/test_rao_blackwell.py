@@ -73,8 +73,15 @@ def test_k_of_all_values_is_the_exact_sum(name, k):
             torch.testing.assert_close(found[key], value)
 
 
-@programs
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+def quick(name, estimator):
+    """Every program with some estimators, some programs with every estimator; the rest is slow."""
+    few = estimator in ("k1", "k1-plus") or name in ("dependent", "nested", "model-states")
+    return pytest.param(name, estimator, marks=() if few else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator"), [quick(name, e) for name in PROGRAMS for e in ESTIMATORS]
+)
 def test_the_mean_is_the_exact_sum(name, estimator):
     program = PROGRAMS[name]
     elbo = TraceRaoBlackwell_ELBO(
@@ -98,9 +105,16 @@ class Prediction(torch.nn.Module):
         return self.value.expand(4, 1)
 
 
-@pytest.mark.parametrize("k", [0, 1, 2])
+@pytest.mark.parametrize("k", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["nvil", "relax", "rebar"])
-@pytest.mark.parametrize("name", ["single", "one-hot", "dependent", "masked", "scaled"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "single",
+        "dependent",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("one-hot", "masked", "scaled")),
+    ],
+)
 def test_learned_control_variates_leave_the_mean(name, kind, k):
     program = PROGRAMS[name]
     baseline = {
@@ -121,8 +135,17 @@ def with_input(program, value):
     return replace(program, guide=guide)
 
 
-@pytest.mark.parametrize("kind", ["nvil", "relax", "rebar"])
-@pytest.mark.parametrize("interface", ["svi", "module"])
+@pytest.mark.parametrize(
+    ("kind", "interface"),
+    [
+        ("nvil", "svi"),
+        ("relax", "module"),
+        pytest.param("nvil", "module", marks=pytest.mark.slow),
+        pytest.param("relax", "svi", marks=pytest.mark.slow),
+        pytest.param("rebar", "svi", marks=pytest.mark.slow),
+        pytest.param("rebar", "module", marks=pytest.mark.slow),
+    ],
+)
 def test_learned_parts_train_and_the_noise_falls(kind, interface):
     locs = torch.tensor([-1.0, 0.5, 4.0])
     data = torch.tensor([3.0, 2.0, 2.5, 3.5])
@@ -283,7 +306,7 @@ COUNTS = {
 @pytest.mark.parametrize(
     ("kind", "estimator"),
     [(k, e) for k in ("poisson", "geometric") for e in ("k0", "k1", "k2-n2", "budget2", "k1-loo")]
-    + [("negative-binomial", "k1")],
+    + [pytest.param("negative-binomial", "k1", marks=pytest.mark.slow)],
 )
 def test_countable_sites(kind, estimator):
     make = COUNTS[kind]
