@@ -1,8 +1,17 @@
 """Monte Carlo objectives for Pyro: drop-in losses for latent-variable models."""
 
+from pyro_mcvae.baselines.relaxed import REBAR, RELAX, GumbelSoftmax
+from pyro_mcvae.baselines.score_function import (
+    NVIL,
+    Baseline,
+    IndependentDraw,
+    LeaveOneOut,
+    SummedMean,
+)
 from pyro_mcvae.elbos.ais import TraceAIS_ELBO
 from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
+from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
@@ -29,8 +38,12 @@ from pyro_mcvae.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSiz
 __all__ = [
     "HMC",
     "MALA",
+    "NVIL",
+    "REBAR",
+    "RELAX",
     "ULA",
     "AdaptiveStepSize",
+    "Baseline",
     "BernoulliPrior",
     "Bounds",
     "EvolutionaryUpdate",
@@ -40,10 +53,13 @@ __all__ = [
     "GaussianNoise",
     "GaussianReverse",
     "GreedyParents",
+    "GumbelSoftmax",
+    "IndependentDraw",
     "InformedFlips",
     "Kernel",
     "LearnedSchedule",
     "LearnedStepSize",
+    "LeaveOneOut",
     "LinearSchedule",
     "MonteCarloELBO",
     "Mutation",
@@ -54,8 +70,10 @@ __all__ = [
     "SigmoidSchedule",
     "SparseFlips",
     "StatePosterior",
+    "SummedMean",
     "TraceAIS_ELBO",
     "TraceIWAE_ELBO",
+    "TraceRaoBlackwell_ELBO",
     "TraceSGVB_ELBO",
     "TraceSIS_ELBO",
     "TraceTruncated_ELBO",

@@ -11,10 +11,17 @@ from pyro_mcvae.tracing.sites import is_latent, nonfinite_report
 __all__ = ["check_declared", "check_sites", "nonfinite_sites"]
 
 
-def check_sites(guide_trace: Trace, model_trace: Trace, strict_enumeration: bool) -> None:
+def check_sites(
+    guide_trace: Trace,
+    model_trace: Trace,
+    strict_enumeration: bool,
+    model_enumeration: bool = False,
+) -> None:
     """
     Check that the guide draws what the model needs, and nothing else.
 
+    :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
+    :param bool model_enumeration: allow model sites that are marked for enumeration.
     :raises ValueError: naming the site and what to do.
     """
     guide, model = guide_trace.nodes, model_trace.nodes
@@ -22,7 +29,10 @@ def check_sites(guide_trace: Trace, model_trace: Trace, strict_enumeration: bool
         if not is_latent(site):
             continue
         if name not in guide:
-            if site["infer"].get("enumerate"):
+            kind = site["infer"].get("enumerate")
+            if kind == "parallel" and model_enumeration:
+                continue
+            if kind:
                 raise ValueError(_enumerated(name, "model"))
             raise ValueError(
                 f"site '{name}' of the model is neither observed nor drawn by the guide: add "

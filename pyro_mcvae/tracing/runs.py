@@ -28,9 +28,12 @@ __all__ = [
     "Run",
     "Term",
     "collect",
+    "entered",
+    "is_messenger",
     "nesting_of",
     "run_model",
     "run_pair",
+    "terms_of",
     "with_changes",
 ]
 
@@ -113,6 +116,11 @@ class Programs:
     kwargs: dict[str, Any]
 
 
+def is_messenger(programs: Programs) -> bool:
+    """Whether the guide is a GuideMessenger, which runs both programs at once."""
+    return isinstance(poutine.unwrap(programs.guide), Messenger)
+
+
 def run_pair(
     programs: Programs,
     supply: Supply,
@@ -130,7 +138,7 @@ def run_pair(
     args, kwargs = programs.args, programs.kwargs
     with supply:
         unwrapped = poutine.unwrap(programs.guide)
-        if isinstance(unwrapped, Messenger):  # a GuideMessenger runs both programs at once
+        if is_messenger(programs):
             if supply.cut is not None:
                 raise ValueError(
                     f"gradient_estimator='reweighted' separates the gradients of guide and model, "
@@ -142,14 +150,14 @@ def run_pair(
                 guide_plate, model_plate = leading
                 skip = guide_plate.skip | model_plate.skip
                 both = LeadingPlate(guide_plate.size, guide_plate.depth, skip)
-            with _entered(inside, both):
+            with entered(inside, both):
                 programs.guide(*args, **kwargs)
             model_trace, guide_trace = unwrapped.get_traces()
             for plate in leading:
                 if plate is not None and both is not None:
                     plate.unbatched |= both.unbatched
             return guide_trace, model_trace
-        with poutine.trace() as tracer, _entered(inside, leading[0]):
+        with poutine.trace() as tracer, entered(inside, leading[0]):
             programs.guide(*args, **kwargs)
     replayed = tracer.trace
     if supply.cut is not None:
@@ -165,7 +173,7 @@ def run_model(
         supply,
         poutine.trace() as tracer,
         poutine.replay(trace=guide_trace),
-        _entered(leading),
+        entered(leading),
     ):
         programs.model(*programs.args, **programs.kwargs)
     return tracer.trace
@@ -189,7 +197,8 @@ def with_changes(trace: Trace, changes: Mapping[str, Mapping[str, Any]]) -> Trac
     return changed
 
 
-def _entered(*handlers: Messenger | None) -> ExitStack:
+def entered(*handlers: Messenger | None) -> ExitStack:
+    """Enter the handlers that there are, the first one outermost."""
     stack = ExitStack()
     for handler in handlers:
         if handler is not None:
@@ -212,8 +221,7 @@ def collect(
     :param declared_nesting: without a leading dimension, how many batch dims must belong to
         plates; by default all, because others would be summed as if they did.
     """
-    terms = [_model_term(s) for s in _scored(model_trace)]
-    terms += [_guide_term(s) for s in _scored(guide_trace)]
+    terms = terms_of(guide_trace, model_trace)
     run = Run(guide_trace, model_trace, terms, nesting, leading)
     if is_validation_enabled():
         depth: Any = declared_nesting if leading is None else nesting + 1
@@ -225,6 +233,12 @@ def collect(
         for term in terms:
             _check_batch_dims(term, nesting)
     return run
+
+
+def terms_of(guide_trace: Trace, model_trace: Trace) -> list[Term]:
+    """The log density of every scored site, the model's first."""
+    terms = [_model_term(s) for s in _scored(model_trace)]
+    return terms + [_guide_term(s) for s in _scored(guide_trace)]
 
 
 def _comparable(*traces: Trace) -> list[Trace]:

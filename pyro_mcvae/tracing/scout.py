@@ -176,17 +176,23 @@ def find_dependencies(
     return found._replace(factors={key: f | escaped for key, f in found.factors.items()})
 
 
-def find_nesting(programs: Programs, strict_enumeration: bool) -> int:
+def find_nesting(
+    programs: Programs, strict_enumeration: bool, model_enumeration: bool = False
+) -> int:
     """
     How many batch dims the plates of both programs occupy, seen by running them once.
 
+    :param bool model_enumeration: allow model sites that are marked for enumeration.
     :raises ValueError: for programs that do not fit together, as without particles.
     """
     with _aside(), torch.no_grad():
         guide_trace, model_trace = run_pair(programs, Supply({}))
-        check_sites(guide_trace, model_trace, strict_enumeration)
+        check_sites(guide_trace, model_trace, strict_enumeration, model_enumeration)
         nesting = nesting_of(guide_trace, model_trace)
-        check_declared(collect(guide_trace, model_trace, nesting, None))
+        with warnings.catch_warnings():
+            if model_enumeration:  # their sites are in the model alone
+                warnings.filterwarnings("ignore", "Found vars in model but not guide")
+            check_declared(collect(guide_trace, model_trace, nesting, None))
     return nesting
 
 

@@ -14,8 +14,11 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_mcvae.tracing.relaxed import relaxed_log_prob
+
 __all__ = [
     "LEADING",
+    "RELAXED",
     "PlateKey",
     "is_delta",
     "is_latent",
@@ -33,6 +36,8 @@ Site = Mapping[str, Any]
 
 # The plate of the particles; the name that Pyro's own vectorised objectives give it.
 LEADING = "num_particles_vectorized"
+# Marks sites whose value is a relaxation of a discrete one.
+RELAXED = "_mcvae_relaxed"
 
 
 class PlateKey(NamedTuple):
@@ -141,6 +146,11 @@ def masked(site: Site, log_prob: Any) -> Any:
     return scale_and_mask(log_prob, inner_scale(site), site["mask"])
 
 
+def unscaled_masked(site: Site, log_prob: Any) -> Any:
+    """A site's log density with the user's mask alone."""
+    return scale_and_mask(log_prob, 1.0, site["mask"])
+
+
 def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> Tensor:
     """
     ``fn.log_prob`` of a site's value (or of ``value``), without scale and mask.
@@ -148,6 +158,8 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     :raises ValueError: naming the site where the distribution refuses the value.
     """
     value = site["value"] if value is None else value
+    if site["infer"].get(RELAXED):
+        return relaxed_log_prob(site["fn"], value)
     try:
         return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
     except (ValueError, RuntimeError) as error:
@@ -160,6 +172,9 @@ def score_parts(site: Site) -> ScoreParts:
     if known is not None:
         # From the noise that the value was made of; see NoiseCoordinate.log_prob.
         return ScoreParts(known, 0, known)
+    if site["infer"].get(RELAXED):
+        log_prob = unscaled_log_prob(site, "guide")
+        return ScoreParts(log_prob, 0, log_prob)
     if is_random(site) and not reparameterized(site):
         # Not the distribution's own: rejection samplers know the parts of their own draws only.
         log_prob = unscaled_log_prob(site, "guide")

@@ -11,7 +11,7 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule, PyroParam, PyroSample
 
-from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
+from pyro_mcvae import IndependentDraw, TraceIWAE_ELBO, TraceRaoBlackwell_ELBO, TraceSGVB_ELBO
 from tests.estimates import take_gradients
 from tests.models import (
     BetaBernoulli,
@@ -28,6 +28,10 @@ OBJECTIVES = {
     "iwae-1": lambda **k: TraceIWAE_ELBO(num_particles=1, **k),
     "iwae-3": lambda **k: TraceIWAE_ELBO(num_particles=3, **k),
     "iwae-3-vimco": lambda **k: TraceIWAE_ELBO(3, "vimco", **k),
+    "rb-4": lambda **k: TraceRaoBlackwell_ELBO(num_particles=4, **k),
+    "rb-plus-3": lambda **k: TraceRaoBlackwell_ELBO(
+        0, 2, baseline=IndependentDraw(), num_particles=3, **k
+    ),
 }
 MODELS = {
     "gaussian": lambda: ConjugateGaussian(N=5, subsample_size=3),
@@ -284,7 +288,7 @@ def test_log_densities_that_are_not_finite_name_their_site(objective, bad):
     leaves_params_alone(objective, model, guide, "site 'odd' of the model .Unit")
 
 
-@objectives
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if "rb" not in name])
 @pytest.mark.parametrize("where", ["model", "guide"])
 def test_enumerated_sites_are_refused_by_name(objective, where):
     def coin(**infer):

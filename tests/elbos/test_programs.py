@@ -24,12 +24,13 @@ from pyro.infer.autoguide import (
     AutoStructured,
 )
 
-from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
+from pyro_mcvae import TraceIWAE_ELBO, TraceRaoBlackwell_ELBO, TraceSGVB_ELBO
 
 OBJECTIVES = {
     "sgvb": lambda **k: TraceSGVB_ELBO(num_particles=2, **k),
     "iwae": lambda **k: TraceIWAE_ELBO(num_particles=4, **k),
     "iwae-reparam": lambda **k: TraceIWAE_ELBO(4, "reparam", **k),
+    "rb": lambda **k: TraceRaoBlackwell_ELBO(num_particles=2, **k),
 }
 N = 12
 X = torch.tensor([1.9, 0.3, 1.1, 2.5, -0.4, 1.4, 0.8, 2.2, 1.7, 0.1, 1.3, 0.9])

@@ -1,0 +1,1 @@
+"""What objectives are compared with, and the control variates of score functions."""

@@ -1,0 +1,86 @@
+"""Which guide sites each factor of a program depends on, directly or through others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+
+from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.enumerated import SlotRun
+from pyro_mcvae.tracing.runs import Programs
+from pyro_mcvae.tracing.sites import is_random, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.tracing.structure import FactorKey
+
+__all__ = ["Ancestry"]
+
+_MAX_STRUCTURES = 256
+
+
+class Ancestry:
+    """
+    Finds out what depends on what, once for each structure that the programs show.
+
+    Factors for which that cannot be found out count as depending on everything.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Any, Mapping[FactorKey, frozenset[str]]] = {}
+        self._programs: tuple[Any, Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_found": {}, "_programs": None}
+
+    def of(self, programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
+        """The random guide sites behind each factor: its ancestors, and itself."""
+        if not slot_run.scored:
+            return {}
+        if self._programs != (programs.model, programs.guide):
+            self._found.clear()
+            self._programs = programs.model, programs.guide
+        signature = tuple(_signature(slot_run))
+        if signature not in self._found:
+            if len(self._found) >= _MAX_STRUCTURES:
+                self._found.pop(next(iter(self._found)))
+            self._found[signature] = _derive(programs, slot_run)
+        return self._found[signature]
+
+
+def _signature(slot_run: SlotRun) -> Iterable[Any]:
+    for term in slot_run.run.terms:
+        frames: Iterable[CondIndepStackFrame] = plate_frames(term.site)
+        plates = frozenset((plate_key(f), is_subsampled(f)) for f in frames)
+        yield term.key, plates, term.in_guide and is_random(term.site)
+
+
+def _derive(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
+    run = slot_run.run
+    names = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
+    found = scout.find_dependencies(programs, names, run.subsamples)
+    _check_slots(slot_run, found)
+    direct = {t.key: found.factors.get(t.key, names) for t in run.terms}
+    closed = {name: direct[FactorKey("guide", name)] | {name} for name in names}
+    for _ in names:
+        wider = {n: frozenset().union(*(closed[p] for p in ps)) for n, ps in closed.items()}
+        if wider == closed:
+            break
+        closed = wider
+    return {key: frozenset().union(*(closed[p] for p in ps)) for key, ps in direct.items()}
+
+
+def _check_slots(slot_run: SlotRun, found: scout.Dependencies) -> None:
+    """Refuse programs that sum or average over the slots, as ``z.mean()`` in a model does."""
+    for cost in slot_run.costs:
+        for key in cost.keys:
+            parents = found.observed.get(key, found.distributions.get(key, frozenset()))
+            for name in parents & slot_run.scored.keys():
+                symbol = slot_run.scored[name].symbol
+                if symbol is not None and len(cost.keys) == 1 and symbol not in cost.dims:
+                    raise RuntimeError(
+                        f"site '{key.name}' of the {key.program} depends on '{name}', but its "
+                        f"log_prob has lost the dimension of the slots of '{name}': index and "
+                        f"reduce from the right, as in z.sum(-1, keepdim=True), or sample the "
+                        f"site plainly by infer={{'mcvae': {{'num_categories': 0, "
+                        f"'num_samples': 1}}}}"
+                    )

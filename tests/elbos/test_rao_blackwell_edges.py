@@ -1,0 +1,374 @@
+"""Costs of a step, noise that must not leak, degenerate probabilities, and errors."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pyro.optim
+import pytest
+import torch
+from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoNormalMessenger
+from pyro.ops.indexing import Vindex
+
+from pyro_mcvae import (
+    NVIL,
+    REBAR,
+    GumbelSoftmax,
+    IndependentDraw,
+    LeaveOneOut,
+    TraceRaoBlackwell_ELBO,
+)
+from tests.elbos.discrete_programs import PROGRAMS, param, randn, x
+
+
+def one_site(logits, evaluated=None, infer=None, vector=False):
+    def model():
+        with pyro.plate("data", len(logits)):
+            y = pyro.sample("y", dist.Categorical(torch.ones(logits.shape[-1])))
+            if evaluated is not None:
+                evaluated.append(y.shape)
+            pyro.sample("x", dist.Normal(y.to(logits.dtype), 1.0), obs=torch.ones(len(logits)))
+
+    def guide():
+        logits_q = pyro.param("logits", lambda: logits.clone())
+        with pyro.plate("data", len(logits)):
+            pyro.sample("y", dist.Categorical(logits=logits_q), infer=infer or {})
+
+    return model, guide
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"num_categories": 2, "num_samples": 3}, 5),
+        ({"num_categories": 2, "num_samples": 3, "baseline": IndependentDraw()}, 6),
+        ({"num_categories": 1, "num_samples": 2, "baseline": LeaveOneOut()}, 3),
+        ({"budget": 4}, 4),
+        ({"num_categories": 1, "num_samples": 1, "baseline": REBAR(lambda y, x: y[..., 0])}, 2),
+        ({"num_categories": 0}, None),
+    ],
+)
+def test_evaluations_are_k_plus_n_and_one_with_an_independent_draw(options, count):
+    shapes = []
+    model, guide = one_site(torch.zeros(5, 10), shapes)
+    elbo = TraceRaoBlackwell_ELBO(**options)
+    for _ in range(2):  # the first step also looks at the programs' structure
+        elbo.loss_and_grads(model, guide)
+    assert shapes[-1] == ((5,) if count is None else (count, 5))
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("special", ["-inf", "ties", "certain"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_categories": 0},
+        {"num_categories": 2},
+        {"num_categories": math.inf},
+        {"budget": 2},
+        {"baseline": IndependentDraw()},
+        {"num_samples": 2, "baseline": LeaveOneOut()},
+        {"baseline": REBAR(lambda y, x: y[..., 0])},
+        {"entropy": "exact"},
+    ],
+)
+def test_degenerate_probabilities_give_numbers(size, special, options):
+    logits = torch.zeros(4, size)
+    if special == "-inf" and size > 1:
+        logits[:, -1] = -math.inf
+    if special == "certain" and size > 1:
+        logits[:, 1:] = -math.inf
+    model, guide = one_site(logits)
+    elbo = TraceRaoBlackwell_ELBO(**options)
+    assert math.isfinite(elbo.loss_and_grads(model, guide))
+    assert pyro.param("logits").grad.isfinite().all()
+    loss = elbo.differentiable_loss(model, guide)
+    assert loss.isfinite()
+    assert elbo.bounds(model, guide).per_datum.isfinite().all()
+
+
+def test_costs_that_do_not_depend_on_a_site_add_no_noise():
+    def model(offset):
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Categorical(logits=param("prior", 3)))
+            u = pyro.sample("u", dist.Categorical(logits=param("other", 3)))
+            pyro.sample("x", dist.Normal(param("mu", 3)[y], 1.0), obs=torch.zeros(3))
+            pyro.sample("w", dist.Normal(param("nu", 3)[u] + offset, 1.0), obs=torch.zeros(3))
+        pyro.factor("constant", torch.tensor(100.0) * offset)
+
+    def guide(offset):
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Categorical(logits=param("q", 3, 3)))
+            pyro.sample("u", dist.Categorical(logits=param("r", 3, 3)))
+
+    for options in ({}, {"num_categories": 0}, {"num_categories": 0, "num_samples": 2}):
+        found = []
+        for offset in (0.0, 50.0):
+            pyro.set_rng_seed(3)
+            TraceRaoBlackwell_ELBO(**options).loss_and_grads(model, guide, offset)
+            found.append(pyro.param("q").grad.clone())
+            pyro.param("q").grad = None
+        torch.testing.assert_close(*found)
+
+
+def test_sites_by_themselves_and_enumerated_ones():
+    shapes = []
+
+    def slots_of(model, guide):
+        elbo = TraceRaoBlackwell_ELBO(0)
+        elbo.loss_and_grads(model, guide)
+        elbo.loss_and_grads(model, guide)
+        return shapes[-1]
+
+    model, guide = one_site(torch.zeros(5, 10), shapes, {"mcvae": {"num_categories": 3}})
+    assert slots_of(model, guide) == (4, 5)
+    model, guide = one_site(torch.zeros(5, 10), shapes, {"mcvae": {"budget": 7}})
+    assert slots_of(model, guide) == (7, 5)
+    model, guide = one_site(torch.zeros(5, 10), shapes)
+    assert slots_of(model, config_enumerate(guide)) == (10, 1)
+
+
+def test_a_one_hot_site_takes_no_square_tensor():
+    size, largest = 500, [0]
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest[0] = max(largest[0], out.numel())
+            return out
+
+    def model():
+        with pyro.plate("data", 7):
+            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(size)))
+            pyro.sample("x", dist.Normal(y @ torch.arange(float(size)), 1.0), obs=torch.ones(7))
+
+    def guide():
+        logits = pyro.param("logits", lambda: torch.zeros(7, size))
+        with pyro.plate("data", 7):
+            pyro.sample("y", dist.OneHotCategorical(logits=logits))
+
+    with Watch():
+        TraceRaoBlackwell_ELBO(5).loss_and_grads(model, guide)
+    assert largest[0] <= 6 * 7 * size
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_gumbel_softmax_trains(hard):
+    target = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+
+    def model():
+        with pyro.plate("data", 2):
+            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(3)))
+            pyro.sample("b", dist.Bernoulli(0.5))
+            pyro.sample("x", dist.Normal(y, 0.3).to_event(1), obs=target)
+
+    def guide():
+        with pyro.plate("data", 2):
+            pyro.sample("y", dist.OneHotCategorical(logits=param("q", 2, 3)))
+            pyro.sample("b", dist.Bernoulli(logits=param("beta", 2)))
+
+    elbo = TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax(0.5, hard), entropy="exact")
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=elbo)
+    for _ in range(200):
+        svi.step()
+    assert (pyro.param("q").argmax(-1) == torch.tensor([0, 1])).all()
+    assert (pyro.param("beta").abs() < 1.0).all()
+
+
+def continuous(infer):
+    def model():
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    def guide():
+        pyro.sample("z", dist.Normal(0.0, 1.0), infer=infer)
+
+    return model, guide
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_categories": -1}, "num_categories must be an int of at least 0 .* got -1"),
+        ({"num_categories": 1.5}, r"num_categories must be .* got 1\.5"),
+        ({"num_samples": -2}, "num_samples must be an int of at least 0, got -2"),
+        ({"num_categories": 0, "num_samples": 0}, "pass num_samples >= 1"),
+        ({"budget": 0}, "budget must be an int of at least 1, got 0"),
+        ({"baseline": LeaveOneOut()}, "needs num_samples >= 2, got 1"),
+        ({"budget": 1, "baseline": LeaveOneOut()}, "needs budget >= 2, got 1"),
+        ({"baseline": "nvil"}, "baseline must be a Baseline.* got 'nvil'"),
+        ({"entropy": "none"}, "entropy must be 'sampled' or 'exact', got 'none'"),
+    ],
+)
+def test_options_out_of_range(options, match):
+    with pytest.raises(ValueError, match=match):
+        TraceRaoBlackwell_ELBO(**options)
+
+
+def test_sites_that_cannot_have_slots_are_named():
+    elbo = TraceRaoBlackwell_ELBO()
+    with pytest.raises(ValueError, match=r"guide site 'z' .Normal. is continuous.*num_categories"):
+        elbo.loss_and_grads(*continuous({"mcvae": {"num_categories": 2}}))
+    with pytest.raises(ValueError, match=r"guide site 'y', infer.'mcvae'.: num_categories .* -1"):
+        elbo.loss_and_grads(*one_site(torch.zeros(2, 3), infer={"mcvae": {"num_categories": -1}}))
+    with pytest.raises(ValueError, match=r"'y' has 3 values.*num_samples=0 leaves the others out"):
+        TraceRaoBlackwell_ELBO(1, 0).loss_and_grads(*one_site(torch.zeros(2, 3)))
+    model, guide = one_site(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"'y' is marked for enumeration .sequential"):
+        elbo.loss_and_grads(model, config_enumerate(guide, "sequential"))
+    with pytest.raises(ValueError, match=r"GumbelSoftmax relaxes OneHot.*'y' is a Categorical"):
+        TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax()).loss(*one_site(torch.zeros(2, 3)))
+
+
+def test_costs_outside_of_a_plate_with_slots_are_refused_unless_sampled_plainly():
+    def model():
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Bernoulli(0.5))
+        pyro.sample("sum", dist.Normal(y.sum(-1, keepdim=True), 1.0), obs=torch.tensor(2.0))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Bernoulli(logits=param("q", 3)))
+
+    with pytest.raises(ValueError, match=r"'sum' of the model depends on 'y'.*sample 'y' plainly"):
+        TraceRaoBlackwell_ELBO().loss_and_grads(model, guide)
+    # Plainly, the gradient is that of the sum over all eight configurations.
+    q = param("q", 3).detach().clone().requires_grad_()
+    states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)
+    log_q = dist.Bernoulli(logits=q).log_prob(states)
+    total = dist.Normal(states.sum(-1), 1.0).log_prob(torch.tensor(2.0))
+    bound = (log_q.sum(-1).exp() * (total + 3 * math.log(0.5) - log_q.sum(-1))).sum()
+    (exact,) = torch.autograd.grad(-bound, q)
+    elbo = TraceRaoBlackwell_ELBO(0, num_particles=100, vectorize_particles=True)
+    found = []
+    for _ in range(60):
+        elbo.loss_and_grads(model, guide)
+        found.append(pyro.param("q").grad.clone())
+        pyro.param("q").grad = None
+    found = torch.stack(found)
+    assert ((found.mean(0) - exact).abs() < 5 * found.std(0) / 60**0.5).all()
+
+
+def test_programs_that_lose_the_slots_are_refused():
+    def model():
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Bernoulli(0.5))
+            pyro.sample("x", dist.Normal(y.mean(), 1.0), obs=torch.zeros(3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Bernoulli(logits=param("q", 3)))
+
+    with pytest.raises(RuntimeError, match=r"'x' of the model depends on 'y'.*lost the dimension"):
+        TraceRaoBlackwell_ELBO().loss_and_grads(model, guide)
+
+
+def test_programs_that_do_not_broadcast_are_told_how():
+    def model():
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Bernoulli(0.5))
+            pyro.sample("x", dist.Normal(y.reshape(3), 1.0), obs=torch.zeros(3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("y", dist.Bernoulli(logits=param("q", 3)))
+
+    with pytest.raises(RuntimeError, match=r"several values.*num_categories=0, num_samples=1"):
+        TraceRaoBlackwell_ELBO().loss_and_grads(model, guide)
+    assert math.isfinite(TraceRaoBlackwell_ELBO(0).loss_and_grads(model, guide))
+
+
+def test_an_nvil_network_of_the_wrong_shape():
+    class Wrong(torch.nn.Module):
+        def forward(self, given):
+            return torch.zeros(7)
+
+    model, guide = one_site(torch.zeros(5, 3))
+    elbo = TraceRaoBlackwell_ELBO(baseline=NVIL(Wrong()))
+    with pytest.raises(ValueError, match=r"got none: pass another one by"):
+        elbo.loss_and_grads(model, guide)
+    site = {"mcvae": {"baseline_input": x(5)}}
+    with pytest.raises(ValueError, match=r"must return shape .*5,.*got \(7,\)"):
+        elbo.loss_and_grads(*one_site(torch.zeros(5, 3), infer=site))
+
+
+def test_messenger_guides_have_no_slots():
+    def model():
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    assert math.isfinite(TraceRaoBlackwell_ELBO().loss_and_grads(model, AutoNormalMessenger(model)))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_interfaces_agree_under_one_seed(name, vectorize):
+    program = PROGRAMS[name]
+    found = []
+    for _ in range(2):
+        elbo = TraceRaoBlackwell_ELBO(num_particles=3, vectorize_particles=vectorize)
+        for method in ("loss", "differentiable_loss", "loss_and_grads"):
+            pyro.set_rng_seed(5)
+            value = getattr(elbo, method)(program.model, program.guide)
+            found.append(value.item() if isinstance(value, torch.Tensor) else value)
+        pyro.set_rng_seed(5)
+        found.append(-float(elbo.bounds(program.model, program.guide).total))
+    assert max(found) - min(found) < 1e-9 * abs(found[0])
+
+
+def test_subsampled_steps_share_one_minibatch():
+    seen = []
+
+    def model():
+        with pyro.plate("data", 10, subsample_size=3) as i:
+            seen.append(i)
+            pyro.sample("y", dist.Bernoulli(0.5 * torch.ones(3)))
+
+    def guide():
+        with pyro.plate("data", 10, subsample_size=3) as i:
+            seen.append(i)
+            pyro.sample("y", dist.Bernoulli(logits=param("q", 10)[i]))
+
+    elbo = TraceRaoBlackwell_ELBO(num_particles=3)
+    elbo.loss_and_grads(model, guide)
+    seen.clear()
+    elbo.loss_and_grads(model, guide)
+    assert len(seen) == 6
+    assert all((i == seen[0]).all() for i in seen)
+
+
+def test_parameters_of_a_float32_program_keep_their_type():
+    q = randn(4, 3).float()
+
+    def model():
+        with pyro.plate("data", 4):
+            y = pyro.sample("y", dist.Categorical(logits=torch.zeros(3, dtype=torch.float32)))
+            loc = torch.arange(3, dtype=torch.float32)[y]
+            one = torch.ones((), dtype=torch.float32)
+            pyro.sample("x", dist.Normal(loc, one), obs=one.expand(4))
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("y", dist.Categorical(logits=pyro.param("q", q)))
+
+    for options in ({}, {"baseline": REBAR(lambda y, x: y[..., 0])}, {"entropy": "exact"}):
+        loss = TraceRaoBlackwell_ELBO(**options).differentiable_loss(model, guide)
+        assert loss.dtype == torch.float32
+
+
+def test_sequences_whose_slots_multiply_are_refused_and_the_remedies_work():
+    def sequence(observe):
+        y = None
+        for t in pyro.markov(range(30)):
+            logits = torch.zeros(3) if y is None else Vindex(param("a", 3, 3))[y, :]
+            y = pyro.sample(f"y{t}", dist.Categorical(logits=logits))
+            if observe:
+                pyro.sample(f"x{t}", dist.Normal(y.to(logits.dtype), 1.0), obs=torch.tensor(1.0))
+
+    programs = (lambda: sequence(True)), (lambda: sequence(False))
+    with pytest.raises(ValueError, match=r"site 'y\d+' would take \d+ slots.*math.inf.*plainly"):
+        TraceRaoBlackwell_ELBO().loss_and_grads(*programs)
+    assert math.isfinite(TraceRaoBlackwell_ELBO(0).loss_and_grads(*programs))
+    exact = TraceEnum_ELBO(max_plate_nesting=0).loss(programs[0], config_enumerate(programs[1]))
+    assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(*programs), exact)

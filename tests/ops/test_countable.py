@@ -1,0 +1,101 @@
+"""Slots of countable supports against scipy's distributions."""
+
+import math
+
+import pyro.distributions as dist
+import pytest
+import scipy.special
+import scipy.stats
+import torch
+
+from pyro_mcvae.ops.countable import betainc, count_slots, count_window
+from pyro_mcvae.tracing.counts import count_law
+
+LAWS = {
+    "poisson-small": (lambda: dist.Poisson(torch.tensor(0.3)), scipy.stats.poisson(0.3)),
+    "poisson": (lambda: dist.Poisson(torch.tensor(7.4)), scipy.stats.poisson(7.4)),
+    "poisson-large": (lambda: dist.Poisson(torch.tensor(900.0)), scipy.stats.poisson(900.0)),
+    "geometric": (lambda: dist.Geometric(torch.tensor(0.2)), scipy.stats.geom(0.2, loc=-1)),
+    "negative-binomial": (
+        lambda: dist.NegativeBinomial(torch.tensor(4.5), torch.tensor(0.7)),
+        scipy.stats.nbinom(4.5, 0.3),
+    ),
+    "negative-binomial-flat": (
+        lambda: dist.NegativeBinomial(torch.tensor(0.6), torch.tensor(0.9)),
+        scipy.stats.nbinom(0.6, 0.1),
+    ),
+}
+
+
+@pytest.fixture(params=LAWS)
+def pair(request):
+    make, exact = LAWS[request.param]
+    return make(), exact
+
+
+def parameters(fn):
+    return {
+        name: getattr(fn, name) for name in ("rate", "total_count", "probs") if name in vars(fn)
+    }
+
+
+def test_distribution_functions(pair):
+    fn, exact = pair
+    law = count_law(fn)
+    counts = torch.cat([torch.arange(-1.0, 40), torch.arange(40.0, 1200, 97)])
+    torch.testing.assert_close(law.cdf(counts), torch.as_tensor(exact.cdf(counts)))
+    torch.testing.assert_close(
+        law.tail(counts), torch.as_tensor(exact.sf(counts)), rtol=1e-6, atol=1e-300
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_the_window_holds_the_most_probable_counts(pair, size):
+    fn, exact = pair
+    counts, prob = count_window(count_law(fn), size)
+    best = torch.as_tensor(exact.pmf(range(1500))).sort(descending=True).values[:size]
+    torch.testing.assert_close(prob, best)
+    torch.testing.assert_close(torch.as_tensor(exact.pmf(counts)), best)
+
+
+@pytest.mark.parametrize("options", [(1, 2, None), (3, 1, None), (0, 1, None), (0, 0, 3)])
+def test_the_mean_of_the_estimate_is_the_expectation(pair, options):
+    fn, exact = pair
+    many = type(fn)(**{k: v.expand(20_000) for k, v in parameters(fn).items()})
+    value, weight, sampled = count_slots(count_law(many), *options, 1)
+    torch.testing.assert_close(weight.sum(0), torch.ones(20_000), rtol=1e-9, atol=0)
+    summed = value[:, 0][~sampled[:, 0]]
+    assert not torch.isin(value[sampled & (weight > 0)], summed).any()
+    for f in (lambda v: v, lambda v: (0.7 * v).sin()):
+        found = (weight * f(value)).sum(0)
+        counts = torch.arange(3000.0)
+        truth = (torch.as_tensor(exact.pmf(counts)) * f(counts)).sum()
+        assert abs(found.mean() - truth) < 5 * found.std() / 20_000**0.5 + 1e-9
+
+
+def test_draws_from_the_complement_follow_the_law(pair):
+    fn, exact = pair
+    many = type(fn)(**{k: v.expand(40_000) for k, v in parameters(fn).items()})
+    value, _, _ = count_slots(count_law(many), 2, 1, None, 1)
+    window, draws = value[:2, 0], value[2]
+    counts = torch.arange(3000.0)
+    pmf = torch.as_tensor(exact.pmf(counts)).index_fill(0, window.long(), 0.0)
+    pmf = pmf / pmf.sum()
+    found = torch.bincount(draws.long(), minlength=3000) / 40_000
+    error = (pmf * (1 - pmf) / 40_000).sqrt()
+    assert (abs(found - pmf) < 5 * error + 2 / 40_000).all()
+
+
+def test_incomplete_beta():
+    a, b = torch.tensor([0.3, 2.0, 40.0, 900.0]), torch.tensor([[5.0], [0.6], [70.0], [1e-2]])
+    for x in (0.0, 1e-6, 0.1, 0.5, 0.93, 1.0):
+        exact = torch.as_tensor(scipy.special.betainc(a.numpy(), b.numpy(), x))
+        torch.testing.assert_close(betainc(a, b, torch.tensor(x)), exact, rtol=1e-7, atol=1e-13)
+
+
+def test_single_precision():
+    law = count_law(dist.Poisson(torch.tensor([0.01, 3.0, 500.0], dtype=torch.float32)))
+    value, weight, _ = count_slots(law, 2, 2, None, 1)
+    assert value.dtype == weight.dtype == torch.float32
+    assert value.isfinite().all()
+    assert math.isclose(float(weight.sum(0)[1]), 1.0, rel_tol=1e-5)

@@ -1,0 +1,101 @@
+"""Three Bernoulli variables (Liu et al. 2019, section 5.1): loss curves and gradient variance.
+
+All three have the logit eta, and f(z) = sum (z - p)^2 with p = [0.6, 0.51, 0.48] is minimized; the
+k most probable of the 8 configurations are summed, for k in {0, 1, 3, 8}::
+
+    python tutorials/rao_blackwell/bernoullis.py --out results
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import torch
+from common import draw_curves, write_table
+from torch import nn
+
+from pyro_mcvae import IndependentDraw, TraceRaoBlackwell_ELBO
+
+P = torch.tensor([0.6, 0.51, 0.48])
+
+
+def model() -> None:
+    z = pyro.sample("z", dist.Bernoulli(0.5 * torch.ones(3)).to_event(1).mask(False))
+    pyro.factor("f", -((z - P) ** 2).sum(-1))
+
+
+class Guide(nn.Module):
+    def __init__(self, eta: float) -> None:
+        super().__init__()
+        self.eta = nn.Parameter(torch.tensor(eta))
+
+    def forward(self) -> None:
+        # The mask leaves out the entropy, so that the loss is E[f].
+        pyro.sample("z", dist.Bernoulli(logits=self.eta.expand(3)).to_event(1).mask(False))
+
+    def exact(self) -> float:
+        q = self.eta.detach().sigmoid()
+        return (q * (1 - P) ** 2 + (1 - q) * P**2).sum().item()
+
+
+def gradients(eta: float, elbo: TraceRaoBlackwell_ELBO, count: int) -> torch.Tensor:
+    guide = Guide(eta)
+    found = []
+    for _ in range(count):
+        elbo.loss_and_grads(model, guide)
+        assert guide.eta.grad is not None
+        found.append(guide.eta.grad.clone())
+        guide.eta.grad = None
+    return torch.stack(found)
+
+
+def curve(eta: float, elbo: TraceRaoBlackwell_ELBO, steps: int, lr: float) -> list[float]:
+    guide = Guide(eta)
+    module = elbo(model, guide)
+    optimizer = torch.optim.SGD([guide.eta], lr=lr)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        module().backward()
+        optimizer.step()
+        losses.append(guide.exact())
+    return losses
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data-root", help="not used: the problem has no data")
+    parser.add_argument("--draws", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--lr", type=float, default=1.0)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    args = parser.parse_args()
+    pyro.set_rng_seed(0)
+    pyro.enable_validation(False)
+    rows = []
+    for k in (0, 1, 3, 8):
+        row = [f"k = {k}"]
+        for base in (None, IndependentDraw()):
+            for eta in (0.0, -4.0):
+                found = gradients(eta, TraceRaoBlackwell_ELBO(k, baseline=base), args.draws)
+                error = found.std() / args.draws**0.5
+                row.append(f"{found.mean():.2e} ± {error:.0e}, var {found.var():.2e}")
+        rows.append(row)
+    header = ["", *(f"{b}, eta {e}" for b in ("REINFORCE", "REINFORCE+") for e in (0, -4))]
+    print(write_table(args.out / "bernoullis.md", header, rows))
+    curves = {}
+    for k in (0, 1, 3, 8):
+        runs = [
+            curve(-4.0, TraceRaoBlackwell_ELBO(k), args.steps, args.lr) for _ in range(args.repeats)
+        ]
+        curves[f"k = {k}"] = torch.tensor(runs).mean(0).tolist()
+        print(f"k = {k}: loss after {args.steps} steps {curves[f'k = {k}'][-1]:.4f}")
+    draw_curves(args.out / "bernoullis.png", curves, "step", "E f, from eta = -4")
+
+
+if __name__ == "__main__":
+    main()
