@@ -95,9 +95,10 @@ class AdaptiveStepSize(StepSize):
         \eta_i \leftarrow 0.9\, \eta_i
             + 0.1\, \eta_0 \,/\, \text{std}[\partial \log p(x, z) / \partial z_i].
 
-    One update changes a step size by a bounded factor, values stay within ``bounds``, and a step
-    whose acceptance or gradient is not finite changes nothing. ``eval()`` freezes it, by itself or
-    as a part of the objective; the present value is part of ``state_dict()``.
+    One update changes a step size by a bounded factor, values stay within ``bounds``, a step whose
+    acceptance is not finite changes nothing, and a gradient that is not finite leaves its
+    coordinate. ``eval()`` freezes it, by itself or as a part of the objective; the present value is
+    part of ``state_dict()``.
 
     :param float initial: where it starts; better too small than too large. None: the kernel's own.
     :param float target_acceptance: between 0 and 1. None: the kernel's own.
@@ -161,7 +162,9 @@ class AdaptiveStepSize(StepSize):
         if not self.training:
             return
         target = 0.8 if self.target_acceptance is None else self.target_acceptance
-        change = ((acceptance - target) / (1 - target)).clamp(-2.0, 1.0).nan_to_num(0.0)
+        usable = acceptance.isfinite()
+        change = ((acceptance - target) / (1 - target)).clamp(-2.0, 1.0)
+        change = torch.where(usable, change, 0.0)
         base = (self.base * (self.rate * change).exp()).clamp(*self.bounds).to(self.base.dtype)
         if not self.per_coordinate or gradient is None:
             self.base, self.value = base, base.clone()
@@ -172,7 +175,8 @@ class AdaptiveStepSize(StepSize):
         # Beyond the bounds of one step lies no information: a constant gradient has spread zero.
         aim = (base / spread.clamp_min(torch.finfo(spread.dtype).tiny)).clamp(*self.bounds)
         aim = torch.minimum(torch.maximum(aim, value / 2), value * 2)
-        mixed = torch.where(spread.isfinite(), 0.9 * value + 0.1 * aim, value)
+        usable = usable & spread.isfinite()
+        mixed = torch.where(usable, 0.9 * value + 0.1 * aim, value)
         self.base, self.value = base, mixed.clamp(*self.bounds).to(base.dtype)
 
     def _load_from_state_dict(
