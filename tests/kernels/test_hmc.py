@@ -1,0 +1,62 @@
+"""Hamiltonian Monte Carlo; that it leaves its target invariant is in test_base.py."""
+
+import pytest
+import torch
+
+from pyro_mcvae import HMC, MALA
+from pyro_mcvae.annealing import evaluator
+from pyro_mcvae.kernels.base import Target
+from tests.kernels.densities import correlated, frozen
+
+
+def target(beta=0.7):
+    return Target(evaluator(correlated), torch.tensor(beta))
+
+
+@pytest.mark.parametrize("eta", [0.05, 0.5, torch.tensor([0.1, 0.6], dtype=torch.float64)])
+def test_one_leapfrog_step_is_mala_draw_by_draw(eta):
+    eta = torch.as_tensor(eta)
+    start = target().evaluate(torch.randn(100, 2))
+    found = []
+    for kernel in (MALA(eta), HMC((2 * eta).sqrt(), num_leapfrog=1)):
+        torch.manual_seed(5)
+        state, infos = start, []
+        for _ in range(4):
+            state, info = kernel.step(state, target())
+            infos.append(info)
+        found.append((state, infos))
+    (a, first), (b, second) = found
+    assert torch.allclose(a.position, b.position)
+    for i, j in zip(first, second, strict=True):
+        assert torch.equal(i.accepted, j.accepted)
+        assert torch.allclose(i.acceptance, j.acceptance)
+        assert torch.allclose(i.log_prob, j.log_prob)
+        assert torch.allclose(i.log_ratio, j.log_ratio)
+
+
+def test_the_ratio_is_that_of_the_momenta(monkeypatch):
+    momentum = torch.randn(10, 2)
+    start = target().evaluate(torch.randn(10, 2))
+    frozen(monkeypatch, momentum)
+    proposal = HMC(0.3, 4).propose(start, target())
+    # The same by a plain loop.
+    z, p = start.position, momentum
+    for _ in range(4):
+        p = p + 0.15 * gradient(z)
+        z = z + 0.3 * p
+        p = p + 0.15 * gradient(z)
+    assert torch.allclose(proposal.state.position, z)
+    expected = 0.5 * (momentum.square() - p.square()).sum(-1)
+    assert torch.allclose(proposal.log_ratio, expected)
+
+
+def gradient(z, beta=0.7):
+    z = z.detach().requires_grad_()
+    log_base, log_weight = correlated(z)
+    return torch.autograd.grad((log_base + beta * log_weight).sum(), z)[0]
+
+
+@pytest.mark.parametrize("num_leapfrog", [0, -1, 2.0, True, None])
+def test_bad_num_leapfrog(num_leapfrog):
+    with pytest.raises(ValueError, match="num_leapfrog must be an int of at least 1, got"):
+        HMC(0.1, num_leapfrog)
