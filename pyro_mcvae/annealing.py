@@ -129,10 +129,11 @@ def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
     [1] Mnih, Rezende (2016), *Variational Inference for Monte Carlo Objectives*.
     """
     total = torch.zeros_like(chain.log_weight[0])
+    if len(chain.rest) < len(chain.infos):
+        raise ValueError("the kernel is not adjusted: its chain has no accept bits to score")
     for info, rest in zip(chain.infos, chain.rest, strict=True):
         rest, log_prob = rest.detach(), info.log_prob
-        if log_prob is None:
-            raise ValueError("the kernel is not adjusted: it has no accept bits")
+        assert log_prob is not None
         baseline = leave_one_out_mean(rest)
         if multi_sample:
             substitute = chain.log_weight.detach() - rest + baseline
