@@ -19,6 +19,7 @@ Times are CPU times of this process, on one thread: they mean the same on a busy
 import argparse
 import copy
 import csv
+import gzip
 import os
 import platform
 import statistics
@@ -69,9 +70,7 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     "SIS-5-multi-3": lambda: TraceSIS_ELBO(
         5, UnderdampedLangevin(), num_particles=3, multi_sample=True, **VECTORIZED
     ),
-    "SIS-5-momentum-0.5": lambda: TraceSIS_ELBO(
-        5, UnderdampedLangevin(momentum=0.5), **VECTORIZED
-    ),
+    "SIS-5-momentum-0.5": lambda: TraceSIS_ELBO(5, UnderdampedLangevin(momentum=0.5), **VECTORIZED),
 }
 FROM_SCRATCH = "ELBO,IWAE-10,IWAE-50,SIS-5-ULA,SIS-10-ULA,SIS-5,SIS-10,AIS-5"
 AFTER_PRETRAINING = "ELBO,IWAE-5,IWAE-10,SIS-5,SIS-5-reweighted,SIS-5-ULA"
@@ -119,6 +118,18 @@ class Task:
                 yield self.train.index_select(0, rows).bernoulli()
 
 
+def read_mnist(root: Path, kind: str) -> Tensor:
+    """Gray values in [0, 1], one image per row; torchvision downloads what is missing."""
+    path = root / "MNIST" / "raw" / f"{kind}-images-idx3-ubyte.gz"
+    if not path.exists():
+        from torchvision.datasets import MNIST
+
+        MNIST(root, download=True)
+    with gzip.open(path) as file:
+        pixels = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8, offset=16)
+    return pixels.view(-1, 784).float() / 255
+
+
 def load(args: argparse.Namespace) -> Task:
     if args.data_root is None:
         from sklearn import datasets
@@ -128,12 +139,7 @@ def load(args: argparse.Namespace) -> Task:
         images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
         train, test = images[:1500], images[1500:]
     else:
-        from torchvision.datasets import MNIST
-
-        train, test = (
-            MNIST(args.data_root, train=train, download=True).data.flatten(1).float() / 255
-            for train in (True, False)
-        )
+        train, test = (read_mnist(args.data_root, kind) for kind in ("train", "t10k"))
     test = test[: args.test_images].bernoulli(generator=torch.Generator().manual_seed(0))
     return Task(train[: args.limit], test)
 
@@ -267,7 +273,9 @@ def table(results: Sequence[Result]) -> str:
             statistics.fmean(getattr(r, key) for r in mine.values())
             for key in ("nll_iwae", "epochs", "cpu_seconds")
         ]
-        lines.append([name, *nlls, f"{gain:+.2f}", f"{rest[0]:.2f}", *(f"{v:.1f}" for v in rest[1:])])
+        lines.append(
+            [name, *nlls, f"{gain:+.2f}", f"{rest[0]:.2f}", *(f"{v:.1f}" for v in rest[1:])]
+        )
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -326,7 +334,12 @@ def positive(text: str) -> float:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--data-root", metavar="DIR", help="where MNIST is, or is downloaded to; default: digits")
+    add(
+        "--data-root",
+        type=Path,
+        metavar="DIR",
+        help="where MNIST is, or is downloaded to; default: digits",
+    )
     add("--objectives", type=names, metavar="A,B", help=f"some of {', '.join(OBJECTIVES)}")
     add("--epochs", type=positive, help="of each objective; default: 20 if --seconds is not given")
     add("--seconds", type=positive, help="CPU seconds of each objective, evaluation not counted")
