@@ -358,7 +358,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     default = AFTER_PRETRAINING if args.pretrain else FROM_SCRATCH
     args.objectives = args.objectives or names(default)
     if args.smoke:
-        args.epochs, args.limit, args.test_images, args.checkpoints = 1.0, 200, 50, 2
+        args.epochs, args.limit, args.test_images, args.checkpoints = 1.0, 200, 20, 1
         args.pretrain = min(args.pretrain, 1.0)
     if args.epochs is None:
         args.epochs = 20.0 if args.seconds is None else float("inf")
