@@ -1,0 +1,92 @@
+"""The comparison of annealed chains on images, as a stranger runs it, on few images."""
+
+import csv
+import gzip
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tutorials.annealing import mnist
+
+
+@pytest.fixture(autouse=True)
+def as_a_command(double_precision: None) -> Iterator[None]:
+    """Single precision, and the number of threads put back."""
+    torch.set_default_dtype(torch.float32)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_trains_and_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["ELBO", "IWAE-10", "SIS-5", "SIS-5-reweighted", "AIS-5"]
+    results = mnist.main(["--smoke", "--objectives", ",".join(names), "--out", str(tmp_path)])
+
+    assert [r.objective for r in results] == names
+    printed = capsys.readouterr().out
+    for r in results:
+        assert f"| {r.objective} |" in printed
+        # 64 fair coins have 44.4 nats; two steps already do better than that.
+        assert 35 < r.nll_chain < 44.4
+        assert 35 < r.nll_iwae < 44.4
+        assert r.epochs == 1
+    with (tmp_path / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["nll_chain"]) for row in rows] == [r.nll_chain for r in results]
+    assert all(row["commit"] and row["machine"] for row in rows)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_recipe_makes_a_loss() -> None:
+    assert all(hasattr(make(), "loss_and_grads") for make in mnist.OBJECTIVES.values())
+
+
+def test_all_go_on_from_the_same_pretrained_model(tmp_path: Path) -> None:
+    argv = ["--smoke", "--pretrain", "1", "--objectives", "ELBO,SIS-5-reweighted", "--seeds", "0,1"]
+    results = mnist.main([*argv, "--out", str(tmp_path)])
+    starts = {(r.seed, r.objective): r.curve[0][1] for r in results}
+    # The curves' noise differs between the objectives, the model does not.
+    assert starts[0, "ELBO"] == pytest.approx(starts[0, "SIS-5-reweighted"], abs=0.3)
+    assert starts[0, "ELBO"] != starts[1, "ELBO"]
+
+
+def test_training_stops_at_the_time_that_was_given(tmp_path: Path) -> None:
+    argv = ["--objectives", "ELBO", "--seconds", "0.2", "--limit", "200", "--test-images", "20"]
+    (result,) = mnist.main([*argv, "--out", str(tmp_path)])
+    assert 0.2 <= result.cpu_seconds < 1.5  # The last step may begin just before.
+
+
+def test_reads_archives(tmp_path: Path) -> None:
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    with gzip.open(folder / "train-images-idx3-ubyte.gz", "wb") as file:
+        file.write(bytes(16) + bytes([255]) + bytes(783) + bytes(783) + bytes([51]))
+    images = mnist.read_mnist(tmp_path, "train")
+    assert images.shape == (2, 784)
+    assert images[0, 0] == 1
+    assert images[1, -1] == pytest.approx(0.2)
+    assert images.sum() == pytest.approx(1.2)
+
+
+def test_defaults() -> None:
+    assert mnist.parse([]).epochs == 20
+    assert mnist.parse(["--seconds", "3"]).epochs == math.inf
+    assert mnist.parse([]).objectives == mnist.FROM_SCRATCH.split(",")
+    assert mnist.parse(["--pretrain", "2"]).objectives == mnist.AFTER_PRETRAINING.split(",")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--objectives", "IWEA-10"], "unknown objective 'IWEA-10'; known are ELBO, IWAE-5"),
+        (["--epochs", "0"], "must be positive, got 0"),
+        (["--seconds", "-1"], "must be positive, got -1"),
+    ],
+)
+def test_bad_arguments(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        mnist.main(argv)
+    assert message in capsys.readouterr().err

@@ -1,0 +1,395 @@
+"""Annealed chains on images of digits: plain, importance weighted and annealed bounds, compared.
+
+One VAE of binary pixels is trained with each objective, and all are judged by the same estimates
+of the test images' negative log-likelihood (NLL, nats per image; lower is better): a long
+annealed chain, and the importance weighted bound with 500 draws. Two questions:
+
+1. which objective learns most, with equal epochs (``--epochs``) or equal CPU time (``--seconds``)?
+2. which one improves a model most that the plain ELBO has already trained (``--pretrain``)?
+
+Run it on the digits that come with scikit-learn, or on MNIST::
+
+    python tutorials/annealing/mnist.py
+    python tutorials/annealing/mnist.py --data-root data --epochs 4
+    python tutorials/annealing/mnist.py --data-root data --pretrain 24 --seconds 30 --seeds 0,1,2
+
+Times are CPU times of this process, on one thread: they mean the same on a busy machine.
+"""
+
+import argparse
+import copy
+import csv
+import gzip
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from matplotlib.figure import Figure
+from pyro.infer import SVI
+from pyro.optim import Adam
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from pyro_mcvae import (
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
+
+VECTORIZED = {"vectorize_particles": True, "max_plate_nesting": 1}
+
+# What is compared: recipes for the loss that `pyro.infer.SVI` gets. Step sizes adapt by default.
+OBJECTIVES: dict[str, Callable[[], Any]] = {
+    "ELBO": lambda: TraceSGVB_ELBO(max_plate_nesting=1),
+    "IWAE-5": lambda: TraceIWAE_ELBO(5, **VECTORIZED),
+    "IWAE-10": lambda: TraceIWAE_ELBO(10, **VECTORIZED),
+    "IWAE-50": lambda: TraceIWAE_ELBO(50, **VECTORIZED),
+    "SIS-5-ULA": lambda: TraceSIS_ELBO(5, **VECTORIZED),
+    "SIS-10-ULA": lambda: TraceSIS_ELBO(10, **VECTORIZED),
+    "SIS-5": lambda: TraceSIS_ELBO(5, UnderdampedLangevin(), **VECTORIZED),
+    "SIS-10": lambda: TraceSIS_ELBO(10, UnderdampedLangevin(), **VECTORIZED),
+    "SIS-5-reweighted": lambda: TraceSIS_ELBO(
+        5, UnderdampedLangevin(), gradient_estimator="reweighted", **VECTORIZED
+    ),
+    "AIS-5": lambda: TraceAIS_ELBO(5, num_particles=2, **VECTORIZED),
+    # Ways to make the full gradient of SIS-5 quieter or tighter.
+    "SIS-5-multi-2": lambda: TraceSIS_ELBO(
+        5, UnderdampedLangevin(), num_particles=2, multi_sample=True, **VECTORIZED
+    ),
+    "SIS-5-multi-3": lambda: TraceSIS_ELBO(
+        5, UnderdampedLangevin(), num_particles=3, multi_sample=True, **VECTORIZED
+    ),
+    "SIS-5-momentum-0.5": lambda: TraceSIS_ELBO(5, UnderdampedLangevin(momentum=0.5), **VECTORIZED),
+}
+FROM_SCRATCH = "ELBO,IWAE-10,IWAE-50,SIS-5-ULA,SIS-10-ULA,SIS-5,SIS-10,AIS-5"
+AFTER_PRETRAINING = "ELBO,IWAE-5,IWAE-10,SIS-5,SIS-5-reweighted,SIS-5-ULA"
+
+
+class VAE(nn.Module):
+    """model: z ~ Normal(0, I), x | z ~ Bernoulli(decoder(z)); guide: z | x ~ Normal(encoder(x))."""
+
+    def __init__(self, num_pixels: int, num_hidden: int, num_latents: int) -> None:
+        super().__init__()
+        self.num_latents = num_latents
+        self.encoder = nn.Sequential(
+            nn.Linear(num_pixels, num_hidden), nn.Tanh(), nn.Linear(num_hidden, 2 * num_latents)
+        )
+        self.decoder = nn.Sequential(
+            nn.Linear(num_latents, num_hidden), nn.Tanh(), nn.Linear(num_hidden, num_pixels)
+        )
+
+    def model(self, x: Tensor) -> None:
+        pyro.module("decoder", self.decoder)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(x.new_zeros(self.num_latents), 1.0).to_event(1))
+            pyro.sample("x", dist.Bernoulli(logits=self.decoder(z)).to_event(1), obs=x)
+
+    def guide(self, x: Tensor) -> None:
+        pyro.module("encoder", self.encoder)
+        with pyro.plate("data", len(x)):
+            loc, log_scale = self.encoder(x).chunk(2, dim=-1)
+            pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
+
+
+# --- The data -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Task:
+    """Gray images for training, binarized anew in each step, and test images binarized once."""
+
+    train: Tensor
+    test: Tensor
+
+    def batches(self, batch_size: int) -> Iterator[Tensor]:
+        while True:
+            for rows in torch.randperm(len(self.train)).split(batch_size):
+                yield self.train.index_select(0, rows).bernoulli()
+
+
+def read_mnist(root: Path, kind: str) -> Tensor:
+    """Gray values in [0, 1], one image per row; torchvision downloads what is missing."""
+    path = root / "MNIST" / "raw" / f"{kind}-images-idx3-ubyte.gz"
+    if not path.exists():
+        from torchvision.datasets import MNIST
+
+        MNIST(root, download=True)
+    with gzip.open(path) as file:
+        pixels = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8, offset=16)
+    return pixels.view(-1, 784).float() / 255
+
+
+def load(args: argparse.Namespace) -> Task:
+    if args.data_root is None:
+        from sklearn import datasets
+
+        images = torch.tensor(datasets.load_digits().data, dtype=torch.float) / 16
+        # The split does not depend on the seed: runs with different seeds compare.
+        images = images[torch.randperm(len(images), generator=torch.Generator().manual_seed(0))]
+        train, test = images[:1500], images[1500:]
+    else:
+        train, test = (read_mnist(args.data_root, kind) for kind in ("train", "t10k"))
+    test = test[: args.test_images].bernoulli(generator=torch.Generator().manual_seed(0))
+    return Task(train[: args.limit], test)
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """One line of the CSV; values in nats per image, times in CPU seconds."""
+
+    objective: str
+    seed: int
+    pretrained_epochs: float
+    epochs: float
+    cpu_seconds: float
+    bound: float  # the objective's own, over the last tenth of the steps
+    nll_chain: float
+    nll_chain_error: float  # standard error over the test images
+    nll_iwae: float
+    step_size: float | None
+    acceptance: float | None
+    commit: str
+    machine: str
+    curve: list[tuple[float, float]] = field(default_factory=list)  # CPU seconds, quick NLL
+
+
+def train(
+    name: str, vae: VAE, task: Task, args: argparse.Namespace, epochs: float, seconds: float
+) -> tuple[list[float], list[tuple[float, float]], Any]:
+    """
+    Train until so many epochs or CPU seconds have passed, whichever comes first.
+
+    Returns the CPU time after each step, the bounds, a few test NLLs on the way, and the loss.
+    """
+    pyro.clear_param_store()
+    loss = OBJECTIVES[name]()
+    svi = SVI(vae.model, vae.guide, Adam({"lr": args.learning_rate}), loss=loss)
+    per_epoch = -(-len(task.train) // args.batch_size)
+    bounds: list[float] = []
+    curve: list[tuple[float, float]] = []
+    spent, fraction, marks = 0.0, 0.0, [i / args.checkpoints for i in range(args.checkpoints)]
+    quiet = 30 if "CI" in os.environ else 0.5  # A log file needs fewer updates than a terminal.
+    with tqdm(total=100, desc=f"{name:>18}", unit="%", mininterval=quiet) as progress:
+        for x in task.batches(args.batch_size):
+            if marks and fraction >= marks[0]:
+                marks.pop(0)
+                curve.append((spent, -held_out(vae, task.test, quick()).mean().item()))
+            start = time.process_time()
+            bounds.append(-svi.step(x) / len(x))
+            spent += time.process_time() - start
+            new = min(1.0, max(len(bounds) / per_epoch / epochs, spent / seconds))
+            progress.update(round(100 * new) - round(100 * fraction))
+            progress.set_postfix_str(f"{bounds[-1]:.1f}", refresh=False)
+            if (fraction := new) >= 1:
+                break
+    curve.append((spent, -held_out(vae, task.test, quick()).mean().item()))
+    return bounds, curve, loss
+
+
+# --- Judging --------------------------------------------------------------------------------------
+
+
+def quick() -> TraceIWAE_ELBO:
+    """For learning curves only."""
+    return TraceIWAE_ELBO(50, **VECTORIZED)
+
+
+def judges() -> tuple[TraceSIS_ELBO, TraceIWAE_ELBO]:
+    """What every model is judged by, whatever has trained it; both estimate log p(x) from below."""
+    # The step is small enough for guides of all objectives, and fixed: nothing is tuned to one.
+    kernel = UnderdampedLangevin(0.4, momentum=0.9)
+    chain = TraceSIS_ELBO(40, kernel, num_particles=10, multi_sample=True, **VECTORIZED)
+    return chain, TraceIWAE_ELBO(500, **VECTORIZED)
+
+
+@torch.no_grad()
+def held_out(vae: VAE, x: Tensor, judge: Any) -> Tensor:
+    """The judge's estimate of log p(x) for each image."""
+    chunks = x.split(20)  # 500 decoded copies of each stay near the processor
+    return torch.cat([judge.bounds(vae.model, vae.guide, chunk).per_datum for chunk in chunks])
+
+
+def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) -> Result:
+    """Train this VAE further with the objective, and judge it."""
+    pyro.set_rng_seed(seed + 1000)
+    bounds, curve, loss = train(name, vae, task, args, args.epochs, args.seconds)
+    record = getattr(loss, "last_step", None)
+    pyro.set_rng_seed(0)  # The judges' noise is the same for all.
+    chain, iwae = (held_out(vae, task.test, judge) for judge in judges())
+    return Result(
+        name,
+        seed,
+        args.pretrain,
+        len(bounds) * args.batch_size / len(task.train),
+        curve[-1][0],
+        statistics.fmean(bounds[-max(1, len(bounds) // 10) :]),
+        -chain.mean().item(),
+        chain.std().item() / len(chain) ** 0.5,
+        -iwae.mean().item(),
+        None if record is None else record.step_size.mean().item(),
+        None if record is None else record.acceptance.mean().item(),
+        args.commit,
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, 1 thread, "
+        f"torch {torch.__version__}",
+        curve,
+    )
+
+
+def commit() -> str:
+    """What was run, for the CSV."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+# --- The table, the CSV and the figure ------------------------------------------------------------
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown: one row per objective, one column per seed, and the gain over the first row."""
+    seeds = list(dict.fromkeys(r.seed for r in results))
+    head = ["objective", *(f"NLL, seed {s}" for s in seeds), "mean gain", "IWAE-500", "epochs"]
+    lines = [[*head, "CPU s"]]
+    first = {r.seed: r.nll_chain for r in results if r.objective == results[0].objective}
+    for name in dict.fromkeys(r.objective for r in results):
+        mine = {r.seed: r for r in results if r.objective == name}
+        gain = statistics.fmean(first[s] - r.nll_chain for s, r in mine.items())
+        nlls = [f"{mine[s].nll_chain:.2f}" if s in mine else "" for s in seeds]
+        rest = [
+            statistics.fmean(getattr(r, key) for r in mine.values())
+            for key in ("nll_iwae", "epochs", "cpu_seconds")
+        ]
+        lines.append(
+            [name, *nlls, f"{gain:+.2f}", f"{rest[0]:.2f}", *(f"{v:.1f}" for v in rest[1:])]
+        )
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write(results: Sequence[Result], path: Path) -> None:
+    rows = [{k: v for k, v in asdict(r).items() if k != "curve"} for r in results]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw(results: Sequence[Result], path: Path) -> None:
+    """Left: the NLL of each seed. Right: the NLL on the way, over CPU time (first seed)."""
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    names = list(dict.fromkeys(r.objective for r in results))
+    for i, name in enumerate(names):
+        mine = [r for r in results if r.objective == name]
+        left.plot([r.nll_chain for r in mine], [i] * len(mine), "o", color=f"C{i}", alpha=0.6)
+        mean = statistics.fmean(r.nll_chain for r in mine)
+        left.plot([mean], [i], "|", ms=22, mew=2, color=f"C{i}")
+        x, y = zip(*mine[0].curve, strict=True)
+        right.plot(x, y, "o-", ms=3, lw=1.2, color=f"C{i}", label=name)
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    left.set(title="Test NLL after training (dots: seeds, bar: mean)", xlabel="nats per image")
+    # The first value is that of an untrained model, or the same for all: it would hide the rest.
+    shown = [value for r in results for _, value in r.curve[1:]]
+    margin = 0.05 * (max(shown) - min(shown)) + 1e-3
+    right.set_ylim(min(shown) - margin, max(shown) + margin)
+    right.set(title="Test NLL on the way (IWAE-50)", xlabel="CPU seconds", ylabel="nats per image")
+    right.legend(fontsize="small")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
+
+
+# --- The command line -----------------------------------------------------------------------------
+
+
+def names(text: str) -> list[str]:
+    chosen = list(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in chosen if name not in OBJECTIVES]:
+        known = ", ".join(OBJECTIVES)
+        raise argparse.ArgumentTypeError(f"unknown objective {unknown[0]!r}; known are {known}")
+    return chosen
+
+
+def positive(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add(
+        "--data-root",
+        type=Path,
+        metavar="DIR",
+        help="where MNIST is, or is downloaded to; default: digits",
+    )
+    add("--objectives", type=names, metavar="A,B", help=f"some of {', '.join(OBJECTIVES)}")
+    add("--epochs", type=positive, help="of each objective; default: 20 if --seconds is not given")
+    add("--seconds", type=positive, help="CPU seconds of each objective, evaluation not counted")
+    add("--pretrain", type=positive, default=0, metavar="EPOCHS", help="with the ELBO, before")
+    add("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[0], metavar="0,1")
+    add("--hidden", type=int, default=200)
+    add("--latent", type=int, default=20)
+    add("--batch-size", type=int, default=100)
+    add("--learning-rate", type=positive, default=2e-3)
+    add("--limit", type=int, metavar="N", help="train on the first N images; default: all")
+    add("--test-images", type=int, default=1000, metavar="N")
+    add("--checkpoints", type=int, default=5, help="test NLLs on the way")
+    add("--out", type=Path, default=Path("mnist_annealing"), metavar="DIR")
+    add("--smoke", action="store_true", help="few images and steps, to see that it runs")
+    args = parser.parse_args(argv)
+    default = AFTER_PRETRAINING if args.pretrain else FROM_SCRATCH
+    args.objectives = args.objectives or names(default)
+    if args.smoke:
+        args.epochs, args.limit, args.test_images, args.checkpoints = 1.0, 200, 20, 1
+        args.pretrain = min(args.pretrain, 1.0)
+    if args.epochs is None:
+        args.epochs = 20.0 if args.seconds is None else float("inf")
+    args.seconds = args.seconds or float("inf")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> list[Result]:
+    args = parse(argv)
+    torch.set_num_threads(1)  # CPU time compares on one thread only.
+    pyro.enable_validation(False)  # It costs a good part of a step of models this small.
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.commit = commit()  # Now: the files may change while a long run is on.
+    task = load(args)
+    results: list[Result] = []
+    for seed in args.seeds:
+        pyro.set_rng_seed(seed)
+        start = VAE(task.train.shape[-1], args.hidden, args.latent)
+        if args.pretrain:
+            train("ELBO", start, task, args, args.pretrain, float("inf"))
+        for name in args.objectives:
+            results.append(run(name, copy.deepcopy(start), task, args, seed))
+            write(results, args.out / "results.csv")  # At once: a long run may be interrupted.
+    print(f"\n{'digits' if args.data_root is None else 'MNIST'}, {len(task.train)} training and")
+    print(f"{len(task.test)} test images; NLL in nats per image, standard error over images")
+    print(f"{results[0].nll_chain_error:.2f}, the same images for all\n\n{table(results)}")
+    (args.out / "results.md").write_text(table(results) + "\n")
+    draw(results, args.out / "figure.png")
+    print(f"\nresults and figure: {args.out}")
+    return results
+
+
+if __name__ == "__main__":
+    main()
