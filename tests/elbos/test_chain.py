@@ -1,0 +1,178 @@
+"""What SIS and AIS share: the ways to the same gradient, the record of a step, bad input."""
+
+import copy
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae import (
+    MALA,
+    ULA,
+    FixedSchedule,
+    LearnedSchedule,
+    SigmoidSchedule,
+    TraceAIS_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
+from tests.estimates import take_gradients
+from tests.models import (
+    ConjugateGaussian,
+    HierarchicalGaussian,
+    LinearGaussianChain,
+    NestedGaussian,
+    ProbabilisticPCA,
+)
+
+MODELS = {
+    "subsampled": lambda: ConjugateGaussian(N=5, subsample_size=3),
+    "hierarchical": lambda: HierarchicalGaussian(N=4),
+    "nested": lambda: NestedGaussian(G=3, M=2),
+    "structured": lambda: LinearGaussianChain(N=3, T=3),
+    "mean-field": ProbabilisticPCA,
+}
+CHAINS = {
+    "ula": lambda **k: TraceSIS_ELBO(3, ULA(0.05), **k),
+    "underdamped": lambda **k: TraceSIS_ELBO(3, UnderdampedLangevin(0.2), **k),
+    "mala": lambda **k: TraceAIS_ELBO(3, MALA(0.05), **k),
+    "latent": lambda **k: TraceSIS_ELBO(3, ULA(0.01), coordinates="latent", **k),
+}
+chains = pytest.mark.parametrize("chain", CHAINS)
+models = pytest.mark.parametrize("model", MODELS)
+modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+
+
+@chains
+@models
+@modes
+def test_recomputing_changes_neither_value_nor_gradient(chain, model, vectorize):
+    exact = MODELS[model]()
+    found = []
+    for recompute in (False, True):
+        elbo = CHAINS[chain](num_particles=2, vectorize_particles=vectorize, recompute=recompute)
+        pyro.set_rng_seed(3)
+        loss = elbo.loss_and_grads(exact.model, exact.guide)
+        found.append((loss, take_gradients(exact)))
+    (loss, gradients), (again, others) = found
+    assert loss == pytest.approx(again, rel=1e-12)
+    for name, value in gradients.items():
+        assert torch.allclose(others[name], value, rtol=1e-9, atol=1e-12), name
+
+
+def test_recomputing_runs_under_the_handlers_of_the_forward_pass():
+    exact = ProbabilisticPCA()
+    found = []
+    for recompute in (False, True):
+        elbo = CHAINS["ula"](recompute=recompute)
+        pyro.set_rng_seed(3)
+        with pyro.poutine.scale(scale=0.5):
+            loss = elbo.differentiable_loss(exact.model, exact.guide)
+        loss.backward()
+        found.append(take_gradients(exact))
+    for name, value in found[0].items():
+        assert torch.allclose(found[1][name], value, rtol=1e-9), name
+
+
+@chains
+def test_a_step_leaves_a_detached_record(chain):
+    exact = NestedGaussian(G=3, M=2)
+    elbo = CHAINS[chain](num_particles=4, vectorize_particles=True)
+    assert elbo.last_step is None
+    elbo.loss_and_grads(exact.model, exact.guide)
+    record = elbo.last_step
+    # AIS's last move would change nothing, and is left out.
+    assert record.acceptance.shape == (2 if chain == "mala" else 3,)
+    assert ((record.acceptance > 0) & (record.acceptance <= 1)).all()
+    assert record.log_weight.shape == (4, 3)
+    assert record.effective_sample_size.shape == (3,)
+    assert record.betas.tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert not any(
+        t.requires_grad for t in (record.acceptance, record.step_size, record.log_weight)
+    )
+
+
+def test_an_elbo_is_copied_with_its_state():
+    exact = ProbabilisticPCA()
+    elbo = TraceSIS_ELBO(schedule=SigmoidSchedule(3))
+    elbo.loss_and_grads(exact.model, exact.guide)
+    other = copy.deepcopy(elbo)
+    assert other.kernel.step_size() == elbo.kernel.step_size()
+    other.load_state_dict(elbo.state_dict())
+    assert set(elbo.state_dict()) >= {"kernel.step_size.value", "schedule.log_slope"}
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_model_that_is_differentiable_once_is_refused_with_the_remedy():
+    def model(x):
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(Once.apply(z) ** 2, 1.0), obs=x)
+
+    def guide(x):
+        loc = pyro.param("loc", torch.zeros(3))
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(loc, 1.0))
+
+    x = torch.tensor([-1.0, 0.0, 1.0])
+    with pytest.raises(RuntimeError, match=r"differentiated twice.*reweighted"):
+        TraceSIS_ELBO(2, ULA(0.1)).loss_and_grads(model, guide, x)
+    TraceSIS_ELBO(2, ULA(0.1), gradient_estimator="reweighted").loss_and_grads(model, guide, x)
+    assert pyro.param("loc").grad.isfinite().all()
+
+
+def discrete(x):
+    with pyro.plate("data", 3):
+        pyro.sample("z", dist.Bernoulli(pyro.param("p", torch.tensor(0.3))))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TraceSIS_ELBO(0), "num_steps must be an int of at least 1, got 0"),
+        (lambda: TraceSIS_ELBO(5, MALA(0.1)), "rejections of MALA.*TraceAIS_ELBO"),
+        (lambda: TraceAIS_ELBO(5, ULA(0.1)), "invariant, which ULA does not.*TraceSIS_ELBO"),
+        (lambda: TraceAIS_ELBO(5, num_particles=1), "num_particles >= 2, got 1"),
+        (lambda: TraceSIS_ELBO(5, ULA(-0.1)), "positive and finite.*-0.1"),
+        (lambda: TraceSIS_ELBO(4, schedule=SigmoidSchedule(3)), "num_steps=4, but.* 3 steps"),
+        (lambda: FixedSchedule(torch.tensor([0.0, 0.7, 0.5, 1.0])), "increase from 0 to 1"),
+        (lambda: TraceSIS_ELBO(coordinates="value"), "noise, latent, got 'value'"),
+        (lambda: TraceSIS_ELBO(kernel="ula"), "must be a Kernel.*'ula'"),
+        (
+            lambda: TraceSIS_ELBO(schedule=LearnedSchedule(3), gradient_estimator="reweighted"),
+            "schedule.logits would get no gradient",
+        ),
+    ],
+)
+def test_bad_arguments(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("elbo", [TraceSIS_ELBO(3), TraceAIS_ELBO(3)], ids=["sis", "ais"])
+def test_discrete_sites_are_named_with_the_remedy(elbo):
+    with pytest.raises(ValueError, match=r"site 'z' is discrete.*TraceRaoBlackwell_ELBO"):
+        elbo.loss_and_grads(discrete, discrete, torch.zeros(3))
+
+
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+def test_inference_mode_is_left_for_the_chain(coordinates):
+    exact = ProbabilisticPCA()
+    elbo = TraceSIS_ELBO(3, ULA(0.01), coordinates=coordinates)
+    pyro.set_rng_seed(2)
+    expected = elbo.loss(exact.model, exact.guide)
+    pyro.set_rng_seed(2)
+    with torch.inference_mode():
+        assert elbo.loss(exact.model, exact.guide) == pytest.approx(expected, rel=1e-12)
+        assert elbo.bounds(exact.model, exact.guide).per_datum.isfinite().all()
