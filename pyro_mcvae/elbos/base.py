@@ -54,12 +54,14 @@ class Estimate:
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
     :ivar runs: the executions behind it, to name a site where the value is not finite.
+    :ivar overflow: what to say where the value is not finite though every site is.
     :ivar finish: what to do after a training step that succeeded, such as adapting.
     """
 
     value: Tensor
     surrogate: Tensor
     runs: list[Run]
+    overflow: str = "every site is finite: their sum overflows"
     finish: Callable[[], None] | None = None
 
 
@@ -257,6 +259,6 @@ def as_scalar(value: Any) -> Tensor:
 def _finite_loss(estimate: Estimate) -> float:
     loss = -estimate.value.item()
     if not math.isfinite(loss):
-        lines = nonfinite_sites(estimate.runs) or ["every site is finite: their sum overflows"]
+        lines = nonfinite_sites(estimate.runs) or [estimate.overflow]
         raise ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))
     return loss

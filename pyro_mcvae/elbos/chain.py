@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -38,6 +39,16 @@ ChainGradient = Literal["full", "reweighted"]
 
 # What PyTorch says of operators, custom functions, cuDNN's RNNs and compiled modules.
 _NO_DOUBLE_BACKWARD = re.compile("not implemented|once_differentiable|double backward", re.I)
+
+# A chain that diverges gets no further than this: programs there raise errors of their own (an
+# infinite mean, say) for all data at once. Such a state has weight zero, so that it is rejected by
+# adjusted kernels and reported by unadjusted ones.
+_FAR = 1e6
+
+_OVERFLOW = (
+    "every site is finite, but the chain's moves went too far: take a smaller step size (last_step "
+    "has the present one and the acceptance), or let it adapt from a small one"
+)
 
 # In the order of creation, so that a program run again finds its parameters in the store.
 _numbers = itertools.count()
@@ -128,7 +139,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             surrogate = self._surrogate(density, chain) if wanted else bound
             estimate = local_estimate(density.log_weight.first.sample, bound, surrogate)
         finish = partial(self._adapt, chain) if wanted else None
-        return replace(estimate, runs=density.runs, finish=finish)
+        return replace(estimate, runs=density.runs, finish=finish, overflow=_OVERFLOW)
 
     def _bounds(self, programs: Programs) -> Bounds:
         with _outside_inference_mode(programs) as programs:
@@ -259,17 +270,21 @@ class _Density:
                 position = position.detach()
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
-            self._latest = self.log_weight(position)
-            return self._state(position, self._latest)
+            near = position.abs() <= _FAR
+            self._latest = self.log_weight(torch.where(near, position, 0.0))
+            return self._state(position, self._latest, near)
 
-    def _state(self, position: Tensor, at: Evaluation) -> State:
+    def _state(self, position: Tensor, at: Evaluation, near: Tensor | None = None) -> State:
         full = self.gradient == "full"
         gradients: tuple[Tensor | None, Tensor | None] = None, None
         if self._kernel_gradient:
             again = self.gradient == "reweighted" and at is self.log_weight.first
             found = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
             gradients = finite(found[0]), finite(found[1])
-        state = State(position, at.log_base, at.log_weight, *gradients)
+        log_weight = at.log_weight
+        if near is not None:
+            log_weight = torch.where(near.all(-1), log_weight, -math.inf)
+        state = State(position, at.log_base, log_weight, *gradients)
         if full:
             return state
         return state._replace(

@@ -164,6 +164,8 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
         return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
     except (ValueError, RuntimeError) as error:
         raise _density_error(site, program, error) from error
+    except (KeyError, NotImplementedError) as error:
+        raise _no_inverse(site, program, error) from error
 
 
 def score_parts(site: Site) -> ScoreParts:
@@ -183,6 +185,16 @@ def score_parts(site: Site) -> ScoreParts:
         return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
     except (ValueError, RuntimeError) as error:
         raise _density_error(site, "guide", error) from error
+    except (KeyError, NotImplementedError) as error:
+        raise _no_inverse(site, "guide", error) from error
+
+
+def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
+    return ValueError(
+        f"cannot compute log_prob at site '{site['name']}' of the {program} "
+        f"({type(site['fn']).__name__}): {error}\nA flow without an inverse knows the density of "
+        f"its own draws only: use an invertible one, or, for chains, coordinates='noise'."
+    )
 
 
 def _density_error(site: Site, program: str, error: Exception) -> Exception:

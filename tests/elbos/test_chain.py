@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pyro_mcvae import (
+    HMC,
     MALA,
     ULA,
     FixedSchedule,
@@ -176,3 +177,47 @@ def test_inference_mode_is_left_for_the_chain(coordinates):
     with torch.inference_mode():
         assert elbo.loss(exact.model, exact.guide) == pytest.approx(expected, rel=1e-12)
         assert elbo.bounds(exact.model, exact.guide).per_datum.isfinite().all()
+
+
+def test_a_flow_without_inverse_moves_in_noise_coordinates_only():
+    planar = dist.transforms.planar(1)
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(torch.zeros(3, 1), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z[..., 0], 1.0), obs=torch.zeros(3))
+
+    def guide():
+        pyro.module("planar", planar)
+        with pyro.plate("data", 3):
+            base = dist.Normal(torch.zeros(3, 1), 1.0).to_event(1)
+            pyro.sample("z", dist.TransformedDistribution(base, [planar]))
+
+    assert TraceSIS_ELBO(2, ULA(0.1)).loss_and_grads(model, guide) > 0
+    with pytest.raises(ValueError, match=r"site 'z' of the guide.*(?s:.)*coordinates='noise'"):
+        TraceSIS_ELBO(2, ULA(0.1), coordinates="latent").loss_and_grads(model, guide)
+
+
+@pytest.mark.parametrize("step", [1e3, 1e30])
+def test_chains_that_diverge_are_reported(step):
+    exact = ProbabilisticPCA()
+    elbo = TraceSIS_ELBO(50, ULA(step))
+    with pytest.raises(ValueError, match="smaller step size"):
+        elbo.loss_and_grads(exact.model, exact.guide)
+
+
+@pytest.mark.parametrize("step", [1e3, 1e30])
+@pytest.mark.parametrize("kernel", [MALA, HMC])
+def test_moves_that_diverge_are_rejected(kernel, step):
+    exact = ProbabilisticPCA()
+    elbo = TraceAIS_ELBO(4, kernel(step), vectorize_particles=True)
+    pyro.set_rng_seed(1)
+    loss = elbo.loss_and_grads(exact.model, exact.guide)
+    assert (elbo.last_step.acceptance == 0).all()
+    gradients = take_gradients(exact)
+    pyro.set_rng_seed(1)
+    plain = TraceAIS_ELBO(1, vectorize_particles=True)
+    # Nothing moved: it is the ELBO, value and gradient.
+    assert plain.loss_and_grads(exact.model, exact.guide) == pytest.approx(loss, rel=1e-9)
+    for name, value in take_gradients(exact).items():
+        assert torch.allclose(gradients[name], value, rtol=1e-7), name
