@@ -1,0 +1,133 @@
+"""TraceAIS_ELBO: gradients against the exact sum over accept paths; one step; its own errors."""
+
+import pyro
+import pytest
+import torch
+
+from pyro_mcvae import (
+    HMC,
+    MALA,
+    ULA,
+    RandomWalk,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    UnderdampedLangevin,
+)
+from tests.elbos.chain_gradients import (
+    AcceptPaths,
+    assert_slopes,
+    learning,
+    parameters_of,
+)
+from tests.estimates import assert_gradient, take_gradients
+from tests.models import ConjugateGaussian
+from tests.tracing.zoo import EXAMPLES
+
+SMOOTH = [n for n in EXAMPLES if EXAMPLES[n]().smooth and n != "implicit"]
+smooth = pytest.mark.parametrize("name", SMOOTH)
+modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+samples = pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
+
+
+def check(example, kernel, num_steps, monkeypatch, particles=2, **options):
+    elbo = learning(
+        TraceAIS_ELBO,
+        num_steps,
+        kernel,
+        num_particles=particles,
+        max_plate_nesting=example.nesting,
+        **options,
+    )
+    outside, own = parameters_of(elbo, example)
+    paths = AcceptPaths(elbo, example, num_steps - 1, monkeypatch)
+    groups = [outside, own]
+    assert_slopes(groups, [paths.mean_gradients(g) for g in groups], paths.mean_bound)
+
+
+@smooth
+def test_gradient_is_that_of_the_sum_over_all_accept_paths(name, monkeypatch):
+    check(EXAMPLES[name](), MALA(0.2), 2, monkeypatch, vectorize_particles=True)
+
+
+@pytest.mark.slow
+@smooth
+@modes
+@samples
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+def test_gradient_in_every_mode(name, vectorize, multi_sample, coordinates, monkeypatch):
+    options = {"coordinates": coordinates, "vectorize_particles": vectorize}
+    check(EXAMPLES[name](), MALA(0.2), 2, monkeypatch, multi_sample=multi_sample, **options)
+
+
+FEW = ["plain", "structured", "hierarchical", "nested-subsampled", "auto-normal", "coupling"]
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_gradient_in_latent_coordinates(name, monkeypatch):
+    options = {"coordinates": "latent", "vectorize_particles": True}
+    check(EXAMPLES[name](), MALA(0.1), 2, monkeypatch, **options)
+
+
+KERNELS = {
+    "MALA": lambda: MALA(0.3),
+    "HMC": lambda: HMC(0.5, num_leapfrog=2),
+    "RandomWalk": lambda: RandomWalk(0.8),
+}
+
+
+@samples
+@pytest.mark.parametrize("name", FEW[:2])
+def test_gradient_of_longer_chains(name, multi_sample, monkeypatch):
+    options = {"multi_sample": multi_sample, "vectorize_particles": True}
+    check(EXAMPLES[name](), MALA(0.3), 3, monkeypatch, **options)
+
+
+@samples
+@modes
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=list(KERNELS))
+def test_gradient_with_every_kernel(kernel, multi_sample, vectorize, monkeypatch):
+    options = {"multi_sample": multi_sample, "vectorize_particles": vectorize}
+    check(EXAMPLES["vae"](), kernel(), 2, monkeypatch, 3, **options)
+
+
+def test_one_particle_has_no_baseline():
+    with pytest.raises(ValueError, match="need num_particles >= 2, got 1; for one particle use"):
+        TraceAIS_ELBO(num_particles=1)
+    # Without accept bits in the weight, or without scores, there is nothing to subtract.
+    TraceAIS_ELBO(1, num_particles=1)
+    TraceAIS_ELBO(num_particles=1, gradient_estimator="reweighted")
+
+
+@pytest.mark.parametrize("kernel", [ULA, UnderdampedLangevin])
+def test_kernels_that_do_not_leave_their_target_invariant_are_refused(kernel):
+    with pytest.raises(ValueError, match=f"leave their target invariant, which {kernel.__name__}"):
+        TraceAIS_ELBO(kernel=kernel(0.1))
+
+
+@modes
+@samples
+@pytest.mark.parametrize("seed", range(3))
+def test_one_step_is_the_elbo_or_iwae(multi_sample, vectorize, seed):
+    """Under one seed, value and gradient, whatever the kernel."""
+    exact = ConjugateGaussian(N=6, subsample_size=3)
+    options = {"vectorize_particles": vectorize, "max_plate_nesting": 1}
+    ais = TraceAIS_ELBO(1, MALA(0.3), num_particles=3, multi_sample=multi_sample, **options)
+    if multi_sample:
+        plain = TraceIWAE_ELBO(3, "reparam", **options)
+    else:
+        plain = TraceSGVB_ELBO(3, analytic_kl=False, **options)
+    found = []
+    for elbo in (ais, plain):
+        pyro.set_rng_seed(seed)
+        loss = elbo.loss_and_grads(exact.model, exact.guide)
+        found.append((loss, take_gradients(exact)))
+    assert found[0][0] == pytest.approx(found[1][0])
+    for name in exact.values:
+        assert torch.allclose(found[0][1][name], found[1][1][name])
+
+
+def test_mean_gradient_of_one_step_is_that_of_the_elbo():
+    exact = ConjugateGaussian(N=4)
+    elbo = TraceAIS_ELBO(1, num_particles=20, vectorize_particles=True, max_plate_nesting=1)
+    assert_gradient(elbo, exact, exact.grad(exact.elbo), 200)

@@ -1,0 +1,348 @@
+"""What SIS and AIS share: evidence, adaptation, learned parts, reweighting, masks, errors."""
+
+import pyro
+import pyro.distributions as dist
+import pyro.optim
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_mcvae import (
+    HMC,
+    MALA,
+    ULA,
+    LearnedSchedule,
+    RandomWalk,
+    SigmoidSchedule,
+    TraceAIS_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
+from pyro_mcvae.step_size import LearnedStepSize
+from tests.estimates import assert_mean
+from tests.models import (
+    ConjugateGaussian,
+    GammaPoisson,
+    LinearGaussianChain,
+    NestedGaussian,
+    ProbabilisticPCA,
+)
+from tests.tracing.zoo import EXAMPLES, data, param
+
+KERNELS = {
+    "ULA": (TraceSIS_ELBO, lambda: ULA(0.1)),
+    "UnderdampedLangevin": (TraceSIS_ELBO, lambda: UnderdampedLangevin(0.4, momentum=0.6)),
+    "MALA": (TraceAIS_ELBO, lambda: MALA(0.3)),
+    "HMC": (TraceAIS_ELBO, lambda: HMC(0.4, num_leapfrog=2)),
+    "RandomWalk": (TraceAIS_ELBO, lambda: RandomWalk(0.7)),
+}
+kernels = pytest.mark.parametrize(("cls", "kernel"), KERNELS.values(), ids=list(KERNELS))
+classes = pytest.mark.parametrize("cls", [TraceSIS_ELBO, TraceAIS_ELBO], ids=["sis", "ais"])
+MODELS = {
+    "gaussian": lambda: ConjugateGaussian(N=3),
+    "pca": lambda: ProbabilisticPCA(N=3, family="full", sigma=0.5),
+    "gamma": lambda: GammaPoisson(N=3),
+    "nested": lambda: NestedGaussian(G=2),
+    "sequential": lambda: LinearGaussianChain(N=3, T=2),
+}
+models = pytest.mark.parametrize("make", MODELS.values(), ids=list(MODELS))
+
+
+@models
+@kernels
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+def test_mean_weight_is_the_evidence_per_datum(make, cls, kernel, coordinates):
+    exact, kernel = make(), kernel()
+    if coordinates == "latent" or make is MODELS["gamma"]:
+        kernel.step_size.value.mul_(0.5)  # Too large ones give the weight heavy tails.
+    elbo = cls(
+        3,
+        kernel,
+        num_particles=4000,
+        vectorize_particles=True,
+        max_plate_nesting=exact.max_plate_nesting,
+        coordinates=coordinates,
+    )
+    with torch.no_grad():
+        bounds = elbo.bounds(exact.model, exact.guide)
+    log_evidence = exact.log_evidence_per_datum()
+    found = elbo.last_step.log_weight
+    weight = (found - log_evidence).exp()
+    assert weight.shape == (4000, len(log_evidence))
+    assert_mean(weight, torch.ones_like(log_evidence))
+    error = 4.5 * found.std(0) / 4000**0.5
+    assert (bounds.per_datum < log_evidence + error).all()
+
+
+def counted_runs(cls, name, kernel, num_steps):
+    example = EXAMPLES[name]()
+    programs = example.counted
+    elbo = cls(
+        num_steps,
+        kernel,
+        num_particles=3,
+        vectorize_particles=True,
+        max_plate_nesting=example.nesting,
+    )
+    elbo.loss_and_grads(programs.model, programs.guide)
+    before = dict(example.calls)
+    elbo.loss_and_grads(programs.model, programs.guide)
+    return {k: example.calls[k] - before[k] for k in before}
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+@pytest.mark.parametrize("name", ["plain", "vae", "hierarchical-mean-field"])
+def test_runs_of_the_model_and_of_a_mean_field_guide(name, num_steps):
+    k = num_steps
+    for cls, kernel, expected in [
+        (TraceSIS_ELBO, ULA(0.1), k + 1),
+        (TraceSIS_ELBO, UnderdampedLangevin(0.1), k + 1),
+        (TraceAIS_ELBO, MALA(0.1), k),
+        (TraceAIS_ELBO, HMC(0.1, 3), (k - 1) * 3 + 1),
+    ]:
+        assert counted_runs(cls, name, kernel, k) == {"model": expected, "guide": 1}
+
+
+def test_a_structured_guide_is_run_with_the_model():
+    assert counted_runs(TraceSIS_ELBO, "structured", ULA(0.1), 4) == {"model": 5, "guide": 5}
+    assert counted_runs(TraceAIS_ELBO, "structured", MALA(0.1), 4) == {"model": 4, "guide": 4}
+
+
+@kernels
+def test_every_way_to_the_loss_agrees(cls, kernel):
+    exact = ConjugateGaussian(N=4)
+    elbo = cls(3, kernel(), num_particles=2)
+    found = []
+    for way in (elbo.loss, elbo.differentiable_loss, elbo.loss_and_grads):
+        pyro.set_rng_seed(0)
+        found.append(float(torch.as_tensor(way(exact.model, exact.guide)).detach()))
+    pyro.set_rng_seed(0)
+    found.append(float(-elbo.bounds(exact.model, exact.guide).total))
+    with torch.no_grad():
+        pyro.set_rng_seed(0)
+        found.append(elbo.loss(exact.model, exact.guide))
+    with torch.inference_mode():
+        pyro.set_rng_seed(0)
+        found.append(elbo.loss(exact.model, exact.guide))
+    assert found == pytest.approx([found[0]] * 6)
+
+
+@classes
+def test_data_made_in_inference_mode(cls):
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(0.4 * x, 0.8))
+
+    elbo = cls(3)
+    pyro.set_rng_seed(0)
+    expected = elbo.loss(model, guide, torch.ones(3))
+    with torch.inference_mode():
+        x = torch.ones(3)
+        pyro.set_rng_seed(0)
+        assert elbo.loss(model, guide, x) == pytest.approx(expected)
+
+
+@classes
+def test_adaptation_reaches_its_target_in_training_and_only_there(cls):
+    exact = ConjugateGaussian(N=50)
+    elbo = cls(4, num_particles=4, vectorize_particles=True, max_plate_nesting=1)
+    step_size = elbo.kernel.step_size
+    elbo.loss(exact.model, exact.guide)
+    elbo.bounds(exact.model, exact.guide)
+    assert step_size() == 0.01
+    rates = []
+    for _ in range(120):
+        elbo.loss_and_grads(exact.model, exact.guide)
+        rates.append(elbo.last_step.acceptance.mean())
+    goal = step_size.target_acceptance
+    assert torch.stack(rates[-40:]).mean().item() == pytest.approx(goal, abs=0.03)
+    before = step_size()
+    elbo.eval()
+    elbo.loss_and_grads(exact.model, exact.guide)
+    assert step_size() == before
+    other = cls(4)
+    other.load_state_dict(elbo.state_dict())
+    assert other.kernel.step_size() == before
+
+
+@classes
+def test_a_step_size_per_coordinate_in_latent_coordinates(cls):
+    exact = ProbabilisticPCA(N=20, d=2, sigma=0.5)
+    elbo = cls(3, coordinates="latent")
+    for _ in range(5):
+        elbo.loss_and_grads(exact.model, exact.guide)
+    assert elbo.kernel.step_size().shape == (2,)
+    other = cls(3, coordinates="latent")
+    other.load_state_dict(elbo.state_dict())
+    assert torch.equal(other.kernel.step_size(), elbo.kernel.step_size())
+
+
+def learner(cls, schedule):
+    kernel = ULA if cls is TraceSIS_ELBO else MALA
+    return cls(kernel=kernel(LearnedStepSize(0.05)), schedule=schedule(3), num_particles=2)
+
+
+@classes
+@pytest.mark.parametrize("schedule", [LearnedSchedule, SigmoidSchedule])
+@pytest.mark.parametrize("way", ["SVI", "torch.optim"])
+def test_schedule_and_step_size_are_learned(cls, schedule, way):
+    exact = ConjugateGaussian(N=5)
+    elbo = learner(cls, schedule)
+    before = {n: p.detach().clone() for n, p in elbo.named_parameters()}
+    assert len(before) == 2
+    assert set(before) <= set(elbo.state_dict())
+    if way == "SVI":
+        svi = SVI(exact.model, exact.guide, pyro.optim.Adam({"lr": 0.05}), elbo)
+        for _ in range(3):
+            svi.step()
+    else:
+        pyro.get_param_store().clear()
+        loss = elbo(exact.model, exact.guide)
+        loss()
+        optimizer = torch.optim.Adam(loss.parameters(), lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+    for name, p in elbo.named_parameters():
+        assert (p != before[name]).any(), name
+
+
+@classes
+def test_reweighted_gradients_by_hand(cls):
+    """theta: normalised weights of the ends; phi: the plain ELBO of the first draws."""
+    x = data(4)
+
+    def model():
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(param("slope") * z, 0.7), obs=x)
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(param("a") * x, param("s", seed=2).exp()))
+
+    elbo = cls(3, num_particles=3, gradient_estimator="reweighted", coordinates="noise")
+    chains = []
+    run = elbo._run
+    elbo._run = lambda density: chains.append(run(density)) or chains[-1]
+    elbo.loss_and_grads(model, guide)
+    (chain,) = chains
+    assert not chain.log_weight.requires_grad
+    slope, a, s = (pyro.param(n).detach().requires_grad_() for n in ("slope", "a", "s"))
+
+    def log_joint(z, slope):
+        prior = dist.Normal(0.0, 1.0).log_prob(z)
+        return prior + dist.Normal(slope * z, 0.7).log_prob(x)
+
+    def draw(noise):
+        return a * x + s.exp() * noise[..., 0]
+
+    ends = draw(chain.state.position).detach()
+    weighted = (chain.log_weight.softmax(0) * log_joint(ends, slope)).sum()
+    z = draw(chain.start.position.detach())
+    first = log_joint(z, slope.detach()) - dist.Normal(a * x, s.exp()).log_prob(z)
+    expected = torch.autograd.grad(weighted + first.mean(0).sum(), (slope, a, s))
+    for name, grad in zip(("slope", "a", "s"), expected, strict=True):
+        assert torch.allclose(-pyro.param(name).grad, grad), name
+
+
+class Once(torch.autograd.Function):
+    """Cannot be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z.sin()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+@classes
+def test_models_without_a_second_derivative(cls):
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(Once.apply(z) * param("slope"), 1.0), obs=torch.ones(3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(param("a"), 1.0))
+
+    cls(3, gradient_estimator="reweighted").loss_and_grads(model, guide)
+    assert pyro.param("slope").grad.abs() > 0
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*'reweighted'"):
+        cls(3).loss_and_grads(model, guide)
+
+
+@kernels
+def test_padding_changes_nothing(cls, kernel, monkeypatch):
+    """Masked data: the bound and the gradients of the others alone."""
+    x = data(5)
+    noise, uniform = torch.randn(20, 2, 5, 1), torch.rand(20, 2, 5)
+
+    def run(count, mask):
+        def model():
+            with pyro.plate("data", count), pyro.poutine.mask(mask=mask):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+                pyro.sample("x", dist.Normal(param("slope") * z, 0.7), obs=x[:count])
+
+        def guide():
+            with pyro.plate("data", count), pyro.poutine.mask(mask=mask):
+                pyro.sample("z", dist.Normal(param("a") * x[:count], param("s", seed=2).exp()))
+
+        draws, bits = iter(noise[:, :, :count]), iter(uniform[:, :, :count])
+        monkeypatch.setattr(torch, "randn_like", lambda like: next(draws))
+        monkeypatch.setattr(torch, "rand_like", lambda like: next(bits))
+        monkeypatch.setattr(torch, "randn", lambda *a, **k: next(draws)[..., 0].reshape(*a))
+        elbo = cls(3, kernel(), num_particles=2, vectorize_particles=True, max_plate_nesting=1)
+        loss = elbo.loss_and_grads(model, guide)
+        grads = {n: pyro.param(n).grad.clone() for n in ("slope", "a", "s")}
+        for n in grads:
+            pyro.param(n).grad = None
+        return loss, grads
+
+    for n, seed in (("slope", 1), ("a", 1), ("s", 2)):
+        param(n, seed=seed)
+    loss, grads = run(3, True)
+    padded, padded_grads = run(5, torch.tensor([True, True, True, False, False]))
+    assert padded == pytest.approx(loss)
+    for n in grads:
+        assert torch.allclose(grads[n], padded_grads[n]), n
+
+
+ERRORS = [
+    ({"num_steps": 0}, "num_steps must be an int of at least 1, got 0"),
+    ({"schedule": torch.tensor([0.0, 0.6, 0.5, 1.0])}, "must increase from 0 to 1"),
+    ({"schedule": torch.tensor([0.1, 1.0])}, "must increase from 0 to 1"),
+    ({"num_steps": 3, "schedule": LearnedSchedule(4)}, "num_steps=3, but the schedule has 4 steps"),
+    ({"coordinates": "prior"}, "coordinates must be one of noise, latent, got 'prior'"),
+    ({"gradient_estimator": "none"}, "gradient_estimator must be one of full, reweighted"),
+    ({"kernel": 0.1}, r"kernel must be a Kernel such as ULA\(\) or MALA\(\), got 0.1"),
+    (
+        {"schedule": LearnedSchedule(4), "gradient_estimator": "reweighted"},
+        "schedule.logits would get no gradient: use 'full'",
+    ),
+]
+
+
+@classes
+@pytest.mark.parametrize(("options", "message"), ERRORS)
+def test_bad_arguments(cls, options, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**options)
+
+
+@classes
+def test_discrete_sites_are_refused_by_name(cls):
+    example = EXAMPLES["mixture"]()
+    with pytest.raises(ValueError, match=r"guide's sites 'c', 'd' are discrete: sum .* weigh"):
+        cls(3).loss(example.model, example.guide)

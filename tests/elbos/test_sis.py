@@ -1,0 +1,142 @@
+"""TraceSIS_ELBO: gradients against finite differences, the counts of runs, its own errors."""
+
+import pyro
+import pytest
+import scipy.special
+import torch
+
+from pyro_mcvae import (
+    HMC,
+    MALA,
+    ULA,
+    GaussianReverse,
+    RandomWalk,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
+from tests.elbos.chain_gradients import assert_slopes, bound, gradients, learning, parameters_of
+from tests.models import GammaPoisson
+from tests.tracing.zoo import EXAMPLES
+
+SMOOTH = [n for n in EXAMPLES if EXAMPLES[n]().smooth and n != "implicit"]
+smooth = pytest.mark.parametrize("name", SMOOTH)
+modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+
+
+class Network(torch.nn.Module):
+    """A reverse kernel of random weights."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.linear = torch.nn.Linear(2 * dim + 1, 2 * dim)
+
+    def forward(self, position, gradient, beta):
+        beta = beta.expand(position.shape[:-1] + (1,))
+        return self.linear(torch.cat([position, gradient, beta], -1)).chunk(2, -1)
+
+
+KERNELS = {
+    "ULA": lambda: ULA(0.03),
+    "learned reverse": lambda: ULA(0.03, GaussianReverse(Network(2))),
+    "UnderdampedLangevin": lambda: UnderdampedLangevin(0.2, momentum=0.8),
+}
+
+
+def check(example, kernel, num_steps=3, **options):
+    options.setdefault("vectorize_particles", True)
+    elbo = learning(
+        TraceSIS_ELBO,
+        num_steps,
+        kernel,
+        num_particles=2,
+        max_plate_nesting=example.nesting,
+        **options,
+    )
+    groups = list(parameters_of(elbo, example))
+    grads = [gradients(elbo, example, g) for g in groups]
+    assert_slopes(groups, grads, lambda: bound(elbo, example))
+
+
+@smooth
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+def test_gradient_is_that_of_finite_differences(name, coordinates):
+    check(EXAMPLES[name](), ULA(0.03), coordinates=coordinates)
+
+
+@pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
+@modes
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=list(KERNELS))
+def test_gradient_with_every_kernel(kernel, multi_sample, vectorize, recompute):
+    options = {"vectorize_particles": vectorize, "recompute": recompute}
+    check(EXAMPLES["vae"](), kernel(), multi_sample=multi_sample, **options)
+
+
+@pytest.mark.slow
+@smooth
+@modes
+@pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_gradient_in_every_mode(name, vectorize, multi_sample, coordinates, recompute):
+    options = {"vectorize_particles": vectorize, "recompute": recompute}
+    kernel = UnderdampedLangevin(0.2, momentum=0.8)
+    check(
+        EXAMPLES[name](), kernel, 4, multi_sample=multi_sample, coordinates=coordinates, **options
+    )
+
+
+@pytest.mark.parametrize("kernel", [MALA, HMC, RandomWalk])
+def test_kernels_that_reject_are_refused(kernel):
+    with pytest.raises(ValueError, match=f"which the rejections of {kernel.__name__} do not have"):
+        TraceSIS_ELBO(kernel=kernel(0.1))
+
+
+def test_defaults():
+    elbo = TraceSIS_ELBO()
+    assert isinstance(elbo.kernel, ULA)
+    assert elbo.num_steps == 5
+    assert elbo.num_particles == 1
+    assert elbo.coordinates == "noise"
+
+
+@pytest.mark.parametrize("subsample_size", [None, 3])
+def test_gradient_of_sites_without_explicit_noise(subsample_size, monkeypatch):
+    """
+    Gamma draws have no noise to freeze: draw them by their quantiles instead, which the implicit
+    gradient is the derivative of.
+    """
+    monkeypatch.setattr("torch.distributions.gamma._standard_gamma", Quantile.apply)
+    exact = GammaPoisson(N=5, subsample_size=subsample_size)
+    elbo = learning(TraceSIS_ELBO, 3, UnderdampedLangevin(0.2, 0.5), max_plate_nesting=1)
+
+    def value():
+        pyro.set_rng_seed(0)
+        return -elbo.loss(exact.model, exact.guide)
+
+    value()
+    groups = [[p for _, p in pyro.get_param_store().named_parameters()]]
+    groups = [[p for p in groups[0] if all(p is not q for q in elbo.parameters())]]
+    groups.append(list(elbo.parameters()))
+    pyro.set_rng_seed(0)
+    elbo.loss_and_grads(exact.model, exact.guide)
+    grads = [[-p.grad for p in g] for g in groups]
+    assert len(groups[0]) == 3
+    assert_slopes(groups, grads, value)
+
+
+class Quantile(torch.autograd.Function):
+    """Gamma(c, 1) draws at quantiles from the generator, which do not depend on c."""
+
+    @staticmethod
+    def forward(ctx, concentration):
+        u = torch.rand(concentration.shape)
+        value = torch.as_tensor(
+            scipy.special.gammaincinv(concentration.detach().numpy(), u.numpy())
+        )
+        ctx.save_for_backward(concentration, value)
+        return value
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch._standard_gamma_grad(*ctx.saved_tensors)
