@@ -250,6 +250,9 @@ class _Density:
 
     def start(self) -> State:
         """The first draw."""
+        if self._kernel_gradient and self.log_weight.entangled:
+            # Forward and reverse moves must follow one gradient: the partial derivatives.
+            return self(self.log_weight.coordinates)
         with torch.set_grad_enabled(self.gradient != "none" or self._kernel_gradient):
             return self._state(self.log_weight.coordinates, self.log_weight.first)
 

@@ -156,6 +156,16 @@ class LogWeight:
             if isinstance(c := record[n][0], UnconstrainedCoordinate) and not c.fn.has_rsample
         )
 
+    @property
+    def entangled(self) -> bool:
+        """
+        Whether a first coordinate may depend on another one, as a draw whose noise is not explicit
+        does on the draws before it: :meth:`gradients` of ``first`` are then no partial derivatives.
+        """
+        record = self._records[0]
+        found = [isinstance(record[n][0], UnconstrainedCoordinate) for n in self._packing.sites]
+        return len(found) > 1 and any(found) and not self.first.sample.structure.mean_field
+
     @cached_property
     def free(self) -> Tensor | None:
         """

@@ -346,3 +346,25 @@ def test_discrete_sites_are_refused_by_name(cls):
     example = EXAMPLES["mixture"]()
     with pytest.raises(ValueError, match=r"guide's sites 'c', 'd' are discrete: sum .* weigh"):
         cls(3).loss(example.model, example.guide)
+
+
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+@pytest.mark.parametrize("name", [n for n in EXAMPLES if n not in ("mixture", "implicit")])
+def test_the_first_gradient_is_that_of_an_evaluation_there(name, coordinates):
+    """Metropolis moves to and from the first state must follow the same gradient."""
+    example = EXAMPLES[name]()
+    elbo = TraceAIS_ELBO(2, MALA(0.01), coordinates=coordinates, vectorize_particles=True)
+    chains = []
+    run = elbo._run
+
+    def recorded(density):
+        chain = run(density)
+        at = density(chain.start.position.detach())
+        chains.append((chain.start, at))
+        return chain
+
+    elbo._run = recorded
+    elbo.loss_and_grads(example.model, example.guide, *example.args)
+    ((start, again),) = chains
+    assert torch.allclose(start.grad_base, again.grad_base)
+    assert torch.allclose(start.grad_weight, again.grad_weight)
