@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyro_mcvae.annealing import Chain, accept_score, anneal
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.path_gradient import is_flow
 from pyro_mcvae.elbos.plain import local_bounds, local_estimate
 from pyro_mcvae.kernels.base import Kernel, State, finite
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
@@ -301,6 +302,12 @@ class _Density:
                 f"{_named(self.log_weight.discrete)} discrete: sum discrete sites with "
                 f"TraceRaoBlackwell_ELBO, weigh them with TraceIWAE_ELBO, or marginalise them "
                 f"in the model"
+            )
+        flows = tuple(n for n, fn in self.log_weight.unconstrained.items() if is_flow(fn))
+        if self._recompute and flows:
+            raise ValueError(
+                f"recompute=True does not go with flows in coordinates='latent', but the guide's "
+                f"site{_named(flows)} drawn from one: use coordinates='noise' or recompute=False"
             )
         if self.gradient != "none" and self.log_weight.unreparameterized:
             raise ValueError(

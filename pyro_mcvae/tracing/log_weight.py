@@ -149,12 +149,7 @@ class LogWeight:
     @property
     def unreparameterized(self) -> tuple[str, ...]:
         """The continuous local sites whose first draw has no gradient to the guide's parameters."""
-        record = self._records[0]
-        return tuple(
-            n
-            for n in self._packing.sites
-            if isinstance(c := record[n][0], UnconstrainedCoordinate) and not c.fn.has_rsample
-        )
+        return tuple(n for n, fn in self.unconstrained.items() if not fn.has_rsample)
 
     @property
     def entangled(self) -> bool:
@@ -165,6 +160,12 @@ class LogWeight:
         record = self._records[0]
         found = [isinstance(record[n][0], UnconstrainedCoordinate) for n in self._packing.sites]
         return len(found) > 1 and any(found) and not self.first.sample.structure.mean_field
+
+    @property
+    def unconstrained(self) -> dict[str, Any]:
+        """The distributions of the local sites that move as unconstrained values."""
+        found = ((n, self._records[0][n][0]) for n in self._packing.sites)
+        return {n: c.fn for n, c in found if isinstance(c, UnconstrainedCoordinate)}
 
     @cached_property
     def free(self) -> Tensor | None:
