@@ -37,6 +37,9 @@ class UnderdampedLangevin(Kernel):
         >>> elbo = TraceSIS_ELBO(num_steps=10, kernel=UnderdampedLangevin(0.3, momentum=0.9))
     """
 
+    # 0.8 lets the step grow until single chains are lost where the density is steeper than normal.
+    target_acceptance = 0.9
+
     def __init__(
         self, step_size: float | Tensor | StepSize | None = None, momentum: float = 0.9
     ) -> None:

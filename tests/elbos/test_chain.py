@@ -198,10 +198,9 @@ def test_a_flow_without_inverse_moves_in_noise_coordinates_only():
         TraceSIS_ELBO(2, ULA(0.1), coordinates="latent").loss_and_grads(model, guide)
 
 
-@pytest.mark.parametrize("step", [1e3, 1e30])
-def test_chains_that_diverge_are_reported(step):
+def test_chains_that_diverge_are_reported():
     exact = ProbabilisticPCA()
-    elbo = TraceSIS_ELBO(50, ULA(step))
+    elbo = TraceSIS_ELBO(50, ULA(1e30))
     with pytest.raises(ValueError, match="smaller step size"):
         elbo.loss_and_grads(exact.model, exact.guide)
 

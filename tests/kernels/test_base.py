@@ -275,7 +275,7 @@ def test_gradients_that_are_not_finite_become_zero():
     assert torch.equal(finite(gradient), torch.tensor([1.0, 0.0, 0.0, 0.0]))
 
 
-DEFAULTS = {ULA: 0.9, MALA: 0.8, HMC: 0.8, RandomWalk: 0.3, UnderdampedLangevin: 0.8}
+DEFAULTS = {ULA: 0.9, MALA: 0.8, HMC: 0.8, RandomWalk: 0.3, UnderdampedLangevin: 0.9}
 
 
 @pytest.mark.parametrize("cls", DEFAULTS, ids=lambda c: c.__name__)
