@@ -161,7 +161,7 @@ class MonteCarloELBO(ELBO):
         kwargs: dict[str, Any],
     ) -> tuple[Trace, Trace]:
         # Pyro's hook for one particle, abstract in ELBO; its helpers may still call it.
-        guide_trace, model_trace = run_pair(Programs(model, guide, args, kwargs), Supply({}))
+        guide_trace, model_trace = run_pair(Programs(model, guide, args, kwargs), Supply())
         return model_trace, guide_trace
 
     def loss(

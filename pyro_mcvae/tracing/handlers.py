@@ -20,7 +20,7 @@ from pyro_mcvae.tracing.sites import (
     reparameterized,
 )
 
-__all__ = ["LeadingPlate", "ScoreFunctionSites", "Supply"]
+__all__ = ["LeadingPlate", "Minibatch", "ScoreFunctionSites", "Supply"]
 
 
 class LeadingPlate(IndepMessenger):
@@ -48,6 +48,48 @@ class LeadingPlate(IndepMessenger):
         BroadcastMessenger._pyro_sample(msg)
 
 
+class Minibatch(dict[str, Tensor]):
+    """
+    The indices of each plate of a step, by the plate's name.
+
+    :ivar sizes: the plates' full sizes. A plate may be of another size in another run, as one over
+        objects whose number is drawn: it then takes indices of its own, unless they are a choice.
+    """
+
+    def __init__(self, of: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(of or {})
+        self.sizes: dict[str, int] = dict(of.sizes) if isinstance(of, Minibatch) else {}
+
+    def supply(self, msg: Any) -> None:
+        """Give a plate's message the indices that are known."""
+        name, fn = msg["name"], msg["fn"]
+        if name not in self:
+            return
+        size = self.sizes.get(name, fn.size)
+        # A value that is not done is the user's own choice, perhaps another one in each run.
+        if fn.size != size and (msg["value"] is None or msg["done"]):
+            if len(self[name]) == size:
+                return
+            raise ValueError(
+                f"plate '{name}' has size {fn.size}, but its minibatch of {len(self[name])} was "
+                f"chosen from {size} in another run of the same step: give it one size in both "
+                f"programs, which does not depend on latents"
+            )
+        msg["value"], msg["done"] = self[name], True
+
+    def keep(self, msg: Any) -> None:
+        """Remember the indices of a plate's message."""
+        if msg["name"] in self:
+            return
+        if len(msg["value"]) == 0:
+            raise ValueError(
+                f"plate '{msg['name']}' has an empty minibatch (0 of {msg['fn'].size} data); "
+                f"pass at least one datum, for example by dropping an empty last batch"
+            )
+        self[msg["name"]] = msg["value"]
+        self.sizes[msg["name"]] = msg["fn"].size
+
+
 class Supply(Messenger):
     """
     Supplies values to sites of a run, and keeps the minibatch that the run draws.
@@ -62,21 +104,20 @@ class Supply(Messenger):
 
     def __init__(
         self,
-        subsamples: dict[str, Tensor],
+        subsamples: Minibatch | None = None,
         values: Mapping[str, Tensor] | None = None,
         draw: Callable[[Any], Tensor | None] | None = None,
         cut: frozenset[str] | None = None,
     ) -> None:
         super().__init__()
-        self.subsamples = subsamples
+        self.subsamples = Minibatch() if subsamples is None else subsamples
         self.values = values or {}
         self.draw = draw
         self.cut = cut
 
     def _pyro_sample(self, msg: Any) -> None:
         if site_is_subsample(msg):
-            if msg["name"] in self.subsamples:
-                msg["value"], msg["done"] = self.subsamples[msg["name"]], True
+            self.subsamples.supply(msg)
         elif msg["done"] or msg["is_observed"] or msg["value"] is not None:
             return
         elif msg["name"] in self.values:
@@ -87,13 +128,8 @@ class Supply(Messenger):
                 msg["value"], msg["done"] = value, True
 
     def _pyro_post_sample(self, msg: Any) -> None:
-        if site_is_subsample(msg) and msg["name"] not in self.subsamples:
-            if len(msg["value"]) == 0:
-                raise ValueError(
-                    f"plate '{msg['name']}' has an empty minibatch (0 of {msg['fn'].size} data); "
-                    f"pass at least one datum, for example by dropping an empty last batch"
-                )
-            self.subsamples[msg["name"]] = msg["value"]
+        if site_is_subsample(msg):
+            self.subsamples.keep(msg)
 
 
 class ScoreFunctionSites(Messenger):

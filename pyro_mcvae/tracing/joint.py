@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_mcvae.tracing import runs, scout
 from pyro_mcvae.tracing.checks import check_sites
-from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
+from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
 from pyro_mcvae.tracing.layout import Layout, Rows, existing_entries
 from pyro_mcvae.tracing.runs import Programs, Run
 from pyro_mcvae.tracing.sample import Sample
@@ -56,10 +56,10 @@ class JointRuns:
         self._tracer, self.layouts = tracer, layouts
         self._programs = Programs(model, SearchGuide(model, guide), args, kwargs)
         self.args, self.kwargs = args, kwargs
-        self.subsamples: dict[str, Tensor] = {}
+        self.subsamples = Minibatch()
         with Supply(self.subsamples):
             self.guide_trace = run_guide(guide, args, kwargs)
-        self._guide_terms = [runs._guide_term(s) for s in runs._scored(self.guide_trace)]
+        self._guide_terms = [runs.guide_term(s) for s in runs.scored(self.guide_trace)]
         self.rows: list[Rows | None] = [None] * len(layouts.blocks)
         #: How many passes through the model were made, and at how many states of a datum in all.
         self.num_runs, self.num_states = 0, 0
@@ -200,7 +200,7 @@ class JointRuns:
         except Exception as error:
             with scout._aside(), torch.no_grad():
                 # Raises the program's own error, if it has one without states side by side too.
-                self._tracer._single(self._programs, Supply({}))
+                self._tracer._single(self._programs, Supply())
             raise RuntimeError(
                 f"the model cannot be run with {count} states side by side in batch dim "
                 f"{-self.layouts.nesting - 1}, though it runs with one. Pass "
@@ -228,9 +228,9 @@ class JointRuns:
                 f"at the first call: make another TruncatedPosterior for the other program"
             )
         both = with_searched(guide_trace, model_trace, names)
-        terms = [runs._model_term(s) for s in runs._scored(model_trace)]
+        terms = [runs.model_term(s) for s in runs.scored(model_trace)]
         # In the order of the first call, in which the blocks are numbered.
-        searched = [runs._guide_term(s) for n, s in both.nodes.items() if n in names]
+        searched = [runs.guide_term(s) for n, s in both.nodes.items() if n in names]
         run = Run(both, model_trace, terms + self._guide_terms + searched, nesting, count)
         run.subsamples = self.subsamples
         if plate is not None:

@@ -19,7 +19,7 @@ from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 
 from pyro_mcvae.tracing import sites
-from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
+from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
 from pyro_mcvae.tracing.sites import is_scored
 from pyro_mcvae.tracing.structure import FactorKey
 
@@ -29,10 +29,13 @@ __all__ = [
     "Term",
     "collect",
     "entered",
+    "guide_term",
     "is_messenger",
+    "model_term",
     "nesting_of",
     "run_model",
     "run_pair",
+    "scored",
     "terms_of",
     "with_changes",
 ]
@@ -79,7 +82,7 @@ class Run:
     nesting: int
     leading: int | None
     unbatched: frozenset[FactorKey] = frozenset()
-    subsamples: dict[str, Tensor] = field(default_factory=dict)
+    subsamples: Minibatch = field(default_factory=Minibatch)
 
     def sum_to(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Sum a batch-shaped tensor over all plates but ``dims``: ``[leading, *dims]``."""
@@ -237,8 +240,8 @@ def collect(
 
 def terms_of(guide_trace: Trace, model_trace: Trace) -> list[Term]:
     """The log density of every scored site, the model's first."""
-    terms = [_model_term(s) for s in _scored(model_trace)]
-    return terms + [_guide_term(s) for s in _scored(guide_trace)]
+    terms = [model_term(s) for s in scored(model_trace)]
+    return terms + [guide_term(s) for s in scored(guide_trace)]
 
 
 def _comparable(*traces: Trace) -> list[Trace]:
@@ -288,16 +291,20 @@ def nesting_of(*traces: Trace) -> int:
     return -min(dims, default=0)
 
 
-def _scored(trace: Trace) -> Iterator[Any]:
+def scored(trace: Trace) -> Iterator[Any]:
+    """The sites of a trace that carry a log density."""
     return (site for site in trace.nodes.values() if is_scored(site))
 
 
-def _model_term(site: Any) -> Term:
+def model_term(site: Any, key: FactorKey | None = None) -> Term:
+    """The log density of a scored site of the model; ``key`` where it is known already."""
     log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
-    return Term(FactorKey("model", site["name"]), site, log_prob, sites.subsampling_scale(site))
+    key = key or FactorKey("model", site["name"])
+    return Term(key, site, log_prob, sites.subsampling_scale(site))
 
 
-def _guide_term(site: Any) -> Term:
+def guide_term(site: Any, key: FactorKey | None = None) -> Term:
+    """The log density of a scored site of the guide; ``key`` where it is known already."""
     parts = sites.score_parts(site)
     log_prob = sites.masked(site, parts.log_prob)
     if parts.entropy_term is parts.log_prob:
@@ -307,5 +314,5 @@ def _guide_term(site: Any) -> Term:
     else:
         entropy = sites.masked(site, parts.entropy_term)
     score = 0 if is_identically_zero(parts.score_function) else parts.score_function
-    key = FactorKey("guide", site["name"])
+    key = key or FactorKey("guide", site["name"])
     return Term(key, site, log_prob, sites.subsampling_scale(site), entropy, score)

@@ -12,6 +12,7 @@ import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
+from pyro_mcvae.tracing.handlers import Minibatch
 from pyro_mcvae.tracing.runs import Run, Term
 from pyro_mcvae.tracing.sites import is_subsampled, plate_frames, plate_key
 from pyro_mcvae.tracing.structure import Block, FactorKey, Structure
@@ -38,7 +39,7 @@ class Sample:
     structure: Structure
 
     @property
-    def subsamples(self) -> dict[str, Tensor]:
+    def subsamples(self) -> Minibatch:
         """The minibatch that all runs share: the indices of each plate."""
         return self.runs[0].subsamples
 
@@ -64,13 +65,14 @@ class Sample:
         :param pick: maps a term and its run's index to a batch-shaped tensor, or 0 to leave out.
         :returns: shape ``[K, *plates]`` (or ``[K, elements]``).
         """
-        totals: list[list[Any]] = [[0.0] * len(self.runs) for _ in self.blocks]
+        totals: list[list[Any]] = [[None] * len(self.runs) for _ in self.blocks]
         for i, (run, block_of) in enumerate(zip(self.runs, self.block_of, strict=True)):
             for term in run.terms:
                 b = block_of[term.key]
                 value = 0 if b is None else pick(term, i)
                 if b is not None and isinstance(value, Tensor):
-                    totals[b][i] = totals[b][i] + run.sum_to(value, self.blocks[b].dims)
+                    part, total = run.sum_to(value, self.blocks[b].dims), totals[b][i]
+                    totals[b][i] = part if total is None else total + part
         return self._side_by_side(
             [self._stack(t, b) for t, b in zip(totals, self.blocks, strict=True)]
         )
@@ -96,6 +98,12 @@ class Sample:
         return torch.cat(
             [self.log_weight.new_full((n,), s) for n, s in zip(sizes, scales, strict=True)]
         )
+
+    def again(self, runs: list[Run]) -> Sample:
+        """A sample of further runs that show the same sites and plates as these."""
+        sample = Sample(runs, self.block_of, self.structure)
+        sample.__dict__["_frames"] = self._frames  # the cached property's place
+        return sample
 
     def global_values(self) -> dict[str, Tensor]:
         """The draws of the guide's global sites."""
@@ -139,11 +147,10 @@ class Sample:
         return tuple(self._frames[k].size for k in block.plates if k.dim is not None)
 
     def _stack(self, parts: list[Any], block: Block) -> Tensor:
-        shape = self._shape(block)
-        count = self.runs[0].leading or 1
-        like = next((p for p in parts if isinstance(p, Tensor)), torch.zeros(()))
+        shape = (self.runs[0].leading or 1, *self._shape(block))
+        like = next((p for p in parts if p is not None), torch.zeros(()))
         full = [
-            p.expand(count, *shape) if isinstance(p, Tensor) else like.new_zeros(count, *shape)
+            like.new_zeros(shape) if p is None else p if p.shape == shape else p.expand(shape)
             for p in parts
         ]
         return full[0] if len(full) == 1 else torch.cat(full)

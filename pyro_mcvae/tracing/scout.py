@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.tracing.checks import check_declared, check_sites
-from pyro_mcvae.tracing.handlers import Supply
+from pyro_mcvae.tracing.handlers import Minibatch, Supply
 from pyro_mcvae.tracing.runs import Programs, collect, nesting_of, run_pair
 from pyro_mcvae.tracing.sites import is_scored
 from pyro_mcvae.tracing.structure import FactorKey
@@ -162,7 +162,7 @@ def find_dependencies(
         with _aside(), torch.enable_grad(), pyro.validation_enabled(False):
             escapes = _Escapes()
             with tracker, escapes:
-                guide_trace, model_trace = run_pair(programs, Supply(dict(subsamples)))
+                guide_trace, model_trace = run_pair(programs, Supply(Minibatch(subsamples)))
             found = _trace_factors({"guide": guide_trace, "model": model_trace}, tracker)
     except Exception as error:
         warnings.warn(
@@ -186,7 +186,7 @@ def find_nesting(
     :raises ValueError: for programs that do not fit together, as without particles.
     """
     with _aside(), torch.no_grad():
-        guide_trace, model_trace = run_pair(programs, Supply({}))
+        guide_trace, model_trace = run_pair(programs, Supply())
         check_sites(guide_trace, model_trace, strict_enumeration, model_enumeration)
         nesting = nesting_of(guide_trace, model_trace)
         with warnings.catch_warnings():

@@ -14,7 +14,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.tracing import runs, scout
-from pyro_mcvae.tracing.handlers import Supply
+from pyro_mcvae.tracing.handlers import Minibatch, Supply
 from pyro_mcvae.tracing.layout import Layout, Rows, existing_entries, site_spec
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sites import is_random, plate_frames, plate_key
@@ -137,12 +137,12 @@ def find_layouts(
     search = SearchGuide(model, guide)
     programs = Programs(model, search, args, kwargs)
     with scout._aside(), torch.no_grad():
-        run = tracer._single(programs, Supply({}))
+        run = tracer._single(programs, Supply())
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([run.model_trace.nodes[n]["fn"].batch_shape.numel() for n in names] or [1])
         for _ in range(min(bank, -(-bank // batch)) - 1):
-            draws.append(runs.run_pair(programs, Supply(dict(run.subsamples)))[1])
+            draws.append(runs.run_pair(programs, Supply(Minibatch(run.subsamples)))[1])
     if not names:
         raise StatesError(
             "the model has no discrete site to search: every latent is continuous or drawn by "

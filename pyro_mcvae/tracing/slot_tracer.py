@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from torch import Tensor
-
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.ancestry import Ancestry
 from pyro_mcvae.tracing.enumerated import SlotRun, run_slots
-from pyro_mcvae.tracing.handlers import Supply
+from pyro_mcvae.tracing.handlers import Minibatch, Supply
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.slots import SiteOptions, SlotError
 from pyro_mcvae.tracing.structure import FactorKey
@@ -46,7 +44,7 @@ class SlotTracer:
 
     def runs(self, programs: Programs) -> list[SlotRun]:
         """One vectorised run, or one run per particle, all on one minibatch."""
-        subsamples: dict[str, Tensor] = {}
+        subsamples = Minibatch()
         if self.vectorize and self.num_particles > 1:
             return [self._run(programs, subsamples, self.num_particles)]
         return [self._run(programs, subsamples, None) for _ in range(self.num_particles)]
@@ -57,16 +55,14 @@ class SlotTracer:
         """The random guide sites behind each factor."""
         return self.ancestry.of(programs, slot_run)
 
-    def _run(
-        self, programs: Programs, subsamples: dict[str, Tensor], particles: int | None
-    ) -> SlotRun:
+    def _run(self, programs: Programs, subsamples: Minibatch, particles: int | None) -> SlotRun:
         if self.declared_nesting != math.inf:
             nesting = int(self.declared_nesting)
         elif self._found_nesting is not None:
             nesting = self._found_nesting
         else:
             nesting = self._found_nesting = self._find_nesting(programs)
-        before = dict(subsamples)
+        before = Minibatch(subsamples)
         try:
             return self._run_once(programs, subsamples, nesting, particles)
         except SlotError:
@@ -101,7 +97,7 @@ class SlotTracer:
     def _run_once(
         self,
         programs: Programs,
-        subsamples: dict[str, Tensor],
+        subsamples: Minibatch,
         nesting: int,
         particles: int | None,
     ) -> SlotRun:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from pyro.poutine.indep_messenger import CondIndepStackFrame
@@ -67,11 +68,12 @@ class Structure:
 
     def global_sites(self, program: str) -> frozenset[str]:
         """The sites of one program that stay outside of the particles."""
-        if not self.blocks:
-            return frozenset()
-        return frozenset(
-            key.name for key, b in self.block_of.items() if b is None and key.program == program
-        )
+        return self._global_sites[program]
+
+    @cached_property
+    def _global_sites(self) -> dict[str, frozenset[str]]:
+        found = {key for key, b in self.block_of.items() if b is None and self.blocks}
+        return {p: frozenset(k.name for k in found if k.program == p) for p in ("guide", "model")}
 
 
 def needs_dependencies(factors: Mapping[FactorKey, Factor], latents: Iterable[str]) -> bool:

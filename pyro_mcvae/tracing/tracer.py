@@ -13,18 +13,17 @@ from torch import Tensor
 from torch.utils.checkpoint import _StopRecomputationError
 
 from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.again import run_again
 from pyro_mcvae.tracing.checks import check_sites
 from pyro_mcvae.tracing.coordinates import NoCoordinateError
 from pyro_mcvae.tracing.finder import StructureFinder
-from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
+from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
 from pyro_mcvae.tracing.runs import (
     Programs,
     Run,
     collect,
     nesting_of,
-    run_model,
     run_pair,
-    with_changes,
 )
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.structure import (
@@ -78,7 +77,7 @@ class Tracer:
 
     def independent(self, programs: Programs) -> list[Run]:
         """Draw every latent, global ones too, once per particle; no weights are formed."""
-        supply = Supply({})
+        supply = Supply()
         if self.vectorizes(self.num_particles):
             run = self._vectorized(programs, supply, _NOTHING, self.num_particles)
             self.structures.check_particles(programs, run)
@@ -133,17 +132,16 @@ class Tracer:
         :param latents: for each run of ``sample``, by guide site, what changes there: its value,
             and annotations.
         """
-        runs = []
+        runs, same = [], True
         for run, values in zip(sample.runs, latents, strict=True):
-            guide_trace = with_changes(run.guide_trace, values)
             leading = None
             if run.leading is not None:
                 skip = self._skip(sample.structure)[1]
                 leading = LeadingPlate(run.leading, -run.nesting - 1, skip)
-            model_trace = run_model(programs, guide_trace, Supply(sample.subsamples), leading)
-            runs.append(collect(guide_trace, model_trace, run.nesting, run.leading))
-            runs[-1].subsamples, runs[-1].unbatched = sample.subsamples, run.unbatched
-        return self.arrange(programs, runs)
+            again, alike = run_again(programs, run, values, leading)
+            runs.append(again)
+            same = same and alike
+        return sample.again(runs) if same else self.arrange(programs, runs)
 
     def vectorizes(self, count: int) -> bool:
         """Whether that many particles share one run."""
@@ -170,7 +168,7 @@ class Tracer:
         with _rewindable(to_know and self._latest is None) as rewind:
             skip = self._skip(self._latest)[0]
             while True:
-                subsamples: dict[str, Tensor] = {}
+                subsamples = Minibatch()
                 handler = inside(skip) if inside else None
                 supply = Supply(subsamples, draw=draw and draw(), cut=skip if cut else None)
                 first = self._single(programs, supply, handler)
@@ -200,7 +198,7 @@ class Tracer:
     ) -> Sample:
         with _rewindable(self._latest is None) as rewind:
             skip = self._skip(self._latest)
-            subsamples: dict[str, Tensor] = {}
+            subsamples = Minibatch()
             for _ in range(_MAX_ATTEMPTS):
                 handler = inside(skip[0]) if inside else None
                 supply = Supply(subsamples, draw=draw and draw(), cut=skip[0] if cut else None)
@@ -212,7 +210,7 @@ class Tracer:
                 # same minibatch, which the generators draw again if they are set back.
                 skip = self._skip(structure)
                 if rewind():
-                    subsamples = {}
+                    subsamples = Minibatch()
         raise RuntimeError(
             f"the programs show other global sites in each of {_MAX_ATTEMPTS} runs on the same "
             f"minibatch (now {sorted(skip[0] | skip[1])}), so the particles cannot be vectorised: "

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pyro.poutine import runtime
 
+from pyro_mcvae import TraceIWAE_ELBO
 from pyro_mcvae.tracing.log_weight import LogWeight
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sites import LEADING
@@ -545,3 +546,47 @@ def test_outer_handlers_see_the_step_and_not_the_looking():
 def test_nested_plates_are_found_in_either_order():
     assert tracer().sample(nested().programs).log_weight.shape == (K, 4)
     assert tracer().sample(nested(2).programs).log_weight.shape == (K, 2, 4)
+
+
+def test_plates_over_a_drawn_number_of_objects():
+    """Each particle has plates of its own size: the evidence is that of the mixture over sizes."""
+    x = torch.tensor(1.7)
+
+    def latents(sizes):
+        n = int(pyro.sample("n", dist.Categorical(sizes))) + 1
+        with pyro.plate("objects", n):
+            return pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    def model():
+        z = latents(torch.tensor([0.5, 0.3, 0.2]))
+        pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=x)
+
+    def guide():
+        latents(torch.tensor([0.2, 0.3, 0.5]))
+
+    pyro.set_rng_seed(0)
+    elbo = TraceIWAE_ELBO(1000, vectorize_particles=False, joint=True)
+    exact = torch.logsumexp(
+        torch.stack(
+            [
+                torch.tensor(w).log() + dist.Normal(0.0, (n + 2) ** 0.5).log_prob(x)
+                for n, w in enumerate([0.5, 0.3, 0.2])
+            ]
+        ),
+        0,
+    )
+    assert abs(-elbo.loss(model, guide) - exact) < 0.08
+
+
+def test_a_minibatch_from_plates_of_two_sizes_is_refused():
+    def model(x):
+        with pyro.plate("data", 7, dim=-1) as idx:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x[idx])
+
+    def guide(x):
+        with pyro.plate("data", 10, subsample_size=4, dim=-1):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match=r"plate 'data' has size 7.*minibatch of 4.*from 10"):
+        TraceIWAE_ELBO(3).loss(model, guide, torch.zeros(10))
