@@ -60,7 +60,8 @@ class LearnedStepSize(StepSize):
     A step size that is trained with the bound, by its gradient.
 
     In the package's benchmark (``tests/benchmarks/chain_step_size.py``) it reaches, without a
-    target to choose, about the tightest bound of all target acceptances. It needs the full gradient.
+    target to choose, about the tightest bound of all target acceptances. It needs the full
+    gradient.
 
     :param initial: positive, a number or a tensor of shape ``[D]``.
     :raises ValueError: if it is not positive and finite.
