@@ -34,6 +34,7 @@ from pyro_mcvae.ops.evolution import (
 from pyro_mcvae.ops.mutation import InformedFlips, Mutation, Parents, SparseFlips, UniformFlips
 from pyro_mcvae.schedules import FixedSchedule, LearnedSchedule, LinearSchedule, SigmoidSchedule
 from pyro_mcvae.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSize
+from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 
 __all__ = [
     "HMC",
@@ -81,6 +82,8 @@ __all__ = [
     "UnderdampedLangevin",
     "UniformFlips",
     "UniformParents",
+    "load_checkpoint",
+    "save_checkpoint",
 ]
 
 __version__ = "0.1.0"

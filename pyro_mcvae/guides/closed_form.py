@@ -55,6 +55,28 @@ class ClosedForm(ABC):
             self.parameter.copy_(torch.where(self.count > 0, value, self.parameter))
         self.total = self.count = 0.0
 
+    def state_dict(self) -> dict[str, Any]:
+        """The parameter, and the statistics of the epoch so far."""
+        return {"parameter": self.parameter, "total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Set them.
+
+        :raises ValueError: for a parameter of another shape; nothing is changed then.
+        """
+        if state["parameter"].shape != self.parameter.shape:
+            raise ValueError(
+                f"the parameter of site '{self.site}' has shape {tuple(self.parameter.shape)}, "
+                f"and was saved with {tuple(state['parameter'].shape)}"
+            )
+        with torch.no_grad():
+            self.parameter.copy_(state["parameter"])
+        found = state["total"], state["count"]
+        self.total, self.count = (
+            v.to(self.parameter) if isinstance(v, Tensor) else v for v in found
+        )
+
     @abstractmethod
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
         """Sum and number, in the parameter's shape."""

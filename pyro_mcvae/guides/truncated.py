@@ -326,6 +326,12 @@ class TruncatedPosterior(nn.Module):
             parts.append(space.pack(distinct_states(space, drawn, self.num_states)))
         self.register_buffer(name, torch.cat(parts))
 
+    def forget(self) -> None:
+        """Drop all states, as if the guide had never been called; the next call makes others."""
+        for name in [n for n in self._buffers if n.startswith("states_")]:
+            del self._buffers[name]
+        self._found, self._seen = [], {}
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         # States are made at the first call, which a loaded guide may not have had.
         for key, value in state_dict.items():
