@@ -34,6 +34,7 @@ from pyro_mcvae.ops.evolution import (
 from pyro_mcvae.ops.mutation import InformedFlips, Mutation, Parents, SparseFlips, UniformFlips
 from pyro_mcvae.schedules import FixedSchedule, LearnedSchedule, LinearSchedule, SigmoidSchedule
 from pyro_mcvae.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSize
+from pyro_mcvae.training.batches import RankBatches
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "Parents",
     "PriorDraws",
     "RandomWalk",
+    "RankBatches",
     "SigmoidSchedule",
     "SparseFlips",
     "StatePosterior",

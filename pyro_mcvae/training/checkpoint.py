@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyro
 import torch
 from pyro.distributions import constraints
 from torch import nn
 
+from pyro_mcvae.ops import ranks
+from pyro_mcvae.training.generators import rng_state, seed_another, set_rng_state
 from pyro_mcvae.training.parts import ModulePart, as_parts
 from pyro_mcvae.training.store import ParamStorePart, Part, PyroOptimPart, store_names
 
@@ -33,6 +34,9 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], **ex
     Besides the parts, the file holds Pyro's parameter store and the state of the random number
     generators (PyTorch's on all devices, NumPy's, Python's). It replaces an older one of that name
     only when it is complete: a run that is killed while it saves leaves the old one.
+
+    In a distributed run every rank must call this, and rank 0 writes one file, which loads on any
+    number of ranks: the generators of all ranks are in it, and closed forms' statistics are summed.
 
     :param path: where to.
     :param parts: by names of one's own, everything that changes in training: modules (models,
@@ -73,10 +77,18 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], **ex
         "parts": {name: part.save() for name, part in found.items()},
         "store": ParamStorePart(modules).save(),
         "names": store_names(modules),
-        "rng": _rng_state(),
+        "ranks": ranks.gather(
+            {
+                "rng": rng_state(),
+                "parts": {name: part.save() for name, part in found.items() if part.by_rank},
+            }
+        ),
         "extra": extra,
     }
-    path = Path(path)
+    ranks.first_alone(lambda: _write(Path(path), content))
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -97,7 +109,8 @@ def load_checkpoint(
     on the same machine.
 
     Values are copied into the live tensors, so that optimizers and compiled modules keep hold of
-    them, on whatever device they are. AutoGuides have no parameters before their first call, so
+    them, on whatever device they are. On other ranks than were saved the generators are seeded
+    anew, from the saved ones. AutoGuides have no parameters before their first call, so
     call them once before; what that call draws does not matter, as the generators are set here.
     If anything does not fit, nothing is changed.
 
@@ -115,18 +128,22 @@ def load_checkpoint(
     modules = _modules(found)
     live: dict[str, Part] = {**found, _STORE: ParamStorePart(modules)}
     states = _renamed(content, found, store_names(modules))
-    rng = _rng_state()
+    own = content["ranks"][ranks.rank()] if ranks.rank() < len(content["ranks"]) else {}
+    rng = rng_state()
     undo = [part.undo() for part in live.values()]
     name = ""
     try:
         for name, part in live.items():
-            part.load(states[name])
+            part.load(own.get("parts", {}).get(name, states[name]))
         name = "the random number generators"
-        _set_rng_state(content["rng"])
+        if own:
+            set_rng_state(own["rng"])
+        else:
+            seed_another(content["ranks"][0]["rng"], ranks.rank())
     except Exception as error:
         for restore in undo:
             restore()
-        _set_rng_state(rng)
+        set_rng_state(rng)
         raise ValueError(f"'{name}' of {path} does not fit: {error}") from error
     extra: dict[str, Any] = content["extra"]
     return extra
@@ -205,18 +222,3 @@ def _constraints() -> list[Any]:
     modules = torch.distributions.constraints, constraints
     classes = {c for m in modules for c in vars(m).values() if isinstance(c, type)}
     return [c for c in classes if issubclass(c, torch.distributions.constraints.Constraint)]
-
-
-def _rng_state() -> dict[str, Any]:
-    state = pyro.util.get_rng_state()
-    name, keys, *rest = state["numpy"]
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    # A list, where NumPy has an array, which safe loading refuses.
-    return {**state, "numpy": (name, keys.tolist(), *rest), "cuda": cuda}
-
-
-def _set_rng_state(state: Mapping[str, Any]) -> None:
-    pyro.util.set_rng_state({name: state[name] for name in ("torch", "random", "numpy")})
-    # On a machine with fewer devices the others' states have nowhere to go.
-    for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(saved, device)

@@ -13,7 +13,9 @@ from pyro.optim import PyroOptim
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pyro_mcvae.guides.closed_form import ClosedForm
 from pyro_mcvae.guides.truncated import TruncatedPosterior
+from pyro_mcvae.ops.ranks import num_ranks, rank
 from pyro_mcvae.training.store import Part, PyroOptimPart, Undo
 
 __all__ = ["ModulePart", "as_parts"]
@@ -48,6 +50,8 @@ def _as_part(name: str, value: Any) -> Part:
         return ModulePart(value)
     if isinstance(value, PyroOptim):
         return PyroOptimPart(value)
+    if isinstance(value, ClosedForm):
+        return _ClosedFormPart(value)
     for save, load in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         if callable(getattr(value, save, None)) and callable(getattr(value, load, None)):
             return _ObjectPart(value, save, load)
@@ -131,6 +135,7 @@ class _ObjectPart(Part):
 
     def __init__(self, value: Any, get: str, set_: str) -> None:
         self.kind = _kind(value)
+        self.by_rank = isinstance(value, torch.Generator)
         self._get, self._set = getattr(value, get), getattr(value, set_)
 
     def save(self) -> Any:
@@ -143,6 +148,24 @@ class _ObjectPart(Part):
     def undo(self) -> Undo:
         before = copy.deepcopy(self._get())
         return lambda: self._set(before)
+
+
+class _ClosedFormPart(_ObjectPart):
+    """Statistics of an epoch, which ranks have gathered apart."""
+
+    def __init__(self, value: ClosedForm) -> None:
+        super().__init__(value, "state_dict", "load_state_dict")
+        self._value = value
+
+    def save(self) -> Any:
+        state = super().save()
+        if num_ranks() > 1:
+            state["total"], state["count"] = self._value.over_ranks()
+        return state
+
+    def load(self, state: Any) -> None:
+        # They are summed over ranks again when they are used.
+        super().load(state if rank() == 0 else {**state, "total": 0.0, "count": 0.0})
 
 
 class _StatelessPart(Part):

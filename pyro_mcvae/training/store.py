@@ -18,9 +18,15 @@ Undo = Callable[[], None]
 
 
 class Part(ABC):
-    """One thing with a state; ``kind`` is its class, so that no other is taken for it."""
+    """
+    One thing with a state.
+
+    :cvar str kind: its class, so that no other is taken for it.
+    :cvar bool by_rank: whether each rank of a distributed run has a state of its own.
+    """
 
     kind: str
+    by_rank = False
 
     @abstractmethod
     def save(self) -> Any:

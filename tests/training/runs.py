@@ -35,19 +35,20 @@ N, D = 12, 3
 FAST = {"vectorize_particles": True, "max_plate_nesting": 1}
 
 
-def data():
+def data(size=N):
     made = torch.Generator().manual_seed(3)
-    return torch.randn(N, D, generator=made, dtype=torch.float64).to(torch.get_default_dtype())
+    return torch.randn(size, D, generator=made, dtype=torch.float64).to(torch.get_default_dtype())
 
 
 class Network(nn.Module):
     def __init__(self, dim):
         super().__init__()
         self.linear = nn.Linear(2 * dim + 1, 2 * dim)
+        nn.init.uniform_(self.linear.weight, -0.01, 0.01)
 
     def forward(self, position, gradient, beta):
         beta = beta.expand(position.shape[:-1] + (1,))
-        return self.linear(torch.cat([position, gradient, beta], -1)).chunk(2, -1)
+        return self.linear(torch.cat([position.tanh(), gradient.tanh(), beta], -1)).chunk(2, -1)
 
 
 class Score(nn.Module):

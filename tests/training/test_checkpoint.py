@@ -217,7 +217,9 @@ def test_a_failure_halfway_is_taken_back(tmp_path):
     save_checkpoint(path, run.parts)
     steps(run, 2)
     content = torch.load(path, weights_only=False)
-    content["rng"]["torch"] = torch.zeros(3, dtype=torch.uint8)  # the very last to be set
+    content["ranks"][0]["rng"]["torch"] = torch.zeros(
+        3, dtype=torch.uint8
+    )  # the very last to be set
     torch.save(content, path)
     refuses(path, run, "'the random number generators' of .* does not fit")
     content["parts"]["optimizer"]["param_groups"] = []
@@ -232,7 +234,7 @@ def test_a_failure_halfway_forgets_states_that_it_had_made(interface, tmp_path):
     steps(run, 2)
     save_checkpoint(path, run.parts)
     content = torch.load(path, weights_only=False)
-    content["rng"]["torch"] = torch.zeros(3, dtype=torch.uint8)
+    content["ranks"][0]["rng"]["torch"] = torch.zeros(3, dtype=torch.uint8)
     torch.save(content, path)
     new = fresh("truncated", interface)
     refuses(path, new, "random number generators")
