@@ -34,6 +34,8 @@ from pyro_mcvae.ops.evolution import (
 from pyro_mcvae.ops.mutation import InformedFlips, Mutation, Parents, SparseFlips, UniformFlips
 from pyro_mcvae.schedules import FixedSchedule, LearnedSchedule, LinearSchedule, SigmoidSchedule
 from pyro_mcvae.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSize
+from pyro_mcvae.training.batches import RankBatches
+from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 
 __all__ = [
     "HMC",
@@ -67,6 +69,7 @@ __all__ = [
     "Parents",
     "PriorDraws",
     "RandomWalk",
+    "RankBatches",
     "SigmoidSchedule",
     "SparseFlips",
     "StatePosterior",
@@ -81,6 +84,8 @@ __all__ = [
     "UnderdampedLangevin",
     "UniformFlips",
     "UniformParents",
+    "load_checkpoint",
+    "save_checkpoint",
 ]
 
 __version__ = "0.1.0"

@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from pyro_mcvae.ops.ranks import mean_over_ranks, num_ranks, sum_over_ranks
+
 __all__ = ["AdaptiveStepSize", "FixedStepSize", "LearnedStepSize", "StepSize", "as_step_size"]
 
 
@@ -99,6 +101,9 @@ class AdaptiveStepSize(StepSize):
         \eta_i \leftarrow 0.9\, \eta_i
             + 0.1\, \eta_0 \,/\, \text{std}[\partial \log p(x, z) / \partial z_i].
 
+    In a distributed run (:mod:`torch.distributed`) acceptance and spread are those of all ranks, so
+    that every rank keeps the same step size; every rank must take the step then.
+
     One update changes a step size by a bounded factor, values stay within ``bounds``, a step whose
     acceptance is not finite changes nothing, and a gradient that is not finite leaves its
     coordinate. ``eval()`` freezes it, by itself or as a part of the objective; the present value is
@@ -166,6 +171,7 @@ class AdaptiveStepSize(StepSize):
         if not self.training:
             return
         target = 0.8 if self.target_acceptance is None else self.target_acceptance
+        acceptance = mean_over_ranks(acceptance)
         usable = acceptance.isfinite()
         change = ((acceptance - target) / (1 - target)).clamp(-2.0, 1.0)
         change = torch.where(usable, change, 0.0)
@@ -173,8 +179,7 @@ class AdaptiveStepSize(StepSize):
         if not self.per_coordinate or gradient is None:
             self.base, self.value = base, base.clone()
             return
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        spread = flat.std(0, correction=0)
+        spread = _spread(gradient.reshape(-1, gradient.shape[-1]))
         value = self.value.expand_as(spread)
         # Beyond the bounds of one step lies no information: a constant gradient has spread zero.
         aim = (base / spread.clamp_min(torch.finfo(spread.dtype).tiny)).clamp(*self.bounds)
@@ -191,6 +196,15 @@ class AdaptiveStepSize(StepSize):
         if saved is not None and saved.shape != self.value.shape and saved.dim() <= 1:
             self.value = self.value.new_empty(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _spread(rows: Tensor) -> Tensor:
+    """The standard deviation of each column, over the rows of all ranks."""
+    if num_ranks() == 1:
+        return rows.std(0, correction=0)
+    count = sum_over_ranks(rows.new_tensor(float(len(rows))))
+    mean = sum_over_ranks(rows.sum(0)) / count
+    return (sum_over_ranks((rows - mean).square().sum(0)) / count).sqrt()
 
 
 def as_step_size(value: float | Tensor | StepSize | None) -> StepSize:

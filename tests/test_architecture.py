@@ -3,7 +3,7 @@
 floor 0  arithmetic on tensors (torch only)
 floor 1  what a pair of Pyro programs does
 floor 2  objectives
-floor 3  judgement
+floor 3  judgement, and what stands around a training loop
 """
 
 import ast
@@ -32,6 +32,7 @@ FLOORS = {
     "elbos": 2,
     "baselines": 2,
     "evaluation": 3,
+    "training": 3,
 }
 # Downward, and yet forbidden: the judge stands beside the judged, on the floors below both.
 STRANGERS = {("evaluation", "elbos")}

@@ -162,6 +162,10 @@ class LearnedBaseline(Baseline, torch.nn.Module):
         # One name for each instance: the parameter store would let others share its parameters.
         self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
+
     def input_of(self, signal: SiteSignal) -> Any:
         """What the network is applied to."""
         if signal.input is not None:

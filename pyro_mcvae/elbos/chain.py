@@ -113,7 +113,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         self.gradient_estimator = gradient_estimator
         self.recompute = recompute
         self.last_step: ChainRecord | None = None
-        self._name = f"{type(self).__name__}_{next(_numbers)}"
+        self.param_name = f"{type(self).__name__}_{next(_numbers)}"
         step_size = self.kernel.step_size
         if isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None:
             step_size.per_coordinate = coordinates == "latent"
@@ -121,6 +121,11 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             self._refuse_learned_parts()
         # Roots tell whether a guide is mean-field, which then need not be run again.
         self._tracer.structures = StructureFinder(joint, find_roots=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copy trains its own parts, which the store must not take for the original's.
+        super().__setstate__(state)
+        self.param_name = f"{type(self).__name__}_{next(_numbers)}"
 
     @property
     def num_steps(self) -> int:
@@ -131,8 +136,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         wanted = torch.is_grad_enabled()
         with _outside_inference_mode(programs) as programs:
             if wanted and any(p.requires_grad for p in self.parameters()):
-                # SVI optimises what a step touches through Pyro's parameter store.
-                pyro.module(self._name, self)
+                # SVI optimises what a step touches through Pyro's parameter store. Values that were
+                # loaded there are these parts' own, or they would never be trained again.
+                pyro.module(self.param_name, self, update_module_params=True)
             density = _Density(self, programs, self.gradient_estimator if wanted else "none")
             chain = self._run(density)
         with torch.set_grad_enabled(wanted):

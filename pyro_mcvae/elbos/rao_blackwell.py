@@ -219,6 +219,6 @@ def _site_surrogate(site: ScoredSite, signal: SiteSignal) -> Tensor:
     if baseline is None:
         return no_baseline(signal)
     if isinstance(baseline, LearnedBaseline):
-        # So that SVI's optimizer sees its parameters.
-        pyro.module(baseline.param_name, baseline)
+        # So that SVI's optimizer sees its parameters, also where they were loaded into the store.
+        pyro.module(baseline.param_name, baseline, update_module_params=True)
     return baseline.surrogate(signal)

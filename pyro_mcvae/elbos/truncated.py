@@ -89,6 +89,8 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         guide = _truncated(programs.guide)
         runs = guide.begin(programs.model, self._tracer, programs.args, programs.kwargs)
         training = torch.is_grad_enabled()
+        if training and guide.training:
+            guide.agree(runs)
         with torch.no_grad():
             populations, sample = guide.evaluate(runs)
             if training and guide.training and is_validation_enabled():
@@ -109,7 +111,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         else:
             surrogate = bound
         if training and guide.training:
-            guide.store(runs, populations)
+            guide.store(runs, populations, shared=True)
         self.num_runs, self.num_evaluations = runs.num_runs, runs.num_states
         return local_estimate(sample, bound, surrogate)
 

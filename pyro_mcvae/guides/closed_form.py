@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.guides.posterior import StatePosterior
+from pyro_mcvae.ops.ranks import num_ranks, sum_over_ranks
 from pyro_mcvae.tracing.layout import existing_entries
 
 __all__ = ["BernoulliPrior", "ClosedForm", "GaussianNoise"]
@@ -45,15 +46,46 @@ class ClosedForm(ABC):
         """
         Set the parameter, and begin another epoch.
 
+        In a distributed run the statistics are those of all ranks, and every rank must call this.
+
         :raises ValueError: before any :meth:`add`.
         """
-        if not isinstance(self.count, Tensor):
-            raise ValueError(f"site '{self.site}' has no statistics yet: call add(posterior) first")
         with torch.no_grad():
+            total, count = self.over_ranks()
             # What was never observed keeps its value.
-            value = self._value(self.total / self.count.clamp_min(1e-12))
-            self.parameter.copy_(torch.where(self.count > 0, value, self.parameter))
+            value = self._value(total / count.clamp_min(1e-12))
+            self.parameter.copy_(torch.where(count > 0, value, self.parameter))
         self.total = self.count = 0.0
+
+    def over_ranks(self) -> tuple[Tensor, Tensor]:
+        """The statistics of all ranks of a distributed run: sum and number."""
+        if num_ranks() == 1 and not isinstance(self.count, Tensor):
+            raise ValueError(f"site '{self.site}' has no statistics yet: call add(posterior) first")
+        # A rank may have had no data of this site.
+        zero = torch.zeros_like(self.parameter)
+        return sum_over_ranks(zero + self.total), sum_over_ranks(zero + self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameter, and the statistics of the epoch so far."""
+        return {"parameter": self.parameter, "total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Set them.
+
+        :raises ValueError: for a parameter of another shape; nothing is changed then.
+        """
+        if state["parameter"].shape != self.parameter.shape:
+            raise ValueError(
+                f"the parameter of site '{self.site}' has shape {tuple(self.parameter.shape)}, "
+                f"and was saved with {tuple(state['parameter'].shape)}"
+            )
+        with torch.no_grad():
+            self.parameter.copy_(state["parameter"])
+        found = state["total"], state["count"]
+        self.total, self.count = (
+            v.to(self.parameter) if isinstance(v, Tensor) else v for v in found
+        )
 
     @abstractmethod
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:

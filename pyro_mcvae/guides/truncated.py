@@ -24,6 +24,7 @@ from pyro_mcvae.guides.search import (
     evolve,
     propose,
 )
+from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate, distinct_states
 from pyro_mcvae.tracing.joint import JointRuns
 from pyro_mcvae.tracing.layout import Layout
@@ -66,7 +67,10 @@ class TruncatedPosterior(nn.Module):
 
     The states are buffers, eight Bernoulli entries to the byte: they move with ``.to``, and are
     saved and loaded by ``state_dict``. In training mode a step of :class:`TraceTruncated_ELBO`
-    searches; ``guide.eval()`` keeps the states as they are.
+    searches; ``guide.eval()`` keeps the states as they are. In a distributed run each rank searches
+    for its own minibatch, and the ranks exchange what they found at every training step: all of
+    them have all states, so that any assignment of data to ranks will do, and a checkpoint loads
+    on any number of them.
 
     :param model: the model.
     :param int num_states: S, the same for all data.
@@ -135,6 +139,7 @@ class TruncatedPosterior(nn.Module):
         self._found: list[tuple[Any, Layouts]] = []
         self._seen: dict[str, Tensor] = {}
         self._warned = False
+        self._agreed: set[str] = set()
         self._own = Tracer(2, vectorize, max_plate_nesting)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,13 +198,28 @@ class TruncatedPosterior(nn.Module):
                 )
             self._seen[name] = now.cpu()
 
-    def store(self, runs: JointRuns, populations: Populations) -> None:
-        """Keep the states of a minibatch."""
+    def agree(self, runs: JointRuns) -> None:
+        """Take the first states of rank 0: each rank of a distributed run has drawn others."""
+        for _, layout in runs.layouts.searched:
+            name = self._buffer(layout)
+            if name not in self._agreed:
+                self._agreed.add(name)
+                ranks.from_first_rank(self._states(layout))
+
+    def store(self, runs: JointRuns, populations: Populations, shared: bool = False) -> None:
+        """
+        Keep the states of a minibatch.
+
+        :param bool shared: also those of the other ranks' minibatches, and let them have these.
+        """
         for b, layout in runs.layouts.searched:
             population, rows = populations[b], runs.rows[b]
             if population is not None and rows is not None:
                 kept = self._states(layout)
-                index, packed = _settle(rows.index.to(kept.device), population.packed.to(kept))
+                index, packed = rows.index.to(kept.device), population.packed.to(kept)
+                if shared:
+                    index, packed = map(ranks.concat_over_ranks, (index, packed))
+                index, packed = _settle(index, packed)
                 with torch.no_grad():
                     kept.index_copy_(0, index, packed)
 
@@ -325,6 +345,12 @@ class TruncatedPosterior(nn.Module):
             drawn = bank[pick]
             parts.append(space.pack(distinct_states(space, drawn, self.num_states)))
         self.register_buffer(name, torch.cat(parts))
+
+    def forget(self) -> None:
+        """Drop all states, as if the guide had never been called; the next call makes others."""
+        for name in [n for n in self._buffers if n.startswith("states_")]:
+            del self._buffers[name]
+        self._found, self._seen, self._agreed = [], {}, set()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         # States are made at the first call, which a loaded guide may not have had.

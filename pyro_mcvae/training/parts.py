@@ -1,0 +1,184 @@
+"""The parts of a training run: what each saves, checks, loads, and takes back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from pyro.infer import SVI
+from pyro.infer.elbo import ELBO, ELBOModule
+from pyro.optim import PyroOptim
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyro_mcvae.guides.closed_form import ClosedForm
+from pyro_mcvae.guides.truncated import TruncatedPosterior
+from pyro_mcvae.ops.ranks import num_ranks, rank
+from pyro_mcvae.training.store import Part, PyroOptimPart, Undo
+
+__all__ = ["ModulePart", "as_parts"]
+
+
+def as_parts(parts: Mapping[str, Any]) -> dict[str, Part]:
+    """
+    Parts by name; an :class:`~pyro.infer.SVI` is several.
+
+    :raises ValueError: naming a part that has no state.
+    """
+    # Modules first: optimizers' states refer to parameters, and the parameter store to modules.
+    found = [(name, _as_part(name, value)) for name, value in _flatten(parts)]
+    return dict(sorted(found, key=lambda item: not isinstance(item[1], ModulePart)))
+
+
+def _flatten(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in parts.items():
+        if not isinstance(value, SVI):
+            yield name, value
+            continue
+        yield f"{name}.optim", value.optim
+        yield f"{name}.loss", value.loss.__self__ if hasattr(value.loss, "__self__") else value.loss
+        for program in ("model", "guide"):
+            found = getattr(value, program)
+            if isinstance(found, nn.Module):
+                yield f"{name}.{program}", found
+
+
+def _as_part(name: str, value: Any) -> Part:
+    if isinstance(value, nn.Module):
+        return ModulePart(value)
+    if isinstance(value, PyroOptim):
+        return PyroOptimPart(value)
+    if isinstance(value, ClosedForm):
+        return _ClosedFormPart(value)
+    for save, load in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
+        if callable(getattr(value, save, None)) and callable(getattr(value, load, None)):
+            return _ObjectPart(value, save, load)
+    if isinstance(value, ELBO) or name.endswith(".loss"):
+        return _StatelessPart(value)
+    raise ValueError(
+        f"part '{name}' ({type(value).__name__}) has neither state_dict and load_state_dict nor "
+        f"get_state and set_state: leave it out, or pass a value by keyword, "
+        f"save_checkpoint(path, parts, {name}=...)"
+    )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, ELBOModule):
+        return f"ELBOModule({_kind(value.elbo)})"
+    return type(value).__name__
+
+
+class ModulePart(Part):
+    """A module, whose tensors are overwritten in place."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # The wrapper belongs to the number of processes, not to what was learned.
+        wrapped = isinstance(module, DistributedDataParallel)
+        self.module: Any = module.module if wrapped else module
+        self.kind = _kind(self.module)
+
+    def save(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.module.state_dict()
+        return state
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        live = dict(self.module.named_parameters(remove_duplicate=False))
+        missing = [name for name in live if name not in state]
+        if missing:
+            raise ValueError(f"it has no parameter '{missing[0]}' ({len(missing)} are missing)")
+        for name, value in live.items():
+            if value.shape != state[name].shape:
+                raise ValueError(
+                    f"parameter '{name}' has shape {tuple(value.shape)}, and was saved with "
+                    f"{tuple(state[name].shape)}"
+                )
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._check(state)
+        for path, module in self.module.named_modules():
+            start = f"{path}.states_" if path else "states_"
+            if isinstance(module, TruncatedPosterior) and not any(
+                k.startswith(start) for k in state
+            ):
+                module.forget()  # saved before its first call
+        try:
+            self.module.load_state_dict(state)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{error} (a module that makes its parameters at its first call, such as an "
+                f"AutoGuide, must have been called once before)"
+            ) from error
+
+    def undo(self) -> Undo:
+        kept = []
+        for module in self.module.modules():
+            for tensors in (module._parameters, module._buffers):
+                values = {n: None if t is None else t.detach().clone() for n, t in tensors.items()}
+                kept.append((tensors, dict(tensors), values))
+
+        def restore() -> None:
+            with torch.no_grad():
+                for tensors, before, values in kept:
+                    tensors.clear()
+                    tensors.update(before)
+                    for name, value in values.items():
+                        if value is not None:
+                            before[name].copy_(value)
+
+        return restore
+
+
+class _ObjectPart(Part):
+    """Anything with a pair of methods: optimizers, schedules, generators, statistics."""
+
+    def __init__(self, value: Any, get: str, set_: str) -> None:
+        self.kind = _kind(value)
+        self.by_rank = isinstance(value, torch.Generator)
+        self._get, self._set = getattr(value, get), getattr(value, set_)
+
+    def save(self) -> Any:
+        return self._get()
+
+    def load(self, state: Any) -> None:
+        # Some keep what they are given, and change it later.
+        self._set(copy.deepcopy(state))
+
+    def undo(self) -> Undo:
+        before = copy.deepcopy(self._get())
+        return lambda: self._set(before)
+
+
+class _ClosedFormPart(_ObjectPart):
+    """Statistics of an epoch, which ranks have gathered apart."""
+
+    def __init__(self, value: ClosedForm) -> None:
+        super().__init__(value, "state_dict", "load_state_dict")
+        self._value = value
+
+    def save(self) -> Any:
+        state = super().save()
+        if num_ranks() > 1:
+            state["total"], state["count"] = self._value.over_ranks()
+        return state
+
+    def load(self, state: Any) -> None:
+        # They are summed over ranks again when they are used.
+        super().load(state if rank() == 0 else {**state, "total": 0.0, "count": 0.0})
+
+
+class _StatelessPart(Part):
+    """An objective without parts of its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.kind = _kind(value)
+
+    def save(self) -> None:
+        return None
+
+    def load(self, state: Any) -> None:
+        pass
+
+    def undo(self) -> Undo:
+        return lambda: None

@@ -1,0 +1,304 @@
+"""A run that is killed and resumed is the run that was never killed."""
+
+import copy
+import subprocess
+import sys
+import textwrap
+
+import pyro
+import pyro.distributions as dist
+import pyro.optim
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch import nn
+
+from pyro_mcvae import (
+    BernoulliPrior,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceSIS_ELBO,
+    load_checkpoint,
+    save_checkpoint,
+)
+from pyro_mcvae.training import checkpoint
+from tests.training.runs import CONTINUOUS, OBJECTIVES, Run
+
+objectives = pytest.mark.parametrize("name", OBJECTIVES)
+interfaces = pytest.mark.parametrize("interface", ["svi", "module"])
+
+
+def steps(run, count):
+    return [run.step() for _ in range(count)]
+
+
+def fresh(*args, **kwargs):
+    """A run as another process would begin it."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(99)
+    return Run(*args, **kwargs)
+
+
+def assert_same(first, second):
+    # Modules that number themselves have another number in the store.
+    first = {name: v for name, v in first.items() if "ELBO_" not in name and "mcvae_" not in name}
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@objectives
+@interfaces
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_a_resumed_run_equals_the_uninterrupted_one(name, interface, at, tmp_path):
+    run = Run(name, interface)
+    steps(run, at)
+    save_checkpoint(tmp_path / "run.pt", run.parts, step=at)
+    wanted, end = steps(run, 3), run.tensors()
+
+    resumed = fresh(name, interface)
+    assert load_checkpoint(tmp_path / "run.pt", resumed.parts) == {"step": at}
+    resumed.count = at
+    assert steps(resumed, 3) == wanted
+    assert_same(end, resumed.tensors())
+    # And back again, in a run that has gone on.
+    load_checkpoint(tmp_path / "run.pt", resumed.parts)
+    resumed.count = at
+    assert steps(resumed, 3) == wanted
+    assert_same(end, resumed.tensors())
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+@interfaces
+def test_autoguides_resume(name, interface, tmp_path):
+    run = Run(name, interface, auto=True)
+    steps(run, 2)
+    save_checkpoint(tmp_path / "run.pt", run.parts)
+    wanted = steps(run, 2)
+    resumed = fresh(name, interface, auto=True)
+    load_checkpoint(tmp_path / "run.pt", resumed.parts)
+    assert steps(resumed, 2) == wanted
+
+
+def test_functions_with_parameters_and_modules_in_the_store(tmp_path):
+    # What a program registers by pyro.param and pyro.module, with the module among the parts.
+    def begin():
+        torch.manual_seed(0)
+        decoder = nn.Linear(1, 3)
+
+        def model(x):
+            pyro.module("decoder", decoder)
+            scale = pyro.param("scale", torch.tensor(1.0), constraint=dist.constraints.positive)
+            with pyro.plate("data", len(x)):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+                loc = decoder(z.unsqueeze(-1))
+                pyro.sample("x", dist.Normal(loc, scale).to_event(1), obs=x)
+
+        def guide(x):
+            locs = pyro.param("locs", torch.zeros(len(x)), dist.constraints.interval(-9.0, 9.0))
+            with pyro.plate("data", len(x)):
+                pyro.sample("z", dist.Normal(locs, 0.5))
+
+        optim = pyro.optim.Adam(lambda name: {"lr": 0.1 if name == "scale" else 0.05})
+        svi = SVI(model, guide, optim, loss=TraceSIS_ELBO(2))
+        return svi, decoder
+
+    x = torch.randn(5, 3)
+    svi, decoder = begin()
+    first = [svi.step(x) for _ in range(3)]
+    save_checkpoint(tmp_path / "run.pt", {"svi": svi, "decoder": decoder})
+    wanted, weight = [svi.step(x) for _ in range(3)], decoder.weight.detach().clone()
+
+    pyro.clear_param_store()
+    svi, decoder = begin()
+    load_checkpoint(tmp_path / "run.pt", {"svi": svi, "decoder": decoder})
+    assert [svi.step(x) for _ in range(3)] == wanted
+    # The live module is trained, not a copy of it in the store.
+    assert torch.equal(decoder.weight, weight)
+    assert pyro.get_param_store()._params["decoder$$$weight"] is decoder.weight
+    assert len(first) == 3
+
+
+def test_a_fresh_process_resumes(tmp_path):
+    script = textwrap.dedent(
+        """
+        import sys
+        import pyro, torch
+        from pyro_mcvae import load_checkpoint, save_checkpoint
+        from tests.training.runs import Run
+
+        torch.set_default_dtype(torch.float64)
+        path, mode = sys.argv[1:]
+        pyro.set_rng_seed({"save": 1, "load": 2}[mode])
+        run = Run("sis-learned", "svi")
+        if mode == "save":
+            [run.step() for _ in range(2)]
+            save_checkpoint(path, run.parts)
+        else:
+            load_checkpoint(path, run.parts)
+        print([run.step().hex() for _ in range(2)])
+        """
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / "run.pt"), mode],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for mode in ("save", "load")
+    ]
+    assert found[0] == found[1]
+
+
+# What does not fit, and leaves everything as it was ---------------------------------------------
+
+
+def refuses(path, run, match, error=ValueError, parts=None):
+    before, rng = run.tensors(), torch.get_rng_state()
+    states = copy.deepcopy([p.state_dict() for p in run.parts.values() if hasattr(p, "state_dict")])
+    with pytest.raises(error, match=match):
+        load_checkpoint(path, run.parts if parts is None else parts)
+    after = run.tensors()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(v, after[n]) for n, v in before.items())
+    assert torch.equal(rng, torch.get_rng_state())
+    now = [p.state_dict() for p in run.parts.values() if hasattr(p, "state_dict")]
+    assert str(states) == str(now)
+    assert torch.isfinite(torch.tensor(run.step()))
+
+
+@interfaces
+@pytest.mark.parametrize("name", ["ais", "truncated", "rb-nvil"])
+def test_truncated_and_foreign_files_leave_the_run_alone(name, interface, tmp_path):
+    run, path = Run(name, interface), tmp_path / "run.pt"
+    steps(run, 2)
+    save_checkpoint(path, run.parts)
+    whole = path.read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 30):
+        path.write_bytes(whole[:size])
+        refuses(path, run, "run.pt is truncated, or no checkpoint")
+    path.write_text("step,loss\n1,2.0\n")
+    refuses(path, run, "is truncated, or no checkpoint")
+    torch.save({"weight": torch.zeros(3)}, path)
+    refuses(path, run, r"was not written by save_checkpoint: it is a dict of \['weight'\]")
+    torch.save([1, 2], path)
+    refuses(path, run, "was not written by save_checkpoint: it is a list")
+    torch.save({"format": "pyro_mcvae checkpoint", "version": 9}, path)
+    refuses(path, run, "has version 9 of the checkpoint format")
+    refuses(tmp_path / "none.pt", run, "none.pt", FileNotFoundError)
+
+
+def test_files_that_could_run_code_are_refused(tmp_path):
+    run, path = Run("sgvb", "module"), tmp_path / "run.pt"
+    save_checkpoint(path, run.parts, what=pytest.approx(1.0))
+    refuses(path, run, r"plain values \(_pytest.approx.Approx\w+\): pass weights_only=False")
+    assert "what" in load_checkpoint(path, run.parts, weights_only=False)
+
+
+def test_other_objectives_parts_and_shapes_are_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, Run("ais", "module").parts)
+    pyro.clear_param_store()
+    refuses(path, Run("sis", "module"), r"saved from a ELBOModule\(TraceAIS_ELBO\), and is now")
+    refuses(path, Run("ais", "svi"), r"has the parts \['elbo', 'optimizer', 'rates'\].*'svi.guide'")
+    wide = Run("ais", "module")
+    wide.guide.encoder.weight = nn.Parameter(torch.zeros(4, 7))
+    before = wide.guide.encoder.weight
+    with pytest.raises(ValueError, match=r"encoder.weight' has shape \(4, 7\).*\(4, 3\)"):
+        load_checkpoint(path, wide.parts)
+    assert wide.guide.encoder.weight is before
+
+
+def test_a_failure_halfway_is_taken_back(tmp_path):
+    path = tmp_path / "run.pt"
+    run = Run("sis-latent", "module")
+    steps(run, 2)
+    save_checkpoint(path, run.parts)
+    steps(run, 2)
+    content = torch.load(path, weights_only=False)
+    content["ranks"][0]["rng"]["torch"] = torch.zeros(
+        3, dtype=torch.uint8
+    )  # the very last to be set
+    torch.save(content, path)
+    refuses(path, run, "'the random number generators' of .* does not fit")
+    content["parts"]["optimizer"]["param_groups"] = []
+    torch.save(content, path)
+    refuses(path, run, "'optimizer' of .* does not fit")
+
+
+@interfaces
+def test_a_failure_halfway_forgets_states_that_it_had_made(interface, tmp_path):
+    path = tmp_path / "run.pt"
+    run = Run("truncated", interface)
+    steps(run, 2)
+    save_checkpoint(path, run.parts)
+    content = torch.load(path, weights_only=False)
+    content["ranks"][0]["rng"]["torch"] = torch.zeros(3, dtype=torch.uint8)
+    torch.save(content, path)
+    new = fresh("truncated", interface)
+    refuses(path, new, "random number generators")
+
+
+def test_autoguides_that_were_never_called_say_so(tmp_path):
+    path = tmp_path / "run.pt"
+    run = Run("sgvb", "module", auto=True)
+    save_checkpoint(path, run.parts)
+    new = TraceIWAE_ELBO(3)(run.model, AutoNormal(run.model))
+    save_checkpoint(path, {"elbo": TraceIWAE_ELBO(3)(run.model, run.guide)})
+    with pytest.raises(ValueError, match=r"AutoGuide, must have been called once before"):
+        load_checkpoint(path, {"elbo": new})
+
+
+def test_parts_without_a_state_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"part 'step' \(int\) has neither.*by keyword.*step="):
+        save_checkpoint(tmp_path / "run.pt", {"step": 3})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["save", "replace"])
+def test_a_run_killed_while_it_saves_leaves_the_older_checkpoint(where, tmp_path, monkeypatch):
+    run, path = Run("sis", "module"), tmp_path / "run.pt"
+    save_checkpoint(path, run.parts, step=1)
+    before = path.read_bytes()
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        *((torch, "save") if where == "save" else (checkpoint.os, "replace")), killed
+    )
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(path, run.parts, step=2)
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
+    assert load_checkpoint(path, run.parts) == {"step": 1}
+
+
+# Parts by themselves --------------------------------------------------------------------------
+
+
+def test_closed_forms_keep_their_statistics():
+    prior = BernoulliPrior("z", torch.tensor([0.5, 0.5]))
+    prior.total, prior.count = torch.tensor([1.0, 3.0]), torch.tensor([4.0, 4.0])
+    state = copy.deepcopy(prior.state_dict())
+    prior.update()
+    other = BernoulliPrior("z", torch.tensor([0.1, 0.1]))
+    other.load_state_dict(state)
+    other.update()
+    assert torch.equal(other.parameter, prior.parameter)
+    with pytest.raises(ValueError, match=r"site 'z' has shape \(3,\), and was saved with \(2,\)"):
+        BernoulliPrior("z", torch.zeros(3)).load_state_dict(state)
+
+
+def test_generators_and_pyros_own_losses(tmp_path):
+    generator = torch.Generator().manual_seed(5)
+    parts = {"generator": generator, "loss": Trace_ELBO()}
+    save_checkpoint(tmp_path / "run.pt", parts, done=[1, {"a": None}])
+    wanted = torch.rand(3, generator=generator), torch.rand(3)
+    assert load_checkpoint(tmp_path / "run.pt", parts) == {"done": [1, {"a": None}]}
+    assert torch.equal(torch.rand(3, generator=generator), wanted[0])
+    assert torch.equal(torch.rand(3), wanted[1])
+    with pytest.raises(ValueError, match="'loss' was saved from a Trace_ELBO, and is now a"):
+        load_checkpoint(tmp_path / "run.pt", {**parts, "loss": TraceAIS_ELBO(2)})
