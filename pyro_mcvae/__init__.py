@@ -8,6 +8,7 @@ from pyro_mcvae.baselines.score_function import (
     LeaveOneOut,
     SummedMean,
 )
+from pyro_mcvae.baselines.wake_sleep import WakeSleep
 from pyro_mcvae.elbos.ais import TraceAIS_ELBO
 from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
@@ -84,6 +85,7 @@ __all__ = [
     "UnderdampedLangevin",
     "UniformFlips",
     "UniformParents",
+    "WakeSleep",
     "load_checkpoint",
     "save_checkpoint",
 ]

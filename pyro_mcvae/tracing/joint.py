@@ -198,7 +198,7 @@ class JointRuns:
         except StatesError:
             raise
         except Exception as error:
-            with scout._aside(), torch.no_grad():
+            with scout.aside(), torch.no_grad():
                 # Raises the program's own error, if it has one without states side by side too.
                 self._tracer._single(self._programs, Supply())
             raise RuntimeError(

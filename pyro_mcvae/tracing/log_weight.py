@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import torch
-from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
 
 from pyro_mcvae.tracing.coordinates import (
@@ -22,6 +21,7 @@ from pyro_mcvae.tracing.coordinates import (
 from pyro_mcvae.tracing.packing import Packing, SiteShape, as_shape
 from pyro_mcvae.tracing.runs import Programs, Term
 from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.sites import masked_entries
 from pyro_mcvae.tracing.structure import FactorKey
 from pyro_mcvae.tracing.tracer import Draw, Tracer
 
@@ -175,7 +175,7 @@ class LogWeight:
         """
         masks: list[dict[str, Tensor]] = []
         for record, run in zip(self._records, self.first.sample.runs, strict=True):
-            found = {n: _mask_of(run.guide_trace.nodes[n]) for n in self._packing.sites}
+            found = {n: masked_entries(run.guide_trace.nodes[n]) for n in self._packing.sites}
             masks.append({n: _as_event(m, record[n]) for n, m in found.items() if m is not None})
         if not any(masks):
             return None
@@ -351,7 +351,7 @@ class LogWeight:
                 return 0
             coordinate, at = records[i][term.key.name]
             density = coordinate.log_base(at, term.site["value"])
-            mask = _mask_of(term.site)
+            mask = masked_entries(term.site)
             return density if mask is None else torch.where(mask, density, 0.0)
 
         return Evaluation(sample.log_weight, sample.local_sum(log_base), sample, records)
@@ -390,20 +390,6 @@ def _sum_events(value: Tensor, count: int) -> Tensor:
 
 def _as_event(mask: Tensor, at: tuple[Coordinate, Tensor]) -> Tensor:
     return mask.reshape(mask.shape + (1,) * len(at[0].event_shape))
-
-
-def _mask_of(site: Any) -> Tensor | None:
-    """What of a guide site's batch is part of the weight; None if all is."""
-    masks = [site["mask"]]
-    fn = site["fn"]
-    while isinstance(fn, ExpandedDistribution | MaskedDistribution):
-        masks.append(getattr(fn, "_mask", None))
-        fn = fn.base_dist
-    found = [m for m in masks if m is not None and m is not True]
-    if not found:
-        return None
-    device = site["value"].device
-    return reduce(torch.logical_and, (torch.as_tensor(m, device=device) for m in found))
 
 
 def _packing(sample: Sample, record: Record) -> Packing:

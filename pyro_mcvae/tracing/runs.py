@@ -144,8 +144,9 @@ def run_pair(
         if is_messenger(programs):
             if supply.cut is not None:
                 raise ValueError(
-                    f"gradient_estimator='reweighted' separates the gradients of guide and model, "
-                    f"but the guide {type(unwrapped).__name__} runs both at once: use 'full'"
+                    f"this objective separates the gradients of guide and model, but the guide "
+                    f"{type(unwrapped).__name__} runs both at once: use another guide, or, for "
+                    f"chains, gradient_estimator='full'"
                 )
             both = None
             if leading[0] is not None:

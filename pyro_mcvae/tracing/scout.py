@@ -22,7 +22,7 @@ from pyro_mcvae.tracing.runs import Programs, collect, nesting_of, run_pair
 from pyro_mcvae.tracing.sites import is_scored
 from pyro_mcvae.tracing.structure import FactorKey
 
-__all__ = ["find_dependencies", "find_nesting"]
+__all__ = ["Escapes", "aside", "find_dependencies", "find_nesting", "leaves_behind"]
 
 
 class Dependencies(NamedTuple):
@@ -111,7 +111,7 @@ def _selects(func: Any, args: Any) -> bool:
     return any(isinstance(i, Tensor) and detach_provenance(i).dtype is torch.bool for i in index)
 
 
-class _Escapes(TorchFunctionMode):
+class Escapes(TorchFunctionMode):
     """Notes draws that become Python numbers, or are written into an untracked tensor."""
 
     def __init__(self) -> None:
@@ -159,8 +159,8 @@ def find_dependencies(
     """
     tracker = _TrackDraws(tracked)
     try:
-        with _aside(), torch.enable_grad(), pyro.validation_enabled(False):
-            escapes = _Escapes()
+        with aside(), torch.enable_grad(), pyro.validation_enabled(False):
+            escapes = Escapes()
             with tracker, escapes:
                 guide_trace, model_trace = run_pair(programs, Supply(Minibatch(subsamples)))
             found = _trace_factors({"guide": guide_trace, "model": model_trace}, tracker)
@@ -185,7 +185,7 @@ def find_nesting(
     :param bool model_enumeration: allow model sites that are marked for enumeration.
     :raises ValueError: for programs that do not fit together, as without particles.
     """
-    with _aside(), torch.no_grad():
+    with aside(), torch.no_grad():
         guide_trace, model_trace = run_pair(programs, Supply())
         check_sites(guide_trace, model_trace, strict_enumeration, model_enumeration)
         nesting = nesting_of(guide_trace, model_trace)
@@ -197,7 +197,7 @@ def find_nesting(
 
 
 @contextmanager
-def _aside() -> Iterator[None]:
+def aside() -> Iterator[None]:
     """Hide a run from outer handlers and from the random number generators."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
@@ -242,12 +242,12 @@ def _parents_at(
     found = frozenset(get_provenance(log_prob))
     log_prob = detach_provenance(log_prob)
     if isinstance(log_prob, Tensor) and log_prob.requires_grad:
-        behind = _leaves_behind(log_prob)
+        behind = leaves_behind(log_prob)
         found |= {tracker.name_of[i] for i in behind if i in tracker.name_of}
     return found
 
 
-def _leaves_behind(tensor: Tensor) -> set[int]:
+def leaves_behind(tensor: Tensor) -> set[int]:
     """The identities of the leaves in a tensor's autograd graph."""
     found, seen, waiting = set(), set(), [tensor.grad_fn]
     while waiting:

@@ -136,7 +136,7 @@ def find_layouts(
     """
     search = SearchGuide(model, guide)
     programs = Programs(model, search, args, kwargs)
-    with scout._aside(), torch.no_grad():
+    with scout.aside(), torch.no_grad():
         run = tracer._single(programs, Supply())
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]

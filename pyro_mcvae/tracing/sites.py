@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from pyro import distributions as dist
 from pyro.distributions.score_parts import ScoreParts
-from pyro.distributions.torch_distribution import MaskedDistribution
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
@@ -26,6 +27,7 @@ __all__ = [
     "is_random",
     "is_scored",
     "is_subsampled",
+    "masked_entries",
     "plate_frames",
     "plate_key",
     "reparameterized",
@@ -149,6 +151,20 @@ def masked(site: Site, log_prob: Any) -> Any:
 def unscaled_masked(site: Site, log_prob: Any) -> Any:
     """A site's log density with the user's mask alone."""
     return scale_and_mask(log_prob, 1.0, site["mask"])
+
+
+def masked_entries(site: Site) -> Tensor | None:
+    """What of a site's batch its masks leave in the density; None if all is."""
+    masks = [site["mask"]]
+    fn = site["fn"]
+    while isinstance(fn, ExpandedDistribution | MaskedDistribution):
+        masks.append(getattr(fn, "_mask", None))
+        fn = fn.base_dist
+    found = [m for m in masks if m is not None and m is not True]
+    if not found:
+        return None
+    device = site["value"].device
+    return reduce(torch.logical_and, (torch.as_tensor(m, device=device) for m in found))
 
 
 def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> Tensor:

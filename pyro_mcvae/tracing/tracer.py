@@ -75,9 +75,13 @@ class Tracer:
         self._found_nesting: int | None = None
         self._latest: Structure | None = None
 
-    def independent(self, programs: Programs) -> list[Run]:
-        """Draw every latent, global ones too, once per particle; no weights are formed."""
-        supply = Supply()
+    def independent(self, programs: Programs, cut: bool = False) -> list[Run]:
+        """
+        Draw every latent, global ones too, once per particle; no weights are formed.
+
+        :param cut: latents reach the model without their gradient to the guide.
+        """
+        supply = Supply(cut=frozenset() if cut else None)
         if self.vectorizes(self.num_particles):
             run = self._vectorized(programs, supply, _NOTHING, self.num_particles)
             self.structures.check_particles(programs, run)
