@@ -1,0 +1,67 @@
+"""The documentation: ``sphinx-build -W docs docs/_build/html``."""
+
+import importlib.metadata
+import re
+import shutil
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+project = "pyro-mcvae"
+author = "the pyro-mcvae contributors"
+release = importlib.metadata.version("pyro-mcvae")
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build", "**.ipynb_checkpoints"]
+html_theme = "furo"
+html_title = f"pyro-mcvae {release}"
+html_theme_options = {"navigation_with_keys": True}
+html_css_files = ["style.css"]
+html_static_path = ["_static"]
+
+# The notebooks are committed with their outputs: a page shows what was run.
+nb_execution_mode = "off"
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_typehints = "none"  # The fields of the docstrings say it in words.
+autodoc_member_order = "bysource"
+autodoc_default_options = {"show-inheritance": True}
+# `from pyro_mcvae import X` is how they are used, whatever module they are written in.
+add_module_names = False
+python_use_unqualified_type_names = True
+
+
+def copy_notebooks() -> None:
+    """Sphinx reads pages below this folder only, and the tutorials live in their own."""
+    target = HERE / "tutorials"
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    names = []
+    for path in sorted((ROOT / "tutorials").glob("[0-9]*.ipynb")):
+        text = path.read_text(encoding="utf-8").replace("](../docs/", "](../")
+        (target / path.name).write_text(text, encoding="utf-8")
+        names.append(path.stem)
+    toctree = "\n".join(["```{toctree}", ":maxdepth: 1", "", *names, "```"])
+    introduction = (ROOT / "tutorials" / "README.md").read_text(encoding="utf-8")
+    introduction = introduction.replace("](../docs/", "](../")
+    hidden = toctree.replace(":maxdepth: 1", ":hidden:")
+    (target / "index.md").write_text(f"{introduction}\n{hidden}\n", encoding="utf-8")
+
+
+def separate_references(app, what, name, obj, options, lines) -> None:
+    """Numbered references become a list; docstrings have them as lines of one paragraph."""
+    for i, line in enumerate(lines):
+        if re.match(r"\[\d+\] [A-Z]", line):
+            lines[i] = "| " + line
+            for j in range(i + 1, len(lines)):
+                if not lines[j].strip() or re.match(r"\[\d+\] [A-Z]", lines[j]):
+                    break
+                lines[j] = "  " + lines[j]
+
+
+def setup(app) -> None:
+    copy_notebooks()
+    app.connect("autodoc-process-docstring", separate_references)

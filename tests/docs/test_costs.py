@@ -1,0 +1,155 @@
+"""The cost table of docs/choose.md, counted."""
+
+import ast
+import gc
+import math
+import operator
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyro_mcvae as mc
+
+PAGE = Path(__file__).parents[2] / "docs" / "choose.md"
+SIZES = {"K": 5, "P": 3, "L": 2, "k": 2, "n": 2, "S": 6, "C": 8}
+DATA, DIM = 4, 6
+
+
+class Count:
+    """Counts the data's copies that pass through the decoder, forwards and backwards."""
+
+    def __init__(self) -> None:
+        self.forward = self.backward = self.encoded = 0.0
+        self.kept: list[tuple[weakref.ref[Tensor], float]] = []
+        count = self
+
+        class Node(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                ctx.copies = math.prod(x.shape[:-1]) / DATA
+                count.forward += ctx.copies
+                saved = torch.zeros(1)
+                ctx.save_for_backward(saved)
+                count.kept.append((weakref.ref(saved), ctx.copies))
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:
+                count.backward += ctx.copies
+                _ = ctx.saved_tensors  # As a real operator, for which a checkpoint runs again.
+                return gradient.clone()
+
+        self.node = Node.apply
+
+    def alive(self) -> float:
+        gc.collect()
+        return sum(copies for saved, copies in self.kept if saved() is not None)
+
+
+class Programs(nn.Module):
+    def __init__(self, discrete: bool) -> None:
+        super().__init__()
+        self.discrete = discrete
+        self.decoder, self.encoder = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM)
+        self.count = Count()
+
+    def model(self, x: Tensor) -> None:
+        with pyro.plate("data", DATA):
+            if self.discrete:
+                z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(DIM)).to_event(1))
+            else:
+                z = pyro.sample("z", dist.Normal(torch.zeros(DIM), 1.0).to_event(1))
+            # The weights carry the gradient where z does not.
+            hidden = self.count.node(self.decoder(z.expand(*z.shape[:-2], DATA, DIM)))
+            pyro.sample("x", dist.Normal(hidden, 1.0).to_event(1), obs=x)
+
+    def guide(self, x: Tensor) -> None:
+        self.count.encoded += 1
+        loc, scale = self.encoder(x).chunk(2, -1)
+        with pyro.plate("data", DATA):
+            if self.discrete:
+                pyro.sample("z", dist.Bernoulli(logits=loc).to_event(1))
+            else:
+                pyro.sample("z", dist.Normal(loc, scale.exp()).to_event(1))
+
+
+K, P, L, k, n, S, C = SIZES.values()
+MANY = {"vectorize_particles": True, "max_plate_nesting": 1}
+OBJECTIVES: dict[str, Callable[[], Any]] = {
+    "SGVB": lambda: mc.TraceSGVB_ELBO(P, **MANY),
+    "IWAE": lambda: mc.TraceIWAE_ELBO(K, **MANY),
+    "SIS": lambda: mc.TraceSIS_ELBO(K, num_particles=P, **MANY),
+    "SIS, recompute": lambda: mc.TraceSIS_ELBO(K, num_particles=P, recompute=True, **MANY),
+    "SIS, reweighted": lambda: mc.TraceSIS_ELBO(
+        K, num_particles=P, gradient_estimator="reweighted", **MANY
+    ),
+    "AIS": lambda: mc.TraceAIS_ELBO(K, num_particles=P, **MANY),
+    "AIS, HMC": lambda: mc.TraceAIS_ELBO(K, mc.HMC(num_leapfrog=L), num_particles=P, **MANY),
+    "AIS, random walk": lambda: mc.TraceAIS_ELBO(K, mc.RandomWalk(), num_particles=P, **MANY),
+    "Rao-Blackwell": lambda: mc.TraceRaoBlackwell_ELBO(k, n, max_plate_nesting=1),
+    "Rao-Blackwell, REINFORCE+": lambda: mc.TraceRaoBlackwell_ELBO(
+        k, n, baseline=mc.IndependentDraw(), max_plate_nesting=1
+    ),
+    "Truncated": lambda: mc.TraceTruncated_ELBO(max_plate_nesting=1),
+}
+DISCRETE = ("Rao-Blackwell", "Truncated")
+
+
+def rows() -> dict[str, list[str]]:
+    """The table: objective, passes, gradients, kept."""
+    text = PAGE.read_text(encoding="utf-8")
+    table = text[text.index("| objective | passes") :].split("\n\n")[0].splitlines()[2:]
+    cells = [[c.strip().strip("`") for c in line.strip("|").split("|")] for line in table]
+    return {row[0]: row[1:4] for row in cells}
+
+
+def value(formula: str) -> float:
+    """A sum of products of the table's letters."""
+    operators = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+
+    def evaluate(node: ast.expr) -> float:
+        match node:
+            case ast.BinOp(left, op, right):
+                return operators[type(op)](evaluate(left), evaluate(right))
+            case ast.Name(name):
+                return SIZES[name]
+            case ast.Constant(number):
+                return number
+        raise AssertionError(f"{formula!r} is no sum of products")
+
+    return evaluate(ast.parse(formula.replace("·", "*"), mode="eval").body)
+
+
+def counted(name: str) -> tuple[float, float, float]:
+    programs = Programs(name.startswith(DISCRETE))
+    guide: Any = programs.guide
+    if name == "Truncated":
+        evolution = mc.EvolutionaryUpdate(2, C // 2, 1, mutation=mc.UniformFlips())
+        guide = mc.TruncatedPosterior(programs.model, S, evolution, max_plate_nesting=1)
+    loss = OBJECTIVES[name]()(programs.model, guide)
+    x = torch.randn(DATA, DIM)
+    loss(x).backward()  # The first step also finds out about the programs.
+    count = programs.count
+    count.forward = count.backward = 0.0
+    count.kept.clear()
+    surrogate = loss(x)
+    kept, inside = count.alive(), count.backward
+    surrogate.backward()
+    return count.forward, inside, kept
+
+
+def test_the_table_has_every_objective() -> None:
+    assert list(rows()) == list(OBJECTIVES)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_costs(name: str) -> None:
+    found, written = counted(name), tuple(value(cell) for cell in rows()[name])
+    assert found == written
