@@ -95,8 +95,8 @@ class AdaptiveStepSize(StepSize):
 
     For unadjusted kernels a is the acceptance that the moves would have had, in the geometric mean:
     each move costs the bound about :math:`-\log` of it, so a few lost chains weigh as much there as
-    they do in the bound. With ``per_coordinate`` the rule drives a base value :math:`\eta_0`, and each coordinate follows the
-    spread of its gradient (Thin et al. [1], eq. 27):
+    they do in the bound. With ``per_coordinate`` the rule drives a base value :math:`\eta_0`, and
+    each coordinate follows the spread of its gradient (Thin et al. [1], eq. 27):
 
     .. math::
         \eta_i \leftarrow 0.9\, \eta_i
