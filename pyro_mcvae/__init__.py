@@ -16,6 +16,7 @@ from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
+from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence
 from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.search import PriorDraws
@@ -64,6 +65,7 @@ __all__ = [
     "LearnedStepSize",
     "LeaveOneOut",
     "LinearSchedule",
+    "LogEvidence",
     "MonteCarloELBO",
     "Mutation",
     "OnePointCrossover",
@@ -88,6 +90,7 @@ __all__ = [
     "WakeSleep",
     "load_checkpoint",
     "save_checkpoint",
+    "log_evidence",
 ]
 
 __version__ = "0.1.0"
