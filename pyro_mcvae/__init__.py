@@ -89,8 +89,8 @@ __all__ = [
     "UniformParents",
     "WakeSleep",
     "load_checkpoint",
-    "save_checkpoint",
     "log_evidence",
+    "save_checkpoint",
 ]
 
 __version__ = "0.1.0"
