@@ -17,6 +17,7 @@ from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
 from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence
+from pyro_mcvae.evaluation.loader import log_evidence_loader
 from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.search import PriorDraws
@@ -90,6 +91,7 @@ __all__ = [
     "WakeSleep",
     "load_checkpoint",
     "log_evidence",
+    "log_evidence_loader",
     "save_checkpoint",
 ]
 
