@@ -16,6 +16,8 @@ from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
+from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence
+from pyro_mcvae.evaluation.loader import log_evidence_loader
 from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.search import PriorDraws
@@ -64,6 +66,7 @@ __all__ = [
     "LearnedStepSize",
     "LeaveOneOut",
     "LinearSchedule",
+    "LogEvidence",
     "MonteCarloELBO",
     "Mutation",
     "OnePointCrossover",
@@ -87,6 +90,8 @@ __all__ = [
     "UniformParents",
     "WakeSleep",
     "load_checkpoint",
+    "log_evidence",
+    "log_evidence_loader",
     "save_checkpoint",
 ]
 

@@ -8,7 +8,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FixedSchedule", "LearnedSchedule", "LinearSchedule", "Schedule", "SigmoidSchedule"]
+__all__ = [
+    "FixedSchedule",
+    "LearnedSchedule",
+    "LinearSchedule",
+    "Schedule",
+    "SigmoidSchedule",
+    "as_schedule",
+]
 
 
 class Schedule(nn.Module, ABC):
@@ -162,6 +169,33 @@ def check_betas(betas: Tensor) -> None:
             f"a schedule must increase from 0 to 1, in a tensor of shape [num_steps + 1], got "
             f"{betas.detach().tolist()}"
         )
+
+
+def as_schedule(schedule: Schedule | Tensor | int | None, num_steps: int | None = None) -> Schedule:
+    """
+    A schedule as an object: a tensor of inverse temperatures, a number of linear steps, or None
+    for ``num_steps`` linear steps (5 if that is None too).
+
+    :raises ValueError: unless it increases from 0 to 1, in ``num_steps`` steps if that is given.
+    """
+    if schedule is None:
+        return LinearSchedule(5 if num_steps is None else num_steps)
+    if isinstance(schedule, int):
+        schedule = LinearSchedule(schedule)
+    if not isinstance(schedule, Schedule):
+        schedule = FixedSchedule(schedule)
+    check_betas(schedule())
+    if len(schedule()) != schedule.num_steps + 1:
+        raise ValueError(
+            f"the schedule has num_steps={schedule.num_steps}, but gives {len(schedule())} values "
+            f"instead of num_steps + 1"
+        )
+    if num_steps is not None and num_steps != schedule.num_steps:
+        raise ValueError(
+            f"num_steps={num_steps}, but the schedule has {schedule.num_steps} steps: leave "
+            f"num_steps out"
+        )
+    return schedule
 
 
 def _with_ends(inner: Tensor) -> Tensor:

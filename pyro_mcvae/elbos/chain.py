@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import pyro
 import torch
-from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from pyro_mcvae.annealing import Chain, accept_score, anneal
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.path_gradient import is_flow
 from pyro_mcvae.elbos.plain import local_bounds, local_estimate
-from pyro_mcvae.kernels.base import Kernel, State, finite
+from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
-from pyro_mcvae.schedules import FixedSchedule, LinearSchedule, Schedule, check_betas
+from pyro_mcvae.schedules import Schedule, as_schedule
 from pyro_mcvae.step_size import AdaptiveStepSize
+from pyro_mcvae.tracing.density import (
+    ChainDensity,
+    check_continuous,
+    named,
+    outside_inference_mode,
+)
 from pyro_mcvae.tracing.finder import StructureFinder
-from pyro_mcvae.tracing.log_weight import Evaluation, LogWeight
-from pyro_mcvae.tracing.runs import Programs, Run
+from pyro_mcvae.tracing.log_weight import LogWeight
+from pyro_mcvae.tracing.runs import Programs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,11 +40,6 @@ ChainGradient = Literal["full", "reweighted"]
 
 # What PyTorch says of operators, custom functions, cuDNN's RNNs and compiled modules.
 _NO_DOUBLE_BACKWARD = re.compile("not implemented|once_differentiable|double backward", re.I)
-
-# A chain that diverges gets no further than this: programs there raise errors of their own (an
-# infinite mean, say) for all data at once. Such a state has weight zero, so that it is rejected by
-# adjusted kernels and reported by unadjusted ones.
-_FAR = 1e6
 
 _OVERFLOW = (
     "every site is finite, but the chain's moves went too far: take a smaller step size (last_step "
@@ -106,7 +101,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         MonteCarloELBO.__init__(self, num_particles, **options)
         _check_choice("coordinates", coordinates, get_args(ChainCoordinates))
         _check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
-        self.schedule = _as_schedule(schedule, num_steps)
+        self.schedule = as_schedule(schedule, num_steps)
         self.kernel = self._checked(kernel)
         self.multi_sample = multi_sample
         self.coordinates = coordinates
@@ -134,12 +129,12 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
-        with _outside_inference_mode(programs) as programs:
+        with outside_inference_mode(programs) as programs:
             if wanted and any(p.requires_grad for p in self.parameters()):
                 # SVI optimises what a step touches through Pyro's parameter store. Values that were
                 # loaded there are these parts' own, or they would never be trained again.
                 pyro.module(self.param_name, self, update_module_params=True)
-            density = _Density(self, programs, self.gradient_estimator if wanted else "none")
+            density = self._density(programs, self.gradient_estimator if wanted else "none")
             chain = self._run(density)
         with torch.set_grad_enabled(wanted):
             bound = self._average(chain.log_weight.detach())
@@ -149,12 +144,42 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return replace(estimate, runs=density.runs, finish=finish, overflow=_OVERFLOW)
 
     def _bounds(self, programs: Programs) -> Bounds:
-        with _outside_inference_mode(programs) as programs:
-            density = _Density(self, programs, "none")
+        with outside_inference_mode(programs) as programs:
+            density = self._density(programs, "none")
             bound = self._average(self._run(density).log_weight)
         return local_bounds(density.log_weight.first.sample, bound)
 
-    def _surrogate(self, density: _Density, chain: Chain) -> Tensor:
+    def _density(self, programs: Programs, gradient: str) -> ChainDensity:
+        """The programs of one step as a function from positions to states."""
+        needs_gradient = self.kernel.needs_gradient
+        with torch.set_grad_enabled(gradient != "none" or needs_gradient):
+            log_weight = LogWeight(
+                self._tracer,
+                programs,
+                self.coordinates,
+                differentiable=True,
+                cut=gradient == "reweighted",
+            )
+        self._check_sites(log_weight, gradient)
+        return ChainDensity(log_weight, needs_gradient, gradient, self.recompute)
+
+    def _check_sites(self, log_weight: LogWeight, gradient: str) -> None:
+        objective = type(self).__name__
+        check_continuous(log_weight, objective)
+        flows = tuple(n for n, fn in log_weight.unconstrained.items() if is_flow(fn))
+        if self.recompute and gradient == "full" and flows:
+            raise ValueError(
+                f"recompute=True does not go with flows in coordinates='latent', but the guide's "
+                f"site{named(flows)} drawn from one: use coordinates='noise' or recompute=False"
+            )
+        if gradient != "none" and log_weight.unreparameterized:
+            raise ValueError(
+                f"{objective} needs draws with a gradient to the guide's parameters, but the "
+                f"guide's site{named(log_weight.unreparameterized)} not reparameterized: "
+                f"use a distribution with rsample, or TraceIWAE_ELBO, which scores such sites"
+            )
+
+    def _surrogate(self, density: ChainDensity, chain: Chain) -> Tensor:
         """Per datum, a tensor with the gradient: ``[*plates]``."""
         if self.gradient_estimator == "reweighted":
             weight = normalized_weights(chain.log_weight.detach())
@@ -165,7 +190,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             surrogate = surrogate + accept_score(chain, self.multi_sample)
         return surrogate
 
-    def _run(self, density: _Density) -> Chain:
+    def _run(self, density: ChainDensity) -> Chain:
         betas = self.schedule()
         with torch.set_grad_enabled(density.gradient == "full"):
             chain = anneal(
@@ -240,149 +265,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             )
 
 
-class _Density:
-    """The programs of one step as a function from positions to states."""
-
-    def __init__(self, elbo: ChainELBO, programs: Programs, gradient: str) -> None:
-        self.gradient = gradient
-        self._kernel_gradient = elbo.kernel.needs_gradient
-        self._recompute = elbo.recompute and gradient == "full"
-        with torch.set_grad_enabled(gradient != "none" or self._kernel_gradient):
-            self.log_weight = LogWeight(
-                elbo._tracer,
-                programs,
-                elbo.coordinates,
-                differentiable=True,
-                cut=gradient == "reweighted",
-            )
-        self._check_sites(type(elbo).__name__)
-        self._latest = self.log_weight.first
-
-    @property
-    def runs(self) -> list[Run]:
-        """The first and the last evaluation, to name a site that is not finite."""
-        first = self.log_weight.first
-        latest = [] if self._latest is first else self._latest.sample.runs
-        return [*first.sample.runs, *latest]
-
-    def start(self) -> State:
-        """The first draw."""
-        if self._kernel_gradient and self.log_weight.entangled:
-            # Forward and reverse moves must follow one gradient: the partial derivatives.
-            return self(self.log_weight.coordinates)
-        with torch.set_grad_enabled(self.gradient != "none" or self._kernel_gradient):
-            return self._state(self.log_weight.coordinates, self.log_weight.first)
-
-    def __call__(self, position: Tensor) -> State:
-        if not self._recompute:
-            return self._evaluate(position)
-        # Handlers around the loss are gone when the backward pass runs the programs again.
-        contexts = nullcontext(), _Handlers()
-        state: State = checkpoint(
-            self._evaluate, position, use_reentrant=False, context_fn=lambda: contexts
-        )
-        return state
-
-    def _evaluate(self, position: Tensor) -> State:
-        full = self.gradient == "full"
-        with torch.set_grad_enabled(full or self._kernel_gradient):
-            if not full:
-                position = position.detach()
-            if self._kernel_gradient and not position.requires_grad:
-                position = position.clone().requires_grad_()
-            near = position.abs() <= _FAR
-            self._latest = self.log_weight(torch.where(near, position, 0.0))
-            return self._state(position, self._latest, near)
-
-    def _state(self, position: Tensor, at: Evaluation, near: Tensor | None = None) -> State:
-        full = self.gradient == "full"
-        gradients: tuple[Tensor | None, Tensor | None] = None, None
-        if self._kernel_gradient:
-            again = self.gradient == "reweighted" and at is self.log_weight.first
-            found = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
-            gradients = finite(found[0]), finite(found[1])
-        log_weight = at.log_weight
-        if near is not None:
-            log_weight = torch.where(near.all(-1), log_weight, -math.inf)
-        state = State(position, at.log_base, log_weight, *gradients)
-        if full:
-            return state
-        return state._replace(
-            **{n: t.detach() for n, t in state._asdict().items() if t is not None}
-        )
-
-    def _check_sites(self, objective: str) -> None:
-        if self.log_weight.discrete:
-            raise ValueError(
-                f"{objective} moves latents along gradients, but the guide's site"
-                f"{_named(self.log_weight.discrete)} discrete: sum discrete sites with "
-                f"TraceRaoBlackwell_ELBO, weigh them with TraceIWAE_ELBO, or marginalise them "
-                f"in the model"
-            )
-        flows = tuple(n for n, fn in self.log_weight.unconstrained.items() if is_flow(fn))
-        if self._recompute and flows:
-            raise ValueError(
-                f"recompute=True does not go with flows in coordinates='latent', but the guide's "
-                f"site{_named(flows)} drawn from one: use coordinates='noise' or recompute=False"
-            )
-        if self.gradient != "none" and self.log_weight.unreparameterized:
-            raise ValueError(
-                f"{objective} needs draws with a gradient to the guide's parameters, but the "
-                f"guide's site{_named(self.log_weight.unreparameterized)} not reparameterized: "
-                f"use a distribution with rsample, or TraceIWAE_ELBO, which scores such sites"
-            )
-
-
-class _Handlers:
-    """Pyro's handlers as they were when this was made; may be entered again."""
-
-    def __init__(self) -> None:
-        self._then = list(_PYRO_STACK)
-        self._now: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._now = list(_PYRO_STACK)
-        _PYRO_STACK[:] = self._then
-
-    def __exit__(self, *error: object) -> None:
-        _PYRO_STACK[:] = self._now
-
-
-def _named(names: tuple[str, ...]) -> str:
-    quoted = ", ".join(f"'{n}'" for n in names)
-    return f" {quoted} is" if len(names) == 1 else f"s {quoted} are"
-
-
-def _as_schedule(schedule: Schedule | Tensor | None, num_steps: int | None) -> Schedule:
-    if schedule is None:
-        return LinearSchedule(5 if num_steps is None else num_steps)
-    if not isinstance(schedule, Schedule):
-        schedule = FixedSchedule(schedule)
-    check_betas(schedule())
-    if len(schedule()) != schedule.num_steps + 1:
-        raise ValueError(
-            f"the schedule has num_steps={schedule.num_steps}, but gives {len(schedule())} values "
-            f"instead of num_steps + 1"
-        )
-    if num_steps is not None and num_steps != schedule.num_steps:
-        raise ValueError(
-            f"num_steps={num_steps}, but the schedule has {schedule.num_steps} steps: leave "
-            f"num_steps out"
-        )
-    return schedule
-
-
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-@contextmanager
-def _outside_inference_mode(programs: Programs) -> Iterator[Programs]:
-    """Chains differentiate, which inference mode forbids: leave it, with copies of the data."""
-    if not torch.is_inference_mode_enabled():
-        yield programs
-        return
-    with torch.inference_mode(False):
-        args, kwargs = tree_map_only(Tensor, Tensor.clone, (programs.args, programs.kwargs))
-        yield Programs(programs.model, programs.guide, args, kwargs)

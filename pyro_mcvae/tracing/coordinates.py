@@ -56,6 +56,14 @@ class Coordinate(ABC):
         """The site's value at a coordinate."""
 
     @abstractmethod
+    def at(self, value: Tensor) -> Tensor:
+        """
+        The coordinate of a given value, the inverse of :meth:`value`.
+
+        :raises NoCoordinateError: if it is not known.
+        """
+
+    @abstractmethod
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         """The density of the coordinate under the guide, batch-shaped."""
 
@@ -86,6 +94,11 @@ class NoiseCoordinate(Coordinate):
 
     def value(self, coordinate: Tensor) -> Tensor:
         return self.noise.transform(coordinate)
+
+    def at(self, value: Tensor) -> Tensor:
+        if self.noise.inverse is None:
+            raise NoCoordinateError("the noise that a given value was made of is not known")
+        return self.noise.inverse(value)
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         if self._latest is not None and self._latest[0] is coordinate:
@@ -132,6 +145,9 @@ class UnconstrainedCoordinate(Coordinate):
     def value(self, coordinate: Tensor) -> Tensor:
         return self.transform(coordinate)
 
+    def at(self, value: Tensor) -> Tensor:
+        return self.transform.inv(value)
+
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         log_det = self.transform.log_abs_det_jacobian(coordinate, value)
         extra = self.fn.event_dim - self.transform.codomain.event_dim
@@ -151,6 +167,9 @@ class ValueCoordinate(Coordinate):
 
     def value(self, coordinate: Tensor) -> Tensor:
         return coordinate
+
+    def at(self, value: Tensor) -> Tensor:
+        return value
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         return self.fn.log_prob(value)
@@ -182,12 +201,14 @@ class Noise(NamedTuple):
     :ivar transform: T, from the noise to the value.
     :ivar log_scale: returns log of T's derivative per standard variable, broadcastable to batch
         and event, where T acts on each by itself and its derivative does not depend on the noise.
+    :ivar inverse: T's inverse, from the value to the noise, where there is one.
     """
 
     standard: Any
     event_shape: torch.Size
     transform: Callable[[Tensor], Tensor]
     log_scale: Callable[[], Tensor] | None = None
+    inverse: Callable[[Tensor], Tensor] | None = None
 
 
 class StandardNormal:
@@ -257,7 +278,11 @@ def _location_scale(fn: Any) -> Noise:
     plain = _pair(type(fn).__name__)[0]
     standard = StandardNormal(fn.loc) if plain is dist.Normal else _standard(plain, fn.loc)
     return Noise(
-        standard, fn.event_shape, lambda eps: fn.loc + fn.scale * eps, lambda: fn.scale.log()
+        standard,
+        fn.event_shape,
+        lambda eps: fn.loc + fn.scale * eps,
+        lambda: fn.scale.log(),
+        lambda value: (value - fn.loc) / fn.scale,
     )
 
 
@@ -268,7 +293,11 @@ def _student_t(fn: Any) -> Noise | None:
         return None  # the noise's density would depend on parameters, or on the datum
     standard = _standard(dist.StudentT, fn.loc, fn.df[(0,) * fn.df.dim()])
     return Noise(
-        standard, fn.event_shape, lambda eps: fn.loc + fn.scale * eps, lambda: fn.scale.log()
+        standard,
+        fn.event_shape,
+        lambda eps: fn.loc + fn.scale * eps,
+        lambda: fn.scale.log(),
+        lambda value: (value - fn.loc) / fn.scale,
     )
 
 
@@ -283,7 +312,10 @@ def _uniform(fn: Any) -> Noise:
         value = fn.low + (fn.high - fn.low) * torch.special.ndtr(eps)
         return value.clamp(*inner)
 
-    return Noise(standard, fn.event_shape, transform)
+    def inverse(value: Tensor) -> Tensor:
+        return torch.special.ndtri((value - fn.low) / (fn.high - fn.low))
+
+    return Noise(standard, fn.event_shape, transform, inverse=inverse)
 
 
 @register_noise(*_pair("MultivariateNormal"))
@@ -292,6 +324,9 @@ def _multivariate_normal(fn: Any) -> Noise:
         StandardNormal(fn.loc),
         fn.event_shape,
         lambda eps: fn.loc + (fn._unbroadcasted_scale_tril @ eps.unsqueeze(-1)).squeeze(-1),
+        inverse=lambda value: torch.linalg.solve_triangular(
+            fn._unbroadcasted_scale_tril, (value - fn.loc).unsqueeze(-1), upper=False
+        ).squeeze(-1),
     )
 
 
@@ -341,7 +376,7 @@ def _transformed(fn: Any) -> Noise | None:
     found = _noise(fn.base_dist)
     if found is None:
         return None
-    standard, event_shape, base, _ = found
+    standard, event_shape, base, _, base_inverse = found
     count = len(fn.base_dist.batch_shape) - len(fn.batch_shape)
     if count > 0:
         # Transforms that mix batch elements of the base make them one event.
@@ -353,7 +388,21 @@ def _transformed(fn: Any) -> Noise | None:
             value = part(value)
         return value
 
-    return Noise(standard, event_shape, transform)
+    def inverse(value: Tensor) -> Tensor:
+        assert base_inverse is not None
+        for part in reversed(fn.transforms):
+            if not part.bijective:
+                # As an absolute value, whose noise may have had either sign.
+                raise NoCoordinateError(f"{type(part).__name__} is not one to one")
+            try:
+                value = part.inv(value)
+            except (KeyError, NotImplementedError) as error:
+                raise NoCoordinateError(f"{type(part).__name__} has no inverse") from error
+        return base_inverse(value)
+
+    return Noise(
+        standard, event_shape, transform, inverse=None if base_inverse is None else inverse
+    )
 
 
 def _sum_event(value: Any, count: int) -> Tensor:

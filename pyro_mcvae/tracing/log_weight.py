@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -70,6 +71,9 @@ class LogWeight:
         :func:`~pyro_mcvae.tracing.coordinates.coordinate_of`.
     :param bool differentiable: draw the first coordinates such that :meth:`gradients` exist there,
         and, where they depend on the guide's parameters, with a gradient to these.
+    :param Sample within: a step whose minibatch and global latents are taken instead of new ones.
+    :param latents: values of the guide's random local sites, in the shape of a run without
+        particles, to begin at instead of a draw.
     :param bool cut: the first local draws reach the model without their gradient to the guide, so
         that the parameters of the two get gradients of their own: :meth:`guide_elbo`,
         :meth:`model_log_prob`.
@@ -106,8 +110,11 @@ class LogWeight:
         coordinates: Coordinates = "noise",
         differentiable: bool = False,
         cut: bool = False,
+        within: Sample | None = None,
+        latents: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._tracer, self._programs, self._kind = tracer, programs, coordinates
+        self._given = latents or {}
         self._differentiable = differentiable
         self._cut = cut
         records: list[Record] = []
@@ -117,7 +124,12 @@ class LogWeight:
             records.append(record)
             return lambda msg: self._draw(msg, record)
 
-        sample = tracer.sample(programs, draw=begin, cut=cut)
+        if within is None:
+            sample = tracer.sample(programs, draw=begin, cut=cut)
+        else:
+            count = tracer.num_particles
+            draws = [begin() for _ in range(1 if tracer.vectorizes(count) else count)]
+            sample = tracer.resample(programs, within, draws, count, cut)
         # A step whose structure was new may have begun more than once.
         self._records = records[-len(sample.runs) :]
         if not sample.blocks:
@@ -318,7 +330,8 @@ class LogWeight:
         coordinate = self._coordinate(msg)
         differentiable = self._differentiable and torch.is_grad_enabled()
         with torch.set_grad_enabled(differentiable):
-            at = coordinate.draw()
+            given = self._given.get(msg["name"])
+            at = coordinate.draw() if given is None else _at(msg, coordinate, given)
         if differentiable and at.is_floating_point() and not at.requires_grad:
             at.requires_grad_()
         record[msg["name"]] = coordinate, at
@@ -355,6 +368,18 @@ class LogWeight:
             return density if mask is None else torch.where(mask, density, 0.0)
 
         return Evaluation(sample.log_weight, sample.local_sum(log_base), sample, records)
+
+
+def _at(msg: Any, coordinate: Coordinate, value: Tensor) -> Tensor:
+    """The coordinate of a given value, which is the same for all particles."""
+    try:
+        at = coordinate.at(value.expand(msg["fn"].shape()))
+    except NoCoordinateError as error:
+        raise NoCoordinateError(
+            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) cannot begin at a given "
+            f"value in these coordinates ({error}): use coordinates='latent'"
+        ) from error
+    return at.detach().expand(tuple(msg["fn"].batch_shape) + coordinate.event_shape).clone()
 
 
 def _place(msg: Any, coordinate: Coordinate, at: Tensor) -> Tensor:

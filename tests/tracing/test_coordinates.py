@@ -12,6 +12,7 @@ from torch.distributions.utils import _standard_normal
 
 from pyro_mcvae.tracing import coordinates as module
 from pyro_mcvae.tracing.coordinates import (
+    NoCoordinateError,
     NoiseCoordinate,
     UnconstrainedCoordinate,
     ValueCoordinate,
@@ -160,6 +161,29 @@ def test_latent_coordinates_are_unconstrained_values_throughout(make):
     at = coordinate.draw()
     value = coordinate.value(at)
     assert torch.allclose(biject_to(fn.support).inv(value), at, atol=1e-6)
+
+
+# Absolute values, and one datum's value of more noise numbers than it has entries itself.
+NOT_ONE_TO_ONE = {"HalfNormal", "HalfCauchy", "LowRankMultivariateNormal"}
+
+
+@cases({**CONTINUOUS, **DISCRETE})
+@pytest.mark.parametrize("kind", ["noise", "latent", "value"])
+def test_the_coordinate_of_a_value_makes_that_value(make, kind):
+    fn = make()
+    coordinate = coordinate_of(fn, kind)
+    value = fn.sample()
+    try:
+        at = coordinate.at(value)
+    except NoCoordinateError:
+        innermost = fn
+        while not type(innermost).__name__.startswith(("Half", "LowRank")):
+            innermost = innermost.base_dist
+        assert kind == "noise"
+        assert type(innermost).__name__ in NOT_ONE_TO_ONE
+        return
+    assert at.shape == fn.batch_shape + coordinate.event_shape
+    assert torch.allclose(coordinate.value(at), value, atol=1e-5)
 
 
 @cases({**CONTINUOUS, **DISCRETE})

@@ -12,6 +12,7 @@ from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 
+from pyro_mcvae.tracing.coordinates import NoCoordinateError
 from pyro_mcvae.tracing.log_weight import LogWeight
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sites import LEADING, is_delta
@@ -295,6 +296,44 @@ def test_minibatch_and_global_latents_stay_fixed(name, vectorize):
                         torch.as_tensor(indices),
                     )
     assert torch.allclose(log_weight(log_weight.coordinates).log_weight, before, atol=1e-8)
+
+
+@examples
+@modes
+def test_a_step_within_another_has_its_minibatch_and_global_latents(name, vectorize):
+    example = EXAMPLES[name]()
+    first = example.log_weight(3, vectorize).first.sample
+    pyro.set_rng_seed(77)
+    found = LogWeight(Tracer(4, vectorize, math.inf), example.programs, within=first)
+    assert found.first.log_weight.shape == (4, *first.log_weight.shape[1:])
+    sample = found.first.sample
+    for n, value in first.global_values().items():
+        assert torch.equal(sample.global_values()[n], value)
+    for n, indices in first.subsamples.items():
+        assert torch.equal(torch.as_tensor(sample.subsamples[n]), torch.as_tensor(indices))
+    assert torch.allclose(found(found.coordinates).log_weight, found.first.log_weight, atol=1e-8)
+
+
+@gaussian
+@modes
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+def test_a_step_may_begin_at_given_latents(name, vectorize, coordinates):
+    example = EXAMPLES[name]()
+    guide_trace = pyro.poutine.trace(example.guide).get_trace(*example.args)
+    sites = {n: s for n, s in guide_trace.nodes.items() if s["type"] == "sample"}
+    local = {n: s["value"] for n, s in sites.items() if not site_is_subsample(s)}
+    if name == "sequential-subsampled":
+        pytest.skip("its sites' names are those of a minibatch")
+    tracer = Tracer(3, vectorize, math.inf)
+    if name == "auto-low-rank" and coordinates == "noise":
+        with pytest.raises(NoCoordinateError, match="'_AutoLowRankMultivariateNormal_latent'"):
+            LogWeight(tracer, example.programs, coordinates, latents=local)
+        return
+    found = LogWeight(tracer, example.programs, coordinates, latents=local)
+    run = found.first.sample.runs[0]
+    for n in found._packing.sites:
+        value = run.guide_trace.nodes[n]["value"]
+        assert torch.allclose(value, local[n].expand_as(value), atol=1e-8), n
 
 
 @examples

@@ -1,0 +1,83 @@
+"""The transitions of a judge: copies of a kernel and a schedule, adapted once and then frozen."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from pyro_mcvae.kernels.base import Kernel
+from pyro_mcvae.kernels.hmc import HMC
+from pyro_mcvae.schedules import Schedule, as_schedule
+from pyro_mcvae.step_size import AdaptiveStepSize
+
+__all__ = ["DEFAULT_STEPS", "Annealing", "make_annealing"]
+
+# Where a kernel is given without a schedule.
+DEFAULT_STEPS = 10
+# Relative step of the adaptation in the first and in the second half of a warm-up.
+_RATES = 0.3, 0.1
+
+
+class Annealing:
+    """
+    A kernel along a schedule.
+
+    Both are copies, so that an evaluation changes nothing of the user's.
+
+    :param int warmup: chains that an adaptive step size is adapted with before the evaluation.
+    """
+
+    def __init__(self, kernel: Kernel, schedule: Schedule, coordinates: str, warmup: int) -> None:
+        self.kernel = copy.deepcopy(kernel)
+        self.betas = schedule().detach().clone()
+        self.coordinates: Any = coordinates
+        self.warmup = warmup
+        step_size = self.kernel.step_size
+        if isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None:
+            step_size.per_coordinate = coordinates == "latent"
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.betas) - 1
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the step size is still to be found."""
+        step_size = self.kernel.step_size
+        return isinstance(step_size, AdaptiveStepSize) and step_size.training and self.warmup > 0
+
+    def adapt(self, turn: int, acceptance: Tensor, gradient: Tensor | None) -> None:
+        """Learn from one chain of the warm-up."""
+        step_size = self.kernel.step_size
+        assert isinstance(step_size, AdaptiveStepSize)
+        step_size.rate = _RATES[0] if turn < self.warmup // 2 else _RATES[1]
+        step_size.update(acceptance.mean(), gradient)
+
+    def freeze(self) -> None:
+        """From here on every chain is the same, which an unbiased estimate needs."""
+        self.kernel.eval()
+
+
+def make_annealing(
+    schedule: Schedule | Tensor | int | None,
+    kernel: Kernel | None,
+    coordinates: str,
+    warmup: int,
+) -> Annealing | None:
+    """
+    An :class:`Annealing` of what a user gave; None if that is nothing.
+
+    :raises ValueError: for what is no kernel or schedule.
+    """
+    if kernel is not None and not isinstance(kernel, Kernel):
+        raise ValueError(f"kernel must be a Kernel such as HMC(), got {kernel!r}")
+    if coordinates not in ("noise", "latent"):
+        raise ValueError(f"coordinates must be 'noise' or 'latent', got {coordinates!r}")
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+        raise ValueError(f"warmup must be an int of at least 0, got {warmup!r}")
+    if schedule is None and kernel is None:
+        return None
+    schedule = as_schedule(schedule, DEFAULT_STEPS if schedule is None else None)
+    return Annealing(HMC() if kernel is None else kernel, schedule, coordinates, warmup)

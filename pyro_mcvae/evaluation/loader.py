@@ -1,0 +1,178 @@
+"""The log evidence of a data set that comes in batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from pyro_mcvae.evaluation.annealing import make_annealing
+from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
+from pyro_mcvae.evaluation.untouched import untouched
+from pyro_mcvae.evaluation.weigher import Weigher, check_count
+from pyro_mcvae.kernels.base import Kernel
+from pyro_mcvae.schedules import Schedule
+from pyro_mcvae.tracing.density import outside_inference_mode
+from pyro_mcvae.tracing.runs import Programs
+
+__all__ = ["log_evidence_loader"]
+
+
+def log_evidence_loader(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    batches: Iterable[Any],
+    *,
+    to_args: Callable[[Any], Any] | None = None,
+    device: Any = None,
+    progress: bool = True,
+    plate: str | None = None,
+    num_particles: int = 1000,
+    schedule: Schedule | Tensor | int | None = None,
+    kernel: Kernel | None = None,
+    chunk_size: int | None = None,
+    keep_log_weight: bool = False,
+    joint: bool | None = None,
+    coordinates: str = "noise",
+    warmup: int = 20,
+    seed: int | None = None,
+    vectorize_particles: bool = True,
+    max_plate_nesting: float = math.inf,
+    strict_enumeration_warning: bool = True,
+) -> LogEvidence:
+    r"""
+    :func:`log_evidence` over the batches of a :class:`~torch.utils.data.DataLoader`, or any other
+    iterable, side by side along the data's plate.
+
+    The step size of chains adapts on the first batch and is the same for the others. ``total`` is
+    the sum over the data that the loader gave, whatever N a plate declares.
+
+    :param batches: tuples and lists are the programs' arguments, mappings their keyword arguments,
+        anything else their only argument.
+    :param to_args: maps a batch to one of these, as ``lambda batch: (batch[0],)`` to leave out the
+        labels.
+    :param device: where to move the tensors of each batch.
+    :param bool progress: show a bar, if ``tqdm`` is installed.
+    :param str plate: along which plate the batches lie, where the programs nest several.
+    :returns: a :class:`LogEvidence`.
+    :raises ValueError: where the latents are weighed over all data, whose evidence is not the sum
+        of those of batches; for no batch at all; and as :func:`log_evidence`.
+
+    The other arguments are those of :func:`log_evidence`.
+
+    Example::
+
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(x / 2, 0.8))
+        >>> loader = torch.utils.data.DataLoader(torch.randn(10), batch_size=4)
+        >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
+        torch.Size([10])
+    """
+    check_count("num_particles", num_particles)
+    if chunk_size is not None:
+        check_count("chunk_size", chunk_size)
+    annealing = make_annealing(schedule, kernel, coordinates, warmup)
+    found = []
+    with untouched(model, guide, seed=seed), torch.no_grad():
+        for batch in _shown(batches, progress):
+            args, kwargs = _arguments(batch if to_args is None else to_args(batch), device)
+            with outside_inference_mode(Programs(model, guide, args, kwargs)) as programs:
+                weigher = Weigher(
+                    programs,
+                    annealing,
+                    joint,
+                    vectorize_particles,
+                    max_plate_nesting,
+                    strict_enumeration_warning,
+                )
+                _check_batches(weigher)
+                found.append(estimate(weigher, num_particles, chunk_size, keep_log_weight))
+    if not found:
+        raise ValueError("there was no batch: the loader is empty, or was used up before")
+    return _side_by_side(found, plate)
+
+
+def _shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
+    if not progress:
+        return batches
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return batches
+    return tqdm(batches, desc="log evidence", leave=False)
+
+
+def _arguments(batch: Any, device: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if device is not None:
+        batch = tree_map_only(Tensor, lambda t: t.to(device), batch)
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+def _check_batches(weigher: Weigher) -> None:
+    if any(not block.plates for block in weigher.pilot.blocks):
+        raise ValueError(
+            "the latents of these programs are weighed over all data of a batch at once, and the "
+            "evidence of several batches is not the sum of theirs: call log_evidence on the full "
+            "data, or pass joint=False for the evidence given a draw of the global latents for each batch"
+        )
+
+
+def _side_by_side(found: list[LogEvidence], plate: str | None) -> LogEvidence:
+    first = found[0]
+    if any(not torch.allclose(f.shared, first.shared, rtol=1e-4) for f in found):
+        raise ValueError(
+            "the batches have factors outside of the data's plates, and other ones in each: put "
+            "these observations into the plate"
+        )
+    dim = _dim(first, plate)
+
+    def cat(pick: Callable[[LogEvidence], Tensor], dim: int = dim) -> Tensor:
+        return torch.cat([pick(f) for f in found], dim)
+
+    acceptance = None
+    if first.acceptance is not None:
+        sizes = [f.log_evidence.numel() for f in found]
+        parts = [
+            n * f.acceptance for n, f in zip(sizes, found, strict=True) if f.acceptance is not None
+        ]
+        acceptance = torch.stack(parts).sum(0) / sum(sizes)
+    kept = None
+    if first.log_weight is not None:
+        kept = torch.cat([f.log_weight for f in found if f.log_weight is not None], dim + 1)
+    return replace(
+        first,
+        log_evidence=cat(lambda f: f.log_evidence),
+        standard_error=cat(lambda f: f.standard_error),
+        effective_sample_size=cat(lambda f: f.effective_sample_size),
+        pareto_k=cat(lambda f: f.pareto_k),
+        bound=cat(lambda f: f.bound),
+        scale=1.0,
+        acceptance=acceptance,
+        log_weight=kept,
+    )
+
+
+def _dim(first: LogEvidence, plate: str | None) -> int:
+    plates = first.plates
+    if plate is not None and plate not in plates:
+        raise ValueError(f"plate='{plate}', but the weights' plates are {list(plates)}")
+    if len(plates) < 2:
+        return 0
+    if plate is None:
+        raise ValueError(
+            f"each datum lies in the plates {list(plates)}: say along which of them the batches "
+            f"lie, as in plate='{plates[-1]}'"
+        )
+    return plates.index(plate)

@@ -1,0 +1,248 @@
+"""Draws log weights of a pair of programs again and again, on one minibatch, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.annealing import Chain, anneal
+from pyro_mcvae.evaluation.annealing import Annealing
+from pyro_mcvae.guides.truncated import TruncatedPosterior
+from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.checks import nonfinite_sites
+from pyro_mcvae.tracing.density import ChainDensity, named
+from pyro_mcvae.tracing.log_weight import LogWeight
+from pyro_mcvae.tracing.runs import Programs, Run
+from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.sites import is_delta, is_latent, is_random, is_subsampled
+from pyro_mcvae.tracing.structure import FactorKey
+from pyro_mcvae.tracing.tracer import Tracer
+
+__all__ = ["Weigher", "check_count"]
+
+# How many numbers the draws of one chunk may have by default, over all sites.
+_CHUNK = 1 << 23
+
+
+class Weigher:
+    """
+    The weights of one minibatch.
+
+    Runs the programs once to find out what is weighed: a *pilot*, whose minibatch (and, without
+    ``joint``, whose global latents) every chunk shares.
+
+    :param joint: weigh global and local latents together. None: if the guide draws global ones.
+    :param annealing: chains instead of plain importance sampling.
+    :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        annealing: Annealing | None = None,
+        joint: bool | None = None,
+        vectorize: bool = True,
+        max_plate_nesting: float = math.inf,
+        strict_enumeration: bool = True,
+    ) -> None:
+        if isinstance(programs.guide, TruncatedPosterior):
+            raise ValueError(
+                "the weights of a TruncatedPosterior are those of its states alone, which are a "
+                "bound on the evidence and no estimate of it: use TraceTruncated_ELBO().bounds"
+            )
+        self.programs, self.annealing = programs, annealing
+        self._vectorize, self._nesting = vectorize, max_plate_nesting
+        self._strict = strict_enumeration
+        self._tracers: dict[int, Tracer] = {}
+        self._joint = bool(joint)
+        self.pilot = self._tracer(1).sample(programs)
+        points = self._points(self.pilot.runs[0])
+        self._check_draws(points)
+        self._refuse_local_points(points)
+        drawn = self._drawn_globals(points)
+        if joint is None and drawn:
+            self._refuse_minibatch(drawn)
+            self._joint, self._tracers = True, {}
+            self.pilot, drawn = self._tracer(1).sample(programs), ()
+        self._check_blocks()
+        #: Latents whose values are held: point masses, and globals that were drawn once.
+        self.given = tuple(sorted(points)) + drawn
+        self._drawn = drawn
+
+    @property
+    def elements(self) -> int:
+        """How many weights one particle has."""
+        return math.prod(self.pilot.log_weight.shape[1:])
+
+    def chunks(self, count: int, chunk_size: int | None) -> Iterator[int]:
+        """The sizes of the chunks that ``count`` particles are drawn in."""
+        size = chunk_size or max(1, _CHUNK // max(1, self._numbers()))
+        while count > 0:
+            yield min(size, count)
+            count -= size
+
+    def draw(self, count: int) -> Sample:
+        """Independent draws of the guide, without gradients."""
+        tracer = self._tracer(count)
+        runs = 1 if tracer.vectorizes(count) else count
+        return tracer.resample(self.programs, self.pilot, [lambda msg: None] * runs, count)
+
+    def log_weight(self, count: int, **options: Any) -> LogWeight:
+        """The log weight as a function of coordinates, begun at ``count`` new draws."""
+        tracer = self._tracer(count)
+        return LogWeight(tracer, self.programs, within=self.pilot, **options)
+
+    def density(self, count: int, **options: Any) -> ChainDensity:
+        """What the chains of this judge move in."""
+        assert self.annealing is not None
+        needs_gradient = self.annealing.kernel.needs_gradient
+        with torch.set_grad_enabled(needs_gradient):
+            coordinates = options.pop("coordinates", self.annealing.coordinates)
+            log_weight = self.log_weight(
+                count, coordinates=coordinates, differentiable=True, **options
+            )
+        if log_weight.discrete:
+            raise ValueError(
+                f"chains move latents along gradients, but the guide's site"
+                f"{named(log_weight.discrete)} discrete: leave out schedule and kernel, so that "
+                f"importance sampling weighs them, or marginalise them in the model"
+            )
+        return ChainDensity(log_weight, needs_gradient)
+
+    def chain(self, count: int, last_transition: bool = False) -> tuple[Chain, ChainDensity]:
+        """Chains from the guide's draws along the schedule; the step size is found first."""
+        self.warm_up()
+        return self._chain(count, last_transition)
+
+    def warm_up(self) -> None:
+        """Adapt the step size on chains of its own, then freeze it."""
+        annealing = self.annealing
+        if annealing is None:
+            return
+        if annealing.adapts and annealing.num_steps > 0:
+            # The acceptance is a mean over chains: some hundred are enough.
+            count = min(math.ceil(100 / max(1, self.elements)), next(self.chunks(100, None)))
+            for turn in range(annealing.warmup):
+                chain, _ = self._chain(count, True)
+                acceptance = torch.stack([info.acceptance.mean() for info in chain.infos])
+                gradient = None
+                if chain.start.grad_base is not None and chain.start.grad_weight is not None:
+                    gradient = chain.start.grad_base + chain.start.grad_weight
+                annealing.adapt(turn, acceptance, gradient)
+        annealing.freeze()
+
+    def _chain(self, count: int, last_transition: bool) -> tuple[Chain, ChainDensity]:
+        assert self.annealing is not None
+        density = self.density(count)
+        start = density.start()
+        chain = anneal(
+            start,
+            self.annealing.betas.to(start.log_weight.device),
+            self.annealing.kernel,
+            density,
+            density.log_weight.free,
+            last_transition,
+        )
+        return chain, density
+
+    def check(self, log_weight: Tensor, runs: list[Run]) -> None:
+        """
+        :raises ValueError: naming the sites, where a log weight is NaN or plus infinity.
+        """
+        if bool((log_weight.isnan() | log_weight.isposinf()).any()):
+            lines = nonfinite_sites(runs) or ["every site is finite: their sum overflows"]
+            raise ValueError("a log weight is not a number, because of\n  " + "\n  ".join(lines))
+
+    def shared(self) -> Tensor:
+        """What belongs to no single datum: the factors outside of the blocks, without the draws."""
+        total = self.pilot.log_weight.new_zeros(())
+        for term in self.pilot.global_terms():
+            if term.key.name not in self._drawn:
+                sign = -1.0 if term.in_guide else 1.0
+                total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
+        return total
+
+    def _tracer(self, count: int) -> Tracer:
+        if count not in self._tracers:
+            tracer = Tracer(
+                count,
+                self._vectorize,
+                self._nesting,
+                joint=self._joint,
+                strict_enumeration=self._strict,
+                find_roots=True,
+            )
+            for other in self._tracers.values():
+                tracer.structures = other.structures
+            self._tracers[count] = tracer
+        return self._tracers[count]
+
+    def _numbers(self) -> int:
+        traces = (t for r in self.pilot.runs for t in (r.guide_trace, r.model_trace))
+        values = (s["value"] for t in traces for s in t.nodes.values() if s["type"] == "sample")
+        return 2 * sum(v.numel() for v in values if isinstance(v, Tensor))
+
+    def _points(self, run: Run) -> frozenset[str]:
+        """The guide's point masses, but for those that follow from a random draw of the guide."""
+        sites = [t.site for t in run.terms if t.in_guide and is_latent(t.site)]
+        points = {s["name"] for s in sites if is_delta(s["fn"])}
+        names = frozenset(s["name"] for s in sites if is_random(s))
+        if points and names:
+            found = scout.find_dependencies(self.programs, names, run.subsamples)
+            points = {n for n in points if not found.factors.get(FactorKey("guide", n), names)}
+        return frozenset(points)
+
+    def _drawn_globals(self, points: frozenset[str]) -> tuple[str, ...]:
+        return tuple(sorted(self.pilot.structure.global_sites("guide") - points))
+
+    def _refuse_minibatch(self, drawn: tuple[str, ...]) -> None:
+        for term in self.pilot.runs[0].terms:
+            for frame in term.site["cond_indep_stack"]:
+                if is_subsampled(frame):
+                    raise ValueError(
+                        f"the guide's site{named(drawn)} drawn once for all data, so the evidence "
+                        f"is one number for all of them, but plate '{frame.name}' is subsampled "
+                        f"({frame.size} of {frame.full_size}). Pass the full data; or joint=False, "
+                        f"for the evidence of each datum given one draw of the site"
+                        f"{'s' if len(drawn) > 1 else ''}"
+                    )
+
+    def _check_draws(self, points: frozenset[str]) -> None:
+        if not any(t.in_guide and is_random(t.site) for t in self.pilot.runs[0].terms):
+            what = f" (its site{named(tuple(sorted(points)))} a point mass)" if points else ""
+            raise ValueError(
+                f"the guide draws no random latent{what}, and importance sampling from a single "
+                f"point says nothing about the evidence: use a guide that draws, such as "
+                f"AutoNormal"
+            )
+
+    def _check_blocks(self) -> None:
+        terms = self.pilot.runs[0].terms
+        if not self.pilot.blocks:
+            plate = next(f for t in terms for f in t.site["cond_indep_stack"] if is_subsampled(f))
+            raise ValueError(
+                f"no latent of the guide can be weighed by itself, because the subsampled plate "
+                f"'{plate.name}' ({plate.size} of {plate.full_size}) does not enclose them: pass "
+                f"the full data"
+            )
+
+    def _refuse_local_points(self, points: frozenset[str]) -> None:
+        structure = self.pilot.structure
+        for name in sorted(points):
+            b = structure.block_of.get(FactorKey("guide", name))
+            if b is not None and structure.blocks[b].plates:
+                raise ValueError(
+                    f"site '{name}' of the guide is a point mass inside of the data's plates: "
+                    f"importance sampling never sees any other value of it. Give it a "
+                    f"distribution, or observe it in the model"
+                )
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise a ValueError unless ``value`` is an int of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")

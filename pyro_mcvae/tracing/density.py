@@ -1,0 +1,151 @@
+"""The log weight of a pair of programs as a density that chains move in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from pyro.poutine.runtime import _PYRO_STACK
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from pyro_mcvae.kernels.base import State, finite
+from pyro_mcvae.tracing.log_weight import Evaluation, LogWeight
+from pyro_mcvae.tracing.runs import Programs, Run
+
+__all__ = ["ChainDensity", "check_continuous", "named", "outside_inference_mode"]
+
+# A chain that diverges gets no further than this: programs there raise errors of their own (an
+# infinite mean, say) for all data at once. Such a state has weight zero, so that it is rejected by
+# adjusted kernels and reported by unadjusted ones.
+_FAR = 1e6
+
+
+class ChainDensity:
+    r"""
+    :math:`(\log \text{base}, \log w)` with their gradients, as a function from positions to states.
+
+    :param LogWeight log_weight: made by ``LogWeight(..., differentiable=True)``, where gradients
+        are enabled if ``needs_gradient`` or ``gradient`` asks for them.
+    :param bool needs_gradient: whether the kernel asks for gradients.
+    :param str gradient: ``"full"``, states keep their graphs; ``"reweighted"``, only the first draw
+        does; or ``"none"``.
+    :param bool recompute: run each evaluation again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        log_weight: LogWeight,
+        needs_gradient: bool,
+        gradient: str = "none",
+        recompute: bool = False,
+    ) -> None:
+        self.log_weight = log_weight
+        self.gradient = gradient
+        self._kernel_gradient = needs_gradient
+        self._recompute = recompute and gradient == "full"
+        self._latest = log_weight.first
+
+    @property
+    def runs(self) -> list[Run]:
+        """The first and the last evaluation, to name a site that is not finite."""
+        first = self.log_weight.first
+        latest = [] if self._latest is first else self._latest.sample.runs
+        return [*first.sample.runs, *latest]
+
+    def start(self) -> State:
+        """The first draw."""
+        if self._kernel_gradient and self.log_weight.entangled:
+            # Forward and reverse moves must follow one gradient: the partial derivatives.
+            return self(self.log_weight.coordinates)
+        with torch.set_grad_enabled(self.gradient != "none" or self._kernel_gradient):
+            return self._state(self.log_weight.coordinates, self.log_weight.first)
+
+    def __call__(self, position: Tensor) -> State:
+        if not self._recompute:
+            return self._evaluate(position)
+        # Handlers around the loss are gone when the backward pass runs the programs again.
+        contexts = nullcontext(), _Handlers()
+        state: State = checkpoint(
+            self._evaluate, position, use_reentrant=False, context_fn=lambda: contexts
+        )
+        return state
+
+    def _evaluate(self, position: Tensor) -> State:
+        full = self.gradient == "full"
+        with torch.set_grad_enabled(full or self._kernel_gradient):
+            if not full:
+                position = position.detach()
+            if self._kernel_gradient and not position.requires_grad:
+                position = position.clone().requires_grad_()
+            near = position.abs() <= _FAR
+            self._latest = self.log_weight(torch.where(near, position, 0.0))
+            return self._state(position, self._latest, near)
+
+    def _state(self, position: Tensor, at: Evaluation, near: Tensor | None = None) -> State:
+        full = self.gradient == "full"
+        gradients: tuple[Tensor | None, Tensor | None] = None, None
+        if self._kernel_gradient:
+            again = self.gradient == "reweighted" and at is self.log_weight.first
+            found = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
+            gradients = finite(found[0]), finite(found[1])
+        log_weight = at.log_weight
+        if near is not None:
+            log_weight = torch.where(near.all(-1), log_weight, -math.inf)
+        state = State(position, at.log_base, log_weight, *gradients)
+        if full:
+            return state
+        return state._replace(
+            **{n: t.detach() for n, t in state._asdict().items() if t is not None}
+        )
+
+
+class _Handlers:
+    """Pyro's handlers as they were when this was made; may be entered again."""
+
+    def __init__(self) -> None:
+        self._then = list(_PYRO_STACK)
+        self._now: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._now = list(_PYRO_STACK)
+        _PYRO_STACK[:] = self._then
+
+    def __exit__(self, *error: object) -> None:
+        _PYRO_STACK[:] = self._now
+
+
+def check_continuous(log_weight: LogWeight, objective: str) -> None:
+    """
+    Check that every latent can be moved along gradients.
+
+    :raises ValueError: naming the discrete sites.
+    """
+    if log_weight.discrete:
+        raise ValueError(
+            f"{objective} moves latents along gradients, but the guide's site"
+            f"{named(log_weight.discrete)} discrete: sum discrete sites with "
+            f"TraceRaoBlackwell_ELBO, weigh them with TraceIWAE_ELBO, or marginalise them "
+            f"in the model"
+        )
+
+
+def named(names: tuple[str, ...]) -> str:
+    """Sites and their verb, as in "s 'a', 'b' are", to follow "site"."""
+    quoted = ", ".join(f"'{n}'" for n in names)
+    return f" {quoted} is" if len(names) == 1 else f"s {quoted} are"
+
+
+@contextmanager
+def outside_inference_mode(programs: Programs) -> Iterator[Programs]:
+    """Chains differentiate, which inference mode forbids: leave it, with copies of the data."""
+    if not torch.is_inference_mode_enabled():
+        yield programs
+        return
+    with torch.inference_mode(False):
+        args, kwargs = tree_map_only(Tensor, Tensor.clone, (programs.args, programs.kwargs))
+        yield Programs(programs.model, programs.guide, args, kwargs)
