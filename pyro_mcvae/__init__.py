@@ -1,5 +1,6 @@
 """Monte Carlo objectives for Pyro: drop-in losses for latent-variable models."""
 
+from pyro_mcvae.baselines.monte_carlo_em import MonteCarloEM
 from pyro_mcvae.baselines.relaxed import REBAR, RELAX, GumbelSoftmax
 from pyro_mcvae.baselines.score_function import (
     NVIL,
@@ -65,6 +66,7 @@ __all__ = [
     "LeaveOneOut",
     "LinearSchedule",
     "MonteCarloELBO",
+    "MonteCarloEM",
     "Mutation",
     "OnePointCrossover",
     "Parents",

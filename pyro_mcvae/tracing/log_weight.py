@@ -235,9 +235,16 @@ class LogWeight:
         :param coordinates: shape ``[K, *plates, D]``.
         :returns: shape ``[K, *plates]``.
         """
-        count = len(coordinates)
-        sample, _ = self._run(self._unpack(coordinates.detach()), count, cut=True)
-        return sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+        return self.at_rest(coordinates).local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+
+    def at_rest(self, coordinates: Tensor) -> Sample:
+        """
+        Both programs at latents that stay fixed: these have no gradient to the guide.
+
+        :param coordinates: shape ``[K, *plates, D]``.
+        """
+        sample, _ = self._run(self._unpack(coordinates.detach()), len(coordinates), cut=True)
+        return sample
 
     @cached_property
     def _at_model(self) -> list[dict[str, Tensor]]:
