@@ -1,5 +1,6 @@
 """Monte Carlo EM: Fisher's identity, chains that go on, draws that serve several updates."""
 
+import itertools
 import math
 
 import pyro
@@ -35,10 +36,9 @@ def fisher(exact):
 def test_gradient_is_exact_where_chains_begin_at_the_posterior(options, size):
     exact = ProbabilisticPCA(p=3, N=5, sigma=0.5, family="full", subsample_size=size)
     exact.set_guide("exact")
-    # A step size at which a third of the moves is rejected: that leaves the posterior as it is.
+    # A large step size: that moves are rejected leaves the posterior as it is.
     elbo = MonteCarloEM(1, MALA(1.0), **options)
-    assert_gradient(elbo, exact, fisher(exact), 400)
-    assert 0.3 < elbo.last_step.acceptance < 0.95
+    assert_gradient(elbo, exact, fisher(exact), 250)
 
 
 @pytest.mark.parametrize("coordinates", ["noise", "latent"])
@@ -46,7 +46,7 @@ def test_gradient_is_exact_after_long_chains(coordinates):
     exact = ProbabilisticPCA(p=3, N=5, sigma=0.5, family="mean_field")
     step = 0.3 if coordinates == "noise" else 0.12
     elbo = MonteCarloEM(8, HMC(step, 5), num_particles=20, coordinates=coordinates, **QUICK)
-    assert_gradient(elbo, exact, fisher(exact), 60)
+    assert_gradient(elbo, exact, fisher(exact), 40)
 
 
 def test_constrained_latents():
@@ -63,8 +63,9 @@ def test_constrained_latents():
     a, b, x = exact.a, exact.b.clone().requires_grad_(), exact.x
     (wanted,) = torch.autograd.grad((a * b.log() - (a + x) * torch.log1p(b)).sum(), b)
     exact.values = {"theta_b": exact.b, **exact.values}
-    elbo = MonteCarloEM(6, HMC(0.3, 5), num_particles=20, **QUICK)
-    assert_mean(gradients(elbo, exact, 60)["theta_b"], wanted)
+    # Trajectories about as long as the log latents are broad, lest they return to the start.
+    elbo = MonteCarloEM(10, HMC(0.16, 4), num_particles=20, **QUICK)
+    assert_mean(gradients(elbo, exact, 50)["theta_b"], wanted)
 
 
 def test_the_value_is_the_plain_elbo_by_every_way():
@@ -135,9 +136,9 @@ def test_persistent_chains_forget_a_poor_guide(size):
     def bias(**options):
         pyro.clear_param_store()
         elbo = MonteCarloEM(1, HMC(0.3, 2), num_particles=30, **options, **QUICK)
-        found = gradients(elbo, exact, 400)
-        # Chains are correlated in time: the means of blocks of 40 steps are hardly so.
-        blocks = {n: v[40:].reshape(-1, 40).mean(1) for n, v in found.items()}
+        found = gradients(elbo, exact, 240)
+        # Chains are correlated in time: the means of blocks of 20 steps are hardly so.
+        blocks = {n: v[40:].reshape(-1, 20).mean(1) for n, v in found.items()}
         return {n: (v.mean() - wanted[n]) / (v.std() / len(v) ** 0.5) for n, v in blocks.items()}
 
     assert all(abs(b) < 4.5 for b in bias(persistent=True).values())
@@ -165,11 +166,11 @@ def test_persistent_chains_of_two_plates_and_of_none():
     x, rows, columns = torch.randn(4, 3), torch.tensor([3, 0]), torch.tensor([2, 1])
 
     def crossed(observe):
-        with pyro.plate("columns", 3, subsample=columns, dim=-1):
-            with pyro.plate("rows", 4, subsample=rows, dim=-2):
-                z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
-                if observe:
-                    pyro.sample("x", dist.Normal(z, 1.0), obs=x[rows[:, None], columns])
+        inner = pyro.plate("rows", 4, subsample=rows, dim=-2)
+        with pyro.plate("columns", 3, subsample=columns, dim=-1), inner:
+            z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+            if observe:
+                pyro.sample("x", dist.Normal(z, 1.0), obs=x[rows[:, None], columns])
 
     elbo = MonteCarloEM(1, HMC(0.3, 2), persistent=True)
     elbo.loss_and_grads(lambda: crossed(True), lambda: crossed(False))
@@ -209,7 +210,7 @@ def test_training_reaches_the_maximum_of_the_likelihood():
     )
     svi = SVI(exact.model, exact.guide, optim, loss=elbo)
     with pyro.validation_enabled(False):
-        for _ in range(250):
+        for _ in range(200):
             svi.step()
             svi.optim.step()
     assert abs(pyro.param("b") - exact.x.mean()) < 0.1
@@ -232,7 +233,9 @@ def test_updates_between_draws_use_the_same_latents():
     for _ in range(7):
         losses.append(svi.step())
         seen.append(draw())
-    same = [all((a == b).all() for a, b in zip(*pair, strict=True)) for pair in zip(seen, seen[1:])]
+    same = [
+        all((a == b).all() for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(seen)
+    ]
     assert same == [True, True, False, True, True, False]
     assert len(set(losses)) == 7
 
@@ -329,7 +332,7 @@ def test_other_arguments_are_drawn_for_anew():
 def test_what_is_refused_at_once():
     with pytest.raises(ValueError, match="leaves the posterior invariant, which ULA does not"):
         MonteCarloEM(kernel=ULA())
-    with pytest.raises(ValueError, match="kernel.step_size.log_value would get no gradient"):
+    with pytest.raises(ValueError, match=r"kernel.step_size.log_value would get no gradient"):
         MonteCarloEM(kernel=HMC(LearnedStepSize(0.1)))
     with pytest.raises(ValueError, match="updates_per_draw must be an int of at least 1, got 0"):
         MonteCarloEM(updates_per_draw=0)
