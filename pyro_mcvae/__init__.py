@@ -17,6 +17,10 @@ from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
+from pyro_mcvae.evaluation.low_dimensional import (
+    LowDimensionalEvidence,
+    low_dimensional_evidence,
+)
 from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.search import PriorDraws
@@ -65,6 +69,7 @@ __all__ = [
     "LearnedStepSize",
     "LeaveOneOut",
     "LinearSchedule",
+    "LowDimensionalEvidence",
     "MonteCarloELBO",
     "MonteCarloEM",
     "Mutation",
@@ -89,6 +94,7 @@ __all__ = [
     "UniformParents",
     "WakeSleep",
     "load_checkpoint",
+    "low_dimensional_evidence",
     "save_checkpoint",
 ]
 

@@ -186,6 +186,17 @@ class LogWeight:
             ]
         )
 
+    @cached_property
+    def active(self) -> Tensor:
+        """
+        1 for coordinates that are part of the weight; 0 for masked ones, and for those that fill
+        up shorter vectors where the blocks' lengths differ. Shape ``[K, *plates, D]``.
+        """
+        if self.free is not None:
+            return self.free
+        parts = [{n: torch.ones_like(r[n][1]) for n in self._packing.sites} for r in self._records]
+        return self._pack(parts)
+
     def gradients(
         self, at: Evaluation, create_graph: bool = True, retain_graph: bool = True
     ) -> tuple[Tensor, Tensor]:

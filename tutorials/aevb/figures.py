@@ -26,6 +26,8 @@ from matplotlib.ticker import FuncFormatter
 from torch import Tensor
 from tqdm import tqdm
 
+from pyro_mcvae import low_dimensional_evidence
+
 FIGURES = {
     "bound": {"objectives": "Wake-Sleep,AEVB", "latent": [3, 10, 20], "hidden": 200},
     "marginal": {"objectives": "Wake-Sleep,MCEM,AEVB", "latent": [3], "hidden": 100},
@@ -62,8 +64,6 @@ def marks(first: float, last: float, count: int) -> list[int]:
 def judge(figure: str, vae: VAE, x: Tensor, name: str) -> tuple[float, float]:
     if figure == "bound":
         return bound(vae, x)
-    from pyro_mcvae.evaluation.low_dimensional import low_dimensional_evidence
-
     # Monte Carlo EM has no encoder to begin the chains of the estimate with.
     guide = vae.prior if name == "MCEM" else vae.guide
     found = low_dimensional_evidence(
