@@ -1,5 +1,6 @@
 """Monte Carlo objectives for Pyro: drop-in losses for latent-variable models."""
 
+from pyro_mcvae.baselines.monte_carlo_em import MonteCarloEM
 from pyro_mcvae.baselines.relaxed import REBAR, RELAX, GumbelSoftmax
 from pyro_mcvae.baselines.score_function import (
     NVIL,
@@ -18,6 +19,10 @@ from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
 from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence
 from pyro_mcvae.evaluation.loader import log_evidence_loader
+from pyro_mcvae.evaluation.low_dimensional import (
+    LowDimensionalEvidence,
+    low_dimensional_evidence,
+)
 from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.search import PriorDraws
@@ -67,7 +72,9 @@ __all__ = [
     "LeaveOneOut",
     "LinearSchedule",
     "LogEvidence",
+    "LowDimensionalEvidence",
     "MonteCarloELBO",
+    "MonteCarloEM",
     "Mutation",
     "OnePointCrossover",
     "Parents",
@@ -92,6 +99,7 @@ __all__ = [
     "load_checkpoint",
     "log_evidence",
     "log_evidence_loader",
+    "low_dimensional_evidence",
     "save_checkpoint",
 ]
 

@@ -198,6 +198,17 @@ class LogWeight:
             ]
         )
 
+    @cached_property
+    def active(self) -> Tensor:
+        """
+        1 for coordinates that are part of the weight; 0 for masked ones, and for those that fill
+        up shorter vectors where the blocks' lengths differ. Shape ``[K, *plates, D]``.
+        """
+        if self.free is not None:
+            return self.free
+        parts = [{n: torch.ones_like(r[n][1]) for n in self._packing.sites} for r in self._records]
+        return self._pack(parts)
+
     def gradients(
         self, at: Evaluation, create_graph: bool = True, retain_graph: bool = True
     ) -> tuple[Tensor, Tensor]:
@@ -247,9 +258,16 @@ class LogWeight:
         :param coordinates: shape ``[K, *plates, D]``.
         :returns: shape ``[K, *plates]``.
         """
-        count = len(coordinates)
-        sample, _ = self._run(self._unpack(coordinates.detach()), count, cut=True)
-        return sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+        return self.at_rest(coordinates).local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+
+    def at_rest(self, coordinates: Tensor) -> Sample:
+        """
+        Both programs at latents that stay fixed: these have no gradient to the guide.
+
+        :param coordinates: shape ``[K, *plates, D]``.
+        """
+        sample, _ = self._run(self._unpack(coordinates.detach()), len(coordinates), cut=True)
+        return sample
 
     @cached_property
     def _at_model(self) -> list[dict[str, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pyro
@@ -24,8 +25,10 @@ from pyro_mcvae.tracing.runs import (
     collect,
     nesting_of,
     run_pair,
+    with_changes,
 )
 from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.sites import is_latent
 from pyro_mcvae.tracing.structure import (
     FactorKey,
     Structure,
@@ -136,8 +139,31 @@ class Tracer:
         :param latents: for each run of ``sample``, by guide site, what changes there: its value,
             and annotations.
         """
+        runs, same = self._run_again(programs, sample, latents)
+        return sample.again(runs) if same else self.arrange(programs, runs)
+
+    def model_again(self, programs: Programs, sample: Sample) -> Sample | None:
+        """
+        Run the model alone at the very draws of ``sample``, of which no gradient is left.
+
+        :returns: a sample with the terms of the model only, or None if the model shows other sites.
+        """
+        bare = []
+        for run in sample.runs:
+            nodes = run.guide_trace.nodes
+            draws = {n: {"value": nodes[n]["value"].detach()} for n in nodes if is_latent(nodes[n])}
+            terms = [t for t in run.terms if not t.in_guide]
+            trace = with_changes(run.guide_trace, draws)
+            bare.append(replace(run, guide_trace=trace, terms=terms))
+        alone = sample.again(bare)
+        runs, same = self._run_again(programs, alone, [{} for _ in bare])
+        return sample.again(runs) if same else None
+
+    def _run_again(
+        self, programs: Programs, sample: Sample, changes: Iterable[dict[str, dict[str, Any]]]
+    ) -> tuple[list[Run], bool]:
         runs, same = [], True
-        for run, values in zip(sample.runs, latents, strict=True):
+        for run, values in zip(sample.runs, changes, strict=True):
             leading = None
             if run.leading is not None:
                 skip = self._skip(sample.structure)[1]
@@ -145,7 +171,7 @@ class Tracer:
             again, alike = run_again(programs, run, values, leading)
             runs.append(again)
             same = same and alike
-        return sample.again(runs) if same else self.arrange(programs, runs)
+        return runs, same
 
     def vectorizes(self, count: int) -> bool:
         """Whether that many particles share one run."""

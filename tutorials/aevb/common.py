@@ -1,0 +1,202 @@
+"""What the experiment of Kingma and Welling (2014) is made of: images, a VAE, three objectives."""
+
+import gzip
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import SVI
+from torch import Tensor, nn
+
+from pyro_mcvae import MonteCarloEM, TraceSGVB_ELBO, WakeSleep
+
+# How many steps use one minibatch: Monte Carlo EM's posterior draws serve 5 updates (appendix E).
+UPDATES = {"MCEM": 5}
+
+# Of Adagrad: each the best of 0.005, 0.01 and 0.02 in the first few thousand steps on MNIST.
+LEARNING_RATES = {"AEVB": 0.02, "Wake-Sleep": 0.005, "MCEM": 0.02}
+
+OBJECTIVES: dict[str, Callable[[], Any]] = {
+    "AEVB": lambda: TraceSGVB_ELBO(max_plate_nesting=1),
+    "Wake-Sleep": lambda: WakeSleep(max_plate_nesting=1),
+    "MCEM": lambda: MonteCarloEM(
+        updates_per_draw=UPDATES["MCEM"], persistent=True, max_plate_nesting=1
+    ),
+}
+
+
+class VAE(nn.Module):
+    """
+    Multilayer perceptrons of one hidden layer as encoder and decoder (appendix C).
+
+    model: z ~ Normal(0, I), x | z ~ Bernoulli or Normal; guide: z | x ~ Normal. Binary pixels have
+    a Bernoulli decoder, gray ones a Gaussian decoder whose means lie in the unit interval.
+    """
+
+    def __init__(self, num_pixels: int, num_hidden: int, num_latents: int, binary: bool) -> None:
+        super().__init__()
+        self.num_latents, self.binary = num_latents, binary
+        self.encoder = nn.Sequential(
+            nn.Linear(num_pixels, num_hidden), nn.Tanh(), nn.Linear(num_hidden, 2 * num_latents)
+        )
+        self.decoder = nn.Sequential(
+            nn.Linear(num_latents, num_hidden),
+            nn.Tanh(),
+            nn.Linear(num_hidden, num_pixels if binary else 2 * num_pixels),
+        )
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.01)
+
+    def model(self, x: Tensor, rows: Tensor | None = None, size: int | None = None) -> None:
+        """``rows`` are the places of the images ``x`` among the ``size`` of the data set."""
+        pyro.module("decoder", self.decoder)
+        with pyro.plate("data", size or len(x), subsample=rows, dim=-1):
+            z = pyro.sample("z", dist.Normal(x.new_zeros(self.num_latents), 1.0).to_event(1))
+            pyro.sample("x", self.likelihood(z), obs=x)
+
+    def likelihood(self, z: Tensor) -> Any:
+        found = self.decoder(z)
+        if self.binary:
+            return dist.Bernoulli(logits=found).to_event(1)
+        mean, log_variance = found.chunk(2, dim=-1)
+        return dist.Normal(mean.sigmoid(), (0.5 * log_variance).exp()).to_event(1)
+
+    def guide(self, x: Tensor, rows: Tensor | None = None, size: int | None = None) -> None:
+        pyro.module("encoder", self.encoder)
+        with pyro.plate("data", size or len(x), subsample=rows, dim=-1):
+            loc, log_scale = self.encoder(x).chunk(2, dim=-1)
+            pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
+
+    def prior(self, x: Tensor, rows: Tensor | None = None, size: int | None = None) -> None:
+        """The guide of Monte Carlo EM, which has no encoder: where chains begin."""
+        with pyro.plate("data", size or len(x), subsample=rows, dim=-1):
+            pyro.sample("z", dist.Normal(x.new_zeros(self.num_latents), 1.0).to_event(1))
+
+
+# --- The data -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Data:
+    """Images, one per row: pixels 0 or 1 (``binary``), or gray values in [0, 1]."""
+
+    name: str
+    train: Tensor
+    test: Tensor
+    binary: bool
+
+
+def load(name: str, root: Path | None) -> Data:
+    """
+    The images; binarized once, since chains need data that stay as they are.
+
+    :param name: ``digits`` (of scikit-learn, 8x8), ``mnist``, or ``frey`` (28x20, gray).
+    :param root: the folder with ``MNIST/raw/*.gz`` or ``frey/frey_rawface.mat``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    if name == "mnist":
+        train, test = (_read_mnist(_needed(root), kind) for kind in ("train", "t10k"))
+    else:
+        images = _read_frey(_needed(root)) if name == "frey" else _read_digits()
+        # The split does not depend on the seed: runs with different seeds compare.
+        images = images[torch.randperm(len(images), generator=generator)]
+        train, test = images[: -len(images) // 6], images[-len(images) // 6 :]
+    binary = name != "frey"
+    if binary:
+        train, test = (x.bernoulli(generator=generator) for x in (train, test))
+    return Data(name, train, test, binary)
+
+
+def _needed(root: Path | None) -> Path:
+    if root is None:
+        raise SystemExit("--dataset mnist and frey need --data-root, the folder of the data")
+    return root
+
+
+def _read_digits() -> Tensor:
+    from sklearn import datasets
+
+    return torch.tensor(datasets.load_digits().data, dtype=torch.float) / 16
+
+
+def _read_mnist(root: Path, kind: str) -> Tensor:
+    path = root / "MNIST" / "raw" / f"{kind}-images-idx3-ubyte.gz"
+    if not path.exists():
+        from torchvision.datasets import MNIST
+
+        MNIST(root, download=True)
+    with gzip.open(path) as file:
+        pixels = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8, offset=16)
+    return pixels.view(-1, 784).float() / 255
+
+
+def _read_frey(root: Path) -> Tensor:
+    from scipy.io import loadmat
+
+    return torch.tensor(loadmat(root / "frey" / "frey_rawface.mat")["ff"].T).float() / 255
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """One objective on its way: yields at each of the sample counts in ``marks``."""
+
+    name: str
+    vae: VAE
+    images: Tensor
+    batch_size: int
+    learning_rate: float
+    cpu_seconds: float = 0.0
+    seen: int = 0
+
+    def run(self, marks: list[int]) -> Iterator[int]:
+        """Count the training samples that were evaluated, as the paper does: B per update."""
+        pyro.clear_param_store()
+        n, times = len(self.images), UPDATES.get(self.name, 1)
+        # The prior N(0, I) of the weights, beside a loss of the whole data set.
+        options = {"lr": self.learning_rate, "weight_decay": 1.0}
+        guide = self.vae.prior if self.name == "MCEM" else self.vae.guide
+        svi = SVI(self.vae.model, guide, pyro.optim.Adagrad(options), loss=OBJECTIVES[self.name]())
+        waiting = list(marks)
+        while waiting:
+            for rows in torch.randperm(n).split(self.batch_size):
+                start = time.process_time()
+                x = self.images.index_select(0, rows)
+                for _ in range(times):
+                    svi.step(x, rows, n)
+                self.cpu_seconds += time.process_time() - start
+                self.seen += times * len(rows)
+                if self.seen >= waiting[0]:
+                    waiting.pop(0)
+                    yield self.seen
+                if not waiting:
+                    return
+
+
+def bound(vae: VAE, x: Tensor) -> tuple[float, float]:
+    """The mean lower bound per image, with its standard error over the images."""
+    elbo = TraceSGVB_ELBO(max_plate_nesting=1)
+    found = torch.cat([elbo.bounds(vae.model, vae.guide, part).per_datum for part in x.split(500)])
+    return found.mean().item(), found.std().item() / len(found) ** 0.5
+
+
+def commit() -> str:
+    """What was run, for the CSV."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def machine() -> str:
+    kind = platform.processor() or platform.machine()
+    return f"{kind}, {os.cpu_count()} cores, 1 thread, torch {torch.__version__}"

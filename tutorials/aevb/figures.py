@@ -1,0 +1,220 @@
+"""Figures 2 and 3 of Kingma and Welling (2014): AEVB, wake-sleep and Monte Carlo EM compared.
+
+``--figure bound``: the variational lower bound of training and test images over the number of
+training samples evaluated, for several dimensions of the latent space (figure 2). ``--figure
+marginal``: the marginal likelihood, estimated as in appendix D, for few and many training images
+and a latent space of 3 dimensions (figure 3). On scikit-learn's digits by default::
+
+    python tutorials/aevb/figures.py --figure bound
+    python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --hidden 500
+    python tutorials/aevb/figures.py --figure bound --dataset frey --data-root data --hidden 200
+    python tutorials/aevb/figures.py --figure marginal --dataset mnist --data-root data
+"""
+
+import argparse
+import csv
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyro
+import torch
+from common import LEARNING_RATES, OBJECTIVES, VAE, Data, Training, bound, commit, load, machine
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+from torch import Tensor
+from tqdm import tqdm
+
+from pyro_mcvae import low_dimensional_evidence
+
+FIGURES = {
+    "bound": {"objectives": "Wake-Sleep,AEVB", "latent": [3, 10, 20], "hidden": 200},
+    "marginal": {"objectives": "Wake-Sleep,MCEM,AEVB", "latent": [3], "hidden": 100},
+}
+COLORS = {"Wake-Sleep": "C2", "MCEM": "C0", "AEVB": "C3"}
+
+
+@dataclass
+class Point:
+    """One line of the CSV: a mean over images, in nats per image."""
+
+    figure: str
+    dataset: str
+    num_train: int
+    latent: int
+    hidden: int
+    objective: str
+    samples: int  # training samples evaluated
+    split: str
+    value: float
+    error: float  # standard error over the images judged
+    seed: int
+    cpu_seconds: float  # of training
+    commit: str
+    machine: str
+
+
+def marks(first: float, last: float, count: int) -> list[int]:
+    """Sample counts at which to judge, evenly spaced in their logarithm."""
+    powers = torch.linspace(0, 1, count, dtype=torch.float64)
+    return [round(first * (last / first) ** float(p)) for p in powers]
+
+
+def judge(figure: str, vae: VAE, x: Tensor, name: str) -> tuple[float, float]:
+    if figure == "bound":
+        return bound(vae, x)
+    # Monte Carlo EM has no encoder to begin the chains of the estimate with.
+    guide = vae.prior if name == "MCEM" else vae.guide
+    found = low_dimensional_evidence(
+        vae.model, guide, x, num_chains=10, num_draws=10, warmup=60, max_plate_nesting=1
+    ).log_evidence
+    return found.mean().item(), found.std().item() / len(found) ** 0.5
+
+
+def run(args: argparse.Namespace, data: Data) -> list[Point]:
+    """Train every objective in every setting, and judge it on the way."""
+    points: list[Point] = []
+    sizes = args.num_train or [len(data.train)]
+    for size in sizes:
+        train = data.train[:size]
+        judged = {"train": train[: args.judged], "test": data.test[: args.judged]}
+        for latent in args.latent:
+            for name in args.objectives:
+                pyro.set_rng_seed(args.seed)
+                vae = VAE(train.shape[-1], args.hidden, latent, data.binary)
+                rate = args.learning_rate or LEARNING_RATES[name]
+                training = Training(name, vae, train, args.batch_size, rate)
+                label = f"{data.name} {size}, {latent} latents, {name}"
+                quiet = 30 if "CI" in os.environ else 0.5
+                with tqdm(total=args.samples, desc=label, unit="x", mininterval=quiet) as bar:
+                    wanted = marks(args.first, args.samples, args.checkpoints)
+                    for seen in training.run(wanted):
+                        bar.update(seen - bar.n)
+                        for split, x in judged.items():
+                            value, error = judge(args.figure, vae, x, name)
+                            setting = (args.figure, data.name, size, latent, args.hidden, name)
+                            spent = training.cpu_seconds
+                            where = args.commit, machine()
+                            points.append(
+                                Point(*setting, seen, split, value, error, args.seed, spent, *where)
+                            )
+                        bar.set_postfix_str(f"test {points[-1].value:.1f}", refresh=False)
+                write(points, args.out / f"{args.figure}_{data.name}.csv")  # may be interrupted
+    return points
+
+
+def write(points: Sequence[Point], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(asdict(points[0])))
+        writer.writeheader()
+        writer.writerows(asdict(p) for p in points)
+
+
+def read(path: Path) -> list[Point]:
+    """A CSV of an earlier run, to draw it again."""
+    kinds = Point.__annotations__
+    with path.open() as file:
+        return [Point(**{k: kinds[k](v) for k, v in row.items()}) for row in csv.DictReader(file)]
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    """One panel per setting, with the paper's axes: the bound or the likelihood over samples."""
+    bounds = points[0].figure == "bound"
+    settings = list(dict.fromkeys((p.num_train, p.latent) for p in points))
+    figure = Figure(figsize=(3.6 * len(settings) + 1.2, 3.8), layout="constrained")
+    panels = figure.subplots(1, len(settings), sharey=bounds, squeeze=False)[0]
+    for axes, setting in zip(panels, settings, strict=True):
+        mine = [p for p in points if (p.num_train, p.latent) == setting]
+        for name in dict.fromkeys(p.objective for p in mine):
+            for split, style in (("train", "-"), ("test", "--")):
+                curve = [p for p in mine if p.objective == name and p.split == split]
+                x = torch.tensor([float(p.samples) for p in curve])
+                y, error = (
+                    torch.tensor([getattr(p, k) for p in curve]) for k in ("value", "error")
+                )
+                axes.plot(x, y, style, color=COLORS[name], lw=1.6, label=f"{name} ({split})")
+                if not bounds:
+                    axes.fill_between(x, y - error, y + error, color=COLORS[name], alpha=0.12)
+        title = f"$N_z$ = {setting[1]}" if bounds else f"$N_{{train}}$ = {setting[0]}"
+        axes.set(title=f"{points[0].dataset}, {title}")
+        axes.grid(alpha=0.3)
+        if bounds:
+            axes.set(xscale="log", xlabel="# training samples evaluated")
+        else:
+            axes.set(xlabel="# training samples evaluated (millions)")
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1e6:g}"))
+    # What comes first, an untrained model, would hide the rest.
+    late = sorted(p.value for p in points if p.samples > points[0].samples)
+    low = late[len(late) // 20]
+    margin = 0.05 * (late[-1] - low)
+    for axes in panels:
+        axes.set_ylim(low - margin, late[-1] + margin)
+    panels[0].set_ylabel("lower bound, nats" if bounds else "marginal log-likelihood, nats")
+    panels[-1].legend(fontsize="small", loc="lower right")
+    figure.savefig(path, dpi=150)
+
+
+def positive(text: str) -> int:
+    if not (value := int(float(text))) > 0:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return value
+
+
+def names(text: str) -> list[str]:
+    chosen = list(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in chosen if name not in OBJECTIVES]:
+        known = ", ".join(OBJECTIVES)
+        raise argparse.ArgumentTypeError(f"unknown objective {unknown[0]!r}; known are {known}")
+    return chosen
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--figure", choices=list(FIGURES), default="bound")
+    add("--dataset", choices=["digits", "mnist", "frey"], default="digits")
+    add("--data-root", type=Path, metavar="DIR", help="the folder of MNIST/ and frey/")
+    add("--objectives", type=names, metavar="A,B", help=f"some of {', '.join(OBJECTIVES)}")
+    add("--latent", type=positive, nargs="+", metavar="N", help="dimensions of the latent space")
+    add("--hidden", type=positive, help="units of the hidden layers")
+    add("--num-train", type=positive, nargs="+", metavar="N", help="images; default: all")
+    add("--samples", type=positive, default=200_000, help="training samples evaluated by each")
+    add("--first", type=positive, default=10_000, help="samples before the first judgement")
+    add("--checkpoints", type=positive, default=10, help="judgements on the way")
+    add("--judged", type=positive, default=1000, metavar="N", help="images, of each split")
+    add("--batch-size", type=positive, default=100)
+    add("--learning-rate", type=float, help="of Adagrad; default: each objective's own")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, default=Path("aevb"), metavar="DIR")
+    add("--redraw", action="store_true", help="draw the figure of an earlier run again")
+    add("--smoke", action="store_true", help="few images and steps, to see that it runs")
+    args = parser.parse_args(argv)
+    defaults = FIGURES[args.figure]
+    args.objectives = args.objectives or names(str(defaults["objectives"]))
+    args.latent = args.latent or defaults["latent"]
+    args.hidden = args.hidden or defaults["hidden"]
+    if args.smoke:
+        args.samples, args.first, args.checkpoints, args.judged = 1000, 100, 2, 20
+        args.latent, args.hidden, args.num_train = [2], 20, [200]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> list[Point]:
+    args = parse(argv)
+    torch.set_num_threads(1)  # CPU time compares on one thread only.
+    pyro.enable_validation(False)  # It costs a good part of a step of models this small.
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.commit = commit()  # Now: the files may change while a long run is on.
+    stem = args.out / f"{args.figure}_{args.dataset}"
+    if args.redraw:
+        points = read(stem.with_suffix(".csv"))
+    else:
+        points = run(args, load(args.dataset, args.data_root))
+    draw(points, stem.with_suffix(".png"))
+    print(f"\n{stem}.csv and {stem}.png")
+    return points
+
+
+if __name__ == "__main__":
+    main()
