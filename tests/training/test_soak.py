@@ -16,7 +16,8 @@ def judge(found, slack):
 
 
 @pytest.mark.parametrize(
-    ("name", "interface"), zip(OBJECTIVES, itertools.cycle(["svi", "module"]), strict=False)
+    ("name", "interface"),
+    list(zip(OBJECTIVES, itertools.cycle(["svi", "module"]), strict=False)),
 )
 def test_disturbed_runs_go_on(name, interface):
     judge(soak(name, interface, 60, every=6), slack=20)
