@@ -140,20 +140,26 @@ def soak(name, interface, steps, seed=0, every=50):
     """
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
+    # What was there before is not looked through again and again.
+    gc.collect()
+    gc.freeze()
     with tempfile.TemporaryDirectory() as folder:
         disturbed = Disturbed(name, interface, seed, Path(folder) / "run.pt")
-        run, count, tensors, memory = disturbed.run, 0, [], []
+        run, count, when, tensors, memory = disturbed.run, 0, 0, [], []
         for step in range(steps):
             loss = run.step()
             assert math.isfinite(loss), (step, loss)
-            if disturbed.random.random() < 1 / every:
+            if step % every == 0:
+                when = step + disturbed.random.randrange(every)
+            if step == when:
                 disturbed.disturb(KINDS[count % 3])
                 count += 1
                 check_sane(run)
-            if step and step % max(1, steps // 10) == 0:
+            if step and step % max(1, steps // 6) == 0:
                 tensors.append(alive())
                 memory.append(round(resident(), 1))
         check_sane(run)
+    gc.unfreeze()
     return {"tensors": tensors, "memory": memory, "disturbed": count, **disturbed.reports}
 
 

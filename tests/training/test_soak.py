@@ -20,7 +20,7 @@ def judge(found, slack):
     list(zip(OBJECTIVES, itertools.cycle(["svi", "module"]), strict=False)),
 )
 def test_disturbed_runs_go_on(name, interface):
-    judge(soak(name, interface, 60, every=6), slack=20)
+    judge(soak(name, interface, 30, every=5), slack=20)
 
 
 @pytest.mark.slow
