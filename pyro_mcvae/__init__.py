@@ -43,6 +43,7 @@ from pyro_mcvae.ops.mutation import InformedFlips, Mutation, Parents, SparseFlip
 from pyro_mcvae.schedules import FixedSchedule, LearnedSchedule, LinearSchedule, SigmoidSchedule
 from pyro_mcvae.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSize
 from pyro_mcvae.training.batches import RankBatches
+from pyro_mcvae.training.capture import capture
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "UniformFlips",
     "UniformParents",
     "WakeSleep",
+    "capture",
     "load_checkpoint",
     "log_evidence",
     "log_evidence_loader",

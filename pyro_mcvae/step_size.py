@@ -173,6 +173,8 @@ class AdaptiveStepSize(StepSize):
             return
         target = 0.8 if self.target_acceptance is None else self.target_acceptance
         acceptance = mean_over_ranks(acceptance)
+        # An objective that was not moved along adapts where the model is.
+        self.base, self.value = self.base.to(acceptance.device), self.value.to(acceptance.device)
         usable = acceptance.isfinite()
         change = ((acceptance - target) / (1 - target)).clamp(-2.0, 1.0)
         change = torch.where(usable, change, 0.0)

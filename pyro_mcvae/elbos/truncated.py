@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -110,10 +111,11 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             surrogate = _weighted(sample, weights, bound)
         else:
             surrogate = bound
-        if training and guide.training:
-            guide.store(runs, populations, shared=True)
         self.num_runs, self.num_evaluations = runs.num_runs, runs.num_states
-        return local_estimate(sample, bound, surrogate)
+        estimate = local_estimate(sample, bound, surrogate)
+        if training and guide.training:
+            estimate.finish = partial(guide.store, runs, populations, shared=True)
+        return estimate
 
     def _bounds(self, programs: Programs) -> Bounds:
         guide = _truncated(programs.guide)

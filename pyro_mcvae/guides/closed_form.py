@@ -38,9 +38,11 @@ class ClosedForm(ABC):
         self.count: Any = 0.0
 
     def add(self, posterior: StatePosterior) -> None:
-        """Add a minibatch's statistics."""
+        """Add a minibatch's statistics, but for those that are not finite."""
         total, count = self._statistics(posterior)
-        self.total, self.count = self.total + total, self.count + count
+        usable = total.isfinite()
+        self.total = self.total + torch.where(usable, total, 0.0)
+        self.count = self.count + torch.where(usable, count, 0.0)
 
     def update(self) -> None:
         """

@@ -191,7 +191,9 @@ def _merge(runs: JointRuns, populations: Populations, children: list[Tensor | No
     widest = max(c.shape[1] for c in children if c is not None)
     # Blocks of few moves have fewer children than others: they see some of them twice.
     wide = [
-        c if c is None or c.shape[1] == widest else c[:, torch.arange(widest) % c.shape[1]]
+        c
+        if c is None or c.shape[1] == widest
+        else c[:, torch.arange(widest, device=c.device) % c.shape[1]]
         for c in children
     ]
     sample = runs.run(wide, widest)

@@ -216,7 +216,10 @@ class TruncatedPosterior(nn.Module):
             population, rows = populations[b], runs.rows[b]
             if population is not None and rows is not None:
                 kept = self._states(layout)
-                index, packed = rows.index.to(kept.device), population.packed.to(kept)
+                index = rows.index.to(kept.device)
+                # Where the model gave NaN nothing was learned about the states.
+                usable = ~population.log_joint.isnan().any(1).to(kept.device)
+                packed = torch.where(usable[:, None, None], population.packed.to(kept), kept[index])
                 if shared:
                     index, packed = map(ranks.concat_over_ranks, (index, packed))
                 index, packed = _settle(index, packed)

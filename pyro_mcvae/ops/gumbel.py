@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
-__all__ = ["FLOOR", "conditional_gumbel", "gumbel", "straight_through"]
+__all__ = ["FLOOR", "conditional_gumbel", "gumbel", "one_hot", "straight_through"]
 
 # Stands for minus infinity: exp of it is zero, and its gradients are numbers.
 FLOOR = -1e4
@@ -19,6 +18,11 @@ def gumbel(logits: Tensor) -> Tensor:
     :param ~torch.Tensor logits: shape ``[..., K]``; the gradient passes through.
     """
     return logits.clamp_min(FLOOR) - _exponential(logits, logits.shape).log()
+
+
+def one_hot(category: Tensor, size: int) -> Tensor:
+    """Booleans ``[..., size]``; unlike PyTorch's, without a look at the values by the host."""
+    return category.unsqueeze(-1) == torch.arange(size, device=category.device)
 
 
 def conditional_gumbel(logits: Tensor, category: Tensor) -> Tensor:
@@ -43,7 +47,7 @@ def conditional_gumbel(logits: Tensor, category: Tensor) -> Tensor:
         tensor([0, 2])
     """
     logits = logits.clamp_min(FLOOR)
-    hit = one_hot(category, logits.shape[-1]).bool()
+    hit = one_hot(category, logits.shape[-1])
     log_noise = _exponential(logits, torch.broadcast_shapes(hit.shape, logits.shape)).log()
     top = logits.logsumexp(-1, keepdim=True) - log_noise
     top = torch.where(hit, top, 0.0).sum(-1, keepdim=True)

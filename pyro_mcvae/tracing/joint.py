@@ -185,12 +185,17 @@ class JointRuns:
             frame = frames[key]
             _check_size(key.name, full, frame)
             at = self.subsamples.get(key.name)
-            at = torch.arange(frame.size) if at is None else torch.as_tensor(at)
+            at = self._all(frame.size) if at is None else torch.as_tensor(at)
             _check_range(key.name, full, at)
             sizes.append(frame.size)
             index = at if index is None else index.unsqueeze(-1) * full + at
         assert index is not None
         return Rows(tuple(sizes), index.flatten())
+
+    def _all(self, size: int) -> Tensor:
+        # Where the states are: a copy from the host would have to be waited for.
+        device = next(b.device for b in self.layouts.bank if b is not None)
+        return torch.arange(size, device=device)
 
     def _vectorized(self, draw: Callable[[Any], Tensor | None], count: int) -> Run:
         try:

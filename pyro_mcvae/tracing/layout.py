@@ -12,6 +12,7 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_mcvae.ops.gumbel import one_hot
 from pyro_mcvae.ops.states import COUNT_LIMIT, StateSpace
 from pyro_mcvae.tracing.packing import Packing, SiteShape
 from pyro_mcvae.tracing.sites import PlateKey
@@ -50,7 +51,7 @@ class SiteSpec:
     def value(self, entries: Tensor) -> Tensor:
         """Entries to the site's values."""
         if self.one_hot:
-            return torch.nn.functional.one_hot(entries.long(), self.size).to(self.dtype)
+            return one_hot(entries.long(), self.size).to(self.dtype)
         return entries.to(self.dtype) + self.low if self.low else entries.to(self.dtype)
 
     def gains(self, entries: Tensor, gradient: Tensor | None) -> Tensor:

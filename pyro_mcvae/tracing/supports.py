@@ -10,9 +10,10 @@ import torch
 from pyro import distributions as dist
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
-from torch.nn.functional import logsigmoid, one_hot
+from torch.nn.functional import logsigmoid
 
 from pyro_mcvae.ops.countable import CountLaw, count_slots
+from pyro_mcvae.ops.gumbel import one_hot
 from pyro_mcvae.ops.product import product_slots
 from pyro_mcvae.ops.top_k import Slots, budget_slots, top_k_slots
 from pyro_mcvae.tracing.counts import count_law

@@ -93,7 +93,10 @@ def begin(name, rank, known=True):
             run.elbo(x, everything, SIZE)
     # What each rank draws by itself from here on is its own.
     pyro.set_rng_seed(6 if rank is None else rank)
-    module = run.elbo if rank is None else DistributedDataParallel(run.elbo)
+    # The states of all data are buffers: the ranks exchange what has changed, not all of them.
+    module = (
+        run.elbo if rank is None else DistributedDataParallel(run.elbo, broadcast_buffers=known)
+    )
     return run, x, module
 
 

@@ -1,0 +1,30 @@
+"""Long runs stay sane: NaN is reported, state stays finite, memory does not grow."""
+
+import itertools
+
+import pytest
+
+from tests.training.runs import OBJECTIVES
+from tests.training.soak import KINDS, soak
+
+
+def judge(found, slack):
+    assert all(found[kind] for kind in KINDS)
+    # As many at the end as in the beginning; a torch loop may have gradients at hand or not.
+    assert max(found["tensors"][-3:]) <= max(found["tensors"][:3])
+    assert max(found["memory"][-3:]) <= max(found["memory"][:3]) + slack
+
+
+@pytest.mark.parametrize(
+    ("name", "interface"),
+    list(zip(OBJECTIVES, itertools.cycle(["svi", "module"]), strict=False)),
+)
+def test_disturbed_runs_go_on(name, interface):
+    judge(soak(name, interface, 30, every=5), slack=20)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("interface", ["svi", "module"])
+def test_long_disturbed_runs_go_on(name, interface):
+    judge(soak(name, interface, 20_000, every=200), slack=20)
