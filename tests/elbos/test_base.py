@@ -11,7 +11,19 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule, PyroParam, PyroSample
 
-from pyro_mcvae import IndependentDraw, TraceIWAE_ELBO, TraceRaoBlackwell_ELBO, TraceSGVB_ELBO
+from pyro_mcvae import (
+    HMC,
+    MALA,
+    ULA,
+    FixedStepSize,
+    IndependentDraw,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
 from tests.estimates import take_gradients
 from tests.models import (
     BetaBernoulli,
@@ -32,6 +44,23 @@ OBJECTIVES = {
     "rb-plus-3": lambda **k: TraceRaoBlackwell_ELBO(
         0, 2, baseline=IndependentDraw(), num_particles=3, **k
     ),
+    # Step sizes are fixed: calls under one seed are compared.
+    "sis": lambda **k: TraceSIS_ELBO(2, ULA(FixedStepSize(0.05)), **k),
+    "sis-latent-multi": lambda **k: TraceSIS_ELBO(
+        2,
+        UnderdampedLangevin(FixedStepSize(0.2)),
+        num_particles=3,
+        multi_sample=True,
+        coordinates="latent",
+        **k,
+    ),
+    "sis-reweighted": lambda **k: TraceSIS_ELBO(
+        2, ULA(FixedStepSize(0.05)), num_particles=2, gradient_estimator="reweighted", **k
+    ),
+    "ais": lambda **k: TraceAIS_ELBO(2, MALA(FixedStepSize(0.1)), num_particles=3, **k),
+    "ais-multi": lambda **k: TraceAIS_ELBO(
+        2, HMC(FixedStepSize(0.2), 2), num_particles=3, multi_sample=True, **k
+    ),
 }
 MODELS = {
     "gaussian": lambda: ConjugateGaussian(N=5, subsample_size=3),
@@ -41,7 +70,17 @@ MODELS = {
     "nested": lambda: NestedGaussian(G=3, M=2),
     "chain": lambda: LinearGaussianChain(N=3, T=3),
 }
+CHAINS = [name for name in OBJECTIVES if "sis" in name or "ais" in name]
+DISCRETE = ("mixture", "beta-bernoulli")
 objectives = pytest.mark.parametrize("objective", OBJECTIVES)
+# Steps of a chain are dear: of their settings two train every time, the others in long runs.
+trained = pytest.mark.parametrize(
+    "objective",
+    [
+        pytest.param(n, marks=pytest.mark.slow if n in CHAINS and n not in ("sis", "ais") else ())
+        for n in OBJECTIVES
+    ],
+)
 modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
 
 
@@ -53,6 +92,12 @@ def test_the_three_losses_agree_under_one_seed(objective, vectorize, name):
     # Also at the very first call, before anything is known of the programs.
     elbos = [OBJECTIVES[objective](vectorize_particles=vectorize) for _ in range(4)]
     model, guide = exact.model, exact.guide
+    if objective in CHAINS and name in DISCRETE:
+        for call in (elbos[0].loss, elbos[1].loss_and_grads, elbos[2].bounds):
+            with pytest.raises(ValueError, match="guide's site 'z' is discrete"):
+                call(model, guide)
+        assert not any(grad.abs().max() > 0 for grad in take_gradients(exact).values())
+        return
 
     pyro.set_rng_seed(1)
     loss = elbos[0].loss(model, guide)
@@ -77,7 +122,7 @@ def test_the_three_losses_agree_under_one_seed(objective, vectorize, name):
     assert math.isclose(elbos[0].loss(model, guide), loss, rel_tol=1e-9)
 
 
-@objectives
+@trained
 def test_svi_steps_train_and_evaluate_without_gradients(objective):
     exact = ConjugateGaussian(N=10, subsample_size=5)
     svi = SVI(exact.model, exact.guide, pyro.optim.Adam({"lr": 0.05}), loss=OBJECTIVES[objective]())
@@ -107,7 +152,7 @@ class Decoder(PyroModule):
             pyro.sample("x", dist.Normal(self.w * z + bias, 0.5), obs=x)
 
 
-@objectives
+@trained
 def test_modules_train_with_torch_optimizers(objective):
     x = 2.0 + torch.randn(20)
     model = Decoder()
