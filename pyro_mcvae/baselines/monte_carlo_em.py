@@ -12,11 +12,12 @@ from torch.utils._pytree import tree_leaves
 from pyro_mcvae.annealing import Chain
 from pyro_mcvae.baselines.chain_states import ChainStates
 from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar, check_positive_int
-from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord, _Density
+from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
 from pyro_mcvae.elbos.plain import local_estimate
 from pyro_mcvae.kernels.base import Kernel, State, Target
 from pyro_mcvae.kernels.hmc import HMC
 from pyro_mcvae.step_size import AdaptiveStepSize
+from pyro_mcvae.tracing.density import ChainDensity
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.tracer import Draw
@@ -179,12 +180,12 @@ class MonteCarloEM(ChainELBO):
             estimate, surrogate=surrogate, runs=[*fresh.runs, *sample.runs], finish=finish
         )
 
-    def _surrogate(self, density: _Density, chain: Chain) -> Tensor:
+    def _surrogate(self, density: ChainDensity, chain: Chain) -> Tensor:
         sample = density.log_weight.at_rest(chain.state.position)
         self._latest = sample, density.log_weight
         return density.log_weight.guide_elbo().mean(0) + _model_log_prob(sample).mean(0)
 
-    def _run(self, density: _Density) -> Chain:
+    def _run(self, density: ChainDensity) -> Chain:
         first = density.log_weight.first
         log_weight = first.log_weight.detach()
         if density.gradient == "none":
