@@ -39,6 +39,19 @@ class Chain:
     infos: list[Info]
     rest: list[Tensor]
 
+    @property
+    def mean_acceptance(self) -> Tensor:
+        """
+        What step sizes adapt by, a scalar: the mean acceptance of all transitions; for unadjusted
+        kernels the geometric mean. Each of their transitions costs the bound about -log acceptance
+        nats: a few lost chains, which a mean of probabilities does not see, ruin it. The two means
+        agree where no chain is lost.
+        """
+        acceptance = torch.stack([info.acceptance for info in self.infos])
+        if self.infos[0].accepted is not None:
+            return acceptance.mean()
+        return acceptance.clamp_min(torch.finfo(acceptance.dtype).tiny).log().mean().exp()
+
 
 def anneal(
     start: State,

@@ -221,17 +221,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         state, gradient = chain.start, None
         if state.grad_base is not None and state.grad_weight is not None:
             gradient = (state.grad_base + state.grad_weight).detach()
-        self.kernel.step_size.update(self._mean_acceptance(chain), gradient)
-
-    def _mean_acceptance(self, chain: Chain) -> Tensor:
-        """What step sizes adapt by, a scalar."""
-        acceptance = torch.stack([info.acceptance for info in chain.infos])
-        if self.kernel.adjusted:
-            return acceptance.mean()
-        # Each transition of an unadjusted chain costs the bound -log acceptance nats or so: a few
-        # chains that are lost, which a mean of probabilities does not see, ruin it. The two means
-        # agree where no chain is lost.
-        return acceptance.clamp_min(torch.finfo(acceptance.dtype).tiny).log().mean().exp()
+        self.kernel.step_size.update(chain.mean_acceptance, gradient)
 
     def _backward(self, loss: Tensor) -> None:
         try:
