@@ -106,6 +106,10 @@ class Tracer:
             return self._sample_vectorized(programs, inside, draw, cut)
         return self._sample_looped(programs, inside, draw, cut)
 
+    def redraw(self, programs: Programs, sample: Sample) -> Sample:
+        """One new draw of every latent, global ones too, on the minibatch of ``sample``."""
+        return self.arrange(programs, [self._single(programs, Supply(sample.subsamples))])
+
     def resample(
         self, programs: Programs, sample: Sample, draws: list[Draw], count: int, cut: bool = False
     ) -> Sample:
@@ -143,6 +147,9 @@ class Tracer:
                 skip = self._skip(sample.structure)[1]
                 leading = LeadingPlate(run.leading, -run.nesting - 1, skip)
             again, alike = run_again(programs, run, values, leading)
+            if not alike:
+                # Another branch of the model may have latents that the guide's draws are not for.
+                check_sites(again.guide_trace, again.model_trace, self.strict_enumeration)
             runs.append(again)
             same = same and alike
         return sample.again(runs) if same else self.arrange(programs, runs)
