@@ -125,7 +125,7 @@ def _check_batches(weigher: Weigher) -> None:
         raise ValueError(
             "the latents of these programs are weighed over all data of a batch at once, and the "
             "evidence of several batches is not the sum of theirs: call log_evidence on the full "
-            "data, or pass joint=False for the evidence given a draw of the global latents for each batch"
+            "data, or pass joint=False for the evidence given a draw of the globals for each batch"
         )
 
 

@@ -91,6 +91,15 @@ class Weigher:
         runs = 1 if tracer.vectorizes(count) else count
         return tracer.resample(self.programs, self.pilot, [lambda msg: None] * runs, count)
 
+    def renew(self) -> None:
+        """Draw the global latents that are held anew, on the same minibatch."""
+        self.pilot = self._tracer(1).redraw(self.programs, self.pilot)
+
+    @property
+    def holds_draws(self) -> bool:
+        """Whether global latents were drawn once."""
+        return bool(self._drawn)
+
     def log_weight(self, count: int, **options: Any) -> LogWeight:
         """The log weight as a function of coordinates, begun at ``count`` new draws."""
         tracer = self._tracer(count)
