@@ -21,6 +21,7 @@ from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence
 from pyro_mcvae.evaluation.inference_data import to_inference_data
 from pyro_mcvae.evaluation.loader import log_evidence_loader
 from pyro_mcvae.evaluation.refine import refine
+from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
 from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.search import PriorDraws
@@ -78,6 +79,7 @@ __all__ = [
     "PriorDraws",
     "RandomWalk",
     "RankBatches",
+    "Sandwich",
     "SigmoidSchedule",
     "SparseFlips",
     "StatePosterior",
@@ -97,6 +99,7 @@ __all__ = [
     "log_evidence",
     "log_evidence_loader",
     "refine",
+    "sandwich",
     "save_checkpoint",
     "to_inference_data",
 ]

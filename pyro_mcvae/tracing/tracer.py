@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,9 +106,15 @@ class Tracer:
             return self._sample_vectorized(programs, inside, draw, cut)
         return self._sample_looped(programs, inside, draw, cut)
 
-    def redraw(self, programs: Programs, sample: Sample) -> Sample:
-        """One new draw of every latent, global ones too, on the minibatch of ``sample``."""
-        return self.arrange(programs, [self._single(programs, Supply(sample.subsamples))])
+    def single(
+        self, programs: Programs, subsamples: Minibatch, values: Mapping[str, Tensor] | None = None
+    ) -> Sample:
+        """
+        One draw of every latent, global ones too, on a given minibatch.
+
+        :param values: of guide sites that are fixed.
+        """
+        return self.arrange(programs, [self._single(programs, Supply(subsamples, values))])
 
     def resample(
         self, programs: Programs, sample: Sample, draws: list[Draw], count: int, cut: bool = False
