@@ -21,6 +21,7 @@ from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence
 from pyro_mcvae.evaluation.inference_data import to_inference_data
 from pyro_mcvae.evaluation.loader import log_evidence_loader
 from pyro_mcvae.evaluation.refine import refine
+from pyro_mcvae.evaluation.report import Report, report
 from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
 from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
@@ -79,6 +80,7 @@ __all__ = [
     "PriorDraws",
     "RandomWalk",
     "RankBatches",
+    "Report",
     "Sandwich",
     "SigmoidSchedule",
     "SparseFlips",
@@ -99,6 +101,7 @@ __all__ = [
     "log_evidence",
     "log_evidence_loader",
     "refine",
+    "report",
     "sandwich",
     "save_checkpoint",
     "to_inference_data",
