@@ -17,12 +17,17 @@ from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
+from pyro_mcvae.evaluation.draws import PosteriorDraws
 from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence
+from pyro_mcvae.evaluation.inference_data import to_inference_data
 from pyro_mcvae.evaluation.loader import log_evidence_loader
 from pyro_mcvae.evaluation.low_dimensional import (
     LowDimensionalEvidence,
     low_dimensional_evidence,
 )
+from pyro_mcvae.evaluation.refine import refine
+from pyro_mcvae.evaluation.report import Report, report
+from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
 from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.search import PriorDraws
@@ -79,9 +84,12 @@ __all__ = [
     "Mutation",
     "OnePointCrossover",
     "Parents",
+    "PosteriorDraws",
     "PriorDraws",
     "RandomWalk",
     "RankBatches",
+    "Report",
+    "Sandwich",
     "SigmoidSchedule",
     "SparseFlips",
     "StatePosterior",
@@ -102,7 +110,11 @@ __all__ = [
     "log_evidence",
     "log_evidence_loader",
     "low_dimensional_evidence",
+    "refine",
+    "report",
+    "sandwich",
     "save_checkpoint",
+    "to_inference_data",
 ]
 
 __version__ = "0.1.0"

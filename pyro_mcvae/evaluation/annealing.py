@@ -35,8 +35,14 @@ class Annealing:
         self.coordinates: Any = coordinates
         self.warmup = warmup
         step_size = self.kernel.step_size
-        if isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None:
-            step_size.per_coordinate = coordinates == "latent"
+        self._chooses = isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None
+        self.use(coordinates)
+
+    def use(self, coordinates: str) -> None:
+        """Move other coordinates; must come before the warm-up."""
+        self.coordinates = coordinates
+        if self._chooses:
+            self.kernel.step_size.per_coordinate = coordinates == "latent"  # type: ignore[assignment]
 
     @property
     def num_steps(self) -> int:

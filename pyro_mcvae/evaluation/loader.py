@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.evaluation.annealing import make_annealing
+from pyro_mcvae.evaluation.arguments import as_arguments
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.untouched import untouched
 from pyro_mcvae.evaluation.weigher import Weigher, check_count
@@ -85,7 +85,7 @@ def log_evidence_loader(
     found = []
     with untouched(model, guide, seed=seed), torch.no_grad():
         for batch in _shown(batches, progress):
-            args, kwargs = _arguments(batch if to_args is None else to_args(batch), device)
+            args, kwargs = as_arguments(batch if to_args is None else to_args(batch), device)
             with outside_inference_mode(Programs(model, guide, args, kwargs)) as programs:
                 weigher = Weigher(
                     programs,
@@ -112,21 +112,12 @@ def _shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
     return tqdm(batches, desc="log evidence", leave=False)
 
 
-def _arguments(batch: Any, device: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if device is not None:
-        batch = tree_map_only(Tensor, lambda t: t.to(device), batch)
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
-
-
 def _check_batches(weigher: Weigher) -> None:
     if any(not block.plates for block in weigher.pilot.blocks):
         raise ValueError(
             "the latents of these programs are weighed over all data of a batch at once, and the "
             "evidence of several batches is not the sum of theirs: call log_evidence on the full "
-            "data, or pass joint=False for the evidence given a draw of the globals for each "
-            "batch"
+            "data, or pass joint=False for the evidence given a draw of the globals for each batch"
         )
 
 

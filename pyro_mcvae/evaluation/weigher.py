@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -72,6 +73,8 @@ class Weigher:
         #: Latents whose values are held: point masses, and globals that were drawn once.
         self.given = tuple(sorted(points)) + drawn
         self._drawn = drawn
+        #: The same as the model's sites have them.
+        self.held = points | frozenset(drawn)
 
     @property
     def elements(self) -> int:
@@ -90,6 +93,23 @@ class Weigher:
         tracer = self._tracer(count)
         runs = 1 if tracer.vectorizes(count) else count
         return tracer.resample(self.programs, self.pilot, [lambda msg: None] * runs, count)
+
+    def on(self, programs: Programs) -> Weigher:
+        """The same for other data: the plates' minibatch and the latents that are held stay."""
+        other = copy.copy(self)
+        other.programs, other._tracers = programs, {}
+        pilot = self.pilot
+        other.pilot = other._tracer(1).single(programs, pilot.subsamples, pilot.global_values())
+        return other
+
+    def renew(self) -> None:
+        """Draw the global latents that are held anew, on the same minibatch."""
+        self.pilot = self._tracer(1).single(self.programs, self.pilot.subsamples)
+
+    @property
+    def holds_draws(self) -> bool:
+        """Whether global latents were drawn once."""
+        return bool(self._drawn)
 
     def log_weight(self, count: int, **options: Any) -> LogWeight:
         """The log weight as a function of coordinates, begun at ``count`` new draws."""

@@ -142,6 +142,7 @@ class LogWeight:
             raise ValueError(
                 "the guide draws no random latent: a guide of point masses has no coordinates"
             )
+        self._check_names(self._records, sample)
         self.coordinates = self._pack(
             [{name: at for name, (_, at) in record.items()} for record in self._records]
         )
@@ -342,7 +343,21 @@ class LogWeight:
             return self._tracer.replay(self._programs, first, latents), records
         records = [{} for _ in values]
         draws = [self._supply(v, r) for v, r in zip(values, records, strict=True)]
-        return self._tracer.resample(self._programs, first, draws, count, cut), records
+        sample = self._tracer.resample(self._programs, first, draws, count, cut)
+        self._check_names(records, first)
+        return sample, records
+
+    def _check_names(self, records: list[Record], sample: Sample) -> None:
+        """Sites that come and go with the draws have no place in a vector of coordinates."""
+        shared = sample.structure.global_sites("guide")
+        for record in records:
+            differing = (record.keys() | shared) ^ (self._packing.sites.keys() | shared)
+            if differing:
+                raise ValueError(
+                    f"guide site '{min(differing)}' is drawn in some executions and not in others, "
+                    f"so that the latents make no vector of coordinates: draw it always, and mask "
+                    f"it where it does not count, or weigh whole draws with TraceIWAE_ELBO"
+                )
 
     def _draw(self, msg: Any, record: Record) -> Tensor:
         coordinate = self._coordinate(msg)
@@ -358,6 +373,8 @@ class LogWeight:
     def _supply(self, values: dict[str, Tensor], record: Record) -> Draw:
         def draw(msg: Any) -> Tensor | None:
             if msg["name"] not in values:
+                # A site of other draws: noted, to be refused once the run is over.
+                record[msg["name"]] = self._coordinate(msg), msg["fn"].sample()
                 return None
             coordinate = self._coordinate(msg)
             at = as_shape(values[msg["name"]], msg["fn"].batch_shape + coordinate.event_shape)

@@ -269,6 +269,14 @@ def _check_batch_dims(term: Term, nesting: int) -> None:
     """Refuse particles in a dim that belongs to data, as z.sum(-1) in a model moves them there."""
     declared = {f.dim for f in term.site["cond_indep_stack"]}
     shape = term.log_prob.shape
+    outer = shape[: max(0, len(shape) - nesting - 1)]
+    if any(size != 1 for size in outer):
+        # As z.unsqueeze(-1) of a global latent makes them, by crossing the particles.
+        raise ValueError(
+            f"site '{term.key.name}' of the {term.key.program} has log_prob of shape "
+            f"{tuple(shape)}, which has dims to the left of the particles' (dim {-nesting - 1}): "
+            f"latents outside of a plate broadcast by themselves, without unsqueeze or reshape"
+        )
     for dim in range(-min(nesting, len(shape)), 0):
         if shape[dim] != 1 and dim not in declared:
             raise ValueError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -109,6 +109,16 @@ class Tracer:
             return self._sample_vectorized(programs, inside, draw, cut)
         return self._sample_looped(programs, inside, draw, cut)
 
+    def single(
+        self, programs: Programs, subsamples: Minibatch, values: Mapping[str, Tensor] | None = None
+    ) -> Sample:
+        """
+        One draw of every latent, global ones too, on a given minibatch.
+
+        :param values: of guide sites that are fixed.
+        """
+        return self.arrange(programs, [self._single(programs, Supply(subsamples, values))])
+
     def resample(
         self, programs: Programs, sample: Sample, draws: list[Draw], count: int, cut: bool = False
     ) -> Sample:
@@ -169,6 +179,9 @@ class Tracer:
                 skip = self._skip(sample.structure)[1]
                 leading = LeadingPlate(run.leading, -run.nesting - 1, skip)
             again, alike = run_again(programs, run, values, leading)
+            if not alike:
+                # Another branch of the model may have latents that the guide's draws are not for.
+                check_sites(again.guide_trace, again.model_trace, self.strict_enumeration)
             runs.append(again)
             same = same and alike
         return runs, same

@@ -566,3 +566,34 @@ def test_single_precision_programs_stay_in_single_precision(vectorize):
     evaluation = log_weight(log_weight.coordinates + 1)
     found = {log_weight.coordinates.dtype, evaluation.log_weight.dtype, evaluation.log_base.dtype}
     assert found == {torch.float32}
+
+
+def comes_and_goes(second=True):
+    n = pyro.sample("n", dist.Normal(0.0, 1.0))
+    if second:
+        pyro.sample("m", dist.Normal(n, 1.0))
+    if n > 0.5:
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+
+def test_sites_that_come_and_go_are_refused():
+    programs = Programs(comes_and_goes, comes_and_goes, (), {})
+    message = "'z' is drawn in some executions and not in others"
+    with pytest.raises(ValueError, match=message):
+        LogWeight(Tracer(20, False, math.inf, joint=True), programs)
+    log_weight = LogWeight(Tracer(1, False, math.inf, joint=True), programs)
+    present = log_weight.coordinates.shape[-1] == 3
+    other = torch.full_like(log_weight.coordinates, -1.0 if present else 1.0)
+    with pytest.raises(ValueError, match=message):
+        log_weight(other)
+
+
+def test_branches_that_a_mean_field_guide_does_not_know_are_refused():
+    programs = Programs(comes_and_goes, comes_and_goes, (False,), {})
+    pyro.enable_validation(False)
+    while True:
+        log_weight = LogWeight(Tracer(1, False, math.inf, joint=True), programs)
+        if log_weight.coordinates.shape[-1] == 1:
+            break
+    with pytest.raises(ValueError, match="'z' of the model is neither observed nor drawn"):
+        log_weight(torch.ones_like(log_weight.coordinates))

@@ -1,6 +1,7 @@
 """How often programs run, on which minibatch, with which draws, and what is refused."""
 
 import itertools
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -590,3 +591,23 @@ def test_a_minibatch_from_plates_of_two_sizes_is_refused():
 
     with pytest.raises(ValueError, match=r"plate 'data' has size 7.*minibatch of 4.*from 10"):
         TraceIWAE_ELBO(3).loss(model, guide, torch.zeros(10))
+
+
+@pytest.mark.parametrize("nesting", [1, math.inf])
+def test_draws_that_cross_the_particles_are_refused(nesting):
+    """theta.unsqueeze(-1) makes [K, 1] to [K, 1, 1], which would be summed as if it were data."""
+
+    def model():
+        theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(theta, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(3))
+
+    def guide():
+        theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(theta.unsqueeze(-1), 1.0))
+
+    tracer = Tracer(5, True, nesting, joint=True)
+    with pytest.raises(RuntimeError, match=r"log_prob of shape .* to the left of the particles"):
+        tracer.sample(Programs(model, guide, (), {}))

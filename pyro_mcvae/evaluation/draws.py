@@ -1,0 +1,138 @@
+"""Posterior draws, with what was seen on the way to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.tracing.runs import Run, Term
+from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.sites import is_latent, plate_frames
+
+__all__ = ["PosteriorDraws", "SiteDraws", "site_draws"]
+
+
+class PosteriorDraws(dict[str, Tensor]):
+    """
+    Draws of every latent of the model, by site, in its own space: shape ``[num_samples,
+    *site_shape]``, as ``pyro.infer.Predictive(model, posterior_samples=draws)`` takes them.
+
+    :ivar log_weight: of the candidate or chain that each draw is, shape ``[num_samples, *plates]``.
+    :ivar pareto_k: the tail of all candidates' weights, shape ``[*plates]``.
+    :ivar acceptance: of chains, the mean acceptance on the way to each draw, shaped as
+        ``log_weight``; None without chains.
+    :ivar step_size: of chains; None without.
+    :ivar log_likelihood: by observed site, log p(x | z) of each datum, shape ``[num_samples,
+        *batch_shape]``; 0 where it is masked.
+    :ivar observed: the observations, by site.
+    :ivar plates: the names of the plates of ``log_weight``.
+    :ivar dims: by site, the names of the plates of its batch dims, leftmost first.
+    :ivar coords: by plate, the indices of its data.
+    """
+
+    log_weight: Tensor
+    pareto_k: Tensor
+    acceptance: Tensor | None
+    step_size: Tensor | None
+    log_likelihood: dict[str, Tensor]
+    observed: dict[str, Tensor]
+    plates: tuple[str, ...]
+    dims: dict[str, tuple[str, ...]]
+    coords: dict[str, Tensor]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.log_weight)
+
+
+@dataclass
+class SiteDraws:
+    """The latents and likelihoods of one or more executions, each with the draws in front."""
+
+    latents: dict[str, Tensor] = field(default_factory=dict)
+    log_likelihood: dict[str, Tensor] = field(default_factory=dict)
+    observed: dict[str, Tensor] = field(default_factory=dict)
+    dims: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    coords: dict[str, Tensor] = field(default_factory=dict)
+
+
+def site_draws(sample: Sample) -> SiteDraws:
+    """
+    What a sample's runs drew, in the shapes of a run without particles.
+
+    :raises ValueError: if its runs have different sites.
+    """
+    found, first = SiteDraws(), sample.runs[0]
+    for name, site in _latents(first):
+        depth = site["fn"].event_dim
+        found.latents[name] = _stack(
+            sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"]
+        )
+        found.dims[name] = _dims(site)
+    for term in _observed(first):
+        name = term.key.name
+        found.log_likelihood[name] = _stack(
+            sample, name, term.site, 0, lambda run, n: _term(run, n).log_prob
+        )
+        found.observed[name] = term.site["value"]
+        found.dims[name] = _dims(term.site)
+    sites = [t.site for t in first.terms if not t.in_guide]
+    for frame in {f for site in sites for f in plate_frames(site) if f.dim is not None}:
+        index = sample.subsamples.get(frame.name)
+        if not isinstance(index, Tensor) or len(index) != frame.size:
+            index = torch.arange(frame.size)
+        found.coords[frame.name] = index
+    return found
+
+
+def _latents(run: Run) -> Iterator[tuple[str, Any]]:
+    return ((n, s) for n, s in run.model_trace.nodes.items() if is_latent(s))
+
+
+def _observed(run: Run) -> Iterator[Term]:
+    return (t for t in run.terms if not t.in_guide and t.site["is_observed"])
+
+
+def _term(run: Run, name: str) -> Term:
+    return next(t for t in run.terms if not t.in_guide and t.key.name == name)
+
+
+def _dims(site: Any) -> tuple[str, ...]:
+    names = {f.dim: f.name for f in plate_frames(site) if f.dim is not None}
+    depth = max((-d for d in names), default=0)
+    # Dims between plates, of size one, get names of their own.
+    return tuple(names.get(d, f"{site['name']}_batch_{-d}") for d in range(-depth, 0))
+
+
+def _stack(
+    sample: Sample, name: str, site: Any, event_dim: int, pick: Callable[[Run, str], Tensor]
+) -> Tensor:
+    parts = []
+    for run in sample.runs:
+        if name not in run.model_trace.nodes:
+            raise ValueError(
+                f"site '{name}' is in some draws of the model and not in others, so that their "
+                f"values have no common shape: refine programs whose sites do not depend on latents"
+            )
+        parts.append(_leading(run, pick(run, name), len(_dims(site)), event_dim))
+    shape = parts[0].shape[1:]
+    if any(p.shape[1:] != shape for p in parts):
+        raise ValueError(
+            f"site '{name}' has another shape in each draw of the model, such as {tuple(shape)}: "
+            f"refine programs whose plates do not depend on latents"
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _leading(run: Run, value: Tensor, depth: int, event_dim: int) -> Tensor:
+    """``[lead, *natural shape]`` of a value that may have ones between, or no leading dim."""
+    inner = value.shape[max(0, value.dim() - event_dim - depth) :]
+    batch = value.dim() - event_dim
+    if run.leading is None or batch <= run.nesting:
+        value = value.reshape(inner).unsqueeze(0)
+        return value.expand(run.leading or 1, *inner)
+    return value.expand(run.leading, *value.shape[1:]).reshape(run.leading, *inner)

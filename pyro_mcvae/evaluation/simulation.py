@@ -1,0 +1,201 @@
+"""Data simulated from a model, with the latents that they came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import distributions as dist
+from pyro import poutine
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+from torch.distributions import biject_to
+from torch.utils._pytree import tree_map_only
+
+from pyro_mcvae.evaluation.arguments import as_arguments
+from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.handlers import Supply
+from pyro_mcvae.tracing.runs import Programs, Run, model_term
+from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.sites import inner_scale, is_delta, is_latent, is_random, is_scored
+from pyro_mcvae.tracing.structure import FactorKey
+
+__all__ = ["Simulation", "check_density", "guide_values", "simulate"]
+
+ToArgs = Callable[[dict[str, Tensor]], Any]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """
+    :ivar programs: model and guide on the simulated data.
+    :ivar latents: the latents that these came from, by the model's site: an exact posterior draw.
+    :ivar trace: the model's execution that drew both.
+    """
+
+    programs: Programs
+    latents: dict[str, Tensor]
+    trace: Trace
+
+
+def simulate(
+    programs: Programs, pilot: Sample, held: frozenset[str], to_args: ToArgs | None
+) -> Simulation:
+    """
+    Draw latents from the prior, then observations.
+
+    :param pilot: an execution on the user's data, for its minibatch and its held latents.
+    :param held: latents that keep the pilot's values.
+    :param to_args: maps the observations, by site, to the programs' arguments. None: arguments that
+        are an observed tensor are replaced by the simulated one.
+    :raises ValueError: for models that no data can be drawn from, naming the site; and where it is
+        not clear how the data reach the programs.
+    """
+    nodes = pilot.runs[0].model_trace.nodes
+    for name, site in nodes.items():
+        if is_scored(site):
+            _check_generative(name, site)
+    values = {n: nodes[n]["value"] for n in held if n in nodes}
+    with Supply(pilot.subsamples, values), poutine.trace() as tracer:
+        poutine.uncondition(programs.model)(*programs.args, **programs.kwargs)
+    drawn = {n: s["value"] for n, s in tracer.trace.nodes.items() if is_scored(s)}
+    observed = {n: s["value"] for n, s in nodes.items() if is_scored(s) and s["is_observed"]}
+    data = {n: drawn[n] for n in observed}
+    latents = {n: v for n, v in drawn.items() if n not in observed}
+    if to_args is not None:
+        args, kwargs = as_arguments(to_args(data))
+    else:
+        args, kwargs = _replaced(programs, observed, data)
+    model = poutine.condition(programs.model, data=data)
+    found = Programs(model, programs.guide, args, kwargs)
+    return Simulation(found, latents, tracer.trace)
+
+
+def check_density(simulation: Simulation, run: Run) -> None:
+    """
+    Check that the model on the simulated data is the one that drew them.
+
+    :param run: an execution at the simulated latents.
+    :raises ValueError: naming a site whose density is another one.
+    """
+    for term in run.terms:
+        site = simulation.trace.nodes.get(term.key.name)
+        if term.in_guide or site is None:
+            continue
+        expected = model_term(site).log_prob.sum()
+        leads = run.leading is not None and term.log_prob.dim() > run.nesting
+        found = term.log_prob.sum() / (len(term.log_prob) if leads else 1)
+        if not torch.allclose(found, expected.to(found), rtol=1e-3, atol=1e-3):
+            raise ValueError(
+                f"the density of site '{term.key.name}' of the model is {float(found):.4g} on the "
+                f"simulated data, but was {float(expected):.4g} when they were drawn: the model "
+                f"reads its data other than through obs=, or its arguments were not replaced; pass "
+                f"to_args=..., which maps the simulated observations to all arguments"
+            )
+
+
+def _check_generative(name: str, site: Any) -> None:
+    fn = site["fn"]
+    while not isinstance(fn, dist.Unit) and hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    if isinstance(fn, dist.Unit):
+        raise ValueError(
+            f"site '{name}' of the model is a pyro.factor, which no data can be drawn from: write "
+            f"it as a distribution with obs="
+        )
+    scale = inner_scale(site)
+    if bool(torch.as_tensor(scale != 1.0).any()):
+        raise ValueError(
+            f"site '{name}' of the model is scaled by poutine.scale, so that the model is no "
+            f"distribution that data can be drawn from: leave the scale out"
+        )
+
+
+def _replaced(
+    programs: Programs, observed: dict[str, Tensor], data: dict[str, Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    found: set[str] = set()
+
+    def replace(tensor: Tensor) -> Tensor:
+        for name, value in observed.items():
+            if _is_same(tensor, value):
+                found.add(name)
+                return data[name]
+        return tensor
+
+    args, kwargs = tree_map_only(Tensor, replace, (programs.args, programs.kwargs))
+    missing = sorted(observed.keys() - found)
+    if missing:
+        raise ValueError(
+            f"the observation of site '{missing[0]}' is none of the programs' arguments, so it is "
+            f"not clear how the guide sees simulated data: pass to_args=..., which maps a dict of "
+            f"the simulated observations {sorted(observed)} to the arguments (to_args=lambda data: "
+            f"args, if guide and model do not read the data from them)"
+        )
+    return args, kwargs
+
+
+def _is_same(a: Tensor, b: Any) -> bool:
+    if a is b:
+        return True
+    return (
+        isinstance(b, Tensor)
+        and a.shape == b.shape
+        and a.numel() > 0
+        and a.dtype == b.dtype
+        and a.stride() == b.stride()
+        and a.data_ptr() == b.data_ptr()
+    )
+
+
+def guide_values(
+    programs: Programs, pilot: Sample, latents: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """
+    The values of the guide's random sites at which its latents are the given ones.
+
+    AutoGuides draw auxiliary sites, of which the latents are functions: a site is inverted where
+    it holds the unconstrained values of the latents that follow from it, side by side.
+
+    :param pilot: an execution of both programs.
+    :raises ValueError: naming an auxiliary site that holds anything else.
+    """
+    run = pilot.runs[0]
+    sites = {n: s for n, s in run.guide_trace.nodes.items() if is_latent(s)}
+    random = [n for n, s in sites.items() if is_random(s)]
+    found = {n: latents[n] for n in random if n in latents}
+    missing = [n for n in random if n not in latents]
+    if not missing:
+        return found
+    parents = scout.find_dependencies(programs, frozenset(random), pilot.subsamples).factors
+    for name in missing:
+        follow = [
+            n
+            for n, s in sites.items()
+            if is_delta(s["fn"]) and n in latents and name in parents.get(FactorKey("guide", n), ())
+        ]
+        shape = sites[name]["value"].shape
+        now = {n: run.guide_trace.nodes[n]["value"] for n in follow}
+        again = _unconstrained(run, follow, now, shape)
+        if again is None or not torch.allclose(again, sites[name]["value"], rtol=1e-3, atol=1e-4):
+            raise ValueError(
+                f"the guide's auxiliary site '{name}' is not the unconstrained form of the latents "
+                f"{follow} that follow from it, so no chain can begin at given latents: use a "
+                f"guide without auxiliary sites, AutoNormal or AutoMultivariateNormal"
+            )
+        value = _unconstrained(run, follow, latents, shape)
+        assert value is not None
+        found[name] = value
+    return found
+
+
+def _unconstrained(
+    run: Run, follow: list[str], values: dict[str, Tensor], shape: torch.Size
+) -> Tensor | None:
+    nodes = run.model_trace.nodes
+    parts = [biject_to(nodes[n]["fn"].support).inv(values[n]) for n in follow]
+    if sum(p.numel() for p in parts) != shape.numel():
+        return None
+    return torch.cat([p.reshape(-1) for p in parts]).reshape(shape)

@@ -1,0 +1,335 @@
+"""Posterior draws against exact posteriors, and what Predictive and ArviZ make of them."""
+
+import math
+import warnings
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+
+from pyro_mcvae import HMC, MALA, ULA, RandomWalk, refine, to_inference_data
+from tests.models import (
+    BetaBernoulli,
+    ConjugateGaussian,
+    DiscreteMixture,
+    GammaPoisson,
+    HierarchicalGaussian,
+    LinearGaussianChain,
+    NestedGaussian,
+    ProbabilisticPCA,
+    SequentialPlate,
+)
+
+WAYS = {
+    "resampled": {"num_particles": 50},
+    "ais": {"schedule": 6, "num_particles": 10},
+    "sis": {"schedule": 6, "kernel": ULA(), "num_particles": 20},
+    "chain": {"schedule": 4, "num_particles": 1, "num_transitions": 6},
+}
+ways = pytest.mark.parametrize("options", list(WAYS.values()), ids=list(WAYS))
+
+
+def assert_moments(draws, mean, variance):
+    """Within 4.5 standard errors, and 3 percent of a standard deviation for the way's bias."""
+    count = len(draws)
+    error = (draws.mean(0) - mean).abs() / variance.sqrt()
+    assert bool((error < 4.5 / math.sqrt(count) + 0.03).all()), error
+    ratio = (draws.var(0) / variance - 1).abs()
+    assert bool((ratio < 4.5 * math.sqrt(2 / count) + 0.05).all()), ratio
+
+
+@ways
+def test_draws_of_one_plate_have_the_posteriors_moments(options):
+    exact = ConjugateGaussian(N=10)
+    draws = refine(exact.model, exact.guide, num_samples=2000, **options)
+    mean, sd = exact.posterior()
+    assert_moments(draws["z"], mean, sd**2)
+
+
+@ways
+def test_draws_of_vectors_have_the_posteriors_moments(options):
+    exact = ProbabilisticPCA(N=6)
+    draws = refine(exact.model, exact.guide, num_samples=2000, **options)
+    mean, covariance = exact.posterior()
+    assert_moments(draws["z"], mean, covariance.diagonal())
+    found = torch.einsum("sni,snj->ij", draws["z"] - mean, draws["z"] - mean) / (2000 * 6)
+    assert torch.allclose(found, covariance, atol=0.1 * float(covariance.diagonal().max()))
+
+
+@ways
+def test_draws_of_global_and_local_latents_have_the_posteriors_moments(options):
+    exact = HierarchicalGaussian(N=4)
+    options = {**options, "num_particles": 4 * options["num_particles"]}
+    draws = refine(exact.model, exact.guide, num_samples=1500, **options)
+    mean, covariance = exact.posterior()
+    together = torch.cat([draws["theta"].unsqueeze(-1), draws["z"]], -1)
+    assert_moments(together, mean, covariance.diagonal())
+
+
+def test_constrained_draws_are_in_their_own_space():
+    exact = GammaPoisson(N=6)
+    concentration, rate = exact.posterior()
+    for options in (WAYS["resampled"], WAYS["ais"]):
+        draws = refine(exact.model, exact.guide, num_samples=2000, **options)
+        assert bool((draws["z"] > 0).all())
+        assert_moments(draws["z"], concentration / rate, concentration / rate**2 * 1.0)
+
+
+def test_discrete_draws_are_resampled():
+    exact = DiscreteMixture()
+    draws = refine(exact.model, exact.guide, num_samples=4000, num_particles=50)
+    probs = exact.posterior().exp()
+    for c in range(probs.shape[-1]):
+        error = ((draws["z"] == c).double().mean(0) - probs[:, c]).abs()
+        assert bool((error < 4.5 * (probs[:, c] * (1 - probs[:, c]) / 4000).sqrt() + 0.02).all())
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [SequentialPlate, NestedGaussian, LinearGaussianChain, BetaBernoulli, HierarchicalGaussian],
+)
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_shapes_are_those_of_one_run(cls, vectorize):
+    exact = cls()
+    trace = pyro.poutine.trace(exact.model).get_trace()
+    draws = refine(
+        exact.model,
+        exact.guide,
+        num_samples=3,
+        num_particles=2,
+        vectorize_particles=vectorize,
+    )
+    latents = {n for n, s in trace.nodes.items() if s["type"] == "sample" and not s["is_observed"]}
+    latents -= {"data", "groups", "individuals"}
+    assert set(draws) == latents
+    for n, value in draws.items():
+        assert value.shape == (3, *trace.nodes[n]["value"].shape), n
+    trace.compute_log_prob()
+    for n, value in draws.log_likelihood.items():
+        assert value.shape == (3, *trace.nodes[n]["log_prob"].shape), n
+        assert torch.equal(draws.observed[n], trace.nodes[n]["value"])
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": 2}])
+def test_likelihoods_are_those_of_the_draws(options):
+    exact = ConjugateGaussian(N=5)
+    draws = refine(exact.model, exact.guide, num_samples=7, num_particles=3, **options)
+    expected = dist.Normal(draws["z"], 1.0).log_prob(exact.x)
+    assert torch.allclose(draws.log_likelihood["x"], expected)
+
+
+def test_chunks_have_the_law_of_the_whole():
+    exact = ConjugateGaussian(N=10)
+    mean, sd = exact.posterior()
+    draws = refine(exact.model, exact.guide, num_samples=1500, num_particles=20, chunk_size=700)
+    assert_moments(draws["z"], mean, sd**2)
+    assert draws.log_weight.shape == (1500, 10)
+
+
+def test_globals_may_stay_the_guides():
+    exact = HierarchicalGaussian(N=4)
+    draws = refine(exact.model, exact.guide, num_samples=400, num_particles=30, joint=False)
+    p = exact.params()
+    assert_moments(draws["theta"], p["m"], (2 * p["log_s"]).exp())
+    c0, c1, sz = exact.posterior_z()
+    given = draws["z"] - (c0 + c1 * draws["theta"].unsqueeze(-1))
+    assert_moments(given, torch.zeros(4), (sz**2).expand(4))
+
+
+def test_minibatches_stay_the_same():
+    exact = HierarchicalGaussian(N=10, subsample_size=3)
+    draws = refine(exact.model, exact.guide, num_samples=20, num_particles=5, joint=False)
+    assert draws["z"].shape == (20, 3)
+    assert len(set(draws["theta"].tolist())) == 20
+    assert torch.equal(draws.observed["x"], exact.x[draws.coords["data"]])
+
+
+def predicted(parallel):
+    exact = ConjugateGaussian(N=5)
+    draws = refine(exact.model, exact.guide, num_samples=2000, num_particles=20)
+
+    def model():
+        with pyro.plate("data", 5):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0))
+
+    found = Predictive(model, posterior_samples=draws, parallel=parallel)()["x"]
+    mean, sd = exact.posterior()
+    return found, mean, sd
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_predictive_takes_the_draws(parallel):
+    found, mean, sd = predicted(parallel)
+    assert found.shape == (2000, 5)
+    assert_moments(found, mean, sd**2 + 1)
+
+
+@pytest.mark.parametrize("auto", [AutoNormal, AutoMultivariateNormal])
+def test_auto_guides_are_refined_in_the_models_space(auto):
+    x = torch.tensor([0.5, 1.5, 1.0])
+
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.5))
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, scale))
+            pyro.sample("x", dist.Normal(z, 0.7), obs=x)
+
+    guide = auto(model, init_scale=0.5)
+    draws = refine(model, guide, num_samples=300, num_particles=5, schedule=4, num_transitions=3)
+    assert set(draws) == {"scale", "z"}
+    assert bool((draws["scale"] > 0).all())
+    # Given the scale, z is Gaussian: the sum of standardised errors has mean 0.
+    variance = 1 / (1 / draws["scale"] ** 2 + 1 / 0.49).unsqueeze(-1)
+    score = (draws["z"] - variance * x / 0.49) / variance.sqrt()
+    assert_moments(score, torch.zeros(3), torch.ones(3))
+
+
+def test_nothing_is_trained():
+    exact = ConjugateGaussian(N=5)
+    kernel = HMC()
+    one = refine(exact.model, exact.guide, num_samples=5, kernel=kernel, seed=1)
+    assert float(kernel.step_size()) == pytest.approx(0.1)
+    again = refine(exact.model, exact.guide, num_samples=5, kernel=kernel, seed=1)
+    assert torch.equal(one["z"], again["z"])
+    assert list(pyro.get_param_store().keys()) == []
+    assert not one["z"].requires_grad
+
+
+def test_a_narrow_guide_is_warned_of():
+    exact = ConjugateGaussian(N=5)
+    exact.set_guide("exact", log_s=-2.5)
+    with pytest.warns(UserWarning, match=r"Pareto k of the weights is above 0.7 for \d of 5"):
+        refine(exact.model, exact.guide, num_samples=500)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 0}, "num_samples must be an int of at least 1"),
+        ({"num_particles": 0}, "num_particles must be an int of at least 1"),
+        ({"num_transitions": -1}, "num_transitions must be an int of at least 0"),
+        ({"num_transitions": 3, "kernel": ULA()}, "which ULA does not"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    exact = ConjugateGaussian(N=5)
+    with pytest.raises(ValueError, match=message):
+        refine(exact.model, exact.guide, **options)
+
+
+def test_sites_that_come_and_go_are_named():
+    def program():
+        n = pyro.sample("n", dist.Bernoulli(0.5))
+        if n > 0.5:
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    options = {"num_samples": 20, "num_particles": 1, "vectorize_particles": False}
+    with pytest.raises(ValueError, match="'z' is drawn in some executions"):
+        refine(program, program, joint=True, **options)
+
+
+# ArviZ
+
+
+@pytest.fixture
+def arviz():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield pytest.importorskip("arviz")
+
+
+def test_arviz_gets_every_group(arviz):
+    exact = NestedGaussian()
+    draws = refine(exact.model, exact.guide, num_samples=100, schedule=3, kernel=MALA())
+    data = to_inference_data(draws)
+    assert set(data.posterior.data_vars) == {"a", "b"}
+    assert data.posterior["a"].dims == ("chain", "draw", "groups")
+    assert data.posterior["b"].dims == ("chain", "draw", "individuals", "groups")
+    assert data.posterior["a"].shape == (4, 25, 4)
+    assert data.log_likelihood["x"].dims == ("chain", "draw", "individuals", "groups")
+    assert data.observed_data["x"].dims == ("individuals", "groups")
+    stats = data.sample_stats
+    assert set(stats.data_vars) == {"log_weight", "acceptance_rate", "step_size"}
+    assert stats["log_weight"].dims == ("chain", "draw", "groups")
+    assert stats["step_size"].shape == (4, 25)
+    summary = arviz.summary(data)
+    assert len(summary) == 4 + 12
+    assert bool((summary["r_hat"].astype(float) < 1.2).all())
+    assert math.isfinite(
+        float(
+            arviz.loo(data).elpd_loo
+            if hasattr(arviz.loo(data), "elpd_loo")
+            else arviz.loo(data).elpd
+        )
+    )
+
+
+def test_plots_of_arviz_take_the_draws(arviz):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    exact = ConjugateGaussian(N=3)
+    data = to_inference_data(refine(exact.model, exact.guide, num_samples=100))
+    for plot in ("plot_trace", "plot_forest"):
+        if hasattr(arviz, plot):
+            getattr(arviz, plot)(data)
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+
+
+def test_coordinates_are_the_indices_of_the_minibatch(arviz):
+    exact = ConjugateGaussian(N=50, subsample_size=4)
+    draws = refine(exact.model, exact.guide, num_samples=20)
+    data = to_inference_data(draws, num_chains=2)
+    assert data.posterior["z"].shape == (2, 10, 4)
+    assert data.posterior["data"].values.tolist() == draws.coords["data"].tolist()
+
+
+def test_event_dims_may_be_named(arviz):
+    exact = ProbabilisticPCA(N=4)
+    draws = refine(exact.model, exact.guide, num_samples=20)
+    data = to_inference_data(draws, dims={"z": ["factor"]}, coords={"factor": ["a", "b"]})
+    assert data.posterior["z"].dims == ("chain", "draw", "data", "factor")
+    assert data.posterior["factor"].values.tolist() == ["a", "b"]
+
+
+def test_a_plate_may_have_a_sites_name(arviz):
+    def model():
+        with pyro.plate("z", 3):
+            z = pyro.sample("z_", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(3))
+
+    def guide():
+        with pyro.plate("z", 3):
+            pyro.sample("z_", dist.Normal(torch.zeros(3), 0.8))
+
+    draws = refine(model, guide, num_samples=20)
+    draws["z"] = draws.pop("z_")
+    draws.dims["z"] = draws.dims.pop("z_")
+    assert to_inference_data(draws).posterior["z"].dims == ("chain", "draw", "z_plate")
+
+
+def test_draws_that_cannot_be_split_are_refused(arviz):
+    exact = ConjugateGaussian(N=3)
+    draws = refine(exact.model, exact.guide, num_samples=10)
+    with pytest.raises(ValueError, match="num_chains=3 does not divide the 10 draws"):
+        to_inference_data(draws, num_chains=3)
+    assert to_inference_data(draws).posterior["z"].shape == (1, 10, 3)
+
+
+def test_random_walks_refine_too():
+    exact = ConjugateGaussian(N=5)
+    draws = refine(
+        exact.model,
+        exact.guide,
+        num_samples=1000,
+        kernel=RandomWalk(),
+        schedule=5,
+        num_transitions=10,
+    )
+    mean, sd = exact.posterior()
+    assert_moments(draws["z"], mean, sd**2)
