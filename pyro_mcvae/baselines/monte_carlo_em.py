@@ -153,6 +153,10 @@ class MonteCarloEM(ChainELBO):
         self.states = ChainStates() if persistent else None
         self._draw: _Draw | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes its own draws: these hold the graph of the last step.
+        return {**self.__dict__, "_draw": None}
+
     def _estimate(self, programs: Programs) -> Estimate:
         draw = self._draw
         if torch.is_grad_enabled() and draw is not None and _same_call(draw, programs):

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WakeSleep"]
 
+# Programs may show other sites in every step, as sequential minibatches do.
+_MOST_CHECKS = 8
+
 DreamArgs = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
 
 
@@ -57,7 +60,9 @@ class WakeSleep(MonteCarloELBO):
     or as copies, also of a plate's rows (``obs=x[idx]``). Entries that a mask takes out of the
     model's density keep their value. Data that are not among the arguments (a global variable, an
     attribute) cannot be replaced and are refused by name; where arguments follow from the data in
-    another way, say how by ``dream_args``. Other arguments, such as covariates, stay as they are.
+    another way, say how by ``dream_args``. A guide that reads the data from another argument than
+    the model observes is refused too, since no dream would come there. Other arguments, such as
+    covariates, stay as they are.
 
     The model must be a joint density from which latents and data can be drawn by running it: a
     ``pyro.factor`` that depends on latents is refused, and so is a model that reads the
@@ -113,7 +118,8 @@ class WakeSleep(MonteCarloELBO):
             )
         self.num_dreams = num_dreams
         self.dream_args = dream_args
-        self._checked: set[Any] = set()
+        self._programs: tuple[Any, Any] | None = None
+        self._checked: set[frozenset[str]] = set()
 
     def _estimate(self, programs: Programs) -> Estimate:
         runs = self._tracer.independent(programs, cut=True)
@@ -155,13 +161,21 @@ class WakeSleep(MonteCarloELBO):
         return replace(programs, args=tuple(found[0]), kwargs=found[1])
 
     def _check(self, programs: Programs, run: Run) -> None:
-        """Once for each model and the sites that it shows."""
-        key = programs.model, frozenset(run.model_trace.nodes)
-        if key not in self._checked:
-            check_factors(programs, run)
-            if self.dream_args is None:
-                check_reads(programs, run)
-            self._checked.add(key)
+        """Once for each structure that the programs show, if these are not too many."""
+        pair = programs.model, programs.guide
+        if self._programs != pair:
+            self._programs, self._checked = pair, set()
+        sites = frozenset(run.model_trace.nodes)
+        if sites in self._checked or len(self._checked) >= _MOST_CHECKS:
+            return
+        check_factors(programs, run)
+        if self.dream_args is None:
+            check_reads(programs, run)
+        self._checked.add(sites)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Programs are often local functions, which cannot be pickled; they are checked again.
+        return {**self.__dict__, "_programs": None, "_checked": set()}
 
 
 def _total(terms: Any) -> Tensor:

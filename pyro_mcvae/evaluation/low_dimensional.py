@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.annealing import evaluator
-from pyro_mcvae.kernels.base import Kernel, State, Target
+from pyro_mcvae.evaluation.untouched import untouched
+from pyro_mcvae.evaluation.weigher import Weigher, check_count
+from pyro_mcvae.kernels.base import Kernel, Target
 from pyro_mcvae.kernels.hmc import HMC
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp
 from pyro_mcvae.ops.kernel_density import KernelDensity
 from pyro_mcvae.step_size import AdaptiveStepSize, StepSize
-from pyro_mcvae.tracing.checks import nonfinite_sites
+from pyro_mcvae.tracing.density import ChainDensity, named, outside_inference_mode
 from pyro_mcvae.tracing.log_weight import LogWeight
 from pyro_mcvae.tracing.runs import Programs
-from pyro_mcvae.tracing.sites import is_random
-from pyro_mcvae.tracing.tracer import Tracer
 
 __all__ = ["LowDimensionalEvidence", "low_dimensional_evidence"]
 
@@ -48,6 +47,8 @@ class LowDimensionalEvidence:
     :ivar plates: the names of the plates, leftmost dimension first.
     :ivar scale: N/B of subsampled plates, a number or a tensor.
     :ivar shared: the log density of observations outside of the data's plates.
+    :ivar given: latents that were held: point masses of the guide, and, with ``joint=False``,
+        global latents.
     """
 
     log_evidence: Tensor
@@ -59,6 +60,7 @@ class LowDimensionalEvidence:
     plates: tuple[str, ...]
     scale: float | Tensor
     shared: Tensor
+    given: tuple[str, ...]
 
     @property
     def total(self) -> Tensor:
@@ -79,7 +81,8 @@ def low_dimensional_evidence(
     num_draws: int = 50,
     warmup: int = 100,
     kernel: Kernel | None = None,
-    joint: bool = False,
+    joint: bool | None = None,
+    seed: int | None = None,
     vectorize_particles: bool = True,
     max_plate_nesting: float = math.inf,
     **kwargs: Any,
@@ -116,12 +119,14 @@ def low_dimensional_evidence(
     :param int warmup: transitions before.
     :param Kernel kernel: an adjusted one; ``HMC`` with 4 leapfrog steps, as in [1], adapting to an
         acceptance of 0.9, by default.
-    :param bool joint: one evidence of all data, with global latents among the few dimensions.
+    :param joint: one evidence of all data, with global latents among the few dimensions; None if
+        the guide draws global ones. False draws these once, for the evidence given them.
+    :param int seed: for a random stream of its own.
     :param bool vectorize_particles: run the programs once for all chains.
     :param max_plate_nesting: as in Pyro; found out if it is left out.
     :returns: a :class:`LowDimensionalEvidence`.
-    :raises ValueError: for 5 dimensions or more, discrete latents, global latents without
-        ``joint``, unadjusted kernels and counts that are too small.
+    :raises ValueError: for 5 dimensions or more, discrete latents, latents outside of a subsampled
+        plate, unadjusted kernels and counts that are too small.
 
     [1] Kingma, Welling (2014), *Auto-Encoding Variational Bayes*.
     [2] Gelfand, Dey (1994), *Bayesian Model Choice: Asymptotics and Exact Calculations*.
@@ -141,53 +146,46 @@ def low_dimensional_evidence(
         >>> bool(((found.log_evidence - exact).abs() < 4 * found.standard_error).all())
         True
     """
-    _check_count("num_chains", num_chains, 4)
-    _check_count("num_draws", num_draws, 1)
-    _check_count("warmup", warmup, 0)
+    check_count("num_chains", num_chains, 4)
+    check_count("num_draws", num_draws, 1)
+    check_count("warmup", warmup, 0)
     kernel = _prepared(kernel)
-    tracer = Tracer(num_chains, vectorize_particles, max_plate_nesting, joint=joint)
-    with torch.no_grad():
-        log_weight = LogWeight(tracer, Programs(model, guide, args, kwargs))
-        _check_latents(log_weight)
-        chains = _Chains(log_weight, kernel)
+    programs = Programs(model, guide, args, kwargs)
+    with (
+        untouched(model, guide, seed=seed),
+        outside_inference_mode(programs) as programs,
+        torch.no_grad(),
+    ):
+        weigher = Weigher(programs, None, joint, vectorize_particles, max_plate_nesting)
+        chains = _Chains(weigher, kernel, num_chains)
         chains.move(warmup, adapt=True)
         kernel.eval()
         positions, log_joints = chains.move(num_draws)
-        return _estimate(log_weight, chains, positions, log_joints)
+        return _estimate(weigher, chains, positions, log_joints)
 
 
 class _Chains:
-    """The chains of one minibatch, in the posterior given its global latents."""
+    """The chains of one minibatch, in its posterior."""
 
-    def __init__(self, log_weight: LogWeight, kernel: Kernel) -> None:
+    def __init__(self, weigher: Weigher, kernel: Kernel, num_chains: int) -> None:
         self._kernel, self._jittered = kernel, _Jittered(kernel.step_size)
         kernel.step_size = self._jittered
-        self._evaluate = evaluator(self._densities, create_graph=False)
-        self._log_weight = log_weight
+        with torch.set_grad_enabled(kernel.needs_gradient):
+            log_weight = weigher.log_weight(num_chains, differentiable=True)
+        _check_latents(log_weight)
+        density = ChainDensity(log_weight, kernel.needs_gradient)
+        self._state = density.start()
+        weigher.check(self._state.log_weight, density.runs)
         self.active = log_weight.active
-        beta = log_weight.first.log_weight.new_ones(())
-        self._target = Target(self, beta, self.active)
-        self._state = self(log_weight.coordinates)
-        self.acceptance = beta.new_zeros(())
-        lines = nonfinite_sites(log_weight.first.sample.runs)
-        if not bool(self._target.log_density(self._state).isfinite().all()) and lines:
-            raise ValueError(
-                "chains cannot begin at the guide's draws, because of\n  " + "\n  ".join(lines)
-            )
-
-    def __call__(self, position: Tensor) -> State:
-        state = self._evaluate(position)
-        return State(*(None if t is None else t.detach() for t in state))  # type: ignore[arg-type]
-
-    def _densities(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        # Positions gone astray have no density, and are not shown to the programs.
-        near = position.abs() < 1e6
-        at = self._log_weight(torch.where(near, position, 0.0))
-        return at.log_base, torch.where(near.all(-1), at.log_weight, -math.inf)
+        self._target = Target(density, log_weight.first.log_weight.new_ones(()), self.active)
+        self.acceptance = self._target.beta
 
     def move(self, count: int, adapt: bool = False) -> tuple[Tensor, Tensor]:
         """
-        So many transitions: positions ``[count, K, *plates, D]``, log p(x, z) without the last.
+        So many transitions.
+
+        :returns: positions, ``[count, K, *plates, D]``, and log p(x, z), ``[count, K, *plates]``;
+            the present ones while adapting.
         """
         positions, log_joints, rates = [], [], []
         for _ in range(count):
@@ -198,8 +196,8 @@ class _Chains:
             else:
                 positions.append(self._state.position)
                 log_joints.append(self._target.log_density(self._state))
-        if adapt or not count:
-            return self._state.position, self._state.log_weight
+        if adapt:
+            return self._state.position, self._target.log_density(self._state)
         self.acceptance = torch.stack(rates).mean()
         return torch.stack(positions), torch.stack(log_joints)
 
@@ -209,7 +207,7 @@ class _Chains:
 
 
 def _estimate(
-    log_weight: LogWeight, chains: _Chains, positions: Tensor, log_joints: Tensor
+    weigher: Weigher, chains: _Chains, positions: Tensor, log_joints: Tensor
 ) -> LowDimensionalEvidence:
     count, num_chains = positions.shape[:2]
     half = num_chains // 2
@@ -229,8 +227,6 @@ def _estimate(
             r_hat.numel(),
             float(r_hat.max()),
         )
-    sample = log_weight.first.sample
-    shared = sum(t.log_prob.sum() * t.plate_scale for t in sample.global_terms() if not t.in_guide)
     return LowDimensionalEvidence(
         -log_mean,
         error,
@@ -238,9 +234,10 @@ def _estimate(
         r_hat,
         chains.acceptance,
         chains.step_size,
-        sample.plate_names,
-        sample.scale,
-        log_mean.new_zeros(()) + shared,
+        weigher.pilot.plate_names,
+        weigher.pilot.scale,
+        weigher.shared(),
+        weigher.given,
     )
 
 
@@ -288,27 +285,15 @@ def _prepared(kernel: Kernel | None) -> Kernel:
 
 def _check_latents(log_weight: LogWeight) -> None:
     if log_weight.discrete:
-        names = ", ".join(map(repr, log_weight.discrete))
         raise ValueError(
-            f"posterior draws are made along gradients, but the guide's site {names} is discrete: "
-            f"use log_evidence, or marginalise it in the model"
-        )
-    sample = log_weight.first.sample
-    drawn = [t.key.name for t in sample.global_terms() if t.in_guide and is_random(t.site)]
-    if drawn:
-        raise ValueError(
-            f"site '{drawn[0]}' of the guide is a global latent, outside of the data's plates, so "
-            f"that no datum has an evidence of its own: pass joint=True for one evidence of all "
-            f"data, or condition the model on it"
+            f"posterior draws are made along gradients, but the guide's site"
+            f"{named(log_weight.discrete)} discrete: use log_evidence, or marginalise them in the "
+            f"model"
         )
     dims = int(log_weight.active.sum(-1).max())
     if dims > _LARGEST:
         raise ValueError(
             f"a density fitted to draws is reliable in at most {_LARGEST} latent dimensions per "
-            f"datum, but the guide draws {dims}: use log_evidence with a schedule"
+            f"weight (of a datum; of all data where the guide draws global latents), but the guide "
+            f"draws {dims}: use log_evidence with a schedule"
         )
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pyro
 import torch
 from pyro.ops.provenance import ProvenanceTensor, detach_provenance, get_provenance
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_mcvae.tracing import scout
-from pyro_mcvae.tracing.dreams import dream, dreamt_values, is_factor
+from pyro_mcvae.tracing.dreams import dream, dreamt_values, is_factor, recognize
 from pyro_mcvae.tracing.runs import Programs, Run
 from pyro_mcvae.tracing.sites import is_random, is_scored
 from pyro_mcvae.tracing.structure import FactorKey
@@ -44,31 +47,36 @@ def check_factors(programs: Programs, run: Run) -> None:
 
 def check_reads(programs: Programs, run: Run) -> None:
     """
-    Check that the model does not read its observed values from the arguments, beside ``obs=``.
+    Check that only the guide reads the observed values from the arguments, and that it does.
 
-    A dream would mix with the data there. Found by running the model once more, with the observed
-    tensors among the arguments tracked.
+    A dream would mix with the data in a model that reads them, beside ``obs=``; a guide that does
+    not read them sees the data elsewhere, where no dream comes. Found by running both once
+    more, with the observed tensors among the arguments tracked.
 
-    :raises ValueError: naming a site whose distribution depends on observed values.
+    :raises ValueError: naming a site of the model whose distribution depends on observed values, or
+        saying that the guide's do not.
     """
-    with scout.aside():
-        with torch.no_grad():
-            values = dreamt_values(run.model_trace, dream(programs, run.subsamples))
-            changed = substitute(programs, run.model_trace.nodes, values, run.subsamples)
-        tracked, marks = _tracked(programs, changed)
-        try:
-            with torch.enable_grad(), scout.Escapes():
-                trace = dream(tracked, run.subsamples)
-                names = [n for n, s in trace.nodes.items() if _reads(s, marks)]
-        except Exception:
-            # A model that does not take tracked tensors cannot be looked at in this way.
+    with scout.aside(), torch.no_grad():
+        dreamt = dream(programs, run.subsamples)
+        values = dreamt_values(run.model_trace, dreamt)
+        if not values:
             return
-    if names:
+        changed = substitute(programs, run.model_trace.nodes, values, run.subsamples)
+        marked = _Marked(programs, changed)
+        read = marked.readers(lambda p: dream(p, run.subsamples))
+        seen = marked.readers(lambda p: recognize(p, dreamt, run.subsamples).guide_trace)
+    if read:
         raise ValueError(
-            f"the distribution of site '{names[0]}' of the model depends on observed values that "
+            f"the distribution of site '{read[0]}' of the model depends on observed values that "
             f"the model reads from its arguments, so that in a dream it would mix with the data: "
             f"use the values that pyro.sample returns, pass covariates as other tensors than the "
             f"observed ones, or make the guide's arguments by dream_args"
+        )
+    if seen == []:
+        raise ValueError(
+            f"the guide reads the data of {', '.join(map(repr, sorted(values)))} from none of the "
+            f"arguments in which the model observes them, so that it would not see a dream: read "
+            f"them there, or say by dream_args how the guide's arguments follow from the dream"
         )
 
 
@@ -76,28 +84,45 @@ def _is_scored_factor(site: Any) -> bool:
     return is_scored(site) and site["is_observed"] and is_factor(site["fn"])
 
 
-def _tracked(programs: Programs, changed: Programs) -> tuple[Programs, frozenset[int]]:
-    """The arguments with marks on the tensors that a dream changes, and the marks' identities."""
-    old, new = (tree_leaves((p.args, p.kwargs)) for p in (programs, changed))
-    marks = {id(a): _mark(a) for a, b in zip(old, new, strict=True) if a is not b}
-    call = (programs.args, programs.kwargs)
-    args, kwargs = tree_map_only(Tensor, lambda t: marks.get(id(t), t), call)
-    return replace(programs, args=args, kwargs=kwargs), frozenset(map(id, marks.values()))
+class _Marked:
+    """
+    The arguments of a call with marks on the tensors that a dream changes.
 
+    Two kinds of marks, because each is blind somewhere: provenance in custom autograd functions,
+    gradients at integers.
+    """
 
-def _mark(tensor: Tensor) -> Tensor:
-    # Gradients tell more exactly than provenance, which also follows shapes, as in zeros_like.
-    if tensor.is_floating_point():
-        return tensor.detach().clone().requires_grad_()
-    return ProvenanceTensor(tensor, frozenset({"data"}))
+    def __init__(self, programs: Programs, changed: Programs) -> None:
+        old, new = (tree_leaves((p.args, p.kwargs)) for p in (programs, changed))
+        leaves = {id(a): a.detach().clone() for a, b in zip(old, new, strict=True) if a is not b}
+        for leaf in leaves.values():
+            leaf.requires_grad_(leaf.is_floating_point())
+        self._ids = frozenset(map(id, leaves.values()))
+        marks = {i: ProvenanceTensor(t, frozenset({"data"})) for i, t in leaves.items()}
+        call = (programs.args, programs.kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda t: marks.get(id(t), t), call)
+        self._programs = replace(programs, args=args, kwargs=kwargs)
 
+    def readers(self, run: Callable[[Programs], Trace]) -> list[str] | None:
+        """
+        The sites whose distribution was computed from marked tensors; None if that is not known.
+        """
+        try:
+            with torch.enable_grad(), pyro.validation_enabled(False):
+                with scout.Escapes() as escapes:
+                    trace = run(self._programs)
+                found = [n for n, s in trace.nodes.items() if self._reads(s)]
+        except Exception:
+            # Operators that refuse tracked tensors: such programs cannot be looked at.
+            return None
+        # What became of data that turned into Python numbers is not known.
+        return found if found or not escapes.names else None
 
-def _reads(site: Any, marks: frozenset[int]) -> bool:
-    """Whether a site's distribution was computed from marked tensors."""
-    if not is_scored(site) or is_factor(site["fn"]):
-        return False
-    log_prob = site["fn"].log_prob(detach_provenance(site["value"]).detach())
-    if get_provenance(log_prob):
-        return True
-    log_prob = detach_provenance(log_prob)
-    return log_prob.requires_grad and not marks.isdisjoint(scout.leaves_behind(log_prob))
+    def _reads(self, site: Any) -> bool:
+        if not is_scored(site) or is_factor(site["fn"]):
+            return False
+        log_prob = site["fn"].log_prob(detach_provenance(site["value"]).detach())
+        if get_provenance(log_prob):
+            return True
+        log_prob = detach_provenance(log_prob)
+        return log_prob.requires_grad and not self._ids.isdisjoint(scout.leaves_behind(log_prob))

@@ -27,6 +27,7 @@ __all__ = [
     "Programs",
     "Run",
     "Term",
+    "check_separate",
     "collect",
     "entered",
     "guide_term",
@@ -124,6 +125,20 @@ def is_messenger(programs: Programs) -> bool:
     return isinstance(poutine.unwrap(programs.guide), Messenger)
 
 
+def check_separate(programs: Programs) -> None:
+    """
+    Check that guide and model run one after the other, so that their gradients can be separated.
+
+    :raises ValueError: for a GuideMessenger.
+    """
+    if is_messenger(programs):
+        raise ValueError(
+            f"this objective separates the gradients of guide and model, but the guide "
+            f"{type(poutine.unwrap(programs.guide)).__name__} runs both at once: use another "
+            f"guide, or, for chains, gradient_estimator='full'"
+        )
+
+
 def run_pair(
     programs: Programs,
     supply: Supply,
@@ -142,12 +157,6 @@ def run_pair(
     with supply:
         unwrapped = poutine.unwrap(programs.guide)
         if is_messenger(programs):
-            if supply.cut is not None:
-                raise ValueError(
-                    f"this objective separates the gradients of guide and model, but the guide "
-                    f"{type(unwrapped).__name__} runs both at once: use another guide, or, for "
-                    f"chains, gradient_estimator='full'"
-                )
             both = None
             if leading[0] is not None:
                 # One plate for one run: it leaves out the global sites of both programs.

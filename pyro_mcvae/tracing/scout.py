@@ -97,6 +97,8 @@ _OPTIONS_ONLY: set[Any] = {
     torch.Tensor.new_full,
     torch.Tensor.new_empty,
     torch.Tensor.new_tensor,
+    *(getattr(torch, f"{kind}_like") for kind in ("zeros", "ones", "full", "empty")),
+    *(getattr(torch, f"{kind}_like") for kind in ("rand", "randn")),
 }
 _CONVERSIONS: set[Any] = {torch.Tensor.type_as, torch.Tensor.to}
 

@@ -40,7 +40,7 @@ def substitute(
     new: dict[int, Tensor] = {}
     _refuse_twice(sites, values)
     for name, value in values.items():
-        old = sites[name]["value"]
+        old = torch.as_tensor(sites[name]["value"])
         if any(_overlap(old, leaf) for leaf in leaves):
             shared[name] = value
             continue

@@ -22,6 +22,7 @@ from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
 from pyro_mcvae.tracing.runs import (
     Programs,
     Run,
+    check_separate,
     collect,
     nesting_of,
     run_pair,
@@ -84,6 +85,8 @@ class Tracer:
 
         :param cut: latents reach the model without their gradient to the guide.
         """
+        if cut:
+            check_separate(programs)
         supply = Supply(cut=frozenset() if cut else None)
         if self.vectorizes(self.num_particles):
             run = self._vectorized(programs, supply, _NOTHING, self.num_particles)
@@ -105,6 +108,8 @@ class Tracer:
         :param draw: called at the beginning of each run, returns what draws its random sites.
         :param cut: local latents reach the model without their gradient to the guide.
         """
+        if cut:
+            check_separate(programs)
         if self.vectorizes(self.num_particles):
             return self._sample_vectorized(programs, inside, draw, cut)
         return self._sample_looped(programs, inside, draw, cut)

@@ -1,7 +1,9 @@
 """Monte Carlo EM: Fisher's identity, chains that go on, draws that serve several updates."""
 
+import copy
 import itertools
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -324,6 +326,17 @@ def test_other_arguments_are_drawn_for_anew():
     x.add_(1.0)  # the same tensor with other data
     step(x, 2.0)
     assert left == [99, 98, 99, 98, 99, 99, 98, 99]
+
+
+def test_copies_make_their_own_draws():
+    exact = Line()
+    elbo = MonteCarloEM(1, HMC(0.2, 2), updates_per_draw=3, persistent=True)
+    elbo.loss_and_grads(exact.model, exact.guide)
+    for other in (copy.deepcopy(elbo), pickle.loads(pickle.dumps(elbo))):
+        assert other._draw is None
+        assert (other.states.positions == elbo.states.positions).all()
+        other.loss_and_grads(exact.model, exact.guide)
+    assert elbo._draw.left == 2
 
 
 # --- What is refused ------------------------------------------------------------------------------

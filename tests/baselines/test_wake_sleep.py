@@ -1,6 +1,7 @@
 """Wake-sleep: both gradients against exact ones, dreams in any program, what cannot dream."""
 
 import math
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -448,6 +449,43 @@ def test_a_model_that_reads_its_data():
     tokens = torch.tensor([[0, 1], [1, 2], [2, 2], [0, 0]])
     refused(model, guide, "site 'x_1' of the model depends on observed values", X, tokens)
     refused(discrete, guide, "site 'b' of the model depends on observed values", X, tokens)
+
+
+def test_a_guide_that_reads_the_data_elsewhere():
+    def model(x, scaled):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x, scaled):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(slope() * scaled, 0.5))
+
+    x = make_data()
+    refused(model, guide, "reads the data of 'x' from none of the arguments", x, x / 10)
+    told = WakeSleep(dream_args=lambda dream, x, scaled: ((x, dream["x"] / 10), {}))
+    assert math.isfinite(told.loss_and_grads(model, guide, x, x / 10))
+
+
+def test_numbers_as_data():
+    def model(x):
+        z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(x))
+
+    def guide(x):
+        pyro.sample("z", dist.Normal(slope() * x, 1.0))
+
+    refused(model, guide, r"site 'x'.*are in none of them", 3.0)
+    told = WakeSleep(dream_args=lambda dream, x: ((dream["x"],), {}))
+    assert math.isfinite(told.loss_and_grads(model, guide, 3.0))
+
+
+def test_copies():
+    exact = Linear()
+    elbo = WakeSleep()
+    elbo.loss_and_grads(exact.model, exact.guide, exact.x)
+    other = pickle.loads(pickle.dumps(elbo))
+    assert math.isfinite(other.loss_and_grads(exact.model, exact.guide, exact.x))
 
 
 def test_covariates_are_no_data():

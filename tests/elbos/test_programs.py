@@ -25,6 +25,8 @@ from pyro.infer.autoguide import (
 )
 
 from pyro_mcvae import (
+    MALA,
+    MonteCarloEM,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
@@ -40,8 +42,9 @@ OBJECTIVES = {
     "sis": lambda **k: TraceSIS_ELBO(2, num_particles=2, **k),
     "sis-reweighted": lambda **k: TraceSIS_ELBO(2, gradient_estimator="reweighted", **k),
     "ais": lambda **k: TraceAIS_ELBO(2, **k),
+    "mcem": lambda **k: MonteCarloEM(1, MALA(), num_particles=2, **k),
 }
-CHAINS = ("sis", "sis-reweighted", "ais")
+CHAINS = ("sis", "sis-reweighted", "ais", "mcem")
 
 
 def refusal(objective, name):
@@ -50,7 +53,7 @@ def refusal(objective, name):
         return "a guide of point masses"
     if objective in CHAINS and name == "mixture":
         return "site 'c' is discrete"
-    if objective == "sis-reweighted" and name == "auto-messenger":
+    if objective in ("sis-reweighted", "mcem") and name == "auto-messenger":
         return "runs both at once"
     return None
 

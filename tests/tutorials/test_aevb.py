@@ -1,0 +1,45 @@
+"""The experiment of Kingma and Welling as a stranger runs it, with few images and steps."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*argv: str) -> str:
+    command = [sys.executable, "-W", "error", str(ROOT / "tutorials" / "aevb" / "figures.py")]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CI": "1", "PATH": ""}
+    done = subprocess.run(
+        [*command, *argv], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("figure", "objectives"),
+    [("bound", ["Wake-Sleep", "AEVB"]), ("marginal", ["Wake-Sleep", "MCEM", "AEVB"])],
+)
+def test_figures(tmp_path: Path, figure: str, objectives: list[str]) -> None:
+    printed = run("--smoke", "--figure", figure, "--out", str(tmp_path))
+    path = tmp_path / f"{figure}_digits.csv"
+    assert str(path) in printed
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [r["objective"] for r in rows] == [o for o in objectives for _ in range(4)]
+    assert {r["split"] for r in rows} == {"train", "test"}
+    for row in rows:
+        # 64 fair coins have 44.4 nats, where every model begins.
+        assert -60 < float(row["value"]) < -20
+        assert float(row["cpu_seconds"]) > 0
+        assert row["commit"]
+        assert row["machine"]
+    image = path.with_suffix(".png")
+    assert image.read_bytes().startswith(b"\x89PNG")
+    image.unlink()
+    run("--redraw", "--figure", figure, "--out", str(tmp_path))
+    assert image.exists()
