@@ -20,6 +20,8 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_mcvae.tracing.precision import without_autocast
+
 __all__ = [
     "Coordinate",
     "NoCoordinateError",
@@ -85,7 +87,8 @@ class NoiseCoordinate(Coordinate):
             return self.noise.standard.sample(self.batch_shape + self.event_shape)
 
     def value(self, coordinate: Tensor) -> Tensor:
-        return self.noise.transform(coordinate)
+        with without_autocast():
+            return self.noise.transform(coordinate)
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         if self._latest is not None and self._latest[0] is coordinate:
