@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_mcvae.tracing.checks import nonfinite_sites
 from pyro_mcvae.tracing.handlers import Supply
+from pyro_mcvae.tracing.precision import without_autocast
 from pyro_mcvae.tracing.runs import Programs, Run, run_pair
 from pyro_mcvae.tracing.tracer import Tracer
 
@@ -212,7 +213,8 @@ class MonteCarloELBO(ELBO):
         return loss
 
     def _backward(self, loss: Tensor) -> None:
-        loss.backward(retain_graph=self.retain_graph)
+        with without_autocast():
+            loss.backward(retain_graph=self.retain_graph)
 
     def bounds(
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any

@@ -13,6 +13,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 
 from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch
+from pyro_mcvae.tracing.precision import full_precision
 from pyro_mcvae.tracing.runs import (
     Programs,
     Run,
@@ -77,6 +78,7 @@ class _Again(Messenger):
         if site_is_subsample(msg):
             self._subsamples.supply(msg)
             return
+        msg["fn"] = full_precision(msg["fn"])
         latent = None if msg["is_observed"] else self._latents.get(msg["name"])
         if latent is not None and latent["type"] == "sample":
             msg["value"], msg["infer"], msg["done"] = latent["value"], latent["infer"], True

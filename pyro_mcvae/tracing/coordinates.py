@@ -20,6 +20,8 @@ from pyro import distributions as dist
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_mcvae.tracing.precision import without_autocast
+
 __all__ = [
     "Coordinate",
     "NoCoordinateError",
@@ -93,7 +95,8 @@ class NoiseCoordinate(Coordinate):
             return self.noise.standard.sample(self.batch_shape + self.event_shape)
 
     def value(self, coordinate: Tensor) -> Tensor:
-        return self.noise.transform(coordinate)
+        with without_autocast():
+            return self.noise.transform(coordinate)
 
     def at(self, value: Tensor) -> Tensor:
         if self.noise.inverse is None:

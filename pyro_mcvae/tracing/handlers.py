@@ -12,6 +12,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_mcvae.tracing.precision import full_precision, without_autocast
 from pyro_mcvae.tracing.sites import (
     LEADING,
     is_masked,
@@ -95,6 +96,7 @@ class Supply(Messenger):
     Supplies values to sites of a run, and keeps the minibatch that the run draws.
 
     Every further run of a step enters the same object, so that it sees the same minibatch.
+    Distributions that a network under autocast has made compute in single precision.
 
     :param values: a value for each site to be fixed, by name.
     :param draw: called for the other random sites, returns a value or None to let Pyro draw.
@@ -118,12 +120,15 @@ class Supply(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if site_is_subsample(msg):
             self.subsamples.supply(msg)
-        elif msg["done"] or msg["is_observed"] or msg["value"] is not None:
             return
-        elif msg["name"] in self.values:
+        msg["fn"] = full_precision(msg["fn"])
+        if msg["done"] or msg["is_observed"] or msg["value"] is not None:
+            return
+        if msg["name"] in self.values:
             msg["value"], msg["done"] = self.values[msg["name"]], True
         elif self.draw is not None and is_random(msg):
-            value = self.draw(msg)
+            with without_autocast():
+                value = self.draw(msg)
             if value is not None:
                 msg["value"], msg["done"] = value, True
 

@@ -20,6 +20,7 @@ from pyro_mcvae.tracing.coordinates import (
     coordinate_of,
 )
 from pyro_mcvae.tracing.packing import Packing, SiteShape, as_shape
+from pyro_mcvae.tracing.precision import without_autocast
 from pyro_mcvae.tracing.runs import Programs, Term
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.sites import masked_entries
@@ -439,9 +440,11 @@ def _latents(record: Record, detach: bool) -> dict[str, dict[str, Any]]:
 def _grad(value: Tensor, inputs: list[Tensor], create: bool, retain: bool) -> Any:
     if not value.requires_grad:
         return [None] * len(inputs)
-    return torch.autograd.grad(
-        value.sum(), inputs, create_graph=create, retain_graph=retain, allow_unused=True
-    )
+    # The backward pass of an operator computes in the precision that its forward pass had.
+    with without_autocast():
+        return torch.autograd.grad(
+            value.sum(), inputs, create_graph=create, retain_graph=retain, allow_unused=True
+        )
 
 
 def _sum_events(value: Tensor, count: int) -> Tensor:

@@ -15,6 +15,7 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_mcvae.tracing.precision import without_autocast
 from pyro_mcvae.tracing.relaxed import relaxed_log_prob
 
 __all__ = [
@@ -177,7 +178,8 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     if site["infer"].get(RELAXED):
         return relaxed_log_prob(site["fn"], value)
     try:
-        return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
+        with without_autocast():
+            return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
     except (ValueError, RuntimeError) as error:
         raise _density_error(site, program, error) from error
     except (KeyError, NotImplementedError) as error:
@@ -198,7 +200,8 @@ def score_parts(site: Site) -> ScoreParts:
         log_prob = unscaled_log_prob(site, "guide")
         return ScoreParts(log_prob, log_prob, 0)
     try:
-        return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
+        with without_autocast():
+            return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
     except (ValueError, RuntimeError) as error:
         raise _density_error(site, "guide", error) from error
     except (KeyError, NotImplementedError) as error:

@@ -13,6 +13,7 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.enum_messenger import EnumMessenger
 from torch import Tensor
 
+from pyro_mcvae.tracing.precision import full_precision
 from pyro_mcvae.tracing.relaxed import relaxed_sample
 from pyro_mcvae.tracing.sites import RELAXED, is_random, reparameterized
 from pyro_mcvae.tracing.supports import Choice, Support, support_of
@@ -236,6 +237,7 @@ class SlotMessenger(EnumMessenger):
             )
         if not is_random(msg):
             return None
+        msg["fn"] = full_precision(msg["fn"])
         if reparameterized(msg) or not msg["fn"].support.is_discrete:
             if asked:
                 raise SlotError(

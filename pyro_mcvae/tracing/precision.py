@@ -1,0 +1,63 @@
+"""Densities in full precision, whatever precision the networks behind them compute in."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["full_precision", "without_autocast"]
+
+_NOTHING = nullcontext()
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def full_precision(fn: Any) -> Any:
+    """
+    A distribution whose half-precision parameters, as autocast networks return them, are cast to
+    single precision; others are returned as they are.
+
+    bfloat16 has 8 bits: a log density of -500 nats that is summed in it is off by a nat. (A
+    Categorical has rounded its normalised logits by then; cast a network's output to avoid it.)
+
+    Example::
+
+        >>> fn = dist.Normal(torch.zeros(3, dtype=torch.bfloat16), 1.0).to_event(1)
+        >>> full_precision(fn).log_prob(torch.zeros(3)).dtype
+        torch.float32
+    """
+    changed = {}
+    for name, value in vars(fn).items():
+        if isinstance(value, Tensor):
+            if value.dtype in _HALF:
+                changed[name] = value.float()
+        elif isinstance(value, torch.distributions.Distribution):
+            found = full_precision(value)
+            if found is not value:
+                changed[name] = found
+    if not changed:
+        return fn
+    if isinstance(fn, torch.distributions.Categorical):
+        # It has normalised them in half precision: without this it would be no density.
+        if "logits" in changed:
+            changed["logits"] = changed["logits"].log_softmax(-1)
+        if "probs" in changed:
+            changed["probs"] = changed["probs"] / changed["probs"].sum(-1, keepdim=True)
+        changed["_param"] = changed["logits" if "logits" in changed else "probs"]
+    wide = copy.copy(fn)
+    vars(wide).update(changed)
+    return wide
+
+
+def without_autocast() -> AbstractContextManager[Any]:
+    """Turns autocast off where it is on: a density's own products would be rounded."""
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not on:
+        return _NOTHING
+    stack = ExitStack()
+    for device in on:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
