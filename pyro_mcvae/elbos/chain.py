@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from pyro_mcvae.annealing import Chain, accept_score, anneal
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
-from pyro_mcvae.elbos.path_gradient import is_flow
 from pyro_mcvae.elbos.plain import local_bounds, local_estimate
 from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
@@ -166,12 +165,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _check_sites(self, log_weight: LogWeight, gradient: str) -> None:
         objective = type(self).__name__
         check_continuous(log_weight, objective)
-        flows = tuple(n for n, fn in log_weight.unconstrained.items() if is_flow(fn))
-        if self.recompute and gradient == "full" and flows:
-            raise ValueError(
-                f"recompute=True does not go with flows in coordinates='latent', but the guide's "
-                f"site{named(flows)} drawn from one: use coordinates='noise' or recompute=False"
-            )
         if gradient != "none" and log_weight.unreparameterized:
             raise ValueError(
                 f"{objective} needs draws with a gradient to the guide's parameters, but the "

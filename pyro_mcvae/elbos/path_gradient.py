@@ -21,7 +21,7 @@ from pyro_mcvae.tracing.sites import (
     unscaled_log_prob,
 )
 
-__all__ = ["PathGradient", "is_flow"]
+__all__ = ["PathGradient"]
 
 
 class PathGradient:
@@ -100,7 +100,7 @@ class PathGradient:
             and term.site["value"].requires_grad
             and not is_masked(term.site["fn"])
             and not is_straight_through(term.site["fn"])
-            and (self.estimator != "auto" or not is_flow(term.site["fn"]))
+            and (self.estimator != "auto" or not _is_flow(term.site["fn"]))
         )
 
     @staticmethod
@@ -137,7 +137,7 @@ def _second_factor(term: Term, weight: Tensor) -> Tensor:
     return 1 - factor.reshape(factor.shape + (1,) * event_dim) * (1 - weight)
 
 
-def is_flow(fn: Any) -> bool:
+def _is_flow(fn: Any) -> bool:
     """Whether a distribution has transforms beyond torch's closed-form ones."""
     return any(not _is_elementary(t) for t in _transforms(fn))
 

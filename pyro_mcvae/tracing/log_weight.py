@@ -23,7 +23,7 @@ from pyro_mcvae.tracing.packing import Packing, SiteShape, as_shape
 from pyro_mcvae.tracing.precision import without_autocast
 from pyro_mcvae.tracing.runs import Programs, Term
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import masked_entries
+from pyro_mcvae.tracing.sites import is_straight_through, masked_entries
 from pyro_mcvae.tracing.structure import FactorKey
 from pyro_mcvae.tracing.tracer import Draw, Tracer
 
@@ -385,6 +385,14 @@ class LogWeight:
         return draw
 
     def _coordinate(self, msg: Any) -> Coordinate:
+        if self._kind != "value" and is_straight_through(msg["fn"]):
+            # Their density is that of values that were never rounded: moving those leaves the
+            # program, whose model sees 0 and 1 only.
+            raise NoCoordinateError(
+                f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) rounds its draws, so "
+                f"that they cannot be moved: use the relaxed distribution without StraightThrough "
+                f"in guide and model, or weigh the draws where they are with TraceIWAE_ELBO"
+            )
         try:
             return coordinate_of(msg["fn"], self._kind)
         except NotImplementedError as error:

@@ -509,9 +509,9 @@ def test_coordinates_of_another_shape_are_refused():
             log_weight(torch.zeros(shape))
 
 
-def refused(model, guide, vectorize):
+def refused(model, guide, vectorize, coordinates="noise"):
     tracer = Tracer(3, vectorize, 1, find_roots=True)
-    return lambda: LogWeight(tracer, Programs(model, guide, (), {}))
+    return lambda: LogWeight(tracer, Programs(model, guide, (), {}), coordinates)
 
 
 @modes
@@ -546,6 +546,19 @@ def test_a_distribution_without_coordinates_is_named(vectorize):
     with pytest.raises(ValueError, match=r"guide site 'v' \(ProjectedNormal\).*register_noise"):
         refused(program, program, vectorize)()
     assert not poutine.runtime._PYRO_STACK
+
+
+@modes
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+def test_rounded_draws_are_refused(vectorize, coordinates):
+    def program():
+        with pyro.plate("data", 3):
+            soft = dist.RelaxedOneHotCategoricalStraightThrough
+            v = pyro.sample("v", soft(torch.tensor(0.5), probs=torch.ones(2)).mask(True))
+            pyro.sample("x", dist.Normal(v[..., 0], 1.0), obs=torch.zeros(3))
+
+    with pytest.raises(ValueError, match=r"site 'v' .* rounds its draws.*TraceIWAE_ELBO"):
+        refused(program, poutine.block(program, hide=["x"]), vectorize, coordinates)()
 
 
 @modes
