@@ -15,6 +15,7 @@ release = importlib.metadata.version("pyro-mcvae")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build", "**.ipynb_checkpoints"]
 html_theme = "furo"
+html_show_copyright = False
 html_title = f"pyro-mcvae {release}"
 html_theme_options = {"navigation_with_keys": True}
 html_css_files = ["style.css"]
