@@ -1,6 +1,7 @@
 """The documentation: ``sphinx-build -W docs docs/_build/html``."""
 
 import importlib.metadata
+import inspect
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ release = importlib.metadata.version("pyro-mcvae")
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build", "**.ipynb_checkpoints"]
 html_theme = "furo"
+html_show_copyright = False
 html_title = f"pyro-mcvae {release}"
 html_theme_options = {"navigation_with_keys": True}
 html_css_files = ["style.css"]
@@ -51,6 +53,35 @@ def copy_notebooks() -> None:
     (target / "index.md").write_text(f"{introduction}\n{hidden}\n", encoding="utf-8")
 
 
+def summary(value: object) -> str:
+    """The first sentence of a docstring, without its citations, as Markdown."""
+    text = (inspect.getdoc(value) or "").split("\n\n")[0]
+    text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
+    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?([^`]*)`", r"`\1`", text)
+    text = re.sub(r"\s*\[[\d, a-zA-Z]*\]", "", re.sub(r"\s+", " ", text))
+    return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0].rstrip(":., ")
+
+
+def list_names() -> None:
+    """A page with every export, and the reference of those that no other page has."""
+    import pyro_mcvae
+
+    folder = HERE / "api"
+    others = [path for path in sorted(folder.glob("*.md")) if path.stem != "names"]
+    pages = "".join(path.read_text(encoding="utf-8") for path in others)
+    known = set(re.findall(r"auto(?:class|function):: (?:[\w.]+\.)?(\w+)", pages))
+    lines = ["# All names", "", "| | |", "| --- | --- |"]
+    rest = ["```{eval-rst}", ".. currentmodule:: pyro_mcvae", ""]
+    for name in sorted(pyro_mcvae.__all__, key=str.lower):
+        value = getattr(pyro_mcvae, name)
+        lines.append(f"| {{py:obj}}`~pyro_mcvae.{name}` | {summary(value)} |")
+        if name not in known:
+            kind = "class" if inspect.isclass(value) else "function"
+            rest += [f".. auto{kind}:: {name}", *(["   :members:"] * (kind == "class"))]
+    text = "\n".join([*lines, "", *rest, "```", ""])
+    (folder / "names.md").write_text(text, encoding="utf-8")
+
+
 def separate_references(app, what, name, obj, options, lines) -> None:
     """Numbered references become a list; docstrings have them as lines of one paragraph."""
     for i, line in enumerate(lines):
@@ -64,4 +95,5 @@ def separate_references(app, what, name, obj, options, lines) -> None:
 
 def setup(app) -> None:
     copy_notebooks()
+    list_names()
     app.connect("autodoc-process-docstring", separate_references)
