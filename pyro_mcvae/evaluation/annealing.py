@@ -59,7 +59,7 @@ class Annealing:
         step_size = self.kernel.step_size
         assert isinstance(step_size, AdaptiveStepSize)
         step_size.rate = _RATES[0] if turn < self.warmup // 2 else _RATES[1]
-        step_size.update(acceptance.mean(), gradient)
+        step_size.update(acceptance, gradient)
 
     def freeze(self) -> None:
         """From here on every chain is the same, which an unbiased estimate needs."""

@@ -148,11 +148,10 @@ class Weigher:
             count = min(math.ceil(100 / max(1, self.elements)), next(self.chunks(100, None)))
             for turn in range(annealing.warmup):
                 chain, _ = self._chain(count, True)
-                acceptance = torch.stack([info.acceptance.mean() for info in chain.infos])
                 gradient = None
                 if chain.start.grad_base is not None and chain.start.grad_weight is not None:
                     gradient = chain.start.grad_base + chain.start.grad_weight
-                annealing.adapt(turn, acceptance, gradient)
+                annealing.adapt(turn, chain.mean_acceptance, gradient)
         annealing.freeze()
 
     def _chain(self, count: int, last_transition: bool) -> tuple[Chain, ChainDensity]:
