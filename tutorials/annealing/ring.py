@@ -29,12 +29,9 @@ from pyro_mcvae import (
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
     UnderdampedLangevin,
+    refine,
 )
-from pyro_mcvae.annealing import anneal, evaluator
 from pyro_mcvae.step_size import AdaptiveStepSize
-from pyro_mcvae.tracing.log_weight import LogWeight
-from pyro_mcvae.tracing.runs import Programs
-from pyro_mcvae.tracing.tracer import Tracer
 
 XI, ZETA, SIGMA, X = 1.0, 0.5, 0.4, 2.5
 MANY = {"vectorize_particles": True, "max_plate_nesting": 1}
@@ -110,37 +107,21 @@ def train(method: Method, x: Tensor, steps: int) -> None:
     method.bound = -sum(losses[-steps // 5 :]) / max(1, len(losses[-steps // 5 :]))
 
 
-@torch.no_grad()
 def sample(method: Method, x: Tensor, count: int) -> None:
     """Draws of the guide, and those that the objective's own refinement makes of them."""
-    log_weight = LogWeight(
-        Tracer(count, True, max_plate_nesting=1), Programs(model, method.guide, (x,), {})
-    )
-    method.draws = latents(log_weight.first)
+
+    def draws(**options: Any) -> Tensor:
+        found = refine(model, method.guide, x, num_samples=count, max_plate_nesting=1, **options)
+        return found["z"].reshape(-1, 2)
+
+    method.draws = draws(num_particles=1)
     if isinstance(method.elbo, TraceIWAE_ELBO):
-        # One of ten, with the probability of its weight.
-        weight = log_weight.first.log_weight.reshape(-1, 10)
-        chosen = dist.Categorical(logits=weight).sample()
-        method.refined = method.draws.reshape(-1, 10, 2)[torch.arange(len(chosen)), chosen]
+        method.refined = draws(num_particles=10)
     elif hasattr(method.elbo, "kernel"):
-
-        def density(position: Tensor) -> tuple[Tensor, Tensor]:
-            at = log_weight(position)
-            return at.log_base, at.log_weight
-
-        evaluate = evaluator(density, create_graph=False)
-        start = evaluate(log_weight.coordinates)
-        chain = anneal(start, method.elbo.schedule(), method.elbo.kernel, evaluate)
-        position = chain.state.position
-        if not method.elbo.kernel.adjusted:
-            # An unadjusted chain's end has a weight; an adjusted one's needs it less.
-            chosen = dist.Categorical(logits=chain.log_weight[:, 0]).sample((count,))
-            position = position[chosen]
-        method.refined = latents(log_weight(position))
-
-
-def latents(at: Any) -> Tensor:
-    return at.sample.runs[0].guide_trace.nodes["z"]["value"].detach().reshape(-1, 2)
+        # The end of an unadjusted chain has a weight; that of an adjusted one needs it less.
+        candidates = 1 if method.elbo.kernel.adjusted else 10
+        chain = {"schedule": method.elbo.schedule, "kernel": method.elbo.kernel, "warmup": 0}
+        method.refined = draws(num_particles=candidates, **chain)
 
 
 def draw(found: list[Method], path: Path) -> None:
