@@ -12,7 +12,16 @@ import pytest
 import torch
 from pyro.infer import SVI
 
-from pyro_mcvae import HMC, MALA, ULA, AdaptiveStepSize, LearnedStepSize, MonteCarloEM
+from pyro_mcvae import (
+    HMC,
+    MALA,
+    ULA,
+    AdaptiveStepSize,
+    LearnedStepSize,
+    MonteCarloEM,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.estimates import assert_gradient, assert_mean, gradients
 from tests.models import (
     ConjugateGaussian,
@@ -204,6 +213,28 @@ def test_chains_and_step_size_are_saved_and_loaded():
 
     assert (step(elbo) == step(other)).all()
     assert elbo.kernel.step_size() == other.kernel.step_size()
+
+
+def test_a_run_goes_on_from_a_checkpoint(tmp_path):
+    exact = Line(size=4)
+
+    def fresh():
+        elbo = MonteCarloEM(1, HMC(num_leapfrog=2), updates_per_draw=2, persistent=True)
+        return SVI(exact.model, exact.guide, pyro.optim.Adam({"lr": 0.05}), loss=elbo), elbo
+
+    svi, _ = fresh()
+    for _ in range(4):
+        svi.step()
+    save_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    then = [svi.step() for _ in range(3)]
+    load_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    assert [svi.step() for _ in range(3)] == then  # the draw of the third step is not used again
+    pyro.clear_param_store()
+    svi, elbo = fresh()
+    svi.step()
+    load_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    assert [svi.step() for _ in range(3)] == then
+    assert elbo.states.visited.any()
 
 
 def test_training_reaches_the_maximum_of_the_likelihood():
