@@ -65,7 +65,8 @@ class MonteCarloEM(ChainELBO):
       forgets the guide, at the cost of memory for a state per datum. Data are then
       known by the indices of their plates, so that these must name them:
       ``pyro.plate("data", N, subsample=indices)`` for minibatches from a loader, or
-      ``subsample_size=``; never ``pyro.plate("data", len(x))`` around varying minibatches.
+      ``subsample_size=``; never ``pyro.plate("data", len(x))`` around varying minibatches. The
+      chains are saved and loaded with ``state_dict()``; in a distributed run each rank has its own.
     * **Several updates per draw.** A draw costs many times an update. With
       ``updates_per_draw=5``, as in [2], steps 2 to 5 after a draw use it again: call ``svi.step``
       five times with the same arguments. Where a plate draws its own minibatch, that minibatch
@@ -156,6 +157,10 @@ class MonteCarloEM(ChainELBO):
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own draws: these hold the graph of the last step.
         return {**self.__dict__, "_draw": None}
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._draw = None  # made by another state
+        super()._load_from_state_dict(*args)
 
     def _estimate(self, programs: Programs) -> Estimate:
         draw = self._draw

@@ -12,7 +12,16 @@ import pytest
 import torch
 from pyro.infer import SVI
 
-from pyro_mcvae import HMC, MALA, ULA, AdaptiveStepSize, LearnedStepSize, MonteCarloEM
+from pyro_mcvae import (
+    HMC,
+    MALA,
+    ULA,
+    AdaptiveStepSize,
+    LearnedStepSize,
+    MonteCarloEM,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.estimates import assert_gradient, assert_mean, gradients
 from tests.models import (
     ConjugateGaussian,
@@ -33,9 +42,12 @@ def fisher(exact):
     return {n: evidence[n] if n.startswith("theta") else elbo[n] for n in exact.values}
 
 
-@pytest.mark.parametrize("options", [{}, {"num_particles": 3, **QUICK}], ids=["looped", "several"])
-@pytest.mark.parametrize("size", [None, 2], ids=["full", "minibatches"])
-def test_gradient_is_exact_where_chains_begin_at_the_posterior(options, size):
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(None, {"num_particles": 3, **QUICK}), (2, {})],
+    ids=["vectorized", "minibatches"],
+)
+def test_gradient_is_exact_where_chains_begin_at_the_posterior(size, options):
     exact = ProbabilisticPCA(p=3, N=5, sigma=0.5, family="full", subsample_size=size)
     exact.set_guide("exact")
     # A large step size: that moves are rejected leaves the posterior as it is.
@@ -130,9 +142,8 @@ class Line:
         return dict(zip(self.values, torch.autograd.grad(evidence, (w, b)), strict=True))
 
 
-@pytest.mark.parametrize("size", [None, 4], ids=["full", "minibatches"])
-def test_persistent_chains_forget_a_poor_guide(size):
-    exact = Line(size=size)
+def test_persistent_chains_forget_a_poor_guide():
+    exact = Line(size=4)
     wanted = exact.gradient()
 
     def bias(**options):
@@ -144,7 +155,7 @@ def test_persistent_chains_forget_a_poor_guide(size):
         return {n: (v.mean() - wanted[n]) / (v.std() / len(v) ** 0.5) for n, v in blocks.items()}
 
     assert all(abs(b) < 4.5 for b in bias(persistent=True).values())
-    assert any(abs(b) > 20 for b in bias().values())
+    assert any(abs(b) > 8 for b in bias().values())
 
 
 def test_persistent_chains_are_found_by_the_indices_of_their_plates():
@@ -204,15 +215,37 @@ def test_chains_and_step_size_are_saved_and_loaded():
     assert elbo.kernel.step_size() == other.kernel.step_size()
 
 
+def test_a_run_goes_on_from_a_checkpoint(tmp_path):
+    exact = Line(size=4)
+
+    def fresh():
+        elbo = MonteCarloEM(1, HMC(num_leapfrog=2), updates_per_draw=2, persistent=True)
+        return SVI(exact.model, exact.guide, pyro.optim.Adam({"lr": 0.05}), loss=elbo), elbo
+
+    svi, _ = fresh()
+    for _ in range(4):
+        svi.step()
+    save_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    then = [svi.step() for _ in range(3)]
+    load_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    assert [svi.step() for _ in range(3)] == then  # the draw of the third step is not used again
+    pyro.clear_param_store()
+    svi, elbo = fresh()
+    svi.step()
+    load_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    assert [svi.step() for _ in range(3)] == then
+    assert elbo.states.visited.any()
+
+
 def test_training_reaches_the_maximum_of_the_likelihood():
     exact = Line(n=30)
     elbo = MonteCarloEM(1, HMC(AdaptiveStepSize(0.3, 0.9), 3), 10, persistent=True, **QUICK)
     optim = pyro.optim.ExponentialLR(
-        {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.985}
+        {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.98}
     )
     svi = SVI(exact.model, exact.guide, optim, loss=elbo)
     with pyro.validation_enabled(False):
-        for _ in range(200):
+        for _ in range(150):
             svi.step()
             svi.optim.step()
     assert abs(pyro.param("b") - exact.x.mean()) < 0.1

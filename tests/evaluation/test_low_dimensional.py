@@ -19,11 +19,10 @@ from tests.models import (
 )
 
 MODELS = {
-    "1": lambda: ConjugateGaussian(N=20),
     "gamma": lambda: GammaPoisson(N=20),
     "2": lambda: ProbabilisticPCA(d=2, N=20, sigma=0.3),
     "3": lambda: ProbabilisticPCA(d=3, N=20, sigma=0.5, family="full"),
-    "sequential": lambda: SequentialPlate(N=4),
+    "sequential": lambda: SequentialPlate(N=2),
 }
 
 
@@ -38,9 +37,10 @@ def test_exact_models(name):
     exact = MODELS[name]()
     found = low_dimensional_evidence(exact.model, exact.guide)
     off = deviations(found, exact.log_evidence_per_datum())
-    # The errors are estimated from ten chains, so that a t distribution tells.
+    # The errors are estimated from ten chains, so that a t distribution tells: its square has the
+    # mean 1.3 and the standard deviation 2.3.
     assert (off.abs() < 5).all()
-    assert off.square().mean() < 3
+    assert off.square().mean() < 1.3 + 4.5 * 2.3 / len(off) ** 0.5
     assert found.standard_error.max() < 0.1
     assert found.r_hat.median() < 1.1
     assert 0.8 < found.acceptance < 0.99
@@ -74,7 +74,7 @@ def test_a_posterior_of_two_modes_with_the_prior_as_a_guide():
     z = torch.linspace(-8, 8, 4001)[:, None]
     joint = dist.Normal(0.0, 1.0).log_prob(z) + dist.Normal(z**2, 0.5).log_prob(x)
     exact = joint.logsumexp(0) + math.log(16 / 4000)
-    found = low_dimensional_evidence(model, prior, num_chains=100)
+    found = low_dimensional_evidence(model, prior, num_chains=100, warmup=50, num_draws=20)
     # Any share of chains in each mode will do, as f is fitted to the draws; but the chains that
     # are averaged must have the shares of the posterior, which the symmetric start gives them.
     assert (deviations(found, exact).abs() < 5).all()

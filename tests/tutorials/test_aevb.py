@@ -40,6 +40,7 @@ def test_figures(tmp_path: Path, figure: str, objectives: list[str]) -> None:
         assert row["machine"]
     image = path.with_suffix(".png")
     assert image.read_bytes().startswith(b"\x89PNG")
-    image.unlink()
-    run("--redraw", "--figure", figure, "--out", str(tmp_path))
-    assert image.exists()
+    if figure == "bound":
+        image.unlink()
+        run("--redraw", "--out", str(tmp_path))
+        assert image.exists()

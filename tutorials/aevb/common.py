@@ -193,7 +193,10 @@ def bound(vae: VAE, x: Tensor) -> tuple[float, float]:
 def commit() -> str:
     """What was run, for the CSV."""
     command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    except OSError:  # no git here
+        return "unknown"
     return done.stdout.strip() or "unknown"
 
 

@@ -61,13 +61,19 @@ def marks(first: float, last: float, count: int) -> list[int]:
     return [round(first * (last / first) ** float(p)) for p in powers]
 
 
-def judge(figure: str, vae: VAE, x: Tensor, name: str) -> tuple[float, float]:
-    if figure == "bound":
+def judge(args: argparse.Namespace, vae: VAE, x: Tensor, name: str) -> tuple[float, float]:
+    if args.figure == "bound":
         return bound(vae, x)
     # Monte Carlo EM has no encoder to begin the chains of the estimate with.
     guide = vae.prior if name == "MCEM" else vae.guide
     found = low_dimensional_evidence(
-        vae.model, guide, x, num_chains=10, num_draws=10, warmup=60, max_plate_nesting=1
+        vae.model,
+        guide,
+        x,
+        num_chains=10,
+        num_draws=10,
+        warmup=args.warmup,
+        max_plate_nesting=1,
     ).log_evidence
     return found.mean().item(), found.std().item() / len(found) ** 0.5
 
@@ -92,7 +98,7 @@ def run(args: argparse.Namespace, data: Data) -> list[Point]:
                     for seen in training.run(wanted):
                         bar.update(seen - bar.n)
                         for split, x in judged.items():
-                            value, error = judge(args.figure, vae, x, name)
+                            value, error = judge(args, vae, x, name)
                             setting = (args.figure, data.name, size, latent, args.hidden, name)
                             spent = training.cpu_seconds
                             where = args.commit, machine()
@@ -182,6 +188,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--samples", type=positive, default=200_000, help="training samples evaluated by each")
     add("--first", type=positive, default=10_000, help="samples before the first judgement")
     add("--checkpoints", type=positive, default=10, help="judgements on the way")
+    add("--warmup", type=positive, default=60, help="transitions before the marginal's draws")
     add("--judged", type=positive, default=1000, metavar="N", help="images, of each split")
     add("--batch-size", type=positive, default=100)
     add("--learning-rate", type=float, help="of Adagrad; default: each objective's own")
@@ -196,7 +203,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.hidden = args.hidden or defaults["hidden"]
     if args.smoke:
         args.samples, args.first, args.checkpoints, args.judged = 1000, 100, 2, 20
-        args.latent, args.hidden, args.num_train = [2], 20, [200]
+        args.latent, args.hidden, args.num_train, args.warmup = [2], 20, [200], 5
     return args
 
 
