@@ -8,8 +8,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-from pyro_mcvae.ops.ranks import mean_over_ranks, num_ranks, sum_over_ranks
-
 __all__ = ["AdaptiveStepSize", "FixedStepSize", "LearnedStepSize", "StepSize", "as_step_size"]
 
 
@@ -102,8 +100,8 @@ class AdaptiveStepSize(StepSize):
         \eta_i \leftarrow 0.9\, \eta_i
             + 0.1\, \eta_0 \,/\, \text{std}[\partial \log p(x, z) / \partial z_i].
 
-    In a distributed run (:mod:`torch.distributed`) acceptance and spread are those of all ranks, so
-    that every rank keeps the same step size; every rank must take the step then.
+    In a distributed run (:mod:`torch.distributed`) objectives adapt it by the acceptance and the
+    gradients of all ranks, so that every rank keeps the same step size.
 
     One update changes a step size by a bounded factor, values stay within ``bounds``, a step whose
     acceptance is not finite changes nothing, and a gradient that is not finite leaves its
@@ -172,7 +170,6 @@ class AdaptiveStepSize(StepSize):
         if not self.training:
             return
         target = 0.8 if self.target_acceptance is None else self.target_acceptance
-        acceptance = mean_over_ranks(acceptance)
         # An objective that was not moved along adapts where the model is.
         self.base, self.value = self.base.to(acceptance.device), self.value.to(acceptance.device)
         usable = acceptance.isfinite()
@@ -182,7 +179,8 @@ class AdaptiveStepSize(StepSize):
         if not self.per_coordinate or gradient is None:
             self.base, self.value = base, base.clone()
             return
-        spread = _spread(gradient.reshape(-1, gradient.shape[-1]))
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        spread = flat.std(0, correction=0)
         value = self.value.expand_as(spread)
         # Beyond the bounds of one step lies no information: a constant gradient has spread zero.
         aim = (base / spread.clamp_min(torch.finfo(spread.dtype).tiny)).clamp(*self.bounds)
@@ -199,15 +197,6 @@ class AdaptiveStepSize(StepSize):
         if saved is not None and saved.shape != self.value.shape and saved.dim() <= 1:
             self.value = self.value.new_empty(saved.shape)
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _spread(rows: Tensor) -> Tensor:
-    """The standard deviation of each column, over the rows of all ranks."""
-    if num_ranks() == 1:
-        return rows.std(0, correction=0)
-    count = sum_over_ranks(rows.new_tensor(float(len(rows))))
-    mean = sum_over_ranks(rows.sum(0)) / count
-    return (sum_over_ranks((rows - mean).square().sum(0)) / count).sqrt()
 
 
 def as_step_size(value: float | Tensor | StepSize | None) -> StepSize:

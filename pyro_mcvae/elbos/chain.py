@@ -17,8 +17,9 @@ from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.plain import local_bounds, local_estimate
 from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
+from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.schedules import Schedule, as_schedule
-from pyro_mcvae.step_size import AdaptiveStepSize
+from pyro_mcvae.step_size import AdaptiveStepSize, StepSize
 from pyro_mcvae.tracing.density import (
     ChainDensity,
     check_continuous,
@@ -208,13 +209,24 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return log_mean_exp(log_weight) if self.multi_sample else log_weight.mean(0)
 
     def _adapt(self, chain: Chain) -> None:
-        record = self.last_step
+        record, step_size = self.last_step, self.kernel.step_size
         if not self.training or record is None or not len(record.acceptance):
             return
+        if type(step_size).update is StepSize.update:
+            return  # nothing to learn, and no rank to be waited for
         state, gradient = chain.start, None
         if state.grad_base is not None and state.grad_weight is not None:
             gradient = (state.grad_base + state.grad_weight).detach()
-        self.kernel.step_size.update(chain.mean_acceptance, gradient)
+        acceptance = chain.mean_acceptance
+        if num_ranks() > 1:
+            # The mean that the chain took, and the gradients, over the data of all ranks.
+            if self.kernel.adjusted:
+                acceptance = mean_over_ranks(acceptance)
+            else:
+                acceptance = mean_over_ranks(acceptance.log()).exp()
+            if gradient is not None and getattr(step_size, "per_coordinate", True):
+                gradient = concat_over_ranks(gradient.reshape(-1, gradient.shape[-1]))
+        step_size.update(acceptance, gradient)
 
     def _backward(self, loss: Tensor) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import tempfile
+import uuid
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,15 +89,16 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], **ex
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    # Beside it, since only within one file system a file takes another's place at once.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with partial.open("xb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(partial, path)
     except BaseException:
-        os.unlink(name)
+        partial.unlink(missing_ok=True)
         raise
 
 

@@ -4,6 +4,7 @@ One training run on one process, or on several that DistributedDataParallel join
 Under torchrun it writes what every rank found: ``torchrun ... tests/training/distributed.py OUT``.
 """
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -94,10 +95,11 @@ def begin(name, rank, known=True):
     # What each rank draws by itself from here on is its own.
     pyro.set_rng_seed(6 if rank is None else rank)
     # The states of all data are buffers: the ranks exchange what has changed, not all of them.
-    module = (
-        run.elbo if rank is None else DistributedDataParallel(run.elbo, broadcast_buffers=known)
-    )
-    return run, x, module
+    if rank is None:
+        return run, x, run.elbo
+    newer = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    option = {"forward_sync_buffers" if newer else "broadcast_buffers": known}
+    return run, x, DistributedDataParallel(run.elbo, **option)
 
 
 def train(name, rank=None):

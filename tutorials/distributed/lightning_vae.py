@@ -69,8 +69,8 @@ def train(devices: int, accelerator: str, epochs: int, num_data: int = 1797) -> 
     from sklearn.datasets import load_digits
 
     lightning.seed_everything(0)
-    images = torch.as_tensor(load_digits().images[:num_data], dtype=torch.float32)
-    data = (images.flatten(1) > 7).float()
+    images = torch.as_tensor(load_digits().images[:num_data])
+    data = (images.flatten(1) > 7).to(torch.get_default_dtype())
     training = Training(VAE(len(data)), TraceSIS_ELBO(num_steps=3), data, batch_size=100)
     trainer = lightning.Trainer(
         accelerator=accelerator,

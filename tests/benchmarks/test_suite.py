@@ -1,0 +1,49 @@
+"""The benchmark compares steps that compute the same."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from tests.benchmarks import __main__, suite
+from tests.benchmarks.suite import Case
+
+
+@pytest.fixture(autouse=True)
+def single_precision(double_precision):
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("decoder", ["mlp", "conv"])
+@pytest.mark.parametrize("objective", ["SGVB", "IWAE", "SIS", "AIS"])
+def test_both_sides_have_one_bound(objective, decoder):
+    case = Case(objective, size=2, batch=3, latent=4, decoder=decoder)
+    x = torch.rand(3, suite.PIXELS).bernoulli()
+    vae, elbo = suite.VAE(case), suite.objective(case)
+    ours = [elbo.loss(vae.model, vae.guide, x) for _ in range(30)]
+    theirs = [-suite.by_hand(case)(vae, x).item() for _ in range(30)]
+    ours, theirs = torch.tensor(ours), torch.tensor(theirs)
+    error = ((ours.var() + theirs.var()) / 30).sqrt()
+    assert abs(ours.mean() - theirs.mean()) < 4.5 * error
+
+
+def test_it_writes_json_and_a_table(tmp_path, monkeypatch, capsys):
+    small = [Case(name, size=2, batch=3, latent=4) for name in ("SGVB", "SIS")]
+    monkeypatch.setattr(suite, "cases", lambda device, quick: iter(small))
+    out = tmp_path / "benchmark.json"
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--steps", "2", "--out", str(out)])
+    threads = torch.get_num_threads()
+    __main__.main()
+    torch.set_num_threads(threads)
+    found = json.loads(out.read_text())
+    assert found["about"]["torch"] == torch.__version__
+    assert [row["objective"] for row in found["rows"]] == ["SGVB", "SIS"]
+    for row in found["rows"]:
+        assert set(row["milliseconds"]) == {"ours", "by hand", "Pyro", "least"}
+        times = row["milliseconds"]
+        assert row["ratios"]["ours / by hand"] == times["ours"] / times["by hand"]
+    lines = out.with_suffix(".md").read_text().splitlines()
+    assert len(lines) == 4
+    assert lines[2].startswith("| SGVB, batch 3, latent 4, mlp, cpu |")
+    assert "ours / least" in capsys.readouterr().out
