@@ -168,6 +168,34 @@ def test_discrete_sites_are_named_with_the_remedy(elbo):
         elbo.loss_and_grads(discrete, discrete, torch.zeros(3))
 
 
+ROUGH = {
+    "VonMises": lambda loc: dist.VonMises(loc, 1.0),
+    "Normal": lambda loc: dist.Normal(loc, 1.0).has_rsample_(False),
+}
+
+
+@pytest.mark.parametrize("kind", ROUGH)
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+@pytest.mark.parametrize("estimator", ["full", "reweighted"])
+@modes
+def test_draws_without_gradient_are_named_with_the_remedy(kind, coordinates, estimator, vectorize):
+    def program():
+        pyro.sample("a", ROUGH[kind](pyro.param("loc", torch.tensor(0.3))))
+
+    elbo = TraceSIS_ELBO(
+        2,
+        ULA(0.01),
+        num_particles=2,
+        coordinates=coordinates,
+        gradient_estimator=estimator,
+        vectorize_particles=vectorize,
+    )
+    with pytest.raises(ValueError, match=rf"site 'a' is not reparam.*\({kind}\).*TraceIWAE_ELBO"):
+        elbo.loss_and_grads(program, program)
+    with torch.no_grad():  # The bound itself takes them.
+        assert abs(elbo.loss(program, program)) < 1.0
+
+
 @pytest.mark.parametrize("coordinates", ["noise", "latent"])
 def test_inference_mode_is_left_for_the_chain(coordinates):
     exact = ProbabilisticPCA()
