@@ -166,11 +166,14 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _check_sites(self, log_weight: LogWeight, gradient: str) -> None:
         objective = type(self).__name__
         check_continuous(log_weight, objective)
-        if gradient != "none" and log_weight.unreparameterized:
+        rough = log_weight.unreparameterized
+        if gradient != "none" and rough:
+            nodes = log_weight.first.sample.runs[0].guide_trace.nodes
+            kinds = ", ".join(type(nodes[n]["fn"]).__name__ for n in rough)
             raise ValueError(
                 f"{objective} needs draws with a gradient to the guide's parameters, but the "
-                f"guide's site{named(log_weight.unreparameterized)} not reparameterized: "
-                f"use a distribution with rsample, or TraceIWAE_ELBO, which scores such sites"
+                f"guide's site{named(rough)} not reparameterized ({kinds}): use a distribution "
+                f"with rsample, or TraceIWAE_ELBO, which scores such sites"
             )
 
     def _surrogate(self, density: ChainDensity, chain: Chain) -> Tensor:

@@ -53,7 +53,12 @@ class Target:
 
     def log_density(self, state: State) -> Tensor:
         """Shape ``[*batch]``."""
-        return state.log_base + self.beta * state.log_weight
+        if not self.beta.requires_grad:
+            return state.log_base + self.beta * state.log_weight
+        # A learned schedule's gradient would be 0 * inf at a state of zero density.
+        usable = state.log_weight.isfinite()
+        density = state.log_base + self.beta * torch.where(usable, state.log_weight, 0.0)
+        return torch.where(usable, density, -math.inf)
 
     def gradient(self, state: State) -> Tensor:
         """

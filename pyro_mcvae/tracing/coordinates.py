@@ -45,9 +45,11 @@ class Coordinate(ABC):
     A parameterization of one guide site's draw.
 
     :ivar event_shape: the shape of the coordinate of one batch element.
+    :ivar reparameterized: whether gradients may pass through draws, to the guide's parameters.
     """
 
     event_shape: torch.Size
+    reparameterized: bool = True
 
     @abstractmethod
     def draw(self) -> Tensor:
@@ -80,6 +82,7 @@ class NoiseCoordinate(Coordinate):
 
     def __init__(self, fn: Any, noise: Noise) -> None:
         self.batch_shape = fn.batch_shape
+        self.reparameterized = not _forbids_rsample(fn)
         self.noise = noise
         self.event_shape = noise.event_shape
         # The noise and its density at the last call of log_prob, which log_base then shares.
@@ -135,6 +138,7 @@ class UnconstrainedCoordinate(Coordinate):
         while isinstance(fn, dist.torch_distribution.MaskedDistribution):
             fn = fn.base_dist
         self.fn = fn
+        self.reparameterized = fn.has_rsample
         self.transform = biject_to(fn.support)
         self.event_shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)[
             len(fn.batch_shape) :
@@ -176,6 +180,15 @@ class ValueCoordinate(Coordinate):
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         return self.fn.log_prob(value)
+
+
+def _forbids_rsample(fn: Any) -> bool:
+    """Whether has_rsample_(False) was said of this very distribution, as of a rough model's."""
+    while fn is not None:
+        if vars(fn).get("has_rsample") is False:
+            return True
+        fn = getattr(fn, "base_dist", None)
+    return False
 
 
 def coordinate_of(fn: Any, coordinates: Coordinates = "noise") -> Coordinate:

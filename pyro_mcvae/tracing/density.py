@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from pyro.infer.util import is_validation_enabled
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
@@ -63,7 +64,7 @@ class ChainDensity:
             # Forward and reverse moves must follow one gradient: the partial derivatives.
             return self(self.log_weight.coordinates)
         with torch.set_grad_enabled(self.gradient != "none" or self._kernel_gradient):
-            return self._state(self.log_weight.coordinates, self.log_weight.first)
+            return self._state(self.log_weight.coordinates, self.log_weight.first)[0]
 
     def __call__(self, position: Tensor) -> State:
         if not self._recompute:
@@ -82,26 +83,54 @@ class ChainDensity:
                 position = position.detach()
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
-            near = position.abs() <= _FAR
-            self._latest = self.log_weight(torch.where(near, position, 0.0))
-            return self._state(position, self._latest, near)
+            state, regular = self._at(position)
+            # Reading costs nothing on the CPU, and is what validation does anyway.
+            reads = full and (is_validation_enabled() or not position.is_cuda)
+            if not reads or bool(regular.all()):
+                return state
+            return self._with_constants(state, regular)
 
-    def _state(self, position: Tensor, at: Evaluation, near: Tensor | None = None) -> State:
+    def _at(self, position: Tensor) -> tuple[State, Tensor]:
+        near = position.abs() <= _FAR
+        self._latest = self.log_weight(torch.where(near, position, 0.0))
+        return self._state(position, self._latest, near.all(-1))
+
+    def _with_constants(self, state: State, regular: Tensor) -> State:
+        """
+        The same state, as a constant at the data where something is not finite.
+
+        A rejected move there would leave 0 * NaN in the gradient of every parameter.
+        """
+        first, home = self._latest, self.log_weight.coordinates.detach()
+        again, _ = self._at(torch.where(regular.unsqueeze(-1), state.position, home))
+        self._latest = first
+        fields: dict[str, Tensor] = {}
+        for name, old in state._asdict().items():
+            if old is not None and name != "position":
+                where = regular.reshape(regular.shape + (1,) * (old.dim() - regular.dim()))
+                fields[name] = torch.where(where, getattr(again, name), old.detach())
+        return state._replace(**fields)
+
+    def _state(
+        self, position: Tensor, at: Evaluation, near: Tensor | None = None
+    ) -> tuple[State, Tensor]:
+        """The state, and at which data everything about it is finite."""
         full = self.gradient == "full"
+        regular = at.log_weight.isfinite() & at.log_base.isfinite()
         gradients: tuple[Tensor | None, Tensor | None] = None, None
         if self._kernel_gradient:
             again = self.gradient == "reweighted" and at is self.log_weight.first
             found = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
+            regular = regular & (found[0] + found[1]).isfinite().all(-1)
             gradients = finite(found[0]), finite(found[1])
         log_weight = at.log_weight
         if near is not None:
-            log_weight = torch.where(near.all(-1), log_weight, -math.inf)
+            log_weight = torch.where(near, log_weight, -math.inf)
         state = State(position, at.log_base, log_weight, *gradients)
         if full:
-            return state
-        return state._replace(
-            **{n: t.detach() for n, t in state._asdict().items() if t is not None}
-        )
+            return state, regular
+        detached = {n: t.detach() for n, t in state._asdict().items() if t is not None}
+        return state._replace(**detached), regular
 
 
 class _Handlers:

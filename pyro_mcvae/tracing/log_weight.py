@@ -141,7 +141,8 @@ class LogWeight:
         self._packing = _packing(sample, self._records[0])
         if not self._packing.sites:
             raise ValueError(
-                "the guide draws no random latent: a guide of point masses has no coordinates"
+                "the guide draws no random latent: a guide of point masses has no coordinates: "
+                "use TraceSGVB_ELBO"
             )
         self._check_names(self._records, sample)
         self.coordinates = self._pack(
@@ -163,7 +164,8 @@ class LogWeight:
     @property
     def unreparameterized(self) -> tuple[str, ...]:
         """The continuous local sites whose first draw has no gradient to the guide's parameters."""
-        return tuple(n for n, fn in self.unconstrained.items() if not fn.has_rsample)
+        record = self._records[0]
+        return tuple(n for n in self._packing.sites if not record[n][0].reparameterized)
 
     @property
     def entangled(self) -> bool:

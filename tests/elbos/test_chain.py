@@ -13,6 +13,7 @@ from pyro_mcvae import (
     ULA,
     FixedSchedule,
     LearnedSchedule,
+    RandomWalk,
     SigmoidSchedule,
     TraceAIS_ELBO,
     TraceSIS_ELBO,
@@ -167,6 +168,34 @@ def test_discrete_sites_are_named_with_the_remedy(elbo):
         elbo.loss_and_grads(discrete, discrete, torch.zeros(3))
 
 
+ROUGH = {
+    "VonMises": lambda loc: dist.VonMises(loc, 1.0),
+    "Normal": lambda loc: dist.Normal(loc, 1.0).has_rsample_(False),
+}
+
+
+@pytest.mark.parametrize("kind", ROUGH)
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+@pytest.mark.parametrize("estimator", ["full", "reweighted"])
+@modes
+def test_draws_without_gradient_are_named_with_the_remedy(kind, coordinates, estimator, vectorize):
+    def program():
+        pyro.sample("a", ROUGH[kind](pyro.param("loc", torch.tensor(0.3))))
+
+    elbo = TraceSIS_ELBO(
+        2,
+        ULA(0.01),
+        num_particles=2,
+        coordinates=coordinates,
+        gradient_estimator=estimator,
+        vectorize_particles=vectorize,
+    )
+    with pytest.raises(ValueError, match=rf"site 'a' is not reparam.*\({kind}\).*TraceIWAE_ELBO"):
+        elbo.loss_and_grads(program, program)
+    with torch.no_grad():  # The bound itself takes them.
+        assert abs(elbo.loss(program, program)) < 1.0
+
+
 @pytest.mark.parametrize("coordinates", ["noise", "latent"])
 def test_inference_mode_is_left_for_the_chain(coordinates):
     exact = ProbabilisticPCA()
@@ -220,3 +249,66 @@ def test_moves_that_diverge_are_rejected(kernel, step):
     assert plain.loss_and_grads(exact.model, exact.guide) == pytest.approx(loss, rel=1e-9)
     for name, value in take_gradients(exact).items():
         assert torch.allclose(gradients[name], value, rtol=1e-7), name
+
+
+LOWEST = torch.tensor([-9.0, 1.9, -9.0])
+FORBIDDEN = -1e5
+
+
+def above(z):
+    return (z - LOWEST).clamp(min=1e-9)
+
+
+BARRIERS = {
+    "zero density": (
+        lambda z, w: w * (z - LOWEST).log().nan_to_num(nan=-torch.inf),
+        lambda z, w: torch.where(z > LOWEST, w * above(z).log(), FORBIDDEN),
+    ),
+    "no gradient": (
+        lambda z, w: torch.where(z > LOWEST, w * (z - LOWEST).sqrt(), FORBIDDEN),
+        lambda z, w: torch.where(z > LOWEST, w * above(z).sqrt(), FORBIDDEN),
+    ),
+}
+ADJUSTED = {"mala": lambda: MALA(10.0), "hmc": lambda: HMC(1.0, 1), "walk": lambda: RandomWalk(4.0)}
+
+
+@pytest.mark.parametrize("kernel", ADJUSTED.values(), ids=list(ADJUSTED))
+@pytest.mark.parametrize("barrier", BARRIERS.values(), ids=list(BARRIERS))
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@modes
+def test_a_move_to_where_something_is_not_finite_is_rejected(kernel, barrier, recompute, vectorize):
+    """Like one to a density so low that nobody goes there, whose derivatives all exist."""
+    if kernel is ADJUSTED["walk"] and barrier is BARRIERS["no gradient"]:
+        pytest.skip("a random walk does not look at gradients")
+
+    def guide():
+        loc = pyro.param("loc", torch.tensor([1.0, 2.0, 0.5]))
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(loc, 0.02))
+
+    found = []
+    for factor in barrier:
+
+        def model(factor=factor):
+            w = pyro.param("w", torch.tensor(1.0))
+            with pyro.plate("data", 3):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+                pyro.factor("barrier", factor(z, w))
+                pyro.sample("x", dist.Normal(w * z, 1.0), obs=torch.zeros(3))
+
+        elbo = TraceAIS_ELBO(
+            kernel=kernel(),
+            schedule=LearnedSchedule(4),
+            num_particles=6,
+            vectorize_particles=vectorize,
+            recompute=recompute,
+        )
+        pyro.set_rng_seed(1)
+        loss = elbo.loss_and_grads(model, guide)
+        assert (elbo.last_step.acceptance < 1).all()
+        found.append([torch.tensor(loss)])
+        for p in (pyro.param("w"), pyro.param("loc"), elbo.schedule.logits):
+            found[-1].append(p.grad.clone())
+            p.grad = None
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=1e-9), (one, other)
