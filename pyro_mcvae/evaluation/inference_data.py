@@ -68,14 +68,9 @@ def to_inference_data(
     known = {renamed[n]: _numpy(index) for n, index in draws.coords.items()}
     used = {d for found in names.values() for d in found}
     known = {**{n: c for n, c in known.items() if n in used}, **(coords or {})}
-    if hasattr(arviz, "InferenceData") and not _takes_groups(arviz):
+    if int(str(arviz.__version__).split(".")[0]) < 1:
         return arviz.from_dict(**groups, coords=known, dims=names)
     return arviz.from_dict(groups, coords=known, dims=names)
-
-
-def _takes_groups(arviz: Any) -> bool:
-    """Whether ``from_dict`` is that of ArviZ 1.x, which takes a dict of groups."""
-    return int(str(arviz.__version__).split(".")[0]) >= 1
 
 
 def _num_chains(num_samples: int, num_chains: int | None) -> int:

@@ -223,11 +223,11 @@ class Weigher:
             for frame in term.site["cond_indep_stack"]:
                 if is_subsampled(frame):
                     raise ValueError(
-                        f"the guide's site{named(drawn)} drawn once for all data, so the evidence "
-                        f"is one number for all of them, but plate '{frame.name}' is subsampled "
-                        f"({frame.size} of {frame.full_size}). Pass the full data; or joint=False, "
-                        f"for the evidence of each datum given one draw of the site"
-                        f"{'s' if len(drawn) > 1 else ''}"
+                        f"the guide's site{named(drawn)} shared by data of several minibatches, so "
+                        f"that all data have one evidence together, but plate '{frame.name}' is "
+                        f"subsampled ({frame.size} of {frame.full_size}). Pass the full data; or "
+                        f"joint=False, for the evidence of each datum given one draw of "
+                        f"{', '.join(map(repr, drawn))}"
                     )
 
     def _check_draws(self, points: frozenset[str]) -> None:

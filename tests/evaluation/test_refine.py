@@ -1,6 +1,8 @@
 """Posterior draws against exact posteriors, and what Predictive and ArviZ make of them."""
 
 import math
+import sys
+import types
 import warnings
 
 import pyro
@@ -266,6 +268,23 @@ def test_arviz_gets_every_group(arviz):
             else arviz.loo(data).elpd
         )
     )
+
+
+def test_arviz_of_the_next_major_version_gets_every_group(monkeypatch):
+    """ArviZ 1.x is made of parts, whose from_dict takes the groups in a dict."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = pytest.importorskip("arviz_base")
+    arviz = types.ModuleType("arviz")
+    arviz.__version__, arviz.from_dict = "1.0.0", base.from_dict
+    monkeypatch.setitem(sys.modules, "arviz", arviz)
+    exact = NestedGaussian()
+    data = to_inference_data(refine(exact.model, exact.guide, num_samples=100, schedule=2))
+    assert data["posterior"]["b"].dims == ("chain", "draw", "individuals", "groups")
+    assert data["posterior"]["b"].shape == (4, 25, 3, 4)
+    assert data["log_likelihood"]["x"].dims == ("chain", "draw", "individuals", "groups")
+    assert data["sample_stats"]["log_weight"].dims == ("chain", "draw", "groups")
+    assert data["observed_data"]["x"].dims == ("individuals", "groups")
 
 
 def test_plots_of_arviz_take_the_draws(arviz):
