@@ -22,7 +22,7 @@ import pyro
 import torch
 from common import LEARNING_RATES, OBJECTIVES, VAE, Data, Training, bound, commit, load, machine
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import EngFormatter, NullFormatter
 from torch import Tensor
 from tqdm import tqdm
 
@@ -128,36 +128,31 @@ def draw(points: Sequence[Point], path: Path) -> None:
     """One panel per setting, with the paper's axes: the bound or the likelihood over samples."""
     bounds = points[0].figure == "bound"
     settings = list(dict.fromkeys((p.num_train, p.latent) for p in points))
-    figure = Figure(figsize=(3.6 * len(settings) + 1.2, 3.8), layout="constrained")
-    panels = figure.subplots(1, len(settings), sharey=bounds, squeeze=False)[0]
+    figure = Figure(figsize=(3.3 * len(settings) + 2.2, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(settings), sharey=True, squeeze=False)[0]
     for axes, setting in zip(panels, settings, strict=True):
         mine = [p for p in points if (p.num_train, p.latent) == setting]
         for name in dict.fromkeys(p.objective for p in mine):
             for split, style in (("train", "-"), ("test", "--")):
                 curve = [p for p in mine if p.objective == name and p.split == split]
-                x = torch.tensor([float(p.samples) for p in curve])
-                y, error = (
-                    torch.tensor([getattr(p, k) for p in curve]) for k in ("value", "error")
-                )
-                axes.plot(x, y, style, color=COLORS[name], lw=1.6, label=f"{name} ({split})")
-                if not bounds:
-                    axes.fill_between(x, y - error, y + error, color=COLORS[name], alpha=0.12)
+                x, y = torch.tensor([(p.samples, p.value) for p in curve]).T
+                label = f"{name} ({split})"
+                axes.plot(x, y, style, marker=".", color=COLORS[name], lw=1.6, label=label)
         title = f"$N_z$ = {setting[1]}" if bounds else f"$N_{{train}}$ = {setting[0]}"
-        axes.set(title=f"{points[0].dataset}, {title}")
+        axes.set(title=f"{points[0].dataset}, {title}", xlabel="# training samples evaluated")
         axes.grid(alpha=0.3)
         if bounds:
-            axes.set(xscale="log", xlabel="# training samples evaluated")
+            axes.set_xscale("log")
+            axes.xaxis.set_minor_formatter(NullFormatter())
         else:
-            axes.set(xlabel="# training samples evaluated (millions)")
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v / 1e6:g}"))
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     # What comes first, an untrained model, would hide the rest.
     late = sorted(p.value for p in points if p.samples > points[0].samples)
     low = late[len(late) // 20]
     margin = 0.05 * (late[-1] - low)
-    for axes in panels:
-        axes.set_ylim(low - margin, late[-1] + margin)
+    panels[0].set_ylim(low - margin, late[-1] + margin)
     panels[0].set_ylabel("lower bound, nats" if bounds else "marginal log-likelihood, nats")
-    panels[-1].legend(fontsize="small", loc="lower right")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(path, dpi=150)
 
 
