@@ -59,11 +59,11 @@ class ChainStates(nn.Module):
         at = torch.zeros((), dtype=torch.long, device=self.visited.device)
         for index, size in zip(_index(sample), self.visited.shape, strict=True):
             at = at * size + index.to(at.device)
-        rows = positions.detach().to(self.positions).movedim(0, -2).flatten(0, -3)
+        chains, numbers = positions.shape[0], positions.shape[-1]
+        rows = positions.detach().to(self.positions).reshape(chains, -1, numbers).transpose(0, 1)
         # In a distributed run every rank keeps the chains of all data.
         at, rows = concat_over_ranks(at.flatten()), concat_over_ranks(rows)
-        chains = len(self.positions)
-        self.positions.view(chains, -1, rows.shape[-1])[:, at] = rows.transpose(0, 1)
+        self.positions.view(chains, -1, numbers)[:, at] = rows.transpose(0, 1)
         self.visited.view(-1)[at] = True
 
     def _check(self, sample: Sample, drawn: Tensor) -> None:
