@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_mcvae.ops.ranks import concat_over_ranks
 from pyro_mcvae.tracing.sample import Sample
 
 __all__ = ["ChainStates"]
@@ -55,9 +56,15 @@ class ChainStates(nn.Module):
         """
         assert self.positions is not None
         assert self.visited is not None
-        index = _index(sample)
-        self.positions[_of_all_chains(index)] = positions.detach().to(self.positions)
-        self.visited[index] = True
+        at = torch.zeros((), dtype=torch.long, device=self.visited.device)
+        for index, size in zip(_index(sample), self.visited.shape, strict=True):
+            at = at * size + index.to(at.device)
+        chains, numbers = positions.shape[0], positions.shape[-1]
+        rows = positions.detach().to(self.positions).reshape(chains, -1, numbers).transpose(0, 1)
+        # In a distributed run every rank keeps the chains of all data.
+        at, rows = concat_over_ranks(at.flatten()), concat_over_ranks(rows)
+        self.positions.view(chains, -1, numbers)[:, at] = rows.transpose(0, 1)
+        self.visited.view(-1)[at] = True
 
     def _check(self, sample: Sample, drawn: Tensor) -> None:
         assert self.positions is not None

@@ -38,6 +38,10 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], **ex
     In a distributed run every rank must call this, and rank 0 writes one file, which loads on any
     number of ranks: the generators of all ranks are in it, and closed forms' statistics are summed.
 
+    What no part holds is not in the file: pass it as ``extra``, such as the temperature of
+    :class:`GumbelSoftmax` if you anneal it. A draw of :class:`MonteCarloEM` that still serves
+    further updates is made anew.
+
     :param path: where to.
     :param parts: by names of one's own, everything that changes in training: modules (models,
         guides, ``elbo(model, guide)``, objectives with learned or adapting parts, also wrapped in

@@ -13,6 +13,7 @@ from pyro.optim import PyroOptim
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pyro_mcvae.baselines.chain_states import ChainStates
 from pyro_mcvae.guides.closed_form import ClosedForm
 from pyro_mcvae.guides.truncated import TruncatedPosterior
 from pyro_mcvae.ops.ranks import num_ranks, rank
@@ -103,6 +104,8 @@ class ModulePart(Part):
                 k.startswith(start) for k in state
             ):
                 module.forget()  # saved before its first call
+            if isinstance(module, ChainStates) and f"{path}.visited" not in state:
+                module.positions = module.visited = None
         try:
             self.module.load_state_dict(state)
         except RuntimeError as error:

@@ -20,6 +20,7 @@ from pyro_mcvae import (
     GaussianReverse,
     LearnedSchedule,
     LearnedStepSize,
+    MonteCarloEM,
     SigmoidSchedule,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
@@ -73,6 +74,7 @@ CONTINUOUS = {
         2, UnderdampedLangevin(), gradient_estimator="reweighted"
     ),
     "ais": lambda: TraceAIS_ELBO(kernel=MALA(), schedule=SigmoidSchedule(3), **FAST),
+    "em": lambda: MonteCarloEM(2, persistent=True),
     "ais-hmc": lambda: TraceAIS_ELBO(2, HMC(num_leapfrog=2), multi_sample=True),
 }
 DISCRETE = {
