@@ -23,6 +23,7 @@ from tests.estimates import assert_mean
 from tests.models import (
     ConjugateGaussian,
     GammaPoisson,
+    HierarchicalGaussian,
     LinearGaussianChain,
     NestedGaussian,
     ProbabilisticPCA,
@@ -72,6 +73,32 @@ def test_mean_weight_is_the_evidence_per_datum(make, cls, kernel, coordinates):
     assert_mean(weight, torch.ones_like(log_evidence))
     error = 4.5 * found.std(0) / 4000**0.5
     assert (bounds.per_datum < log_evidence + error).all()
+
+
+@kernels
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+def test_mean_joint_weight_is_the_evidence_of_all_data(cls, kernel, coordinates, vectorize):
+    exact, kernel = HierarchicalGaussian(N=3), kernel()
+    # As a guide is: not quite the posterior.
+    exact.set_guide("exact", log_sz=exact.presets()["exact"]["log_sz"] + 0.2)
+    kernel.step_size.value.mul_(0.3)
+    count = 4000 if vectorize else 40
+    elbo = cls(
+        3,
+        kernel,
+        num_particles=count,
+        joint=True,
+        vectorize_particles=vectorize,
+        coordinates=coordinates,
+    )
+    with torch.no_grad():
+        loss = elbo.loss(exact.model, exact.guide)
+    weight = elbo.last_step.log_weight - exact.log_evidence()
+    assert weight.shape == (count,)
+    assert_mean(weight.exp(), torch.ones(()))
+    assert abs(loss + exact.log_evidence() + weight.mean()) < 1e-9
+    assert elbo.last_step.acceptance.numel() == (2 if cls is TraceAIS_ELBO else 3)
 
 
 def counted_runs(cls, name, kernel, num_steps):
