@@ -83,9 +83,11 @@ def main() -> None:
             loss.backward()
             optimizer.step()
     weights = sum(p.sum().item() for p in elbo.parameters())
+    # In one piece: the processes share the terminal.
     print(
         f"rank {rank}: {len(batches)} steps an epoch, bound {-loss.item() / len(data):.1f}, "
-        f"sum of weights {weights:.6f}, step size {chain.kernel.step_size().item():.6f}",
+        f"sum of weights {weights:.6f}, step size {chain.kernel.step_size().item():.6f}\n",
+        end="",
         flush=True,
     )
     if joined:
