@@ -174,9 +174,16 @@ def _choose(
             states = evolution.crossover(states)
         elif population.frozen is not None:
             frozen = _take(population.frozen, index)
-        keys = population.keys.sort(dim=1).values
-        joint = population.log_joint
-        parents.append(Parents(population.space, states, population.states, joint, keys, frozen))
+        parents.append(
+            Parents(
+                population.space,
+                states,
+                population.states,
+                population.log_joint,
+                population.keys,
+                frozen,
+            )
+        )
     # In inference mode there are no gradients to ask: the mutation then draws uniformly.
     if evolution.informed and not torch.is_inference_mode_enabled():
         count = evolution.num_parents

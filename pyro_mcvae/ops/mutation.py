@@ -29,7 +29,7 @@ class Parents:
     :ivar states: the parents, shape ``[E, P, D]``.
     :ivar population: all states, shape ``[E, S, D]``.
     :ivar log_joint: of the population, shape ``[E, S]``.
-    :ivar keys: of the population, sorted, shape ``[E, S]``.
+    :ivar keys: of the population, shape ``[E, S]``.
     :ivar frozen: entries that do not exist (masked out), ``[E, P, D]``, or None.
     :ivar gains: the linearised change of log p under each move, shape ``[E, P, M]``; there only if
         the mutation asks for it with ``informed``.
@@ -46,18 +46,36 @@ class Parents:
     def allowed(self) -> Tensor:
         """The moves to states that the population does not have, shape ``[E, P, M]``."""
         device, space = self.states.device, self.space
+        own = space.keys(space.pack(self.states)).unsqueeze(-1)
+        # Pairs of states are compared at once, moves are looked up one by one.
+        if space.is_word and self.keys.shape[1] <= 16 * len(space):
+            new = ~self._neighbours(own)
+        else:
+            new = self._look_up(own)
+        if self.frozen is not None:
+            new = new & ~self.frozen[..., space.table("entry", device)]
+        return new
+
+    def _neighbours(self, own: Tensor) -> Tensor:
+        """In which entries the population has states that differ from a parent in these alone."""
+        apart = own ^ self.keys.unsqueeze(1)
+        # Zero, or a single bit: distinct states have distinct ones, so that their sum is all bits.
+        flips = (apart * ((apart & (apart - 1)) == 0)).sum(-1, keepdim=True)
+        bit = torch.arange(len(self.space), device=own.device)
+        return ((flips >> bit) & 1).bool()
+
+    def _look_up(self, own: Tensor) -> Tensor:
+        device, space = self.states.device, self.space
         entry = space.table("entry", device)
         current = self.states.index_select(-1, entry).long()
         value = space.moved(current)
         # Keys are linear in the entries.
-        own = space.keys(space.pack(self.states)).unsqueeze(-1)
         keys = (own + (value - current) * space.unit_keys(device)[entry]).flatten(1)
-        at = torch.searchsorted(self.keys, keys).clamp_max(self.keys.shape[1] - 1)
-        new = (self.keys.gather(1, at) != keys).reshape(value.shape)
+        known = self.keys.sort(dim=1).values
+        at = torch.searchsorted(known, keys).clamp_max(known.shape[1] - 1)
+        new = (known.gather(1, at) != keys).reshape(value.shape)
         if any(space.ordinal):
             new = new & (value >= 0) & (value < space.table("move size", device))
-        if self.frozen is not None:
-            new = new & ~self.frozen[..., space.table("entry", device)]
         return new
 
 
@@ -85,7 +103,8 @@ class Mutation(ABC):
         space, states = parents.space, parents.states
         allowed = parents.allowed()
         scores = self.scores(parents).expand(allowed.shape)
-        noise = -torch.empty_like(scores).exponential_().log()
+        # Gumbel noise.
+        noise = -(-torch.rand_like(scores).log()).log()
         # Gumbel-top-k: distinct moves with the propensities of a draw without replacement.
         scores = (scores + noise).masked_fill(~allowed, -torch.inf)
         moves = scores.topk(min(count, space.num_moves), dim=-1, sorted=False).indices

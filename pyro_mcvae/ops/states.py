@@ -46,6 +46,8 @@ class StateSpace:
         self.widths = [max(1, (size - 1).bit_length()) for size in self.sizes]
         self.num_bytes = (sum(self.widths) + 7) // 8
         self.cardinality = math.prod(self.sizes)
+        #: Whether a state's bits are its key: bit d is entry d.
+        self.is_word = self.binary and len(self.sizes) <= 64
         #: The dtype of unpacked states.
         self.dtype = torch.uint8 if max(self.sizes, default=2) <= 256 else torch.int32
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
@@ -81,7 +83,7 @@ class StateSpace:
             offset += steps
             share += [-math.log(len(steps))] * len(steps)
         bits = [(d, j) for d, width in enumerate(self.widths) for j in range(width)]
-        radix = _radices(self.sizes)
+        radix = [1 << d for d in range(len(self))] if self.is_word else _radices(self.sizes)
         # Keys are linear in the bits: one look-up per byte, whatever the number of bytes.
         of_bit = torch.tensor([_wrap(radix[d] << j) for d, j in bits], dtype=torch.long)
         of_bit = torch.nn.functional.pad(of_bit, (0, 8 * self.num_bytes - len(bits)))
@@ -99,7 +101,6 @@ class StateSpace:
             "unit key": torch.tensor([_wrap(r) for r in radix], dtype=torch.long),
             "byte": torch.arange(self.num_bytes) * 256,
             "bits of byte": byte.to(torch.uint8).contiguous().view(torch.long).squeeze(-1),
-            "powers": (2.0 ** torch.arange(8)).float(),
         }
 
     def pack(self, states: Tensor) -> Tensor:
@@ -112,13 +113,14 @@ class StateSpace:
             at = states.index_select(-1, self.table("bit entry", states.device)).int()
             bits = (at >> self.table("bit shift", states.device).int()) & 1
         bits = torch.nn.functional.pad(bits, (0, 8 * self.num_bytes - bits.shape[-1]))
-        # Sums of eight bits are exact in single precision, and matrix products fast.
-        value = bits.reshape(-1, 8).float() @ self.table("powers", states.device)
-        return value.to(torch.uint8).reshape(*states.shape[:-1], self.num_bytes)
+        # Eight bytes of 0 and 1 are a word, and one product moves all of them to its last byte.
+        words = bits.to(torch.uint8).contiguous().view(torch.long) * _GATHER
+        return (words >> 56).to(torch.uint8)
 
     def unpack(self, packed: Tensor) -> Tensor:
         """The inverse of :meth:`pack`, in :attr:`dtype`."""
-        bits = self.table("bits of byte", packed.device)[packed.long()].view(torch.uint8)
+        words = self.table("bits of byte", packed.device).index_select(0, packed.flatten().int())
+        bits = words.view(torch.uint8).reshape(*packed.shape[:-1], 8 * self.num_bytes)
         if self.binary:
             return bits[..., : len(self)]
         shift = self.table("bit shift", packed.device).int()
@@ -129,6 +131,9 @@ class StateSpace:
 
     def keys(self, packed: Tensor) -> Tensor:
         """The keys of packed states, int64, shape ``[...]``."""
+        if self.is_word:
+            packed = torch.nn.functional.pad(packed, (0, 8 - self.num_bytes)).contiguous()
+            return packed.view(torch.long).squeeze(-1)
         table = self.table("key", packed.device)
         return table[packed.long() + self.table("byte", packed.device)].sum(-1)
 
@@ -150,6 +155,10 @@ class StateSpace:
         offset, size, wraps = tables if moves is None else [t[moves] for t in tables]
         value = current + offset
         return torch.where(wraps & (value >= size), value - size, value)
+
+
+# Moves byte i of a word to bit 56 + i; no two bytes meet on their way.
+_GATHER = sum(1 << (56 - 7 * i) for i in range(8))
 
 
 def _wrap(value: int) -> int:

@@ -14,6 +14,7 @@ from pyro_mcvae.tracing import runs, scout
 from pyro_mcvae.tracing.checks import check_sites
 from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
 from pyro_mcvae.tracing.layout import Layout, Rows, existing_entries
+from pyro_mcvae.tracing.lean import lean_term
 from pyro_mcvae.tracing.runs import Programs, Run
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.searched import (
@@ -233,7 +234,7 @@ class JointRuns:
                 f"at the first call: make another TruncatedPosterior for the other program"
             )
         both = with_searched(guide_trace, model_trace, names)
-        terms = [runs.model_term(s) for s in runs.scored(model_trace)]
+        terms = [lean_term(s) for s in runs.scored(model_trace)]
         # In the order of the first call, in which the blocks are numbered.
         searched = [runs.guide_term(s) for n, s in both.nodes.items() if n in names]
         run = Run(both, model_trace, terms + self._guide_terms + searched, nesting, count)

@@ -205,7 +205,8 @@ class Layout:
 
     def entries(self, states: Tensor, rows: Rows) -> dict[str, Tensor]:
         """``[E, C, D]`` to each site's entries ``[C, *batch, *shape]``."""
-        packed = states.transpose(0, 1)
+        # Copied as bytes: in any later form it would be a slower copy, or many.
+        packed = states.transpose(0, 1).contiguous()
         packed = packed.reshape(packed.shape[0], *rows.sizes, packed.shape[-1])
         return self._packing(rows.sizes)[0].unpack(packed)
 

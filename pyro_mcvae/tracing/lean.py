@@ -1,0 +1,142 @@
+r"""
+Log densities of Normal and Bernoulli sites that compute once what is the same for all states.
+
+A distribution broadcasts its parameters against each other, and plates expand them further: the
+scale of a Gaussian decoder, one number, takes the shape ``[S, N, pixels]``, and ``log_prob`` takes
+its logarithm and its square that often. Here parameters are taken back to the size that they had:
+
+.. math::
+    \log N(x; \mu, \sigma) = -\frac{1}{2 \sigma^2} \sum_d (x_d - \mu_d)^2
+        - \sum_d \log (\sqrt{2 \pi} \sigma), \qquad
+    \log B(z; l) = \sum_d (z_d - m_d) l_d - \sum_d \log (1 + e^{-|l_d|}), \quad m_d = [l_d > 0] .
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro import distributions as dist
+from torch import Tensor
+from torch.distributions.utils import probs_to_logits
+from torch.nn.functional import softplus
+
+from pyro_mcvae.tracing.runs import Term
+from pyro_mcvae.tracing.sites import masked, subsampling_scale, unscaled_log_prob
+from pyro_mcvae.tracing.structure import FactorKey
+
+__all__ = ["lean_log_prob", "lean_term"]
+
+
+def lean_log_prob(fn: Any, value: Tensor) -> Tensor | None:
+    """
+    ``fn.log_prob(value)`` of a Normal or a Bernoulli, under ``to_event`` or not.
+
+    :param fn: a distribution.
+    :param ~torch.Tensor value: broadcastable to its shape.
+    :returns: the same up to rounding, with the same gradients; None for any other distribution.
+    :raises ValueError: where the distribution validates its values and refuses this one.
+
+    Example::
+
+        >>> fn = dist.Normal(torch.zeros(5, 3), 2.0).to_event(1)
+        >>> lean_log_prob(fn, torch.ones(3)).shape
+        torch.Size([5])
+    """
+    base, events = fn, 0
+    while isinstance(base, torch.distributions.Independent):
+        base, events = base.base_dist, events + base.reinterpreted_batch_ndims
+    form = _FORMS.get(type(base))
+    if form is None or not value.is_floating_point():
+        return None
+    if base._validate_args:
+        base._validate_sample(value)
+    shape = torch.broadcast_shapes(value.shape, base.batch_shape)
+    found: Tensor = form(base, value, shape[len(shape) - events :])
+    return found.expand(shape[: len(shape) - events])
+
+
+def lean_term(site: Any) -> Term:
+    """What :func:`~pyro_mcvae.tracing.runs.model_term` returns, leanly where that is known."""
+    log_prob = None
+    if not site["infer"] and not site["args"] and not site["kwargs"]:
+        try:
+            log_prob = lean_log_prob(site["fn"], site["value"])
+        except ValueError:
+            log_prob = None  # The ordinary way raises the error that names the site.
+    if log_prob is None:
+        log_prob = unscaled_log_prob(site, "model")
+    key = FactorKey("model", site["name"])
+    return Term(key, site, masked(site, log_prob), subsampling_scale(site))
+
+
+def _normal(base: Any, value: Tensor, event: torch.Size) -> Tensor:
+    scale = _as_given(base.scale)
+    difference, dims = value - base.loc, list(range(-len(event), 0))
+    normaliser = _sum(scale.log() + math.log(math.sqrt(2 * math.pi)), event)
+    # One scale for a whole event divides its sum.
+    if dims and all(n == 1 for n in scale.shape[-len(dims) :]):
+        squares = difference.square().sum(dims)
+        scale = scale.reshape(scale.shape[: scale.dim() - len(dims)])
+        return -squares / (2 * scale.square()) - normaliser
+    squares = (difference / scale).square()
+    return -0.5 * (squares.sum(dims) if dims else squares) - normaliser
+
+
+def _bernoulli(base: Any, value: Tensor, event: torch.Size) -> Tensor:
+    if "logits" in base.__dict__:
+        logits = _as_given(base.logits)
+    else:
+        logits = probs_to_logits(_as_given(base.probs), is_binary=True)
+    # Zero times an infinite logit is zero here.
+    most = torch.finfo(logits.dtype).max / 4
+    logits = logits.clamp(-most, most)
+    # Relative to the most probable value: no two large terms cancel.
+    mode, dims = logits > 0, list(range(-len(event), 0))
+    less = (value - mode.to(value)) * logits
+    total = (less.sum(dims) if dims else less) - _sum(
+        softplus(torch.where(mode, -logits, logits)), event
+    )
+    return torch.where(total < -most / 2, -torch.inf, total)
+
+
+_FORMS: dict[type, Callable[[Any, Tensor, torch.Size], Tensor]] = {
+    # Subclasses may have another density, and are left to it.
+    dist.Normal: _normal,
+    dist.Bernoulli: _bernoulli,
+    torch.distributions.Normal: _normal,
+    torch.distributions.Bernoulli: _bernoulli,
+}
+
+
+def _sum(value: Tensor, event: torch.Size) -> Tensor:
+    """The sum over event dims, along some of which the value is the same and has size one."""
+    if not event:
+        return value
+    own = value.shape[-len(event) :]
+    repeats = math.prod(n for n, had in zip(event, own, strict=True) if had == 1)
+    return repeats * value.sum(list(range(-len(event), 0)))
+
+
+def _as_given(parameter: Tensor) -> Tensor:
+    """A parameter with size one in the dims along which it was expanded."""
+    small = parameter
+    for dim, (size, stride) in enumerate(zip(parameter.shape, parameter.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            small = small.narrow(dim, 0, 1)
+    source = parameter._base
+    if (
+        source is not None
+        and small is not parameter
+        # A detached parameter, too, may be a view.
+        and source.requires_grad == parameter.requires_grad
+        and source.numel() == small.numel()
+        and source.is_contiguous()
+        and small.is_contiguous()
+        and source.storage_offset() == small.storage_offset()
+    ):
+        # Not through the expansion, whose gradient would be as large as it.
+        return source.reshape(small.shape)
+    return small

@@ -1,0 +1,107 @@
+"""Lean log densities are the distributions' own: values, gradients, refusals."""
+
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae.tracing.lean import lean_log_prob
+
+
+def _parameter(*shape):
+    torch.manual_seed(len(shape))
+    return torch.nn.Parameter(torch.randn(shape, dtype=torch.float64))
+
+
+def _normals():
+    loc, rows, one = _parameter(5, 4, 3), _parameter(3), _parameter()
+    yield "one scale", [loc, one], lambda: dist.Normal(loc, one.exp()).to_event(1)
+    yield "a scale of each entry", [loc, rows], lambda: dist.Normal(loc, rows.exp()).to_event(1)
+    yield "all scales", [loc], lambda: dist.Normal(loc, loc.exp()).to_event(1)
+    yield "a batch", [loc, one], lambda: dist.Normal(loc, one.exp())
+    yield "two event dims", [loc, rows], lambda: dist.Normal(loc, rows.exp()).to_event(2)
+    yield "twice declared", [loc], lambda: dist.Normal(loc, 2.0).to_event(1).to_event(1)
+    yield "expanded", [rows], lambda: dist.Normal(rows, 1.0).to_event(1).expand([5, 4])
+    yield "scalar and expanded", [one], lambda: dist.Normal(one, one.exp()).expand([5, 4, 3])
+
+
+def _bernoullis():
+    logits, rows, one = _parameter(5, 4, 3), _parameter(3), _parameter()
+    turned, two = _parameter(3, 4), _parameter(2, 3)
+    yield "logits", [rows], lambda: dist.Bernoulli(logits=rows).to_event(1).expand([5, 4])
+    yield "probs", [rows], lambda: dist.Bernoulli(rows.sigmoid()).to_event(1).expand([5, 4])
+    yield "one", [one], lambda: dist.Bernoulli(logits=one).expand([5, 4, 3]).to_event(2)
+    yield "all logits", [logits], lambda: dist.Bernoulli(logits=logits).to_event(1)
+    yield "a batch", [rows], lambda: dist.Bernoulli(logits=rows).expand([5, 4, 3])
+    yield "turned", [turned], lambda: dist.Bernoulli(logits=turned.t()).expand([5, 4, 3])
+    yield "a row", [two], lambda: dist.Bernoulli(logits=two[1]).expand([5, 4, 3]).to_event(1)
+    yield "detached", [rows], lambda: dist.Bernoulli(logits=rows * rows.detach()).expand([5, 4, 3])
+
+
+CASES = [
+    pytest.param(*case[1:], id=f"{name}: {case[0]}")
+    for name, cases in (("normal", _normals()), ("bernoulli", _bernoullis()))
+    for case in cases
+]
+
+
+@pytest.mark.parametrize(("parameters", "make"), CASES)
+def test_values_and_gradients_are_the_distribution_s(parameters, make):
+    torch.manual_seed(0)
+    value = make().sample().requires_grad_()
+    weight = torch.randn(make().batch_shape, dtype=torch.float64)
+    lean, own = lean_log_prob(make(), value), make().log_prob(value)
+    torch.testing.assert_close(lean, own)
+    inputs = [*parameters, value]
+    found, wanted = (torch.autograd.grad((weight * x).sum(), inputs) for x in (lean, own))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_what_was_detached_gets_no_gradient():
+    logits = _parameter(3)
+    for parameter in (logits.detach(), logits.detach().expand(2, 3)):
+        fn = dist.Bernoulli(logits=parameter).expand([2, 3]).to_event(1)
+        assert not lean_log_prob(fn, torch.ones(2, 3, dtype=torch.float64)).requires_grad
+
+
+def test_values_have_batch_dims_that_the_distribution_lacks():
+    value = torch.randn(6, 5, 3)
+    fn = dist.Normal(torch.randn(5, 3), 2.0).to_event(1)
+    torch.testing.assert_close(lean_log_prob(fn, value), fn.log_prob(value))
+    fn = dist.Normal(torch.randn(6, 5, 3), 2.0).to_event(1)
+    torch.testing.assert_close(lean_log_prob(fn, value[0]), fn.log_prob(value[0]))
+
+
+def test_infinite_logits_are_certainties():
+    fn = dist.Bernoulli(logits=torch.tensor([torch.inf, -torch.inf, 0.0])).to_event(1)
+    certain, impossible = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0.0, 0.0, 1.0])
+    torch.testing.assert_close(lean_log_prob(fn, certain), torch.tensor(0.5).log())
+    assert lean_log_prob(fn, impossible) == -torch.inf
+
+
+def test_large_logits_do_not_cancel():
+    logits = torch.tensor([1e8, -1e8, 0.0], requires_grad=True)
+    found = lean_log_prob(dist.Bernoulli(logits=logits).to_event(1), torch.tensor([1.0, 0.0, 1.0]))
+    torch.testing.assert_close(found, torch.tensor(0.5).log())
+    # At zero, a kink of |l|, the gradient is z - sigmoid(l) too.
+    assert torch.autograd.grad(found, logits)[0].tolist() == [0.0, 0.0, 0.5]
+
+
+def test_other_distributions_are_left_alone():
+    class Shifted(dist.Normal):
+        def log_prob(self, value):
+            return super().log_prob(value - 1)
+
+    for fn in (
+        Shifted(0.0, 1.0),
+        dist.Normal(torch.zeros(3), 1.0).mask(torch.tensor([True, False, True])).to_event(1),
+        dist.Laplace(0.0, 1.0),
+        dist.Delta(torch.zeros(())),
+    ):
+        assert lean_log_prob(fn, torch.zeros(fn.shape())) is None
+    assert lean_log_prob(dist.Bernoulli(0.5), torch.tensor(1)) is None
+
+
+def test_values_are_validated():
+    fn = dist.Bernoulli(torch.full((3,), 0.5), validate_args=True).to_event(1)
+    with pytest.raises(ValueError, match="support"):
+        lean_log_prob(fn, torch.full((3,), 0.3))
