@@ -17,6 +17,8 @@ __all__ = ["find_modules", "untouched"]
 
 # How far a program's closures, attributes and lists are followed to the modules that it uses.
 _DEPTH = 4
+# What Pyro's parameter store consists of.
+_TABLES = "_params", "_param_to_name", "_constraints"
 
 
 @contextmanager
@@ -36,7 +38,10 @@ def untouched(*programs: Callable[..., Any], seed: int | None = None) -> Iterato
     _refuse_lazy(roots)
     modes = [(m, m.training) for root in roots for m in root.modules()]
     store = pyro.get_param_store()
-    before = set(store.keys())
+    # Not by deleting names afterwards: two of them may be of one parameter, which the store forgets
+    # at the first.
+    tables = [getattr(store, name) for name in _TABLES]
+    before = [dict(table) for table in tables]
     generators = _generators() if seed is not None else None
     try:
         for root in roots:
@@ -47,8 +52,9 @@ def untouched(*programs: Callable[..., Any], seed: int | None = None) -> Iterato
     finally:
         for module, training in modes:
             module.training = training
-        for name in set(store.keys()) - before:
-            del store[name]
+        for table, kept in zip(tables, before, strict=True):
+            table.clear()
+            table.update(kept)
         if generators is not None:
             _set_generators(generators)
 

@@ -320,6 +320,29 @@ def test_nothing_is_trained():
     assert not one.log_evidence.requires_grad
 
 
+def test_parameters_of_two_names_stay():
+    net = nn.Linear(2, 2)
+    pyro.module("old", net)
+    old = pyro.param("old$$$weight")
+
+    def guide(x):
+        pyro.module("new", net)
+        pyro.module("other", net)
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(net(x), 1.0).to_event(1))
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+            pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=x)
+
+    log_evidence(model, guide, torch.randn(3, 2), num_particles=5)
+    store = pyro.get_param_store()
+    assert set(store.keys()) == {"old$$$weight", "old$$$bias"}
+    assert store.param_name(net.weight) == "old$$$weight"
+    assert pyro.param("old$$$weight") is old
+
+
 def test_step_sizes_that_do_not_adapt_are_taken_as_they_are():
     exact = ConjugateGaussian(N=5)
     frozen = HMC(AdaptiveStepSize(0.3)).eval()
