@@ -84,8 +84,8 @@ class ChainDensity:
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
             state, regular = self._at(position)
-            # Reading costs nothing on the CPU, and is what validation does anyway.
-            reads = full and (is_validation_enabled() or not position.is_cuda)
+            # Reading is what validation does anyway.
+            reads = full and (is_validation_enabled() or _costs_nothing_to_read(position))
             if not reads or bool(regular.all()):
                 return state
             return self._with_constants(state, regular)
@@ -131,6 +131,10 @@ class ChainDensity:
             return state, regular
         detached = {n: t.detach() for n, t in state._asdict().items() if t is not None}
         return state._replace(**detached), regular
+
+
+def _costs_nothing_to_read(value: Tensor) -> bool:
+    return not value.is_cuda
 
 
 class _Handlers:

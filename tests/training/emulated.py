@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from pyro_mcvae.tracing import density
 from pyro_mcvae.training import graph
 from tests.training.syncs import Syncs
 
@@ -101,7 +102,13 @@ class Torch:
         return getattr(torch, name)
 
 
+def as_on_a_device(monkeypatch):
+    """Leave out what is read on the CPU alone, where nobody has to wait for it."""
+    monkeypatch.setattr(density, "_costs_nothing_to_read", lambda value: False)
+
+
 def emulate(monkeypatch):
+    as_on_a_device(monkeypatch)
     monkeypatch.setattr(graph, "torch", Torch())
     # Here the device's generator is the CPU's.
     monkeypatch.setattr(graph, "_cpu_generators", list)

@@ -10,7 +10,7 @@ from torch import nn
 from pyro_mcvae import TraceIWAE_ELBO, TraceSIS_ELBO, capture
 from pyro_mcvae.training import graph
 from pyro_mcvae.training.graph import StepGraph
-from tests.training.emulated import emulate
+from tests.training.emulated import as_on_a_device, emulate
 from tests.training.runs import OBJECTIVES, N, Run
 from tests.training.syncs import Syncs
 
@@ -72,7 +72,8 @@ def test_replayed_steps_are_the_plain_steps(name, monkeypatch):
 
 @objectives
 @pytest.mark.parametrize("interface", ["svi", "module"])
-def test_a_step_reads_nothing_but_the_returned_loss(name, interface):
+def test_a_step_reads_nothing_but_the_returned_loss(name, interface, monkeypatch):
+    as_on_a_device(monkeypatch)
     pyro.enable_validation(False)
     run = Run(name, interface)
     index = torch.arange(4)
