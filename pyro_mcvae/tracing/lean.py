@@ -53,7 +53,7 @@ def lean_log_prob(fn: Any, value: Tensor) -> Tensor | None:
         return None
     if base._validate_args:
         base._validate_sample(value)
-    shape = torch.broadcast_shapes(value.shape, base.batch_shape)
+    shape = _broadcast(value.shape, base.batch_shape)
     found: Tensor = form(base, value, shape[len(shape) - events :])
     return found.expand(shape[: len(shape) - events])
 
@@ -109,6 +109,15 @@ _FORMS: dict[type, Callable[[Any, Tensor, torch.Size], Tensor]] = {
     torch.distributions.Normal: _normal,
     torch.distributions.Bernoulli: _bernoulli,
 }
+
+
+def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
+    """``torch.broadcast_shapes``, which takes longer than the density of a small minibatch."""
+    if a == b:
+        return a
+    depth = max(len(a), len(b))
+    left, right = (1,) * (depth - len(a)) + a, (1,) * (depth - len(b)) + b
+    return torch.Size(n if m == 1 else m for m, n in zip(left, right, strict=True))
 
 
 def _sum(value: Tensor, event: torch.Size) -> Tensor:

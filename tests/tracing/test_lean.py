@@ -1,10 +1,13 @@
 """Lean log densities are the distributions' own: values, gradients, refusals."""
 
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
-from pyro_mcvae.tracing.lean import lean_log_prob
+from pyro_mcvae.tracing.lean import lean_log_prob, lean_term
+from pyro_mcvae.tracing.runs import model_term, scored
 
 
 def _parameter(*shape):
@@ -105,3 +108,36 @@ def test_values_are_validated():
     fn = dist.Bernoulli(torch.full((3,), 0.5), validate_args=True).to_event(1)
     with pytest.raises(ValueError, match="support"):
         lean_log_prob(fn, torch.full((3,), 0.3))
+
+
+def _program():
+    mask = torch.rand(4) < 0.5
+    with pyro.plate("data", 10, subsample_size=4), poutine.scale(scale=0.3):
+        z = pyro.sample("z", dist.Bernoulli(logits=torch.randn(3)).to_event(1))
+        with poutine.mask(mask=mask):
+            pyro.sample("masked", dist.Normal(z, 2.0).to_event(1), obs=torch.randn(4, 3))
+        pyro.sample("inner", dist.Normal(0.0, 1.0).mask(mask), obs=torch.randn(4))
+        pyro.sample("count", dist.Poisson(1 + z.sum(-1)), obs=torch.ones(4))
+        pyro.sample("noted", dist.Normal(z[..., 0], 1.0), obs=torch.randn(4), infer={"note": 1})
+        with pyro.plate("pixels", 5, dim=-2), poutine.scale(scale=torch.rand(5, 1)):
+            pyro.sample("nested", dist.Normal(z.sum(-1), 0.5), obs=torch.randn(5, 4))
+
+
+def test_terms_have_scales_and_masks():
+    torch.manual_seed(0)
+    sites = list(scored(poutine.trace(_program).get_trace()))
+    assert len(sites) == 6
+    for site in sites:
+        lean, ordinary = lean_term(site), model_term(site)
+        torch.testing.assert_close(lean.log_prob, ordinary.log_prob)
+        assert lean.log_prob.shape == ordinary.log_prob.shape
+        assert (lean.key, lean.plate_scale) == (ordinary.key, ordinary.plate_scale)
+
+
+def test_a_refused_value_names_its_site():
+    with pyro.validation_enabled(True):
+        trace = poutine.trace(
+            lambda: pyro.sample("x", dist.Bernoulli(torch.tensor(0.5)), obs=torch.tensor(0.3))
+        ).get_trace()
+        with pytest.raises(ValueError, match="'x'"):
+            lean_term(trace.nodes["x"])
