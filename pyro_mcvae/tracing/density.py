@@ -92,8 +92,12 @@ class ChainDensity:
 
     def _at(self, position: Tensor) -> tuple[State, Tensor]:
         near = position.abs() <= _FAR
-        self._latest = self.log_weight(torch.where(near, position, 0.0))
-        return self._state(position, self._latest, near.all(-1))
+        at = self.log_weight(torch.where(near, position, 0.0))
+        state = self._state(position, at, near.all(-1))
+        # Last, since a checkpoint may run this again for the gradients of the line above, and what
+        # that made would be kept.
+        self._latest = at
+        return state
 
     def _with_constants(self, state: State, regular: Tensor) -> State:
         """
@@ -116,12 +120,12 @@ class ChainDensity:
     ) -> tuple[State, Tensor]:
         """The state, and at which data everything about it is finite."""
         full = self.gradient == "full"
-        regular = at.log_weight.isfinite() & at.log_base.isfinite()
+        regular = at.log_weight.detach().isfinite() & at.log_base.detach().isfinite()
         gradients: tuple[Tensor | None, Tensor | None] = None, None
         if self._kernel_gradient:
             again = self.gradient == "reweighted" and at is self.log_weight.first
             found = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
-            regular = regular & (found[0] + found[1]).isfinite().all(-1)
+            regular = regular & (found[0] + found[1]).detach().isfinite().all(-1)
             gradients = finite(found[0]), finite(found[1])
         log_weight = at.log_weight
         if near is not None:
