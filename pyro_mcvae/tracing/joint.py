@@ -13,8 +13,14 @@ from torch import Tensor
 from pyro_mcvae.tracing import runs, scout
 from pyro_mcvae.tracing.checks import check_sites
 from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
-from pyro_mcvae.tracing.layout import Layout, Rows, existing_entries
+from pyro_mcvae.tracing.layout import Layout, Rows
 from pyro_mcvae.tracing.lean import lean_term
+from pyro_mcvae.tracing.possible import (
+    frozen_entries,
+    impossible_states,
+    inside_support,
+    spec_of,
+)
 from pyro_mcvae.tracing.runs import Programs, Run
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.searched import (
@@ -92,7 +98,7 @@ class JointRuns:
                     self._load(msg, load, values)
                 value = values[name] if at is None else values[name][at]
                 value = value.reshape(msg["fn"].batch_shape + msg["fn"].event_shape)
-                value = _inside(value, msg, self._spec(name))
+                value = inside_support(value, msg, spec_of(self.layouts, name))
                 if leaves is not None and value.is_floating_point():
                     value = value.detach().requires_grad_()
                     leaves[name, at or 0] = value
@@ -126,32 +132,17 @@ class JointRuns:
             parts.append(part.flatten(1).t())
         return parts
 
-    def mask_impossible(self, sample: Sample, log_weight: Tensor) -> Tensor:
-        """``log_weight``, minus infinity at the states that do not exist."""
-        bad = self._impossible(sample)
-        return log_weight if bad is None else log_weight.masked_fill(bad, -torch.inf)
-
     def frozen(self, sample: Sample, b: int) -> Tensor:
         """The entries of a block that are masked out in each state, ``[E, C, D]``."""
         layout, rows = self.layouts.blocks[b], self.rows[b]
         assert layout is not None
         assert rows is not None
-        flags: dict[str, Tensor] = {}
-        for name, spec in layout.sites.items():
-            parts = []
-            for run in sample.runs:
-                site = run.model_trace.nodes[name]
-                exists = existing_entries(site)
-                value = site["value"][..., 0] if spec.one_hot else site["value"]
-                missing = torch.zeros_like(value, dtype=torch.bool)
-                if exists is not None:
-                    missing = ~(exists[..., 0] if spec.one_hot else exists)
-                parts.append(missing)
-            flags[name] = parts[0] if len(parts) == 1 else torch.stack(parts)
-        return layout.flags(flags, rows)
+        return frozen_entries(layout, rows, sample)
 
-    def _spec(self, name: str) -> Any:
-        return next(lay.sites[name] for _, lay in self.layouts.searched if name in lay.sites)
+    def mask_impossible(self, sample: Sample, log_weight: Tensor) -> Tensor:
+        """``log_weight``, minus infinity at the states that do not exist."""
+        bad = impossible_states(self.layouts, sample)
+        return log_weight if bad is None else log_weight.masked_fill(bad, -torch.inf)
 
     def _load(
         self,
@@ -302,48 +293,6 @@ class JointRuns:
                     gradients[name] = torch.stack(whole) if len(whole) > 1 else whole[0]
             result.append(layout.gains(at, gradients, rows))
         return result
-
-    def _impossible(self, sample: Sample) -> Tensor | None:
-        """Which states lie outside of the support or have values at entries masked out."""
-        looked = [
-            spec.name
-            for _, layout in self.layouts.searched
-            for spec in layout.sites.values()
-            if not spec.bounded or self.layouts.masked
-        ]
-        if not looked:
-            return None
-
-        def count(term: Any, i: int) -> Any:
-            if term.in_guide or term.key.name not in looked:
-                return 0
-            site, spec = term.site, self._spec(term.key.name)
-            bad = site["infer"].get("mcvae", {}).get("outside")
-            exists = existing_entries(site)
-            if exists is not None:
-                value = site["value"]
-                here = (value.argmax(-1) if spec.one_hot else value - spec.low) != 0
-                astray = here & ~(exists[..., 0] if spec.one_hot else exists)
-                bad = astray if bad is None else bad | astray
-            if bad is None:
-                return 0
-            events = bad.dim() - len(site["fn"].batch_shape)
-            return bad.sum(tuple(range(-events, 0))) if events else bad.long()
-
-        return sample.local_sum(count) > 0
-
-
-def _inside(value: Tensor, msg: Any, spec: Any) -> Tensor:
-    """Values that the support allows; notes at the site where others had been asked for."""
-    if spec.bounded:
-        return value
-    support = msg["fn"].support
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
-    fine = support.check(value)
-    own = {**msg["infer"].get("mcvae", {}), "outside": ~fine}
-    msg["infer"] = {**msg["infer"], "mcvae": own}
-    return torch.where(fine, value, torch.full_like(value, spec.low))
 
 
 def _expanded(site: Any, count: int, nesting: int) -> Tensor:
