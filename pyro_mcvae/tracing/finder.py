@@ -88,9 +88,11 @@ class StructureFinder:
         factors = {key: Factor(f, None) for key, f in frames.items()}
         ask = not self.joint and needs_dependencies(factors, names)
         ask |= _may_have_lost_particles(run)
+        masked_by: dict[str, frozenset[str]] = {}
         if ask or (self.find_roots and len(names) > 1):
             found = scout.find_dependencies(programs, names, run.subsamples)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
+            masked_by = {k.name: f for k, f in found.masks.items() if f and k.program == "guide"}
             _check_broadcast(
                 run,
                 {
@@ -118,7 +120,12 @@ class StructureFinder:
             if t.in_guide and isinstance(t.score, Tensor):
                 behind = factors[t.key].parents
                 roots -= names if behind is None else behind
-        return replace(structure, roots=frozenset(roots), mean_field=_mean_field(factors, names))
+        return replace(
+            structure,
+            roots=frozenset(roots),
+            mean_field=_mean_field(factors, names),
+            masked_by=masked_by,
+        )
 
 
 def _may_have_lost_particles(run: Run) -> bool:

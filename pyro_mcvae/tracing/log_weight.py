@@ -23,8 +23,8 @@ from pyro_mcvae.tracing.packing import Packing, SiteShape, as_shape
 from pyro_mcvae.tracing.precision import without_autocast
 from pyro_mcvae.tracing.runs import Programs, Term
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import is_straight_through, masked_entries
-from pyro_mcvae.tracing.structure import FactorKey
+from pyro_mcvae.tracing.sites import is_random, is_straight_through, masked_entries
+from pyro_mcvae.tracing.structure import FactorKey, Structure
 from pyro_mcvae.tracing.tracer import Draw, Tracer
 
 __all__ = ["Evaluation", "LogWeight"]
@@ -133,6 +133,11 @@ class LogWeight:
             sample = tracer.resample(programs, within, draws, count, cut)
         # A step whose structure was new may have begun more than once.
         self._records = records[-len(sample.runs) :]
+        if not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
+            raise ValueError(
+                "the guide draws no random latent: an empty guide, or a guide of point masses, has "
+                "no coordinates to move: use TraceSGVB_ELBO, which needs none"
+            )
         if not sample.blocks:
             raise ValueError(
                 "no latent of the guide can be weighed by itself, because a subsampled plate does "
@@ -188,7 +193,10 @@ class LogWeight:
         """
         1 for coordinates that are part of the weight, 0 for those that a mask of the guide takes
         out; shape ``[K, *plates, D]``, or None where nothing is masked.
+
+        :raises ValueError: if a mask depends on a latent, so that moves would change it.
         """
+        _refuse_moving_masks(self.first.sample.structure)
         masks: list[dict[str, Tensor]] = []
         for record, run in zip(self._records, self.first.sample.runs, strict=True):
             found = {n: masked_entries(run.guide_trace.nodes[n]) for n in self._packing.sites}
@@ -459,6 +467,15 @@ def _grad(value: Tensor, inputs: list[Tensor], create: bool, retain: bool) -> An
 
 def _sum_events(value: Tensor, count: int) -> Tensor:
     return value.sum(tuple(range(-count, 0))) if count else value
+
+
+def _refuse_moving_masks(structure: Structure) -> None:
+    for name, draws in structure.masked_by.items():
+        raise ValueError(
+            f"the mask of site '{name}' of the guide depends on {', '.join(sorted(draws))}, so "
+            f"moves would change how many latents count: let the masks of both programs depend on "
+            f"data only (an unmasked latent without an effect does no harm), or use TraceIWAE_ELBO"
+        )
 
 
 def _as_event(mask: Tensor, at: tuple[Coordinate, Tensor]) -> Tensor:

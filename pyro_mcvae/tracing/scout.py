@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from pyro_mcvae.tracing.checks import check_declared, check_sites
 from pyro_mcvae.tracing.handlers import Minibatch, Supply
 from pyro_mcvae.tracing.runs import Programs, collect, nesting_of, run_pair
-from pyro_mcvae.tracing.sites import is_scored
+from pyro_mcvae.tracing.sites import is_scored, masks_of
 from pyro_mcvae.tracing.structure import FactorKey
 
 __all__ = ["Escapes", "aside", "find_dependencies", "find_nesting", "leaves_behind"]
@@ -29,14 +29,17 @@ class Dependencies(NamedTuple):
     """
     What depends on which draws of the guide, directly.
 
-    :ivar factors: for each site's log density, which depends on the site's value too.
+    :ivar factors: for each site's log density with the user's scale and mask, which depends on the
+        site's value too.
     :ivar distributions: for each site's distribution, whatever its value.
     :ivar observed: for each observed site's distribution and data together.
+    :ivar masks: for each site's masks.
     """
 
     factors: dict[FactorKey, frozenset[str]]
     distributions: dict[FactorKey, frozenset[str]]
     observed: dict[FactorKey, frozenset[str]]
+    masks: dict[FactorKey, frozenset[str]]
 
 
 class _TrackDraws(Messenger):
@@ -172,7 +175,7 @@ def find_dependencies(
             f"latents are weighed together, or, under subsampling, as in the plain ELBO",
             stacklevel=2,
         )
-        return Dependencies({}, {}, {})
+        return Dependencies({}, {}, {}, {})
     # What became of these draws is not known: anything may depend on them.
     escaped = escapes.names & tracked
     return found._replace(factors={key: f | escaped for key, f in found.factors.items()})
@@ -211,20 +214,22 @@ def aside() -> Iterator[None]:
 
 
 def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependencies:
-    found = Dependencies({}, {}, {})
+    found = Dependencies({}, {}, {}, {})
     for program, trace in traces.items():
         for name, site in trace.nodes.items():
             if not is_scored(site):
                 continue
             key = FactorKey(program, name)
             upstream = tracker.upstream.get(name, frozenset()) if program == "guide" else None
+            around = _behind([site["scale"], *masks_of(site)], tracker)
             parents = _parents_at(site, site["value"], upstream, tracker)
             if upstream is not None:
                 parents |= upstream | ({name} & tracker.tracked)
                 own = upstream
             else:
                 own = _parents_at(site, detach_provenance(site["value"]).detach(), None, tracker)
-            found.factors[key] = parents & tracker.tracked
+            found.masks[key] = _behind(masks_of(site), tracker) & tracker.tracked
+            found.factors[key] = (parents | around) & tracker.tracked
             if site["is_observed"]:
                 found.observed[key] = parents & tracker.tracked
             found.distributions[key] = own & tracker.tracked
@@ -241,11 +246,16 @@ def _parents_at(
             raise
         # A flow without an inverse: what its draw was computed from says enough.
         return upstream
-    found = frozenset(get_provenance(log_prob))
-    log_prob = detach_provenance(log_prob)
-    if isinstance(log_prob, Tensor) and log_prob.requires_grad:
-        behind = leaves_behind(log_prob)
-        found |= {tracker.name_of[i] for i in behind if i in tracker.name_of}
+    return _behind([log_prob], tracker)
+
+
+def _behind(values: list[Any], tracker: _TrackDraws) -> frozenset[str]:
+    """The draws that some numbers were computed from."""
+    found = frozenset(get_provenance(values))
+    for value in map(detach_provenance, values):
+        if isinstance(value, Tensor) and value.requires_grad:
+            behind = leaves_behind(value)
+            found |= {tracker.name_of[i] for i in behind if i in tracker.name_of}
     return found
 
 

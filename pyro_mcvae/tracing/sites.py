@@ -29,6 +29,7 @@ __all__ = [
     "is_scored",
     "is_subsampled",
     "masked_entries",
+    "masks_of",
     "plate_frames",
     "plate_key",
     "reparameterized",
@@ -154,14 +155,19 @@ def unscaled_masked(site: Site, log_prob: Any) -> Any:
     return scale_and_mask(log_prob, 1.0, site["mask"])
 
 
-def masked_entries(site: Site) -> Tensor | None:
-    """What of a site's batch its masks leave in the density; None if all is."""
+def masks_of(site: Site) -> list[Any]:
+    """The masks of a site and of its distribution, from the outermost one; maybe False."""
     masks = [site["mask"]]
     fn = site["fn"]
     while isinstance(fn, ExpandedDistribution | MaskedDistribution):
         masks.append(getattr(fn, "_mask", None))
         fn = fn.base_dist
-    found = [m for m in masks if m is not None and m is not True]
+    return [m for m in masks if m is not None and m is not True]
+
+
+def masked_entries(site: Site) -> Tensor | None:
+    """What of a site's batch its masks leave in the density; None if all is."""
+    found = masks_of(site)
     if not found:
         return None
     device = site["value"].device

@@ -65,6 +65,8 @@ class Structure:
     roots: frozenset[str] = field(default_factory=frozenset)
     # Whether the guide consists of random sites that do not depend on each other.
     mean_field: bool = False
+    # For sites of the guide whose masks depend on draws: these draws.
+    masked_by: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def global_sites(self, program: str) -> frozenset[str]:
         """The sites of one program that stay outside of the particles."""

@@ -319,7 +319,7 @@ def test_a_program_that_cannot_be_tracked_yields_nothing_and_warns():
 
     with pytest.warns(UserWarning, match=r"cannot trace .*TypeError: no subclasses of Tensor"):
         found = dependencies(model, guide, "z")
-    assert found == ({}, {}, {})
+    assert found == ({}, {}, {}, {})
     assert not poutine.runtime._PYRO_STACK
 
 

@@ -1,0 +1,163 @@
+"""Programs that Pyro's examples and tutorials show, cut down: masks and scales that are drawn."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+
+from pyro_mcvae import (
+    MALA,
+    ULA,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+)
+
+CHAINS = {
+    "sis": lambda **k: TraceSIS_ELBO(8, ULA(0.02), multi_sample=True, **k),
+    "ais": lambda **k: TraceAIS_ELBO(8, MALA(0.2), multi_sample=True, **k),
+}
+X = (1.0, 2.0, 0.0)
+
+
+def drawn(around):
+    """A pair in which a latent decides how another one counts, as presence does in AIR."""
+
+    def model():
+        with pyro.plate("data", 3):
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            with around(a):
+                b = pyro.sample("b", dist.Normal(1.0, 1.0))
+            pyro.sample("x", dist.Normal(a + b, 1.0), obs=torch.tensor(X))
+
+    def guide():
+        with pyro.plate("data", 3):
+            a = pyro.sample("a", dist.Normal(0.3, 1.0))
+            with around(a):
+                pyro.sample("b", dist.Normal(0.4, 0.8))
+
+    return model, guide
+
+
+def scaled(a):
+    return poutine.scale(scale=torch.sigmoid(a) + 0.2)
+
+
+def masked(a):
+    return poutine.mask(mask=a > 0)
+
+
+def scaled_evidence(num=1500):
+    """log E_q[w] per datum by quadrature over both latents."""
+    a = torch.linspace(-7, 7, num)[:, None]
+    b = torch.linspace(-6, 8, num)
+    normal = dist.Normal
+    q_a, q_b = normal(0.3, 1.0).log_prob(a), normal(0.4, 0.8).log_prob(b)
+    ratio = (torch.sigmoid(a) + 0.2) * (normal(1.0, 1.0).log_prob(b) - q_b)
+    log_w = normal(0.0, 1.0).log_prob(a) - q_a + ratio
+    total = 0.0
+    for x in X:
+        joint = q_a + q_b + log_w + normal(a + b, 1.0).log_prob(torch.tensor(x))
+        total += joint.flatten().logsumexp(0) + 2 * math.log(14 / (num - 1))
+    return total
+
+
+@pytest.mark.parametrize("objective", CHAINS)
+@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+def test_a_scale_that_is_drawn_moves_with_the_chain(objective, vectorize):
+    # A guide whose sites depend on each other through scales is no mean-field guide.
+    model, guide = drawn(scaled)
+    count, particles = (20, 100) if vectorize else (16, 5)
+    elbo = CHAINS[objective](num_particles=particles, vectorize_particles=vectorize)
+    bounds = torch.tensor([-elbo.loss(model, guide) for _ in range(count)])
+    error = bounds.std() / count**0.5
+    exact = scaled_evidence()
+    assert bounds.mean() < exact + 4 * error
+    assert bounds.mean() > exact - 4 * error - (0.1 if vectorize else 2.0)
+
+
+@pytest.mark.parametrize("objective", CHAINS)
+def test_chains_refuse_masks_that_are_drawn(objective):
+    with pytest.raises(ValueError, match="mask of site 'b' of the guide depends on a"):
+        CHAINS[objective]().loss(*drawn(masked))
+
+
+@pytest.mark.parametrize("how", ["scale", "mask"])
+def test_a_factor_belongs_to_the_latents_that_scale_or_mask_it(how):
+    def model():
+        with pyro.plate("data", 3):
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        total = a.sum(-1, keepdim=a.dim() > 1)
+        around = poutine.scale(scale=total.sigmoid()) if how == "scale" else masked(total)
+        with around:
+            pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.tensor(2.0))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("a", dist.Normal(0.5, 1.2))
+
+    for vectorize in (False, True):
+        elbo = TraceIWAE_ELBO(3, vectorize_particles=vectorize)
+        assert elbo.bounds(model, guide).plates == ()  # one weight: the data share a factor
+    with pyro.validation_enabled(False):
+        losses = torch.stack(
+            [
+                torch.tensor([TraceIWAE_ELBO(3, joint=j).loss(model, guide) for _ in range(60)])
+                for j in (False, True)
+            ]
+        )
+    error = (losses.var(1).sum() / 60).sqrt()
+    assert abs(losses.mean(1).diff()) < 4 * error
+
+
+def test_a_guide_without_latents_is_named():
+    # The auxiliary loss of Pyro's semi-supervised VAE: everything is observed.
+    def model():
+        with pyro.plate("data"), poutine.scale(scale=46.0):
+            pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.zeros(3))
+
+    def guide():
+        pass
+
+    for make in CHAINS.values():
+        with pytest.raises(ValueError, match="the guide draws no random latent"):
+            make().loss(model, guide)
+    exact = 3 * 46.0 * 0.5 * math.log(2 * math.pi)
+    for elbo in (TraceIWAE_ELBO(3), TraceRaoBlackwell_ELBO()):
+        assert math.isclose(elbo.loss(model, guide), exact, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["sgvb", "iwae", "rb", *CHAINS])
+def test_dims_to_the_left_of_the_particles_are_refused(objective):
+    # A global latent that the model itself unsqueezes, as time series models do: its particles
+    # then stand to the left of all others, and the density would count once for each of them.
+    def model():
+        scale = pyro.sample("scale", dist.LogNormal(0.0, 0.3))
+        with pyro.plate("time", 4):
+            step = pyro.sample("step", dist.Normal(0.0, 1.0))
+        path = (scale.unsqueeze(-1) * step).cumsum(-1)
+        with pyro.plate("observed", 4):
+            pyro.sample("x", dist.Normal(path, 1.0), obs=torch.zeros(4))
+
+    def guide():
+        pyro.sample("scale", dist.LogNormal(0.2, 0.2))
+        with pyro.plate("time", 4):
+            pyro.sample("step", dist.Normal(0.3, 0.8))
+
+    makers = {
+        "sgvb": lambda **k: TraceSGVB_ELBO(num_particles=2, **k),
+        "iwae": lambda **k: TraceIWAE_ELBO(3, joint=True, **k),
+        "rb": lambda **k: TraceRaoBlackwell_ELBO(num_particles=2, **k),
+        **{
+            n: lambda make=make, **k: make(num_particles=2, joint=True, **k)
+            for n, make in CHAINS.items()
+        },
+    }
+    with pyro.validation_enabled(False), pytest.raises(RuntimeError, match="vectorize_particles"):
+        makers[objective](vectorize_particles=True).loss(model, guide)
+    assert math.isfinite(makers[objective](vectorize_particles=False).loss(model, guide))
