@@ -19,7 +19,14 @@ from pyro_mcvae.tracing.density import ChainDensity, named
 from pyro_mcvae.tracing.log_weight import LogWeight
 from pyro_mcvae.tracing.runs import Programs, Run
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import is_delta, is_latent, is_random, is_subsampled
+from pyro_mcvae.tracing.sites import (
+    inner_scale,
+    is_delta,
+    is_latent,
+    is_random,
+    is_subsampled,
+    masked_entries,
+)
 from pyro_mcvae.tracing.structure import FactorKey
 from pyro_mcvae.tracing.tracer import Tracer
 
@@ -63,6 +70,7 @@ class Weigher:
         self.pilot = self._tracer(1).sample(programs)
         points = self._points(self.pilot.runs[0])
         self._check_draws(points)
+        self._check_densities()
         self._refuse_local_points(points)
         drawn = self._drawn_globals(points)
         if joint is None and drawn:
@@ -239,6 +247,29 @@ class Weigher:
                 f"AutoNormal"
             )
 
+    def _check_densities(self) -> None:
+        """Weights are p / q only where both programs count the same entries, in full."""
+        run = self.pilot.runs[0]
+        guide = {t.key.name: t.site for t in run.terms if t.in_guide}
+        for name, site in guide.items():
+            scale = inner_scale(site)
+            if is_random(site) and bool(torch.as_tensor(scale != 1.0).any()):
+                raise ValueError(
+                    f"site '{name}' of the guide is scaled by poutine.scale ({scale}), so that its "
+                    f"draws do not have the density that it reports: evaluate without the scale"
+                )
+        for term in run.terms:
+            site = guide.get(term.key.name)
+            if term.in_guide or site is None or not is_latent(term.site):
+                continue
+            here, there = masked_entries(term.site), masked_entries(site)
+            if not _count_alike(here, there):
+                raise ValueError(
+                    f"site '{term.key.name}' has entries that a mask takes out of one program and "
+                    f"not of the other, so that their densities do not cancel: put the same "
+                    f"poutine.mask around the site in the model and in the guide"
+                )
+
     def _check_blocks(self) -> None:
         terms = self.pilot.runs[0].terms
         if not self.pilot.blocks:
@@ -259,6 +290,15 @@ class Weigher:
                     f"importance sampling never sees any other value of it. Give it a "
                     f"distribution, or observe it in the model"
                 )
+
+
+def _count_alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two masks take out the same entries; None takes out none."""
+    if a is None or b is None:
+        given = b if a is None else a
+        return given is None or bool(given.all())
+    a, b = torch.broadcast_tensors(a, b)
+    return bool((a == b).all())
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

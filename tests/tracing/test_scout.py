@@ -334,7 +334,7 @@ def test_whatever_a_program_raises_while_it_is_tracked_is_a_warning(error):
         pyro.sample("z", normal())
 
     with pytest.warns(UserWarning, match="cannot trace"):
-        assert dependencies(model, guide, "z") == ({}, {}, {})
+        assert dependencies(model, guide, "z") == ({}, {}, {}, {})
     assert not poutine.runtime._PYRO_STACK
 
 
