@@ -146,8 +146,8 @@ class LogWeight:
         self._packing = _packing(sample, self._records[0])
         if not self._packing.sites:
             raise ValueError(
-                "the guide draws no random latent: a guide of point masses has no coordinates: "
-                "use TraceSGVB_ELBO"
+                "every random latent of the guide is shared by several data of a minibatch, so that "
+                "none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
             )
         self._check_names(self._records, sample)
         self.coordinates = self._pack(
