@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.coupling import find_coupled
 from pyro_mcvae.tracing.runs import Programs, Run, Term
 from pyro_mcvae.tracing.sites import (
     LEADING,
+    PlateKey,
     is_delta,
     is_latent,
     is_subsampled,
@@ -22,12 +25,15 @@ from pyro_mcvae.tracing.sites import (
 from pyro_mcvae.tracing.structure import (
     Factor,
     FactorKey,
+    Frames,
     Structure,
     derive_structure,
     needs_dependencies,
 )
 
 __all__ = ["StructureFinder"]
+
+_logger = logging.getLogger(__name__)
 
 # Programs of stochastic structure can show ever new structures; the oldest are forgotten.
 _MAX_STRUCTURES = 256
@@ -85,6 +91,8 @@ class StructureFinder:
             scout.find_nesting(programs, strict_enumeration=False)  # raises for undeclared dims
         order = [t.key.name for t in random]
         names = frozenset(order)
+        if not self.joint:
+            frames = _without_coupled(frames, find_coupled(programs, run.subsamples))
         factors = {key: Factor(f, None) for key, f in frames.items()}
         ask = not self.joint and needs_dependencies(factors, names)
         ask |= _may_have_lost_particles(run)
@@ -126,6 +134,27 @@ class StructureFinder:
             mean_field=_mean_field(factors, names),
             masked_by=masked_by,
         )
+
+
+def _without_coupled(
+    frames: Mapping[FactorKey, Frames], coupled: Mapping[FactorKey, frozenset[PlateKey]]
+) -> dict[FactorKey, Frames]:
+    """
+    The plates across whose elements each factor is a product.
+
+    A factor whose elements depend on each other's latents stands outside of the plate, in effect.
+    """
+    for key, plates in coupled.items():
+        _logger.warning(
+            f"site '{key.name}' of the {key.program} lets the elements of plate "
+            f"{', '.join(repr(p.name) for p in plates)} depend on each other's latents (as "
+            f"z.cumsum(-1) does), so these share one weight"
+        )
+    none: frozenset[PlateKey] = frozenset()
+    return {
+        key: frozenset(f for f in found if plate_key(f) not in coupled.get(key, none))
+        for key, found in frames.items()
+    }
 
 
 def _may_have_lost_particles(run: Run) -> bool:

@@ -24,7 +24,15 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 
 from pyro_mcvae.tracing.sites import PlateKey, is_subsampled, plate_key
 
-__all__ = ["Block", "Factor", "FactorKey", "Structure", "derive_structure", "needs_dependencies"]
+__all__ = [
+    "Block",
+    "Factor",
+    "FactorKey",
+    "Frames",
+    "Structure",
+    "derive_structure",
+    "needs_dependencies",
+]
 
 Frames = frozenset[CondIndepStackFrame]
 

@@ -1,0 +1,154 @@
+"""
+Which factors let the elements of a plate depend on each other's latents.
+
+A plate says that its elements are independent, and Pyro does not hold a program to it: a random
+walk drawn as ``z.cumsum(-1)`` in a plate of steps, or states whose neighbours meet in ``z[1:] -
+z[:-1]``, are trained by the plain ELBO all the same. A weight per element would be no weight, and
+its bound no bound. So the programs are run at draws of which half of a plate's elements are
+exchanged, and the densities of the other half must stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from pyro_mcvae.tracing.handlers import Minibatch, Supply
+from pyro_mcvae.tracing.runs import Programs, guide_term, model_term, run_pair, scored
+from pyro_mcvae.tracing.scout import aside
+from pyro_mcvae.tracing.sites import PlateKey, is_random, plate_frames, plate_key
+from pyro_mcvae.tracing.structure import FactorKey
+
+__all__ = ["find_coupled"]
+
+Values = dict[str, Tensor]
+Densities = dict[FactorKey, tuple[Any, Tensor]]
+
+
+def find_coupled(
+    programs: Programs, subsamples: Mapping[str, Tensor]
+) -> dict[FactorKey, frozenset[PlateKey]]:
+    """
+    For each factor the plates, of those around it, across which it depends on random guide sites.
+
+    Programs that fail at exchanged draws (of which the number of elements depends on a draw, say)
+    yield nothing. Batch normalisation does not count: its use is to let data depend on each other.
+
+    :param subsamples: the minibatch to look at.
+    """
+    try:
+        with torch.no_grad(), pyro.validation_enabled(False), _FixedStatistics():
+            return _find(programs, subsamples)
+    except Exception:
+        return {}
+
+
+def _find(
+    programs: Programs, subsamples: Mapping[str, Tensor]
+) -> dict[FactorKey, frozenset[PlateKey]]:
+    with aside():
+        first = run_pair(programs, Supply(Minibatch(subsamples)))[0]
+        second = run_pair(programs, Supply(Minibatch(subsamples)))[0]
+    latents = {n: s for n, s in first.nodes.items() if is_random(s) and n in second.nodes}
+    values = {n: s["value"] for n, s in latents.items()}
+    others = {n: second.nodes[n]["value"] for n in latents}
+    found: dict[FactorKey, frozenset[PlateKey]] = {}
+    before: Densities | None = None
+    for frame in sorted({f for s in latents.values() for f in plate_frames(s)}, key=str):
+        if frame.dim is None or frame.size < 2:
+            continue
+        before = before or _densities(programs, subsamples, values)
+        for half in (_half(frame.size), ~_half(frame.size)):
+            moved = {
+                n: _exchanged(s, frame, half, values[n], others[n]) for n, s in latents.items()
+            }
+            after = _densities(programs, subsamples, moved)
+            for key in _changed(before, after, frame, ~half):
+                found[key] = found.get(key, frozenset()) | {plate_key(frame)}
+    return found
+
+
+def _half(size: int) -> Tensor:
+    """The Thue-Morse sequence: not periodic, so that it parts neighbours at whatever distance."""
+    index, parity = torch.arange(size), torch.zeros(size, dtype=torch.bool)
+    for bit in range(size.bit_length()):
+        parity = parity ^ ((index >> bit) & 1).bool()
+    return parity
+
+
+def _exchanged(
+    site: Any, frame: CondIndepStackFrame, half: Tensor, value: Tensor, other: Tensor
+) -> Tensor:
+    depth = site["fn"].event_dim - (frame.dim or 0)
+    if frame not in plate_frames(site) or value.shape != other.shape or value.dim() < depth:
+        return value
+    where = half.to(value.device).reshape((-1,) + (1,) * (depth - 1))
+    return torch.where(where, other, value)
+
+
+def _densities(programs: Programs, subsamples: Mapping[str, Tensor], values: Values) -> Densities:
+    """The log density of every factor at given latents; the same random stream at each call."""
+    with aside():
+        guide_trace, model_trace = run_pair(programs, Supply(Minibatch(subsamples), values))
+        terms = [model_term(site) for site in scored(model_trace)]
+        if len(values) > 1:  # one site alone depends on no other
+            terms += _possible(guide_term, scored(guide_trace))
+    return {t.key: (t.site, t.log_prob) for t in terms}
+
+
+def _possible(make: Callable[[Any], Any], sites: Iterator[Any]) -> Iterator[Any]:
+    for site in sites:
+        try:
+            yield make(site)
+        except ValueError:
+            continue  # a flow without an inverse
+
+
+def _changed(
+    before: Densities, after: Densities, frame: CondIndepStackFrame, kept: Tensor
+) -> Iterator[FactorKey]:
+    """The factors whose density differs at elements of a plate whose own latents are the same."""
+    for key, (site, old) in before.items():
+        new = after[key][1] if key in after else old
+        dim = frame.dim or 0
+        if frame not in plate_frames(site) or old.shape != new.shape or old.dim() < -dim:
+            continue
+        if old.shape[dim] != frame.size:
+            continue
+        at = kept.to(old.device).nonzero().squeeze(-1)
+        old, new = old.index_select(dim, at), new.index_select(dim, at)
+        tolerance = 1e-9 if old.dtype == torch.float64 else 1e-4
+        if not torch.allclose(old, new, rtol=tolerance, atol=tolerance, equal_nan=True):
+            yield key
+
+
+class _FixedStatistics(TorchFunctionMode):
+    """Batch normalisation by fixed statistics, which stay as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.batch_norm:
+            return func(*args, **(kwargs or {}))
+        call = {**dict(zip(_BATCH_NORM, args, strict=False)), **(kwargs or {}), "training": False}
+        if call["running_mean"] is None or call["running_var"] is None:
+            x = call["input"]
+            call["running_mean"] = x.new_zeros(x.shape[1])
+            call["running_var"] = x.new_ones(x.shape[1])
+        return func(**call)
+
+
+_BATCH_NORM = (
+    "input",
+    "running_mean",
+    "running_var",
+    "weight",
+    "bias",
+    "training",
+    "momentum",
+    "eps",
+)

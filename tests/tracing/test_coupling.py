@@ -1,0 +1,153 @@
+"""Plates whose elements depend on each other's latents: seen, and weighed together."""
+
+import logging
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_mcvae import ULA, TraceIWAE_ELBO, TraceSIS_ELBO
+from pyro_mcvae.tracing.coupling import find_coupled
+from pyro_mcvae.tracing.runs import Programs
+
+X = (3.0, 3.5, 2.5, 4.0)
+
+
+@pytest.fixture(autouse=True)
+def expected_warning(caplog):
+    caplog.set_level(logging.ERROR)
+
+
+def walk(size=None):
+    with pyro.plate("time", 4, size) as i:
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z.cumsum(-1), 0.5), obs=torch.tensor(X)[i])
+
+
+def walk_guide(size=None):
+    with pyro.plate("time", 4, size) as i:
+        loc = torch.tensor([1.7, 0.9, 0.0, 0.5])[i]
+        pyro.sample("z", dist.Normal(pyro.param("shift", torch.tensor(0.1)) + loc, 0.6))
+
+
+def walk_evidence():
+    steps = torch.ones(4, 4).tril()
+    covariance = steps @ steps.T + 0.25 * torch.eye(4)
+    return dist.MultivariateNormal(torch.zeros(4), covariance).log_prob(torch.tensor(X))
+
+
+@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+def test_a_random_walk_in_a_plate_has_one_weight(vectorize):
+    # A weight per step reported bounds 2.3 nats above this evidence.
+    exact = walk_evidence()
+    particles, count = (300, 30) if vectorize else (5, 12)
+    for elbo in (
+        TraceIWAE_ELBO(particles, vectorize_particles=vectorize),
+        TraceSIS_ELBO(
+            4,
+            ULA(0.05),
+            num_particles=particles,
+            multi_sample=True,
+            vectorize_particles=vectorize,
+        ),
+    ):
+        assert elbo.bounds(walk, walk_guide).plates == ()
+        bounds = torch.tensor([-elbo.loss(walk, walk_guide) for _ in range(count)])
+        error = bounds.std() / count**0.5
+        assert bounds.mean() < exact + 4 * error
+        assert bounds.mean() > exact - 4 * error - (0.2 if vectorize else 9.0)
+
+
+def test_coupled_elements_of_a_minibatch_are_not_weighed():
+    # N/B would stand inside the logarithm: the plain ELBO of all particles instead.
+    torch.manual_seed(0)
+    elbo = TraceIWAE_ELBO(3, vectorize_particles=True)
+    assert elbo.bounds(walk, walk_guide, 3).per_datum.numel() == 0
+
+
+def coupled(model, guide, **subsamples):
+    found = find_coupled(Programs(model, guide, (), {}), subsamples)
+    return {(key.program, key.name): {p.name for p in plates} for key, plates in found.items()}
+
+
+def neighbours(drawn, combine):
+    def model():
+        with pyro.plate("data", 2, dim=-2), pyro.plate("time", 3, dim=-1):
+            z = pyro.sample("z", drawn())
+            pyro.sample("x", dist.Normal(combine(z.double()), 1.0), obs=torch.zeros(2, 3))
+
+    def guide():
+        with pyro.plate("data", 2, dim=-2), pyro.plate("time", 3, dim=-1):
+            pyro.sample("z", drawn())
+
+    return model, guide
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [lambda: dist.Normal(0.0, 1.0), lambda: dist.Categorical(torch.ones(50))],
+    ids=["continuous", "discrete"],
+)
+@pytest.mark.parametrize(
+    "combine, plates",
+    [
+        (lambda z: z.cumsum(-1), {"time"}),
+        (lambda z: z.flip(-1).cumsum(-1), {"time"}),
+        (lambda z: z.softmax(-2), {"data"}),
+        (lambda z: z - z.mean(), {"data", "time"}),
+        (lambda z: z.sin(), set()),
+    ],
+    ids=["cumsum", "reversed", "softmax", "mean", "elementwise"],
+)
+def test_which_plate_is_coupled(drawn, combine, plates):
+    torch.manual_seed(0)
+    found = coupled(*neighbours(drawn, combine))
+    assert found == ({("model", "x"): plates} if plates else {})
+
+
+def test_the_other_plates_keep_their_weights():
+    elbo = TraceIWAE_ELBO(3, vectorize_particles=True)
+    pair = neighbours(lambda: dist.Normal(0.0, 1.0), lambda z: z.cumsum(-1))
+    assert elbo.bounds(*pair).plates == ("data",)
+
+
+def test_a_guide_that_couples_is_seen():
+    def model():
+        with pyro.plate("time", 3):
+            pyro.sample("a", dist.Normal(0.0, 1.0))
+            pyro.sample("b", dist.Normal(0.0, 1.0))
+
+    def guide():
+        with pyro.plate("time", 3):
+            a = pyro.sample("a", dist.Normal(0.0, 1.0))
+            pyro.sample("b", dist.Normal(a.roll(1, -1), 1.0))
+
+    assert coupled(model, guide) == {("guide", "b"): {"time"}}
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+
+    def model(self):
+        with pyro.plate("data", 5):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(self.layers(z), 1.0).to_event(1), obs=torch.zeros(5, 4))
+
+    def guide(self):
+        with pyro.plate("data", 5):
+            pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+
+def test_batch_statistics_and_dropout_do_not_count_and_do_not_change():
+    torch.manual_seed(0)
+    decoder = Decoder()
+    before = {n: b.clone() for n, b in decoder.layers[1].named_buffers() if "running" in n}
+    random = torch.get_rng_state()
+    assert coupled(decoder.model, decoder.guide) == {}
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, buffer in before.items():
+        assert torch.equal(decoder.layers[1].get_buffer(name), buffer)
