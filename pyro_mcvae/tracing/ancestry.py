@@ -9,13 +9,12 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.enumerated import SlotRun
+from pyro_mcvae.tracing.memory import Memory
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sites import is_random, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.tracing.structure import FactorKey
 
 __all__ = ["Ancestry"]
-
-_MAX_STRUCTURES = 256
 
 
 class Ancestry:
@@ -26,25 +25,14 @@ class Ancestry:
     """
 
     def __init__(self) -> None:
-        self._found: dict[Any, Mapping[FactorKey, frozenset[str]]] = {}
-        self._programs: tuple[Any, Any] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_found": {}, "_programs": None}
+        self._memory: Memory[Mapping[FactorKey, frozenset[str]]] = Memory()
 
     def of(self, programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
         """The random guide sites behind each factor: its ancestors, and itself."""
         if not slot_run.scored:
             return {}
-        if self._programs != (programs.model, programs.guide):
-            self._found.clear()
-            self._programs = programs.model, programs.guide
         signature = tuple(_signature(slot_run))
-        if signature not in self._found:
-            if len(self._found) >= _MAX_STRUCTURES:
-                self._found.pop(next(iter(self._found)))
-            self._found[signature] = _derive(programs, slot_run)
-        return self._found[signature]
+        return self._memory.of(programs, signature, lambda: _derive(programs, slot_run))
 
 
 def _signature(slot_run: SlotRun) -> Iterable[Any]:

@@ -17,7 +17,6 @@ import pyro
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.tracing.handlers import Minibatch, Supply
 from pyro_mcvae.tracing.runs import Programs, guide_term, model_term, run_pair, scored
@@ -43,7 +42,7 @@ def find_coupled(
     :param subsamples: the minibatch to look at.
     """
     try:
-        with torch.no_grad(), pyro.validation_enabled(False), _FixedStatistics():
+        with torch.no_grad(), pyro.validation_enabled(False):
             return _find(programs, subsamples)
     except Exception:
         return {}
@@ -126,29 +125,3 @@ def _changed(
         tolerance = 1e-9 if old.dtype == torch.float64 else 1e-4
         if not torch.allclose(old, new, rtol=tolerance, atol=tolerance, equal_nan=True):
             yield key
-
-
-class _FixedStatistics(TorchFunctionMode):
-    """Batch normalisation by fixed statistics, which stay as they are."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.nn.functional.batch_norm:
-            return func(*args, **(kwargs or {}))
-        call = {**dict(zip(_BATCH_NORM, args, strict=False)), **(kwargs or {}), "training": False}
-        if call["running_mean"] is None or call["running_var"] is None:
-            x = call["input"]
-            call["running_mean"] = x.new_zeros(x.shape[1])
-            call["running_var"] = x.new_ones(x.shape[1])
-        return func(**call)
-
-
-_BATCH_NORM = (
-    "input",
-    "running_mean",
-    "running_var",
-    "weight",
-    "bias",
-    "training",
-    "momentum",
-    "eps",
-)

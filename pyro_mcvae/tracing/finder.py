@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.coupling import find_coupled
+from pyro_mcvae.tracing.memory import Memory
 from pyro_mcvae.tracing.runs import Programs, Run, Term
 from pyro_mcvae.tracing.sites import (
     LEADING,
@@ -35,9 +36,6 @@ __all__ = ["StructureFinder"]
 
 _logger = logging.getLogger(__name__)
 
-# Programs of stochastic structure can show ever new structures; the oldest are forgotten.
-_MAX_STRUCTURES = 256
-
 
 class StructureFinder:
     """
@@ -53,25 +51,12 @@ class StructureFinder:
     def __init__(self, joint: bool = False, find_roots: bool = False) -> None:
         self.joint = joint
         self.find_roots = find_roots
-        self._found: dict[Any, Structure] = {}
-        self._programs: tuple[Any, Any] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Programs are often local functions, which cannot be pickled; they are looked at again.
-        return {**self.__dict__, "_found": {}, "_programs": None}
+        self._memory: Memory[Structure] = Memory()
 
     def of(self, programs: Programs, run: Run) -> Structure:
         """The blocks of the programs that made this run."""
-        if self._programs != (programs.model, programs.guide):
-            # Others may have the same sites, and depend on each other in another way.
-            self._found.clear()
-            self._programs = programs.model, programs.guide
         signature = (_may_have_lost_particles(run), *_signature(run))
-        if signature not in self._found:
-            if len(self._found) >= _MAX_STRUCTURES:
-                self._found.pop(next(iter(self._found)))
-            self._found[signature] = self._derive(programs, run)
-        return self._found[signature]
+        return self._memory.of(programs, signature, lambda: self._derive(programs, run))
 
     def check_particles(self, programs: Programs, run: Run) -> None:
         """

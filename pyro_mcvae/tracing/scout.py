@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from pyro_mcvae.tracing.batch_norm import FixedStatistics
 from pyro_mcvae.tracing.checks import check_declared, check_sites
 from pyro_mcvae.tracing.handlers import Minibatch, Supply
 from pyro_mcvae.tracing.runs import Programs, collect, nesting_of, run_pair
@@ -203,10 +204,10 @@ def find_nesting(
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Hide a run from outer handlers and from the random number generators."""
+    """Hide a run from outer handlers, the random number generators and batch statistics."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
-    with torch.random.fork_rng(devices), poutine.block():
+    with torch.random.fork_rng(devices), poutine.block(), FixedStatistics():
         try:
             yield
         finally:

@@ -91,7 +91,7 @@ def neighbours(drawn, combine):
     ids=["continuous", "discrete"],
 )
 @pytest.mark.parametrize(
-    "combine, plates",
+    ("combine", "plates"),
     [
         (lambda z: z.cumsum(-1), {"time"}),
         (lambda z: z.flip(-1).cumsum(-1), {"time"}),
