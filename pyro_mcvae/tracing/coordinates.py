@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_mcvae.tracing.precision import without_autocast
+from pyro_mcvae.tracing.sites import is_masked
 
 __all__ = [
     "Coordinate",
@@ -85,6 +86,7 @@ class NoiseCoordinate(Coordinate):
         self.reparameterized = not _forbids_rsample(fn)
         self.noise = noise
         self.event_shape = noise.event_shape
+        self._masked = is_masked(fn)
         # The noise and its density at the last call of log_prob, which log_base then shares.
         self._latest: tuple[Tensor, Tensor] | None = None
 
@@ -114,10 +116,11 @@ class NoiseCoordinate(Coordinate):
     def log_prob(self, coordinate: Tensor) -> Tensor | None:
         r"""
         :math:`\log q(T(\epsilon)) = \log \text{base}(\epsilon) - \log |\det T'|`, the site's
-        density without its mask, where the determinant does not depend on the noise: cheaper than
-        the distribution's own, and without the way through the value. None elsewhere.
+        density, where the determinant does not depend on the noise: cheaper than the distribution's
+        own, and without the way through the value. None elsewhere, and where the distribution masks
+        itself, of which the noise knows nothing.
         """
-        if self.noise.log_scale is None:
+        if self.noise.log_scale is None or self._masked:
             return None
         self._latest = None
         self._latest = coordinate, self.log_base(coordinate, coordinate)
@@ -135,9 +138,7 @@ class UnconstrainedCoordinate(Coordinate):
 
     def __init__(self, fn: Any) -> None:
         # A mask takes density out of the weight, but the draw still has it.
-        while isinstance(fn, dist.torch_distribution.MaskedDistribution):
-            fn = fn.base_dist
-        self.fn = fn
+        fn = self.fn = _without_masks(fn)
         self.reparameterized = fn.has_rsample
         self.transform = biject_to(fn.support)
         self.event_shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)[
@@ -159,6 +160,23 @@ class UnconstrainedCoordinate(Coordinate):
         log_det = self.transform.log_abs_det_jacobian(coordinate, value)
         extra = self.fn.event_dim - self.transform.codomain.event_dim
         return self.fn.log_prob(value) + _sum_event(log_det, extra)
+
+
+def _without_masks(fn: Any) -> Any:
+    """The distribution of what is drawn, with the density of masked entries, too."""
+    if not is_masked(fn):
+        return fn
+    if isinstance(fn, dist.torch_distribution.MaskedDistribution):
+        return _without_masks(fn.base_dist)
+    if isinstance(fn, torch.distributions.Independent):
+        base = _without_masks(fn.base_dist)
+        return dist.Independent(base, fn.reinterpreted_batch_ndims)
+    if isinstance(fn, dist.torch_distribution.ExpandedDistribution):
+        return _without_masks(fn.base_dist).expand(fn.batch_shape)
+    raise NoCoordinateError(
+        f"{type(fn).__name__} transforms a distribution that masks itself: mask the result, as in "
+        f"{type(fn).__name__}(...).mask(...)"
+    )
 
 
 class ValueCoordinate(Coordinate):
