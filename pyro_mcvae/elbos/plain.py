@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_mcvae.elbos.base import Bounds, Estimate, as_scalar
 from pyro_mcvae.tracing.runs import Run, Term
 from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.tracing.sites import plate_key
 
 __all__ = [
     "Cost",
@@ -141,7 +142,8 @@ def score_function_term(costs: list[Cost], extra: MultiFrameTensor | None = None
     :math:`\sum_i R_i \log q(z_i)` over the sites without reparameterization.
 
     :math:`R_i` sums the costs over the plates that do not enclose the site: what lies in other
-    elements of its own plates does not depend on it (Pyro's plate-wise Rao-Blackwellization).
+    elements of its own plates does not depend on it (Pyro's plate-wise Rao-Blackwellization), but
+    where the elements were found to meet.
     """
     scored = [c.term for c in costs if isinstance(c.term.score, Tensor)]
     if not scored:
@@ -149,8 +151,13 @@ def score_function_term(costs: list[Cost], extra: MultiFrameTensor | None = None
     downstream = MultiFrameTensor() if extra is None else MultiFrameTensor(*extra.items())
     for c in costs:
         if isinstance(c.value, Tensor):
-            value = c.value.detach() * c.term.plate_scale
-            downstream.add((c.term.site["cond_indep_stack"], _padded(value, c.term)))
+            value = _padded(c.value.detach() * c.term.plate_scale, c.term)
+            frames = c.term.site["cond_indep_stack"]
+            apart = [f for f in frames if plate_key(f) not in c.term.coupled]
+            for f in frames:
+                if f not in apart and f.dim is not None and value.dim() >= -f.dim:
+                    value = value.sum(f.dim, keepdim=True)
+            downstream.add((tuple(apart), value))
     return sum((downstream.sum_to(t.site["cond_indep_stack"]) * t.score).sum() for t in scored)
 
 

@@ -74,6 +74,10 @@ class TraceSGVB_ELBO(MonteCarloELBO):
 
     def _estimate(self, programs: Programs) -> Estimate:
         runs = self._tracer.independent(programs)
+        for run in runs:
+            if any(isinstance(t.score, Tensor) for t in run.terms):
+                # Which costs a score multiplies depends on whether a plate's elements meet.
+                self._tracer.structures.of(programs, run)
         return elbo_estimate(runs, [self._costs(run) for run in runs], self.num_particles)
 
     def _bounds(self, programs: Programs) -> Bounds:

@@ -8,10 +8,11 @@ from typing import Any
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 
 from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.coupling import find_coupled
 from pyro_mcvae.tracing.enumerated import SlotRun
 from pyro_mcvae.tracing.memory import Memory
 from pyro_mcvae.tracing.runs import Programs
-from pyro_mcvae.tracing.sites import is_random, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.tracing.sites import PlateKey, is_random, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.tracing.structure import FactorKey
 
 __all__ = ["Ancestry"]
@@ -54,7 +55,29 @@ def _derive(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozens
         if wider == closed:
             break
         closed = wider
-    return {key: frozenset().union(*(closed[p] for p in ps)) for key, ps in direct.items()}
+    ancestors = {key: frozenset().union(*(closed[p] for p in ps)) for key, ps in direct.items()}
+    _check_uncoupled(slot_run, ancestors, find_coupled(programs, run.subsamples))
+    return ancestors
+
+
+def _check_uncoupled(
+    slot_run: SlotRun,
+    ancestors: Mapping[FactorKey, frozenset[str]],
+    coupled: Mapping[FactorKey, frozenset[PlateKey]],
+) -> None:
+    """Refuse sites whose elements meet in a factor: their slots cannot be summed one by one."""
+    for key, plates in coupled.items():
+        for name in sorted(ancestors.get(key, frozenset()) & slot_run.scored.keys()):
+            frames = plate_frames(slot_run.scored[name].site)
+            shared = sorted(f.name for f in frames if plate_key(f) in plates)
+            if shared:
+                raise ValueError(
+                    f"site '{key.name}' of the {key.program} depends, in one element of plate "
+                    f"'{shared[0]}', on other elements of guide site '{name}' (as z.cumsum(-1) "
+                    f"does), so that every combination of them would have to be summed: use "
+                    f"TraceIWAE_ELBO, which weighs them together, or draw the elements in a "
+                    f"sequential plate or pyro.markov"
+                )
 
 
 def _check_slots(slot_run: SlotRun, found: scout.Dependencies) -> None:

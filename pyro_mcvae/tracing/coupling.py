@@ -17,6 +17,7 @@ import pyro
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_mcvae.tracing.handlers import Minibatch, Supply
 from pyro_mcvae.tracing.runs import Programs, guide_term, model_term, run_pair, scored
@@ -56,7 +57,7 @@ def _find(
         second = run_pair(programs, Supply(Minibatch(subsamples)))[0]
     latents = {n: s for n, s in first.nodes.items() if is_random(s) and n in second.nodes}
     values = {n: s["value"] for n, s in latents.items()}
-    others = {n: second.nodes[n]["value"] for n in latents}
+    others = {n: _another(s, second.nodes[n]["value"]) for n, s in latents.items()}
     found: dict[FactorKey, frozenset[PlateKey]] = {}
     before: Densities | None = None
     for frame in sorted({f for s in latents.values() for f in plate_frames(s)}, key=str):
@@ -71,6 +72,27 @@ def _find(
             for key in _changed(before, after, frame, ~half):
                 found[key] = found.get(key, frozenset()) | {plate_key(frame)}
     return found
+
+
+def _another(site: Any, drawn: Tensor) -> Tensor:
+    """Another value for each element: a second draw, which may be the same where it is discrete."""
+    value, support = site["value"], site["fn"].support
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    if support is constraints.boolean:
+        return 1 - value
+    if support is constraints.one_hot:
+        return value.roll(1, -1)
+    if isinstance(support, _INTERVAL):
+        low, size = support.lower_bound, support.upper_bound - support.lower_bound + 1
+        return (low + (value - low + 1) % size).to(value.dtype)
+    if isinstance(support, _COUNTS):
+        return value + 1
+    return drawn
+
+
+_INTERVAL = type(constraints.integer_interval(0, 1))
+_COUNTS = type(constraints.nonnegative_integer)
 
 
 def _half(size: int) -> Tensor:

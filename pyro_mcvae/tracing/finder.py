@@ -56,7 +56,11 @@ class StructureFinder:
     def of(self, programs: Programs, run: Run) -> Structure:
         """The blocks of the programs that made this run."""
         signature = (_may_have_lost_particles(run), *_signature(run))
-        return self._memory.of(programs, signature, lambda: self._derive(programs, run))
+        found = self._memory.of(programs, signature, lambda: self._derive(programs, run))
+        if found.coupled:
+            for term in run.terms:
+                term.coupled = found.coupled.get(term.key, frozenset())
+        return found
 
     def check_particles(self, programs: Programs, run: Run) -> None:
         """
@@ -76,8 +80,8 @@ class StructureFinder:
             scout.find_nesting(programs, strict_enumeration=False)  # raises for undeclared dims
         order = [t.key.name for t in random]
         names = frozenset(order)
-        if not self.joint:
-            frames = _without_coupled(frames, find_coupled(programs, run.subsamples))
+        coupled = {} if self.joint else find_coupled(programs, run.subsamples)
+        frames = _without_coupled(frames, coupled)
         factors = {key: Factor(f, None) for key, f in frames.items()}
         ask = not self.joint and needs_dependencies(factors, names)
         ask |= _may_have_lost_particles(run)
@@ -118,6 +122,7 @@ class StructureFinder:
             roots=frozenset(roots),
             mean_field=_mean_field(factors, names),
             masked_by=masked_by,
+            coupled=coupled,
         )
 
 

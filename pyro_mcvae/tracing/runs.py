@@ -52,6 +52,7 @@ class Term:
     :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through.
     :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.
     :ivar plate_scale: N/B of the plates around the site.
+    :ivar coupled: the plates whose elements meet in the factor, as far as that was looked for.
     """
 
     key: FactorKey
@@ -60,6 +61,7 @@ class Term:
     plate_scale: float = 1.0
     entropy: Any = 0
     score: Any = 0
+    coupled: frozenset[sites.PlateKey] = frozenset()
 
     @property
     def in_guide(self) -> bool:

@@ -75,6 +75,8 @@ class Structure:
     mean_field: bool = False
     # For sites of the guide whose masks depend on draws: these draws.
     masked_by: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    # For factors across whose plates latents meet: these plates.
+    coupled: Mapping[FactorKey, frozenset[PlateKey]] = field(default_factory=dict)
 
     def global_sites(self, program: str) -> frozenset[str]:
         """The sites of one program that stay outside of the particles."""
