@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
+import torch
 from pyro import poutine
 from torch.utils._pytree import tree_leaves
 
@@ -84,10 +85,15 @@ class _Finding(Generic[T]):
     def used_often(self) -> bool:
         """Count one use; whether it is time to look again."""
         self._uses += 1
-        if self._uses < self._next:
+        if self._uses < self._next or _capturing():
             return False
         self._next += min(self._next, _AT_LEAST_EVERY)
         return True
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being made of this step, which must not look at values."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _choices(programs: Programs) -> Iterator[Any]:
