@@ -182,7 +182,7 @@ def sandwich(
         )
         lower, upper = [], []
         for _ in range(num_simulations):
-            simulation = simulate(programs, weigher.pilot, weigher.held, to_args)
+            simulation = simulate(weigher.programs, weigher.pilot, weigher.held, to_args)
             both = _both_ways(weigher, simulation, annealing, num_particles, chunk_size)
             lower.append(both[0])
             upper.append(both[1])
