@@ -173,7 +173,8 @@ def log_evidence(
     :returns: a :class:`LogEvidence`.
     :raises ValueError: for latents outside of a subsampled plate, guides that draw nothing, point
         masses in the data's plates, discrete latents in chains, modules that never ran, masks and
-        scales that do not cancel, log weights that are not a number; naming the site and the remedy.
+        scales that do not cancel, log weights that are not a number; naming the site and the
+        remedy.
 
     [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
     [2] Wu, Burda, Salakhutdinov, Grosse (2017), *On the Quantitative Analysis of Decoder-Based
