@@ -140,8 +140,9 @@ def log_evidence(
       unbiased for both. An adaptive step size is adapted on ``warmup`` chains of its own and then
       frozen.
     * **Memory** is that of one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum.
-      By default a chunk has as many particles as make :math:`2^{23}` drawn numbers (64 MiB in
-      float64).
+      By default a chunk has as many particles as make :math:`2^{23}` numbers at the programs'
+      sites (64 MiB in float64), and works in at most 8 times that, beside a network's hidden
+      layers.
     * **Nothing is trained**: kernel and schedule are copied, modules are in evaluation mode
       meanwhile (also those that the programs refer to), and no parameter is left in the store.
     * **Global latents** that the guide draws give one weight for all data, so that the result is a
