@@ -459,6 +459,15 @@ def test_modules_that_never_ran_are_named():
         log_evidence(lambda x: None, guide, torch.zeros(3, 2))
 
 
+def test_auto_guides_that_never_ran_are_reported(caplog):
+    exact = ConjugateGaussian(N=5)
+    guide = AutoNormal(exact.model)
+    for times in (1, 1):  # it has run then
+        log_evidence(exact.model, guide, num_particles=10)
+        assert len(caplog.records) == times
+    assert "AutoNormal never ran, so that its initial values are judged" in caplog.text
+
+
 def test_truncated_posteriors_are_refused():
     exact = DiscreteMixture()
     guide = TruncatedPosterior(exact.model, num_states=2)
