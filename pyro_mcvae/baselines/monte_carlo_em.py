@@ -80,7 +80,7 @@ class MonteCarloEM(ChainELBO):
 
     :param int num_steps: transitions per draw.
     :param Kernel kernel: an adjusted one; ``HMC`` with 10 leapfrog steps by default, whose step
-        size adapts to an acceptance of 0.9.
+        size adapts to an acceptance of 0.9, and of which every move takes 0.7 to 1 times.
     :param int num_particles: independent chains per datum, averaged.
     :param int updates_per_draw: steps that use a draw.
     :param bool persistent: go on where the chain of each datum stood.
@@ -135,7 +135,7 @@ class MonteCarloEM(ChainELBO):
     ) -> None:
         check_positive_int("updates_per_draw", updates_per_draw)
         if kernel is None:
-            kernel = HMC(AdaptiveStepSize(target_acceptance=0.9), num_leapfrog=10)
+            kernel = HMC(AdaptiveStepSize(target_acceptance=0.9), num_leapfrog=10, jitter=0.3)
         if coordinates is None:
             coordinates = "latent" if persistent else "noise"
         super().__init__(

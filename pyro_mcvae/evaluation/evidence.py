@@ -140,13 +140,18 @@ def log_evidence(
       unbiased for both. An adaptive step size is adapted on ``warmup`` chains of its own and then
       frozen.
     * **Memory** is that of one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum.
-      By default a chunk has as many particles as make :math:`2^{23}` drawn numbers (64 MiB in
-      float64).
+      By default a chunk has as many particles as make :math:`2^{23}` numbers at the programs'
+      sites (64 MiB in float64), and works in at most 8 times that, beside a network's hidden
+      layers.
     * **Nothing is trained**: kernel and schedule are copied, modules are in evaluation mode
       meanwhile (also those that the programs refer to), and no parameter is left in the store.
     * **Global latents** that the guide draws give one weight for all data, so that the result is a
       scalar. With ``joint=False`` they are drawn once, and the estimates are of
       :math:`\log p(x_n \mid \text{globals})`.
+    * **Masked latents** that the guide draws and counts (padded entries of an AutoGuide, the
+      unobserved site of ``obs_mask=``) count in the model too, by their own prior, if nothing
+      that the model counts reads them: the evidence is that of what is observed. Training
+      objectives take the masks as they are, as Pyro's do, and are then no bounds.
     * **Random numbers** come from PyTorch's generators; ``seed`` uses a stream of its own and
       leaves the present one as it was. Other chunk sizes are other draws.
 
@@ -168,8 +173,9 @@ def log_evidence(
     :param max_plate_nesting: as in Pyro; found out if it is left out.
     :returns: a :class:`LogEvidence`.
     :raises ValueError: for latents outside of a subsampled plate, guides that draw nothing, point
-        masses in the data's plates, discrete latents in chains, modules that never ran, log weights
-        that are not a number; naming the site and the remedy.
+        masses in the data's plates, discrete latents in chains, modules that never ran, masks and
+        scales that do not cancel, log weights that are not a number; naming the site and the
+        remedy.
 
     [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
     [2] Wu, Burda, Salakhutdinov, Grosse (2017), *On the Quantitative Analysis of Decoder-Based

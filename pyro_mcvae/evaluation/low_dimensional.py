@@ -18,7 +18,7 @@ from pyro_mcvae.kernels.base import Kernel, Target
 from pyro_mcvae.kernels.hmc import HMC
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp
 from pyro_mcvae.ops.kernel_density import KernelDensity
-from pyro_mcvae.step_size import AdaptiveStepSize, StepSize
+from pyro_mcvae.step_size import AdaptiveStepSize
 from pyro_mcvae.tracing.density import ChainDensity, named, outside_inference_mode
 from pyro_mcvae.tracing.log_weight import LogWeight
 from pyro_mcvae.tracing.runs import Programs
@@ -109,8 +109,8 @@ def low_dimensional_evidence(
     discrete latents, use annealed importance sampling, whose estimates are bounds in expectation.
 
     Nothing is trained, and kernels are copied. The step size adapts during the warm-up, unless it
-    is fixed, and is then frozen; every move takes 0.7 to 1 times of it, lest trajectories of one
-    length return to where they began.
+    is fixed, and is then frozen; every move of HMC takes 0.7 to 1 times of it, lest trajectories of
+    one length return to where they began.
 
     :param model: a Pyro model; :param guide: its guide.
     :param args, kwargs: their arguments.
@@ -168,8 +168,7 @@ class _Chains:
     """The chains of one minibatch, in its posterior."""
 
     def __init__(self, weigher: Weigher, kernel: Kernel, num_chains: int) -> None:
-        self._kernel, self._jittered = kernel, _Jittered(kernel.step_size)
-        kernel.step_size = self._jittered
+        self._kernel = kernel
         with torch.set_grad_enabled(kernel.needs_gradient):
             log_weight = weigher.log_weight(num_chains, differentiable=True)
         _check_latents(log_weight)
@@ -203,7 +202,7 @@ class _Chains:
 
     @property
     def step_size(self) -> Tensor:
-        return self._jittered.inner().detach().clone()
+        return self._kernel.step_size().detach().clone()
 
 
 def _estimate(
@@ -253,21 +252,6 @@ def _r_hat(values: Tensor) -> Tensor:
     return torch.where(within > 0, found, 1.0)
 
 
-class _Jittered(StepSize):
-    """Takes 0.7 to 1 times a step size, anew in each move."""
-
-    def __init__(self, inner: StepSize) -> None:
-        super().__init__()
-        self.inner: StepSize = inner
-
-    def forward(self) -> Tensor:
-        step: Tensor = self.inner()
-        return step * (0.7 + 0.3 * torch.rand((), dtype=step.dtype, device=step.device))
-
-    def update(self, acceptance: Tensor, gradient: Tensor | None = None) -> None:
-        self.inner.update(acceptance, gradient)
-
-
 def _prepared(kernel: Kernel | None) -> Kernel:
     """A copy of the kernel, of which nothing that it learns comes back."""
     if kernel is None:
@@ -278,6 +262,8 @@ def _prepared(kernel: Kernel | None) -> Kernel:
             f"or RandomWalk(), got {kernel!r}"
         )
     kernel = copy.deepcopy(kernel).train()
+    if isinstance(kernel, HMC):
+        kernel.jitter = max(kernel.jitter, 0.3)
     if isinstance(kernel.step_size, AdaptiveStepSize):
         kernel.step_size.per_coordinate = False  # noise is whitened
     return kernel

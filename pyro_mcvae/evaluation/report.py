@@ -214,7 +214,7 @@ def report(
         )
         plain = evidence = estimate(weigher, num_particles, chunk_size)
         if annealing is not None:
-            chains = weigher.on(programs)
+            chains = weigher.on(weigher.programs)
             chains.annealing = annealing
             evidence = estimate(chains, num_particles, chunk_size)
         sites = [t.site for t in weigher.pilot.runs[0].terms if t.in_guide]

@@ -112,10 +112,11 @@ def sandwich(
     the model's. Global latents that the guide draws are simulated as well, and latents that it
     holds as point masses stay as they are.
 
-    How the simulated data reach the programs: observed sites are conditioned on them, and an
-    argument that *is* an observed tensor is replaced by the simulated one, so that an amortised
-    guide sees it. Where an observation is computed from the arguments (a minibatch ``x[index]``),
-    or is no argument, ``to_args`` says what the arguments are. It is checked that the model's
+    How the simulated data reach the programs: observed sites are conditioned on them, and the
+    arguments that hold an observed tensor (itself, views of it, or what it is a copy of or, as
+    ``x[index]``, a plate's rows) hold the simulated one instead, so that an amortised guide sees
+    it. Where an observation is computed from the arguments in another way, or is no argument,
+    ``to_args`` says what the arguments are. It is checked that the model's
     densities are those that the data were drawn from.
 
     :param args, kwargs: the programs' arguments, for the shapes of the data.
@@ -182,7 +183,7 @@ def sandwich(
         )
         lower, upper = [], []
         for _ in range(num_simulations):
-            simulation = simulate(programs, weigher.pilot, weigher.held, to_args)
+            simulation = simulate(weigher.programs, weigher.pilot, weigher.held, to_args)
             both = _both_ways(weigher, simulation, annealing, num_particles, chunk_size)
             lower.append(both[0])
             upper.append(both[1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from pyro import poutine
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import biject_to
-from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.evaluation.arguments import as_arguments
 from pyro_mcvae.tracing import scout
@@ -21,6 +20,7 @@ from pyro_mcvae.tracing.runs import Programs, Run, model_term
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.sites import inner_scale, is_delta, is_latent, is_random, is_scored
 from pyro_mcvae.tracing.structure import FactorKey
+from pyro_mcvae.tracing.substitute import substitute
 
 __all__ = ["Simulation", "check_density", "guide_values", "simulate"]
 
@@ -48,8 +48,8 @@ def simulate(
 
     :param pilot: an execution on the user's data, for its minibatch and its held latents.
     :param held: latents that keep the pilot's values.
-    :param to_args: maps the observations, by site, to the programs' arguments. None: arguments that
-        are an observed tensor are replaced by the simulated one.
+    :param to_args: maps the observations, by site, to the programs' arguments. None: the observed
+        tensors are replaced where the arguments hold them.
     :raises ValueError: for models that no data can be drawn from, naming the site; and where it is
         not clear how the data reach the programs.
     """
@@ -61,15 +61,19 @@ def simulate(
     with Supply(pilot.subsamples, values), poutine.trace() as tracer:
         poutine.uncondition(programs.model)(*programs.args, **programs.kwargs)
     drawn = {n: s["value"] for n, s in tracer.trace.nodes.items() if is_scored(s)}
-    observed = {n: s["value"] for n, s in nodes.items() if is_scored(s) and s["is_observed"]}
-    data = {n: drawn[n] for n in observed}
-    latents = {n: v for n, v in drawn.items() if n not in observed}
+    data = {n: drawn[n] for n, s in nodes.items() if is_scored(s) and s["is_observed"]}
+    latents = {n: v for n, v in drawn.items() if n not in data}
     if to_args is not None:
         args, kwargs = as_arguments(to_args(data))
+        found = replace(programs, args=args, kwargs=kwargs)
     else:
-        args, kwargs = _replaced(programs, observed, data)
-    model = poutine.condition(programs.model, data=data)
-    found = Programs(model, programs.guide, args, kwargs)
+        remedy = (
+            f"pass to_args=..., which maps a dict of the simulated observations {sorted(data)} to "
+            f"the arguments (to_args=lambda data: args, if guide and model do not read the data "
+            f"from them)"
+        )
+        found = substitute(programs, nodes, data, pilot.subsamples, remedy)
+    found = replace(found, model=poutine.condition(found.model, data=data))
     return Simulation(found, latents, tracer.trace)
 
 
@@ -111,43 +115,6 @@ def _check_generative(name: str, site: Any) -> None:
             f"site '{name}' of the model is scaled by poutine.scale, so that the model is no "
             f"distribution that data can be drawn from: leave the scale out"
         )
-
-
-def _replaced(
-    programs: Programs, observed: dict[str, Tensor], data: dict[str, Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    found: set[str] = set()
-
-    def replace(tensor: Tensor) -> Tensor:
-        for name, value in observed.items():
-            if _is_same(tensor, value):
-                found.add(name)
-                return data[name]
-        return tensor
-
-    args, kwargs = tree_map_only(Tensor, replace, (programs.args, programs.kwargs))
-    missing = sorted(observed.keys() - found)
-    if missing:
-        raise ValueError(
-            f"the observation of site '{missing[0]}' is none of the programs' arguments, so it is "
-            f"not clear how the guide sees simulated data: pass to_args=..., which maps a dict of "
-            f"the simulated observations {sorted(observed)} to the arguments (to_args=lambda data: "
-            f"args, if guide and model do not read the data from them)"
-        )
-    return args, kwargs
-
-
-def _is_same(a: Tensor, b: Any) -> bool:
-    if a is b:
-        return True
-    return (
-        isinstance(b, Tensor)
-        and a.shape == b.shape
-        and a.numel() > 0
-        and a.dtype == b.dtype
-        and a.stride() == b.stride()
-        and a.data_ptr() == b.data_ptr()
-    )
 
 
 def guide_values(

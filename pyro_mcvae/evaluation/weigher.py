@@ -12,15 +12,15 @@ from torch import Tensor
 
 from pyro_mcvae.annealing import Chain, anneal
 from pyro_mcvae.evaluation.annealing import Annealing
+from pyro_mcvae.evaluation.uncounted import check_alike, count_unread
 from pyro_mcvae.guides.truncated import TruncatedPosterior
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.checks import nonfinite_sites
 from pyro_mcvae.tracing.density import ChainDensity, named
 from pyro_mcvae.tracing.log_weight import LogWeight
-from pyro_mcvae.tracing.runs import Programs, Run
+from pyro_mcvae.tracing.runs import Programs, Run, Term
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.sites import (
-    inner_scale,
     is_delta,
     is_latent,
     is_random,
@@ -44,6 +44,7 @@ class Weigher:
     ``joint``, whose global latents) every chunk shares.
 
     :param joint: weigh global and local latents together. None: if the guide draws global ones.
+    :ivar programs: those that are weighed; see :func:`count_unread`.
     :param annealing: chains instead of plain importance sampling.
     :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
     """
@@ -70,13 +71,13 @@ class Weigher:
         self.pilot = self._tracer(1).sample(programs)
         points = self._points(self.pilot.runs[0])
         self._check_draws(points)
-        self._check_densities()
+        self._count_alike(points)
         self._refuse_local_points(points)
         drawn = self._drawn_globals(points)
         if joint is None and drawn:
             self._refuse_minibatch(drawn)
             self._joint, self._tracers = True, {}
-            self.pilot, drawn = self._tracer(1).sample(programs), ()
+            self.pilot, drawn = self._tracer(1).sample(self.programs), ()
         self._check_blocks()
         #: Latents whose values are held: point masses, and globals that were drawn once.
         self.given = tuple(sorted(points)) + drawn
@@ -247,28 +248,17 @@ class Weigher:
                 f"AutoNormal"
             )
 
-    def _check_densities(self) -> None:
-        """Weights are p / q only where both programs count the same entries, in full."""
-        run = self.pilot.runs[0]
-        guide = {t.key.name: t.site for t in run.terms if t.in_guide}
-        for name, site in guide.items():
-            scale = inner_scale(site)
-            if is_random(site) and bool(torch.as_tensor(scale != 1.0).any()):
-                raise ValueError(
-                    f"site '{name}' of the guide is scaled by poutine.scale ({scale}), so that its "
-                    f"draws do not have the density that it reports: evaluate without the scale"
-                )
-        for term in run.terms:
-            site = guide.get(term.key.name)
-            if term.in_guide or site is None or not is_latent(term.site):
-                continue
-            here, there = masked_entries(term.site), masked_entries(site)
-            if not _count_alike(here, there):
-                raise ValueError(
-                    f"site '{term.key.name}' has entries that a mask takes out of one program and "
-                    f"not of the other, so that their densities do not cancel: put the same "
-                    f"poutine.mask around the site in the model and in the guide"
-                )
+    def _count_alike(self, points: frozenset[str]) -> None:
+        """Let both programs count the same entries of each latent, or refuse them."""
+        tracer, subsamples = self._tracer(1), self.pilot.subsamples
+        if any(is_latent(t.site) and masked_entries(t.site) is not None for t in self._model()):
+            other = tracer.single(self.programs, subsamples)
+            self.programs = count_unread(self.programs, self.pilot.runs[0], other.runs[0])
+            self.pilot = tracer.single(self.programs, subsamples)
+        check_alike(self.pilot.runs[0], points)
+
+    def _model(self) -> list[Term]:
+        return [t for t in self.pilot.runs[0].terms if not t.in_guide]
 
     def _check_blocks(self) -> None:
         terms = self.pilot.runs[0].terms
@@ -290,15 +280,6 @@ class Weigher:
                     f"importance sampling never sees any other value of it. Give it a "
                     f"distribution, or observe it in the model"
                 )
-
-
-def _count_alike(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether two masks take out the same entries; None takes out none."""
-    if a is None or b is None:
-        given = b if a is None else a
-        return given is None or bool(given.all())
-    a, b = torch.broadcast_tensors(a, b)
-    return bool((a == b).all())
 
 
 def check_count(name: str, value: Any, least: int = 1) -> None:

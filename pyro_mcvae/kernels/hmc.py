@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from pyro_mcvae.kernels.base import Kernel, Proposal, State, Target
@@ -21,7 +22,11 @@ class HMC(Kernel):
     :param step_size: the length of a leapfrog step; see :class:`Kernel`. Adapts to an acceptance
         of 0.8 by default.
     :param int num_leapfrog: L, each of which evaluates the model and its gradient once.
-    :raises ValueError: if the step size is not positive, or ``num_leapfrog`` less than 1.
+    :param float jitter: every move takes ``1 - jitter`` to 1 times the step size, drawn anew. Moves
+        of one length may return to where they began, again and again: chains that are to forget
+        their beginning should take some, 0.3 say.
+    :raises ValueError: if the step size is not positive, ``num_leapfrog`` less than 1, or
+        ``jitter`` not in [0, 1).
 
     [1] Neal (2011), *MCMC using Hamiltonian Dynamics*.
 
@@ -34,14 +39,23 @@ class HMC(Kernel):
     adjusted = True
 
     def __init__(
-        self, step_size: float | Tensor | StepSize | None = None, num_leapfrog: int = 3
+        self,
+        step_size: float | Tensor | StepSize | None = None,
+        num_leapfrog: int = 3,
+        jitter: float = 0.0,
     ) -> None:
         super().__init__(step_size)
         if isinstance(num_leapfrog, bool) or not isinstance(num_leapfrog, int) or num_leapfrog < 1:
             raise ValueError(f"num_leapfrog must be an int of at least 1, got {num_leapfrog!r}")
+        if not 0.0 <= jitter < 1.0:
+            raise ValueError(f"jitter must be at least 0 and less than 1, got {jitter!r}")
         self.num_leapfrog = num_leapfrog
+        self.jitter = jitter
 
     def propose(self, state: State, target: Target) -> Proposal:
         start = target.noise(state)
-        new, end = leapfrog(state, start, target, self.step_size(), self.num_leapfrog)
+        step = self.step_size()
+        if self.jitter:
+            step = step * (1 - self.jitter * torch.rand((), dtype=step.dtype, device=step.device))
+        new, end = leapfrog(state, start, target, step, self.num_leapfrog)
         return Proposal(new, log_momentum(end) - log_momentum(start))

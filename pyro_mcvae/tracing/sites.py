@@ -170,7 +170,8 @@ def masked_entries(site: Site) -> Tensor | None:
     found = masks_of(site)
     if not found:
         return None
-    device = site["value"].device
+    value = site["value"]  # None in a message that is not drawn yet
+    device = getattr(value, "device", None)
     return reduce(torch.logical_and, (torch.as_tensor(m, device=device) for m in found))
 
 

@@ -15,12 +15,15 @@ from pyro_mcvae.tracing.runs import Programs
 
 __all__ = ["substitute"]
 
+_DREAM_ARGS = "say by dream_args how the guide's arguments follow from the dream"
+
 
 def substitute(
     programs: Programs,
     sites: Mapping[str, Any],
     values: Mapping[str, Tensor],
     subsamples: Mapping[str, Tensor],
+    remedy: str = _DREAM_ARGS,
 ) -> Programs:
     """
     The same call with other data in its arguments.
@@ -32,21 +35,22 @@ def substitute(
     :param sites: the model's observed sites, by name.
     :param values: the new value for each of them.
     :param subsamples: the indices of each plate.
+    :param remedy: what to do where it is not clear how the arguments hold the data.
     :raises ValueError: naming a site whose data are in no argument, or not in one place.
     """
     call = (programs.args, programs.kwargs)
     leaves = _distinct(t for t in tree_leaves(call) if isinstance(t, Tensor) and _is_strided(t))
     shared: dict[str, Tensor] = {}
     new: dict[int, Tensor] = {}
-    _refuse_twice(sites, values)
+    _refuse_twice(sites, values, remedy)
     for name, value in values.items():
         old = torch.as_tensor(sites[name]["value"])
         if any(_overlap(old, leaf) for leaf in leaves):
             shared[name] = value
             continue
-        leaf, rows = _copied_from(name, sites[name], leaves, subsamples)
+        leaf, rows = _copied_from(name, sites[name], leaves, subsamples, remedy)
         new[id(leaf)] = _replaced(new.get(id(leaf), leaf.detach()), rows, value)
-    new.update(_rewritten(leaves, sites, shared))
+    new.update(_rewritten(leaves, sites, shared, remedy))
     args, kwargs = tree_map_only(Tensor, lambda t: new.get(id(t), t), call)
     return replace(programs, args=args, kwargs=kwargs)
 
@@ -76,7 +80,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _rewritten(
-    leaves: list[Tensor], sites: Mapping[str, Any], values: Mapping[str, Tensor]
+    leaves: list[Tensor], sites: Mapping[str, Any], values: Mapping[str, Tensor], remedy: str
 ) -> dict[int, Tensor]:
     """Copies of the leaves that share memory with observed tensors, with the new values there."""
     found: dict[int, Tensor] = {}
@@ -88,7 +92,7 @@ def _rewritten(
         for name, value in values.items():
             old = sites[name]["value"]
             if any(old is t for t in group):
-                _refuse_repeats(name, old)
+                _refuse_repeats(name, old, remedy)
                 place = flat.as_strided(old.shape, old.stride(), old.storage_offset() - begin)
                 place.copy_(value)
         for leaf in leaves:
@@ -115,7 +119,7 @@ Rows = list[tuple[int, Tensor]]
 
 
 def _copied_from(
-    name: str, site: Any, leaves: list[Tensor], subsamples: Mapping[str, Tensor]
+    name: str, site: Any, leaves: list[Tensor], subsamples: Mapping[str, Tensor], remedy: str
 ) -> tuple[Tensor, Rows]:
     """The argument of which an observed tensor is a copy, and the rows of it."""
     found = []
@@ -127,10 +131,9 @@ def _copied_from(
     if len(found) != 1:
         where = f"may come from {len(found)} of them" if found else "are in none of them"
         raise ValueError(
-            f"the guide must see dreamt data in place of those of site '{name}', which are looked "
-            f"for in the arguments of the step, but {where}: pass the observed tensor itself to "
-            f"model and guide as an argument, or say by dream_args how the arguments follow from "
-            f"the dream"
+            f"the guide must see drawn data in place of those of site '{name}', which are looked "
+            f"for in the programs' arguments, but {where}: pass the observed tensor itself to "
+            f"model and guide as an argument, or {remedy}"
         )
     return found[0]
 
@@ -172,7 +175,7 @@ def _same(part: Tensor, value: Any) -> bool:
     return bool(equal.all())
 
 
-def _refuse_twice(sites: Mapping[str, Any], values: Mapping[str, Tensor]) -> None:
+def _refuse_twice(sites: Mapping[str, Any], values: Mapping[str, Tensor], remedy: str) -> None:
     seen: dict[Any, str] = {}
     for name in values:
         old = torch.as_tensor(sites[name]["value"])
@@ -180,16 +183,15 @@ def _refuse_twice(sites: Mapping[str, Any], values: Mapping[str, Tensor]) -> Non
         if place in seen and old.numel():
             raise ValueError(
                 f"sites '{seen[place]}' and '{name}' observe the same tensor, for which the model "
-                f"dreams two values: pass each its own tensor, or say by dream_args how the "
-                f"guide's arguments follow from the dream"
+                f"draws two values: pass each its own tensor, or {remedy}"
             )
         seen[place] = name
 
 
-def _refuse_repeats(name: str, old: Tensor) -> None:
+def _refuse_repeats(name: str, old: Tensor, remedy: str) -> None:
     if any(step == 0 and size > 1 for size, step in zip(old.shape, old.stride(), strict=True)):
         raise ValueError(
             f"site '{name}' observes an expanded tensor of shape {tuple(old.shape)}, whose entries "
-            f"share memory, but the model dreams a value for each: pass a tensor that is not "
-            f"expanded (.contiguous()), or use dream_args"
+            f"share memory, but the model draws a value for each: pass a tensor that is not "
+            f"expanded (.contiguous()), or {remedy}"
         )

@@ -406,30 +406,6 @@ def test_discrete_latents_in_chains_are_named():
         log_evidence(exact.model, exact.guide, schedule=3)
 
 
-def test_masks_and_scales_that_do_not_cancel_are_named():
-    """An unmasked guide of masked latents would give an infinite evidence, silently."""
-    x, mask = torch.tensor([0.3, -1.0, 2.0]), torch.tensor([True, False, True])
-
-    def model(scale=1.0):
-        with pyro.plate("data", 3), pyro.poutine.scale(scale=scale):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=x, obs_mask=mask)
-
-    def guide(scale=1.0, masked=True):
-        with pyro.plate("data", 3), pyro.poutine.scale(scale=scale):
-            pyro.sample("z", dist.Normal(x / 2, 0.8))
-            fn = dist.Normal(0.0, torch.ones(3))
-            pyro.sample("x_unobserved", fn.mask(~mask) if masked else fn)
-
-    found = log_evidence(model, guide, num_particles=5000)
-    exact = torch.where(mask, dist.Normal(0.0, math.sqrt(2)).log_prob(x), 0.0)
-    assert bool(((found.log_evidence - exact).abs() < 4 * found.standard_error).all())
-    with pytest.raises(ValueError, match="'x_unobserved' has entries that a mask takes out of one"):
-        log_evidence(model, lambda: guide(masked=False))
-    with pytest.raises(ValueError, match=r"'z' of the guide is scaled by .* \(0.5\)"):
-        log_evidence(model, guide, scale=0.5)
-
-
 def test_latents_outside_of_a_subsampled_plate_are_named():
     exact = HierarchicalGaussian(subsample_size=2)
     with pytest.raises(ValueError, match=r"'data' is subsampled \(2 of .*joint=False"):
@@ -481,6 +457,15 @@ def test_modules_that_never_ran_are_named():
 
     with pytest.raises(ValueError, match="'weight' of LazyLinear has no shape yet"):
         log_evidence(lambda x: None, guide, torch.zeros(3, 2))
+
+
+def test_auto_guides_that_never_ran_are_reported(caplog):
+    exact = ConjugateGaussian(N=5)
+    guide = AutoNormal(exact.model)
+    for times in (1, 1):  # it has run then
+        log_evidence(exact.model, guide, num_particles=10)
+        assert len(caplog.records) == times
+    assert "AutoNormal never ran, so that its initial values are judged" in caplog.text
 
 
 def test_truncated_posteriors_are_refused():

@@ -202,7 +202,7 @@ def test_data_that_are_no_argument_are_given():
         with pyro.plate("data", 300):
             pyro.sample("z", dist.Normal(0.0, 0.9).expand([300]))
 
-    with pytest.raises(ValueError, match=r"site 'x' is none of the .*to_args=lambda data: args"):
+    with pytest.raises(ValueError, match=r"site 'x', .* in none of them: .*to_args=lambda data: a"):
         sandwich(own_model, own_guide)
     found = sandwich(own_model, own_guide, to_args=lambda data: ())
     assert float(found.mean_gap) > 0
@@ -229,20 +229,44 @@ def test_minibatches_come_with_their_arguments():
 
     def sub_guide(x):
         with pyro.plate("data", len(x), subsample_size=50) as index:
-            used.append(tuple(index.tolist()))
+            used.append((index, x))
             pyro.sample("z", dist.Normal(0.6 * x[index], 0.7))
 
     x = torch.zeros(200)
-
-    def to_args(data):
-        return (torch.zeros(200).index_copy(0, torch.tensor(used[0]), data["x"]),)
-
-    with pytest.raises(ValueError, match="pass to_args"):
-        sandwich(sub_model, sub_guide, x)
-    used.clear()
-    found = sandwich(sub_model, sub_guide, x, to_args=to_args, schedule=8)
+    found = sandwich(sub_model, sub_guide, x, schedule=8)
     assert found.lower.shape == (1, 50)
     assert 0 < float(found.mean_gap) < 0.3
+    index, seen = used[-1]
+    assert int((seen != 0).sum()) == 50
+    assert bool((seen[index] != 0).all())
+
+    def to_args(data):
+        return (torch.zeros(200).index_copy(0, used[0][0], data["x"]),)
+
+    used.clear()
+    found = sandwich(sub_model, sub_guide, x, to_args=to_args, schedule=8)
+    assert 0 < float(found.mean_gap) < 0.3
+
+
+def test_observations_that_are_views_are_replaced():
+    def rows(series):
+        with pyro.plate("data", series.shape[1]):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            for t, x in enumerate(series):
+                pyro.sample(f"x_{t}", dist.Normal(z, 0.5), obs=x)
+
+    seen = []
+
+    def rows_guide(series):
+        seen.append(series)
+        with pyro.plate("data", series.shape[1]):
+            pyro.sample("z", dist.Normal(0.5 * series.mean(0), 0.6))
+
+    series = torch.zeros(2, 100)
+    found = sandwich(rows, rows_guide, series, schedule=8)
+    assert 0 < float(found.mean_gap) < 0.3
+    assert float(seen[-1].std()) > 0.8
+    assert not series.any()
 
 
 def test_models_that_read_their_data_otherwise_are_refused():

@@ -1,5 +1,7 @@
 """Hamiltonian Monte Carlo; that it leaves its target invariant is in test_base.py."""
 
+import math
+
 import pytest
 import torch
 
@@ -54,6 +56,28 @@ def gradient(z, beta=0.7):
     z = z.detach().requires_grad_()
     log_base, log_weight = correlated(z)
     return torch.autograd.grad((log_base + beta * log_weight).sum(), z)[0]
+
+
+def test_jitter_breaks_orbits_that_close():
+    """Ten steps that go once around a normal distribution's orbits lead nowhere."""
+    normal = evaluator(lambda z: (-0.5 * z.square().sum(-1), torch.zeros(z.shape[:-1])))
+    around = math.sqrt(2 - 2 * math.cos(2 * math.pi / 10))
+    for jitter in (0.0, 0.3):
+        kernel, to = HMC(around, 10, jitter), Target(normal, torch.tensor(1.0))
+        state = normal(torch.full((1000, 1), 3.0))
+        for _ in range(25):
+            state, _ = kernel.step(state, to)
+        if not jitter:
+            assert torch.allclose(state.position, torch.tensor(3.0))
+        else:
+            assert abs(state.position.mean()) < 4 / math.sqrt(1000)
+            assert abs(state.position.var() - 1) < 4 * math.sqrt(2 / 1000)
+
+
+@pytest.mark.parametrize("jitter", [-0.1, 1.0, math.nan])
+def test_bad_jitter(jitter):
+    with pytest.raises(ValueError, match="jitter must be at least 0 and less than 1, got"):
+        HMC(0.1, 3, jitter)
 
 
 @pytest.mark.parametrize("num_leapfrog", [0, -1, 2.0, True, None])

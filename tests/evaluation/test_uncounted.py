@@ -1,0 +1,154 @@
+"""Masks of a model and of its guide: the evidence is that of the observed entries, or refused."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal, AutoNormalMessenger, init_to_value
+
+from pyro_mcvae import log_evidence, refine, sandwich
+
+X = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
+OBSERVED = torch.tensor([True, False, True])
+# The evidence of the observed entries of X, whose latents have variance 1 and noise variance 1.
+EXACT = torch.where(OBSERVED, dist.Normal(0.0, math.sqrt(2)).log_prob(X), 0.0)
+LENGTHS = torch.tensor([3, 2, 1])
+SERIES = torch.tensor([[1.9, 0.3, 1.1], [2.5, -0.4, 1.4], [0.8, 2.2, 1.7]]).double()
+
+
+def imputing(scale=1.0):
+    with pyro.plate("data", 3), poutine.scale(scale=scale):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=X, obs_mask=OBSERVED)
+
+
+def imputing_guide(mask=None, scale=1.0):
+    with pyro.plate("data", 3), poutine.scale(scale=scale):
+        pyro.sample("z", dist.Normal(X / 2, 0.8))
+        fn = dist.Normal(X / 2, 1.5)
+        pyro.sample("x_unobserved", fn if mask is None else fn.mask(mask))
+
+
+def ragged(series=SERIES):
+    with pyro.plate("data", 3):
+        z = torch.zeros(3)
+        for t, x in enumerate(series):
+            with poutine.mask(mask=t < LENGTHS):
+                z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 1.0))
+                pyro.sample(f"x_{t}", dist.Normal(z, 0.5), obs=x)
+
+
+def exact_ragged():
+    """Each datum is a Gaussian vector of its own length."""
+    found = []
+    for n, length in enumerate(LENGTHS.tolist()):
+        times = torch.arange(length, dtype=torch.float64)
+        moves = torch.tril(0.9 ** (times[:, None] - times))
+        covariance = moves @ moves.T + 0.25 * torch.eye(length)
+        fn = dist.MultivariateNormal(torch.zeros(length), covariance)
+        found.append(fn.log_prob(SERIES[:length, n]))
+    return torch.stack(found)
+
+
+def near(value):
+    """Where a guide of the series may begin, close enough for importance sampling."""
+    values = {f"z_{t}": 0.8 * x for t, x in enumerate(value)}
+    return {"init_loc_fn": init_to_value(values=values), "init_scale": 1.2}
+
+
+def assert_near(found, exact):
+    error = found.log_evidence - exact
+    assert bool((error.abs() < 4 * found.standard_error + 1e-9).all()), error
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("mask", [None, ~OBSERVED], ids=["counted", "masked"])
+def test_missing_data_have_the_evidence_of_the_observed_ones(mask, vectorize):
+    count = 6000 if vectorize else 300
+    found = log_evidence(
+        imputing,
+        lambda: imputing_guide(mask),
+        num_particles=count,
+        vectorize_particles=vectorize,
+    )
+    assert_near(found, EXACT)
+
+
+def test_an_auto_guide_of_missing_data_has_their_evidence():
+    guide = AutoNormal(imputing, init_scale=1.5)
+    found = log_evidence(imputing, guide, num_particles=20_000)
+    assert_near(found, EXACT)
+    chains = log_evidence(imputing, guide, num_particles=300, schedule=3)
+    assert_near(chains, EXACT)
+
+
+@pytest.mark.parametrize("options", [{"num_particles": 20_000}, {"schedule": 4}])
+def test_padded_series_have_the_evidence_of_their_own_length(options):
+    guide = AutoNormal(ragged, **near(SERIES))
+    found = log_evidence(ragged, guide, **{"num_particles": 400, **options})
+    assert_near(found, exact_ragged())
+
+
+def test_one_vector_of_all_latents_has_the_evidence_of_all_data():
+    guide = AutoDiagonalNormal(ragged, **near(SERIES))
+    found = log_evidence(ragged, guide, num_particles=300, schedule=8, warmup=8)
+    assert_near(found, exact_ragged().sum())
+
+
+def test_draws_of_missing_entries_are_those_of_their_prior():
+    """Also where the entry is observed: the draw is one of what might have been."""
+    guide = AutoNormal(imputing, init_scale=1.5)
+    draws = refine(imputing, guide, num_samples=1500, num_transitions=3, schedule=4)
+    z, x = draws["z"], draws["x_unobserved"]
+    expected = torch.where(OBSERVED, X / 2, 0.0)
+    variance = torch.where(OBSERVED, 0.5, 1.0)
+    error = (variance / 1500).sqrt()
+    assert bool(((z.mean(0) - expected).abs() < 4 * error).all())
+    assert bool(((x.mean(0) - expected).abs() < 4 * ((variance + 1) / 1500).sqrt()).all())
+    assert bool((((x - z).var(0) - 1).abs() < 4 * math.sqrt(2 / 1500)).all())
+
+
+def test_padded_series_lie_between_their_bounds():
+    found = sandwich(
+        ragged,
+        AutoNormal(ragged, **near(SERIES)),
+        SERIES,
+        num_particles=8,
+        schedule=6,
+        warmup=6,
+        num_simulations=6,
+        to_args=lambda data: torch.stack([data[f"x_{t}"] for t in range(3)]),
+    )
+    gap = (found.upper - found.lower).sum(-1)
+    assert bool(gap.mean() > -4 * gap.std() / math.sqrt(6))
+    assert bool(gap.mean() < 12.0)
+
+
+def test_what_the_model_alone_counts_is_refused():
+    mask = torch.tensor([False, False, True])
+    with pytest.raises(ValueError, match=r"'x_unobserved' has .* out of the guide and not of"):
+        log_evidence(imputing, lambda: imputing_guide(mask))
+
+
+def test_a_masked_latent_that_the_model_reads_is_refused():
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0).mask(OBSERVED))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=X)
+
+    with pytest.raises(ValueError, match="'z' has entries that a mask takes out of the model"):
+        log_evidence(model, AutoNormal(model))
+
+
+def test_a_messenger_guide_has_the_masks_of_its_model():
+    guide = AutoNormalMessenger(imputing, init_scale=1.5)
+    found = log_evidence(imputing, guide, num_particles=20_000)
+    assert_near(found, EXACT)
+
+
+def test_a_scaled_guide_is_refused():
+    with pytest.raises(ValueError, match=r"'z' of the guide is scaled by .* \(0.5\)"):
+        log_evidence(lambda: imputing(0.5), lambda: imputing_guide(~OBSERVED, 0.5))
