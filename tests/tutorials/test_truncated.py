@@ -85,3 +85,33 @@ def test_an_image_is_denoised(tmp_path, options):
     found = denoising.main([*options, "--states", "16", "--epochs", "25", "--batch-size", "50"])
     noise_alone = 20 * torch.log10(torch.tensor(255.0 / 25)).item()
     assert found > noise_alone + 2
+
+
+def test_a_linear_decoder_cannot_say_what_two_layers_can():
+    pyro.enable_validation(False)
+    correlated = load("correlated_bars")
+    truth = correlated.true_model(correlated.make_data(10))
+    # The pixels of a bar that is put out are missed by one, and no other state explains them
+    # better: four of them in one image, at 1/(2 sigma^2) each and but for the priors.
+    assert (correlated.ratios(truth) < -100).all()
+    with torch.no_grad():
+        truth.first.weight.copy_(torch.eye(8))
+    assert correlated.ratios(truth).abs().max() < 0.1
+
+
+@pytest.mark.slow
+def test_correlated_bars_are_learned_near_the_truth():
+    pyro.enable_validation(False)
+    correlated = load("correlated_bars")
+    model = correlated.Model(correlated.make_data(300))
+    truth = correlated.true_model(model.images)
+    with torch.no_grad():
+        model.second.weight.copy_(truth.second.weight + 0.1 * torch.randn(16, 8))
+        model.first.weight.copy_(truth.first.weight + 0.2 * torch.randn(8, 8))
+        model.logits.fill_(0.2).logit_()
+        model.log_sigma.fill_(0.15).log_()
+    correlated.train(model, epochs=20, rate=0.03)
+    found, true = (correlated.ratios(m) for m in (model, truth))
+    assert ((found / true - 1).abs() < 0.3).all()
+    gap = correlated.evidence(truth, model.images) - correlated.evidence(model, model.images)
+    assert gap.mean().abs() < 0.5
