@@ -1,7 +1,10 @@
 """Bars: 500 images of 4x4 pixels, each the sum of some of eight bars, and binary latents for them.
 
 A truncated posterior with a set of 64 states per image finds the bars, how often they occur and
-the noise.
+the noise. Any one start may end in a local optimum, where two fields share a bar; the exact
+posterior, all 256 states, ends there as often. So each seed starts four times and keeps the start
+of the highest free energy, which tells them apart by several nats per image: Guiraud et al. (2021)
+show the best of ten.
 
     python tutorials/truncated/bars.py --seeds 10
 """
@@ -53,15 +56,15 @@ class Model(nn.Module):
             pyro.sample("x", pixels.to_event(1), obs=self.images[index])
 
 
-def train(seed: int, epochs: int, states: int = 64) -> tuple[Model, list[float]]:
-    pyro.set_rng_seed(seed)
-    model = Model(make_data(500)[0])
+def train(model: Model, epochs: int, states: int = 64, rate: float = 1e-2) -> list[float]:
+    """Train in place; returns the free energy per image after each epoch."""
     guide = TruncatedPosterior(model, states, EvolutionaryUpdate(3, 2, 1))
     elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     steps = epochs * -(-len(model.images) // 32)
+    # One cycle: fields part while the rate is high, and settle while it falls.
     schedule = torch.optim.lr_scheduler.CyclicLR(
-        optimizer, 1e-3, 0.01, step_size_up=max(1, steps // 8), cycle_momentum=False
+        optimizer, 0.1 * rate, rate, step_size_up=max(1, steps // 2), cycle_momentum=False
     )
     curve = []
     for _ in range(epochs):
@@ -74,7 +77,14 @@ def train(seed: int, epochs: int, states: int = 64) -> tuple[Model, list[float]]
             schedule.step()
             total -= loss.item() * len(index) / len(model.images)
         curve.append(total / len(model.images))
-    return model, curve
+    return curve
+
+
+def best_of(images: Tensor, starts: int, epochs: int) -> tuple[Model, list[list[float]]]:
+    """The model of the start whose free energy is the highest in the end, and all curves."""
+    models = [Model(images) for _ in range(starts)]
+    curves = [train(model, epochs) for model in models]
+    return max(zip(models, curves, strict=True), key=lambda run: run[1][-1])[0], curves
 
 
 def score(model: Model) -> tuple[int, float, float]:
@@ -86,6 +96,12 @@ def score(model: Model) -> tuple[int, float, float]:
     return len(best), pi.item(), sigma.item()
 
 
+def recovered(model: Model) -> bool:
+    """All bars, pi within 0.03 and sigma within 0.02 of the truth."""
+    count, pi, sigma = score(model)
+    return count == NUM_BARS and abs(pi - PI) < 0.03 and abs(sigma - SIGMA) < 0.02
+
+
 def draw(models: list[Model], curves: list[list[float]], path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -93,7 +109,7 @@ def draw(models: list[Model], curves: list[list[float]], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     for curve in curves:
         left.plot(range(1, len(curve) + 1), curve, lw=0.8)
-    left.set(title="Free energy per image", xlabel="epoch", ylabel="nats")
+    left.set(title="Free energy per image, every start", xlabel="epoch", ylabel="nats")
     rows = [m.decoder.weight.detach().t().reshape(NUM_BARS, SIDE, SIDE) for m in models[:8]]
     gap = torch.full((1, SIDE, 1), float("nan"))
     strips = [torch.cat([torch.cat([f[None], gap], -1)[0] for f in r], -1) for r in rows]
@@ -106,21 +122,24 @@ def draw(models: list[Model], curves: list[list[float]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--starts", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--output", type=Path, default=Path("bars.png"))
     args = parser.parse_args(argv)
     pyro.enable_validation(False)
     found, models, curves = 0, [], []
     print(f"true: {NUM_BARS} bars, pi {PI:.3f}, sigma {SIGMA:.3f}")
-    for seed in range(args.seeds):
-        model, curve = train(seed, args.epochs)
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        pyro.set_rng_seed(seed)
+        model, own = best_of(make_data(500)[0], args.starts, args.epochs)
         count, pi, sigma = score(model)
-        good = count == NUM_BARS and abs(pi - PI) < 0.03 and abs(sigma - SIGMA) < 0.02
-        found += good
+        found += (good := recovered(model))
         models.append(model)
-        curves.append(curve)
+        curves += own
+        ends = ", ".join(f"{curve[-1]:.2f}" for curve in own)
         print(
-            f"seed {seed}: {count} bars, pi {pi:.3f}, sigma {sigma:.3f}, F/N {curve[-1]:.2f}"
+            f"seed {seed}: {count} bars, pi {pi:.3f}, sigma {sigma:.3f}, F/N of the starts {ends}"
             f"{'' if good else '  (not recovered)'}",
             flush=True,
         )
