@@ -88,12 +88,13 @@ class Mutation(ABC):
 
     :cvar bool informed: whether ``parents.gains`` is needed, which costs a backward pass.
 
-    Example, entries that are not zero move three times as often as others::
+    Example, entries that are not zero move exp(3) times as often as others::
 
         >>> class Sparser(Mutation):
         ...     def scores(self, parents):
         ...         on = parents.states != 0
-        ...         return torch.tensor(3.0).log() * on[..., parents.space.table("entry", on.device)]
+        ...         at = on[..., parents.space.table("entry", on.device)]
+        ...         return 3.0 * at
         >>> update = EvolutionaryUpdate(mutation=Sparser())
     """
 
