@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.image import imsave
 
 from tutorials.annealing import mnist
 from tutorials.annealing.networks import convolutional
@@ -85,3 +86,12 @@ def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
     assert {row["epoch"] for row in found} == {"1"}
     assert len({row["method"] for row in found}) == 8
     assert all(row["commit"] and row["machine"] for row in found)
+
+
+def test_truncated_posteriors(tmp_path: Path) -> None:
+    path = tmp_path / "image.png"
+    imsave(path, torch.rand(20, 20).numpy(), cmap="gray", vmin=0, vmax=1)
+    run("truncated/denoising.py", "--full", "--smoke", "--image", str(path), "--out", str(tmp_path))
+    found = rows(tmp_path / "denoising.csv")
+    assert [row["epoch"] for row in found] == ["0", "2"]
+    assert (tmp_path / "denoising.png").exists()
