@@ -88,6 +88,13 @@ def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
     assert all(row["commit"] and row["machine"] for row in found)
 
 
+def test_moving_mnist(data: Path, tmp_path: Path) -> None:
+    flags = ["--data-root", str(data), "--images", "8", "--batch", "8", "--epochs", "1"]
+    run("rao_blackwell/moving_mnist.py", *flags, "--out", str(tmp_path), "--methods", "NVIL")
+    (row,) = rows(tmp_path / "moving_mnist.csv")
+    assert (row["method"], row["epoch"]) == ("NVIL", "1")
+
+
 def test_truncated_posteriors(tmp_path: Path) -> None:
     path = tmp_path / "image.png"
     imsave(path, torch.rand(20, 20).numpy(), cmap="gray", vmin=0, vmax=1)
