@@ -3,6 +3,7 @@
 import csv
 import gzip
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -88,6 +89,7 @@ def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
     assert all(row["commit"] and row["machine"] for row in found)
 
 
+@pytest.mark.slow
 def test_moving_mnist(data: Path, tmp_path: Path) -> None:
     flags = ["--data-root", str(data), "--images", "8", "--batch", "8", "--epochs", "1"]
     run("rao_blackwell/moving_mnist.py", *flags, "--out", str(tmp_path), "--methods", "NVIL")
@@ -95,10 +97,11 @@ def test_moving_mnist(data: Path, tmp_path: Path) -> None:
     assert (row["method"], row["epoch"]) == ("NVIL", "1")
 
 
-def test_truncated_posteriors(tmp_path: Path) -> None:
+def test_truncated_posteriors(tmp_path: Path, as_a_command: None) -> None:
     path = tmp_path / "image.png"
     imsave(path, torch.rand(20, 20).numpy(), cmap="gray", vmin=0, vmax=1)
-    run("truncated/denoising.py", "--full", "--smoke", "--image", str(path), "--out", str(tmp_path))
+    main = runpy.run_path(str(ROOT / "tutorials" / "truncated" / "denoising.py"))["main"]
+    main(["--full", "--smoke", "--image", str(path), "--out", str(tmp_path)])
     found = rows(tmp_path / "denoising.csv")
     assert [row["epoch"] for row in found] == ["0", "2"]
     assert (tmp_path / "denoising.png").exists()
