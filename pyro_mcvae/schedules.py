@@ -52,7 +52,8 @@ class LinearSchedule(Schedule):
     r"""
     :math:`\beta_k = k / K`.
 
-    :param int num_steps: K.
+    :param int num_steps: the number of steps, K.
+    :raises ValueError: if ``num_steps`` is not an int of at least 1.
 
     Example::
 
@@ -105,7 +106,7 @@ class SigmoidSchedule(Schedule):
 
     with a slope :math:`\delta > 0` that is learned with the bound.
 
-    :param int num_steps: K.
+    :param int num_steps: the number of steps, K.
     :param float slope: the initial :math:`\delta`; towards 0 the schedule becomes linear.
     :param bool learn: False keeps the slope.
     :raises ValueError: if ``slope`` is not positive.
@@ -144,7 +145,8 @@ class LearnedSchedule(Schedule):
 
     .. math:: \beta_k = \sum_{j \le k} \text{softmax}(a)_j .
 
-    :param int num_steps: K.
+    :param int num_steps: the number of steps, K.
+    :raises ValueError: if ``num_steps`` is not an int of at least 1.
 
     Example::
 

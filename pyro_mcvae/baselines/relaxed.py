@@ -44,6 +44,8 @@ class RELAX(LearnedBaseline):
         ``"baseline_input"`` (None if there is neither), to numbers ``[S, *batch]`` or ``[S,
         *batch, 1]``.
     :param float temperature: what :math:`\lambda` starts at.
+    :raises ValueError: if the temperature is not positive; at a step, for sites that cannot be
+        relaxed.
 
     [1] Grathwohl et al. (2018), *Backpropagation through the Void: Optimizing control variates for
     black-box gradient estimation*.
@@ -134,6 +136,7 @@ class REBAR(RELAX):
         takes relaxed values ``[S, *batch, K]``; its own parameters are not trained by it.
     :param float temperature: what :math:`\lambda` starts at.
     :param float scale: what :math:`\eta` starts at.
+    :raises ValueError: as :class:`RELAX`.
 
     [1] Tucker, Mnih, Maddison, Lawson, Sohl-Dickstein (2017), *REBAR: Low-variance, unbiased
     gradient estimates for discrete latent variable models*.
@@ -161,7 +164,8 @@ class REBAR(RELAX):
 
 class GumbelSoftmax(Baseline):
     r"""
-    For comparison: the site is drawn from its Gumbel-softmax relaxation, with gradients through it.
+    For comparison: the site is drawn from its Gumbel-softmax relaxation [1], with gradients through
+    it.
 
     A biased estimator. OneHotCategorical and Bernoulli sites, and vectors of them; nothing is
     summed, and their log densities are extended linearly to relaxed values. ``entropy="exact"``
@@ -169,8 +173,9 @@ class GumbelSoftmax(Baseline):
 
     :param float temperature: may be set anew between steps, to anneal it.
     :param bool hard: straight-through: the programs see one-hot values, the gradient the soft ones.
+    :raises ValueError: if the temperature is not positive.
 
-    Jang, Gu, Poole (2017), *Categorical Reparameterization with Gumbel-Softmax*.
+    [1] Jang, Gu, Poole (2017), *Categorical Reparameterization with Gumbel-Softmax*.
 
     Example::
 

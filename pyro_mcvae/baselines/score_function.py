@@ -73,6 +73,14 @@ class Baseline(ABC):
     :cvar min_samples: how many draws it needs.
     :cvar extra_draw: whether it needs one further draw of the site, independent of the slots.
     :cvar relaxed: whether the site is not drawn at all, but relaxed.
+
+    Example, a constant that is subtracted from the cost of draws (``num_categories=0``)::
+
+        >>> from pyro_mcvae.ops.score_function import score_surrogate
+        >>> class Constant(Baseline):
+        ...     def surrogate(self, signal):
+        ...         return score_surrogate(signal.weight * (signal.cost - 3.0), signal.score)
+        >>> elbo = TraceRaoBlackwell_ELBO(num_categories=0, baseline=Constant())
     """
 
     min_samples = 1

@@ -34,6 +34,19 @@ class Bounds(NamedTuple):
     :ivar ~torch.Tensor shared: what belongs to no single datum: the global latents'
         log p - log q and the factors outside of the data's plates, scaled; a scalar.
     :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
+
+    Example::
+
+        >>> def model(x):
+        ...     with pyro.plate("data", 6, subsample=torch.tensor([1, 4])):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     with pyro.plate("data", 6, subsample=torch.tensor([1, 4])):
+        ...         pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+        >>> bounds = TraceIWAE_ELBO(2).bounds(model, guide, torch.zeros(2))
+        >>> bounds.per_datum, bounds.scale, bounds.plates
+        (tensor([-1.2655, -1.2655]), 3.0, ('data',))
     """
 
     per_datum: Tensor

@@ -21,6 +21,8 @@ class PosteriorDraws(dict[str, Tensor]):
     Draws of every latent of the model, by site, in its own space: shape ``[num_samples,
     *site_shape]``, as ``pyro.infer.Predictive(model, posterior_samples=draws)`` takes them.
 
+    Made by :func:`refine`, whose example shows them.
+
     :ivar log_weight: of the candidate or chain that each draw is, shape ``[num_samples, *plates]``.
     :ivar pareto_k: the tail of all candidates' weights, shape ``[*plates]``.
     :ivar acceptance: of chains, the mean acceptance on the way to each draw, shaped as

@@ -37,7 +37,7 @@ class LogEvidence:
     :ivar pareto_k: :math:`\hat k`, the weights' tail: below 0.5 good, up to 0.7 usable, above
         unreliable; ``-inf`` for weights without a tail, NaN for 20 particles or less.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
-    :ivar num_particles: K.
+    :ivar num_particles: how many weights each datum has, K.
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
         ones, and for one weight of all data.
     :ivar scale: N/B of subsampled plates, a number or a tensor.
@@ -48,6 +48,19 @@ class LogEvidence:
     :ivar log_weight: log w, shape ``[K, *plates]``, if it was asked for.
     :ivar acceptance: of chains, the mean acceptance of each transition, shape ``[transitions]``.
     :ivar step_size: of chains.
+
+    Example::
+
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(x / 2, 1.0))
+        >>> found = log_evidence(model, guide, torch.zeros(3))
+        >>> found.log_evidence.shape, found.plates, int(found.unreliable.sum())
+        (torch.Size([3]), ('data',), 0)
     """
 
     log_evidence: Tensor
@@ -155,9 +168,10 @@ def log_evidence(
     * **Random numbers** come from PyTorch's generators; ``seed`` uses a stream of its own and
       leaves the present one as it was. Other chunk sizes are other draws.
 
-    :param model: a Pyro model; :param guide: its guide.
-    :param args, kwargs: their arguments.
-    :param int num_particles: K.
+    :param model: a Pyro model.
+    :param guide: its guide.
+    :param args: their arguments; keyword arguments likewise.
+    :param int num_particles: how many weights each datum has, K.
     :param schedule: a :class:`~pyro_mcvae.schedules.Schedule`, a tensor from 0 to 1, or the
         number of linear steps; 10 if only a kernel is given.
     :param Kernel kernel: for chains; :class:`HMC` with 3 leapfrog steps if only a schedule is
@@ -171,6 +185,7 @@ def log_evidence(
     :param int seed: for a random stream of its own.
     :param bool vectorize_particles: run the programs once per chunk, instead of once per particle.
     :param max_plate_nesting: as in Pyro; found out if it is left out.
+    :param bool strict_enumeration_warning: as in Pyro.
     :returns: a :class:`LogEvidence`.
     :raises ValueError: for latents outside of a subsampled plate, guides that draw nothing, point
         masses in the data's plates, discrete latents in chains, modules that never ran, masks and

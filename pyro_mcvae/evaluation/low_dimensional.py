@@ -35,6 +35,8 @@ class LowDimensionalEvidence:
     r"""
     Estimates of :math:`\log p(x_n)` from posterior draws, one per datum.
 
+    Made by :func:`low_dimensional_evidence`, whose example shows one.
+
     :ivar log_evidence: shape ``[*plates]``; ``[elements]`` for programs with several separate
         plates, and a scalar where all data share one weight.
     :ivar standard_error: of ``log_evidence``, from the spread between the chains.
@@ -112,8 +114,9 @@ def low_dimensional_evidence(
     is fixed, and is then frozen; every move of HMC takes 0.7 to 1 times of it, lest trajectories of
     one length return to where they began.
 
-    :param model: a Pyro model; :param guide: its guide.
-    :param args, kwargs: their arguments.
+    :param model: a Pyro model.
+    :param guide: its guide.
+    :param args: their arguments; keyword arguments likewise.
     :param int num_chains: independent chains per datum, half of which fit f; at least 4.
     :param int num_draws: draws of each chain, one after each transition.
     :param int warmup: transitions before.

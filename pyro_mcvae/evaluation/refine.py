@@ -62,7 +62,8 @@ def refine(
 
     :param int num_samples: how many draws.
     :param int num_particles: candidates per draw.
-    :param schedule, kernel: as in :func:`log_evidence`.
+    :param schedule: as in :func:`log_evidence`.
+    :param Kernel kernel: as there.
     :param int num_transitions: transitions at the end, with an adjusted kernel.
     :param int chunk_size: how many candidates are run at once.
     :returns: :class:`PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and

@@ -28,7 +28,8 @@ _QUANTILES = 0.05, 0.25, 0.5, 0.75, 0.95
 @dataclass(frozen=True)
 class Report:
     """
-    What :func:`report` found. Tensors have one entry per datum, shape ``[*plates]``.
+    What :func:`report` found, whose example shows one. Tensors have one entry per datum, shape
+    ``[*plates]``.
 
     :ivar evidence: the :class:`LogEvidence` to compare with: by chains, if they were asked for.
     :ivar guide: the :class:`LogEvidence` by importance sampling with the guide alone, whose

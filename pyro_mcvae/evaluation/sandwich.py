@@ -36,6 +36,8 @@ class Sandwich:
     r"""
     Bounds on :math:`\log p(x)` from both sides, each in expectation, for simulated data.
 
+    Made by :func:`sandwich`, whose example shows one.
+
     :ivar lower: by chains from the guide's draws, shape ``[num_simulations, *plates]``.
     :ivar upper: by chains from the exact posterior draw that the data came from.
     :ivar num_particles: chains per datum in each direction.
@@ -119,11 +121,11 @@ def sandwich(
     ``to_args`` says what the arguments are. It is checked that the model's
     densities are those that the data were drawn from.
 
-    :param args, kwargs: the programs' arguments, for the shapes of the data.
+    :param args: the programs' arguments, for the shapes of the data; keyword arguments likewise.
     :param int num_simulations: data sets to simulate.
     :param int num_particles: P, chains per datum in each direction.
-    :param schedule, kernel: as in :func:`log_evidence`; by default 10 steps of :class:`HMC`. The
-        kernel must be adjusted.
+    :param schedule: as in :func:`log_evidence`; by default 10 steps.
+    :param Kernel kernel: as there, an adjusted one; by default :class:`HMC`.
     :param to_args: maps the simulated observations, a dict by site, to the programs' arguments (a
         tuple, a dict of keyword arguments, or the only argument).
     :returns: a :class:`Sandwich`.

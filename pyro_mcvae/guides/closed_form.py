@@ -105,6 +105,7 @@ class BernoulliPrior(ClosedForm):
     :param ~torch.Tensor parameter: the probabilities, of the site's event shape (or a scalar, the
         same for all entries).
     :param float floor: keeps the probabilities between ``floor`` and ``1 - floor``.
+    :raises ValueError: if the parameter requires gradients.
 
     Example::
 
@@ -146,6 +147,22 @@ class GaussianNoise(ClosedForm):
     :param str site: an observed Normal site, possibly under ``to_event`` and ``mask``.
     :param ~torch.Tensor parameter: the standard deviation, a scalar or of the site's event shape.
     :param float floor: the least standard deviation.
+    :raises ValueError: if the parameter requires gradients; by ``add``, for a site that is not
+        Normal.
+
+    Example::
+
+        >>> sigma = torch.tensor(1.0)
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Bernoulli(0.5))
+        ...         pyro.sample("x", dist.Normal(10 * z, sigma), obs=x)
+        >>> x = torch.tensor([10.5, 9.5, -0.5, 0.5])
+        >>> noise = GaussianNoise("x", sigma)
+        >>> noise.add(TruncatedPosterior(model, num_states=2).posterior(x))
+        >>> noise.update()
+        >>> sigma
+        tensor(0.5000)
     """
 
     def __init__(self, site: str, parameter: Tensor, floor: float = 1e-3) -> None:

@@ -68,7 +68,7 @@ def evaluate(
     Evaluate all states that are kept for the data of a minibatch.
 
     :param stored: for each block the packed states of all data, ``[N, S, bytes]``.
-    :param count: S.
+    :param count: how many, S.
     """
     packed: list[Tensor | None] = [None] * len(stored)
     states: list[Tensor | None] = [None] * len(stored)
@@ -107,6 +107,15 @@ class PriorDraws:
     Proposals for a truncated posterior's search: states drawn from the model itself.
 
     :param int count: how many for each datum in each step.
+    :raises ValueError: if that is not an int of at least 1.
+
+    Example::
+
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Bernoulli(0.5 * torch.ones(9)).to_event(1))
+        ...         pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x)
+        >>> guide = TruncatedPosterior(model, num_states=8, proposals=PriorDraws(2))
     """
 
     count: int = 4

@@ -104,6 +104,12 @@ class FitnessProportional:
     r"""
     Parents drawn with replacement in proportion to :math:`\log p(x, z) - \min_z \log p(x, z)`,
     normalised per datum, so that every state but the worst can become a parent.
+
+    Example::
+
+        >>> FitnessProportional()(torch.tensor([[-9.0, -9.0, -3.0]]), 4)
+        tensor([[2, 2, 2, 2]])
+        >>> update = EvolutionaryUpdate(parents=FitnessProportional())
     """
 
     def __call__(self, log_joint: Tensor, count: int) -> Tensor:
@@ -120,7 +126,14 @@ class FitnessProportional:
 
 
 class UniformParents:
-    """Parents drawn uniformly, without replacement while there are enough states."""
+    """
+    Parents drawn uniformly, without replacement while there are enough states.
+
+    Example::
+
+        >>> UniformParents()(torch.tensor([[-9.0, -1.0, -3.0]]), 3).sort().values
+        tensor([[0, 1, 2]])
+    """
 
     def __call__(self, log_joint: Tensor, count: int) -> Tensor:
         order = torch.rand_like(log_joint) - 2.0 * log_joint.isneginf().to(log_joint)
@@ -128,7 +141,14 @@ class UniformParents:
 
 
 class GreedyParents:
-    """The best states are the parents."""
+    """
+    The best states are the parents.
+
+    Example::
+
+        >>> GreedyParents()(torch.tensor([[-9.0, -1.0, -3.0]]), 2)
+        tensor([[1, 2]])
+    """
 
     def __call__(self, log_joint: Tensor, count: int) -> Tensor:
         return _repeat(log_joint.topk(min(count, log_joint.shape[1]), dim=1).indices, count)
@@ -139,7 +159,15 @@ def _repeat(index: Tensor, count: int) -> Tensor:
 
 
 class OnePointCrossover:
-    """Neighbouring parents exchange their entries beyond a random point, one for each pair."""
+    """
+    Neighbouring parents exchange their entries beyond a random point, one for each pair.
+
+    Example::
+
+        >>> children = OnePointCrossover()(torch.tensor([[[0, 0, 0], [1, 1, 1]]]))
+        >>> children.sum(1)
+        tensor([[1, 1, 1]])
+    """
 
     def __call__(self, states: Tensor) -> Tensor:
         rows, count, size = states.shape

@@ -23,7 +23,7 @@ __all__ = ["InformedFlips", "Mutation", "Parents", "SparseFlips", "UniformFlips"
 @dataclass
 class Parents:
     """
-    What a mutation may look at.
+    What a mutation may look at; :class:`Mutation` has an example.
 
     :ivar space: the entries, their values and their moves.
     :ivar states: the parents, shape ``[E, P, D]``.
@@ -87,6 +87,15 @@ class Mutation(ABC):
     :meth:`__call__`.
 
     :cvar bool informed: whether ``parents.gains`` is needed, which costs a backward pass.
+
+    Example, entries that are not zero move exp(3) times as often as others::
+
+        >>> class Sparser(Mutation):
+        ...     def scores(self, parents):
+        ...         on = parents.states != 0
+        ...         at = on[..., parents.space.table("entry", on.device)]
+        ...         return 3.0 * at
+        >>> update = EvolutionaryUpdate(mutation=Sparser())
     """
 
     informed = False
@@ -117,7 +126,16 @@ class Mutation(ABC):
 
 
 class UniformFlips(Mutation):
-    """A move of a uniformly drawn entry."""
+    """
+    A move of a uniformly drawn entry, as in [1].
+
+    [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
+    with Binary Latents*.
+
+    Example::
+
+        >>> update = EvolutionaryUpdate(mutation=UniformFlips())
+    """
 
     def scores(self, parents: Parents) -> Tensor:
         return _share(parents)
@@ -133,6 +151,11 @@ class SparseFlips(Mutation):
     by at most ``1 - 2 * floor``.
 
     :param float floor: the least probability of either direction.
+    :raises ValueError: unless it lies in (0, 0.5].
+
+    Example::
+
+        >>> update = EvolutionaryUpdate(mutation=SparseFlips())
     """
 
     def __init__(self, floor: float = 0.05) -> None:
@@ -157,7 +180,7 @@ class SparseFlips(Mutation):
 
 class InformedFlips(Mutation):
     r"""
-    Moves drawn by what the gradient says about them [2]: in proportion to :math:`\exp(d / 2)`,
+    Moves drawn by what the gradient says about them [1]: in proportion to :math:`\exp(d / 2)`,
 
     .. math:: d_i = (1 - 2 z_i) \, \partial \log p(x, z) / \partial z_i
 
@@ -167,6 +190,14 @@ class InformedFlips(Mutation):
 
     :param float uniform: the share of parents whose children are drawn uniformly instead, so that
         no state is out of reach where gradients mislead.
+    :raises ValueError: unless it is a share between 0 and 1.
+
+    [1] Grathwohl, Swersky, Hashemi, Duvenaud, Maddison (2021), *Oops I Took A Gradient: Scalable
+    Sampling for Discrete Distributions*.
+
+    Example::
+
+        >>> update = EvolutionaryUpdate(mutation=InformedFlips(uniform=0.2))
     """
 
     informed = True

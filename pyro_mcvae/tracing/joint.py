@@ -82,7 +82,7 @@ class JointRuns:
 
         :param load: for each block its states ``[E, C, D]``, or a function that gives them once
             the rows of the minibatch are known; None to draw them from the model.
-        :param count: C.
+        :param count: how many, C.
         :param leaves: filled with the sites' values, as leaves of the graph.
         """
         self.num_runs, self.num_states = self.num_runs + 1, self.num_states + count

@@ -310,7 +310,8 @@ class Tracer:
             raise RuntimeError(
                 f"the model or the guide cannot be run with {count} vectorised particles in batch "
                 f"dim {-nesting - 1}, though it runs with one. Pass vectorize_particles=False, or "
-                f"make it broadcast over leading dims (index from the right, as in z[..., 0]). "
+                f"make it broadcast over leading dims: index from the right, as in z[..., 0], or "
+                f"means[..., group] in the place of means[group]. "
                 f"The error was: {type(error).__name__}: {error}"
             ) from error
 

@@ -30,7 +30,7 @@ class RankBatches:
     ``state_dict`` holds the place in the epoch, for any number of ranks: iterating goes on there.
     An epoch that was left by ``break`` is taken up as well.
 
-    :param int num_data: N.
+    :param int num_data: the number of data, N.
     :param int batch_size: the most data of one rank in one step.
     :param bool shuffle: False goes through the data in their order.
     :param int seed: of the permutations; the same on all ranks.

@@ -126,6 +126,17 @@ def load_checkpoint(
     :returns: the ``extra`` values that were saved.
     :raises ValueError: for a file that is truncated or no checkpoint, and naming a part that is
         missing, of another class or of another shape.
+
+    Example::
+
+        >>> layer, path = torch.nn.Linear(2, 1), getfixture("tmp_path") / "run.pt"
+        >>> save_checkpoint(path, {"layer": layer}, epoch=3)
+        >>> load_checkpoint(path, {"layer": torch.nn.Linear(2, 1)})
+        {'epoch': 3}
+        >>> load_checkpoint(path, {"layers": layer})
+        Traceback (most recent call last):
+            ...
+        ValueError: ...
     """
     content = _read(Path(path), weights_only)
     found = as_parts(parts)

@@ -615,3 +615,24 @@ def test_draws_that_cross_the_particles_are_refused(nesting):
     tracer = Tracer(5, True, nesting, joint=True)
     with pytest.raises(RuntimeError, match=r"log_prob of shape .* to the left of the particles"):
         tracer.sample(Programs(model, guide, (), {}))
+
+
+def test_a_gather_along_a_plate_is_told_how_to_index() -> None:
+    """Houses in counties: ``means[county]`` picks particles when there are several at once."""
+    county, y = torch.arange(9) % 4, torch.zeros(9)
+
+    def model(index):
+        with pyro.plate("counties", 4):
+            means = pyro.sample("means", dist.Normal(0.0, 1.0))
+        with pyro.plate("houses", 9):
+            pyro.sample("y", dist.Normal(index(means), 1.0), obs=y)
+
+    def guide(index):
+        with pyro.plate("counties", 4):
+            pyro.sample("means", dist.Normal(0.0, 0.5))
+
+    elbo = TraceIWAE_ELBO(2, vectorize_particles=True)
+    with pytest.raises(RuntimeError, match=r"means\[\.\.\., group\] in the place of means"):
+        elbo.loss(model, guide, lambda means: means[county])
+    assert math.isfinite(elbo.loss(model, guide, lambda means: means[..., county]))
+    assert math.isfinite(TraceIWAE_ELBO(2).loss(model, guide, lambda means: means[county]))

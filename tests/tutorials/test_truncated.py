@@ -82,7 +82,9 @@ def test_an_image_is_denoised(tmp_path, options):
     path = tmp_path / "image.png"
     matplotlib.image.imsave(path, image.numpy(), cmap="gray", vmin=0, vmax=255)
     options = [*options, "--image", str(path), "--side", "5", "--latents", "12"]
+    options += ["--out", str(tmp_path)]
     found = denoising.main([*options, "--states", "16", "--epochs", "25", "--batch-size", "50"])
+    assert (tmp_path / "denoising.csv").read_text().count("\n") == 7
     noise_alone = 20 * torch.log10(torch.tensor(255.0 / 25)).item()
     assert found > noise_alone + 2
 

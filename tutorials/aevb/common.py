@@ -1,9 +1,6 @@
 """What the experiment of Kingma and Welling (2014) is made of: images, a VAE, three objectives."""
 
 import gzip
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -189,18 +186,3 @@ def bound(vae: VAE, x: Tensor) -> tuple[float, float]:
     elbo = TraceSGVB_ELBO(max_plate_nesting=1)
     found = torch.cat([elbo.bounds(vae.model, vae.guide, part).per_datum for part in x.split(500)])
     return found.mean().item(), found.std().item() / len(found) ** 0.5
-
-
-def commit() -> str:
-    """What was run, for the CSV."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except OSError:  # no git here
-        return "unknown"
-    return done.stdout.strip() or "unknown"
-
-
-def machine() -> str:
-    kind = platform.processor() or platform.machine()
-    return f"{kind}, {os.cpu_count()} cores, 1 thread, torch {torch.__version__}"

@@ -9,18 +9,22 @@ and a latent space of 3 dimensions (figure 3). On scikit-learn's digits by defau
     python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --hidden 500
     python tutorials/aevb/figures.py --figure bound --dataset frey --data-root data --hidden 200
     python tutorials/aevb/figures.py --figure marginal --dataset mnist --data-root data
+    python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --full
+
+``--full`` is the paper's scale: its networks, dimensions and training samples; days on a CPU.
 """
 
 import argparse
 import csv
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyro
 import torch
-from common import LEARNING_RATES, OBJECTIVES, VAE, Data, Training, bound, commit, load, machine
+from common import LEARNING_RATES, OBJECTIVES, VAE, Data, Training, bound, load
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 from torch import Tensor
@@ -28,9 +32,23 @@ from tqdm import tqdm
 
 from pyro_mcvae import low_dimensional_evidence
 
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from results import commit, machine, write
+
 FIGURES = {
     "bound": {"objectives": "Wake-Sleep,AEVB", "latent": [3, 10, 20], "hidden": 200},
     "marginal": {"objectives": "Wake-Sleep,MCEM,AEVB", "latent": [3], "hidden": 100},
+}
+# The paper's scale, by figure and data.
+FULL = {
+    ("bound", "mnist"): {"hidden": 500, "latent": [3, 5, 10, 20, 200], "samples": 100_000_000},
+    ("bound", "frey"): {"hidden": 200, "latent": [2, 5, 10, 20], "samples": 100_000_000},
+    ("marginal", "mnist"): {
+        "hidden": 100,
+        "latent": [3],
+        "samples": 60_000_000,
+        "num_train": [1000, 50_000],
+    },
 }
 COLORS = {"Wake-Sleep": "C2", "MCEM": "C0", "AEVB": "C3"}
 
@@ -106,15 +124,9 @@ def run(args: argparse.Namespace, data: Data) -> list[Point]:
                                 Point(*setting, seen, split, value, error, args.seed, spent, *where)
                             )
                         bar.set_postfix_str(f"test {points[-1].value:.1f}", refresh=False)
-                write(points, args.out / f"{args.figure}_{data.name}.csv")  # may be interrupted
+                rows = [asdict(point) for point in points]
+                write(rows, args.out / f"{args.figure}_{data.name}.csv")  # may be interrupted
     return points
-
-
-def write(points: Sequence[Point], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(points[0])))
-        writer.writeheader()
-        writer.writerows(asdict(p) for p in points)
 
 
 def read(path: Path) -> list[Point]:
@@ -190,15 +202,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--out", type=Path, default=Path("aevb"), metavar="DIR")
     add("--redraw", action="store_true", help="draw the figure of an earlier run again")
+    add("--full", action="store_true", help="the paper's scale, on mnist or frey")
     add("--smoke", action="store_true", help="few images and steps, to see that it runs")
     args = parser.parse_args(argv)
+    if args.full:
+        if (setting := FULL.get((args.figure, args.dataset))) is None:
+            known = ", ".join(f"--figure {f} --dataset {d}" for f, d in FULL)
+            parser.error(f"--full knows the paper's settings of {known}")
+        vars(args).update(setting)
     defaults = FIGURES[args.figure]
     args.objectives = args.objectives or names(str(defaults["objectives"]))
     args.latent = args.latent or defaults["latent"]
     args.hidden = args.hidden or defaults["hidden"]
     if args.smoke:
         args.samples, args.first, args.checkpoints, args.judged = 1000, 100, 2, 20
-        args.latent, args.hidden, args.num_train, args.warmup = [2], 20, [200], 5
+        args.num_train, args.warmup = [200], 5
+        if args.full:  # a step or two of the paper's networks
+            args.samples, args.judged = 200, 3
+        else:
+            args.latent, args.hidden = [2], 20
     return args
 
 

@@ -9,7 +9,7 @@ the step size of a small grid at which it is tightest. Run it::
 """
 
 import argparse
-import csv
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,9 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
+
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from results import Results
 
 MANY = {"vectorize_particles": True, "max_plate_nesting": 1}
 
@@ -155,16 +158,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     pyro.set_rng_seed(args.seed)
     table = rows((args.p, args.d) == (784, 100))
     results: dict[str, dict[str, float]] = {}
+    file = Results(args.out / "ppca_gaps.csv", args.seed, argv)
     with torch.no_grad(), pyro.validation_enabled(False):
         pca = PCA(args.p, args.d, args.data)
         for name in tqdm(table, "bounds"):
             results[name] = measure(pca, table[name], args.search, args.repeats)
-    args.out.mkdir(parents=True, exist_ok=True)
-    with open(args.out / "ppca_gaps.csv", "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["bound", "gap", "standard_error", "step_size", "acceptance", "earlier"])
-        for name, found in results.items():
-            writer.writerow([name, *found.values(), table[name].published])
+            file.add(bound=name, **results[name], earlier=table[name].published)
     print(f"{'bound':26}{'gap':>8}{'error':>8}{'step':>9}{'accepted':>10}{'earlier':>9}")
     for name, found in results.items():
         gap, error, step, accepted = found.values()

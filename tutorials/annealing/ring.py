@@ -8,8 +8,8 @@ resampling or the chain makes of them, beside the true posterior on a grid. Run 
 """
 
 import argparse
-import csv
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,9 @@ from pyro_mcvae import (
     refine,
 )
 from pyro_mcvae.step_size import AdaptiveStepSize
+
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from results import Results
 
 XI, ZETA, SIGMA, X = 1.0, 0.5, 0.4, 2.5
 MANY = {"vectorize_particles": True, "max_plate_nesting": 1}
@@ -191,21 +194,25 @@ def main(argv: Sequence[str] | None = None) -> list[Method]:
 
     pyro.set_rng_seed(args.seed)
     x, found = torch.tensor([X]), methods()
-    args.out.mkdir(parents=True, exist_ok=True)
-    with open(args.out / "ring.csv", "w", newline="") as file, pyro.validation_enabled(False):
-        writer = csv.writer(file)
-        writer.writerow(["objective", "bound", "log_evidence", "angle_guide", "angle_refined"])
-        print(f"log evidence {log_evidence():.3f}")
+    results, exact = Results(args.out / "ring.csv", args.seed, argv), log_evidence()
+    with pyro.validation_enabled(False):
+        print(f"log evidence {exact:.3f}")
         for method in found:
             train(method, x, args.steps)
             sample(method, x, args.draws)
-            refined = math.nan if method.refined is None else ring_distance(method.refined)
             assert method.draws is not None
-            row = [method.name, method.bound, log_evidence(), ring_distance(method.draws), refined]
-            writer.writerow(row)
+            refined = math.nan if method.refined is None else ring_distance(method.refined)
+            distance = ring_distance(method.draws)
+            results.add(
+                objective=method.name,
+                bound=method.bound,
+                log_evidence=exact,
+                angle_guide=distance,
+                angle_refined=refined,
+            )
             print(
-                f"{method.name:18} bound {row[1]:7.3f}, angles off by {row[3]:.2f}, "
-                f"refined {row[4]:.2f}"
+                f"{method.name:18} bound {method.bound:7.3f}, angles off by {distance:.2f}, "
+                f"refined {refined:.2f}"
             )
     draw(found, args.out / "ring.png")
     return found

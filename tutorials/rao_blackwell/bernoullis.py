@@ -14,7 +14,7 @@ from pathlib import Path
 import pyro
 import pyro.distributions as dist
 import torch
-from common import draw_curves, write_table
+from common import Results, draw_curves, write_table
 from torch import nn
 
 from pyro_mcvae import IndependentDraw, TraceRaoBlackwell_ELBO
@@ -67,16 +67,16 @@ def curve(eta: float, elbo: TraceRaoBlackwell_ELBO, steps: int, lr: float) -> li
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-root", help="not used: the problem has no data")
     parser.add_argument("--draws", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--lr", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
-    pyro.set_rng_seed(0)
+    pyro.set_rng_seed(args.seed)
     pyro.enable_validation(False)
-    rows = []
+    rows, results = [], Results(args.out / "bernoullis.csv", args.seed)
     for k in (0, 1, 3, 8):
         row = [f"k = {k}"]
         for base in (None, IndependentDraw()):
@@ -84,6 +84,14 @@ def main() -> None:
                 found = gradients(eta, TraceRaoBlackwell_ELBO(k, baseline=base), args.draws)
                 error = found.std() / args.draws**0.5
                 row.append(f"{found.mean():.2e} ± {error:.0e}, var {found.var():.2e}")
+                results.add(
+                    estimator="REINFORCE" if base is None else "REINFORCE+",
+                    k=k,
+                    eta=eta,
+                    gradient=found.mean().item(),
+                    standard_error=error.item(),
+                    variance=found.var().item(),
+                )
         rows.append(row)
     header = ["", *(f"{b}, eta {e}" for b in ("REINFORCE", "REINFORCE+") for e in (0, -4))]
     print(write_table(args.out / "bernoullis.md", header, rows))
@@ -93,7 +101,9 @@ def main() -> None:
             curve(-4.0, TraceRaoBlackwell_ELBO(k), args.steps, args.lr) for _ in range(args.repeats)
         ]
         curves[f"k = {k}"] = torch.tensor(runs).mean(0).tolist()
-        print(f"k = {k}: loss after {args.steps} steps {curves[f'k = {k}'][-1]:.4f}")
+        loss = curves[f"k = {k}"][-1]
+        print(f"k = {k}: loss after {args.steps} steps {loss:.4f}")
+        results.add(estimator="REINFORCE", k=k, eta=-4.0, steps=args.steps, loss=loss)
     draw_curves(args.out / "bernoullis.png", curves, "step", "E f, from eta = -4")
 
 

@@ -1,12 +1,18 @@
-"""What the experiments share: MNIST, tables and figures."""
+"""What the experiments share: MNIST, results, tables and figures."""
 
 from __future__ import annotations
 
 import gzip
+import sys
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from results import Results
+
+__all__ = ["Results", "draw_curves", "read_mnist", "write_table"]
 
 
 def read_mnist(root: str, train: bool) -> tuple[Tensor, Tensor]:

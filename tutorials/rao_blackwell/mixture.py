@@ -15,7 +15,7 @@ from pathlib import Path
 import pyro
 import pyro.distributions as dist
 import torch
-from common import draw_curves, write_table
+from common import Results, draw_curves, write_table
 from torch import Tensor, nn
 
 from pyro_mcvae import IndependentDraw, TraceRaoBlackwell_ELBO
@@ -68,20 +68,20 @@ def train(x: Tensor, elbo: TraceRaoBlackwell_ELBO, steps: int, seed: int) -> lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data-root", help="not used: the data are drawn")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of the data; runs have 0, 1, ...")
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     pyro.enable_validation(False)
-    pyro.set_rng_seed(0)
+    pyro.set_rng_seed(args.seed)
     x = make_data(200)
     plus = {"baseline": IndependentDraw()}
     methods = {
         **{f"k = {k}, n = 1": {"num_categories": k, **plus} for k in (0, 1, 3, 5, COMPONENTS)},
         **{f"k = 0, n = {n}": {"num_categories": 0, "num_samples": n, **plus} for n in (2, 4)},
     }
-    curves, rows = {}, []
+    curves, rows, results = {}, [], Results(args.out / "mixture.csv", args.seed)
     for name, options in methods.items():
         runs = [
             train(x, TraceRaoBlackwell_ELBO(**options), args.steps, seed)  # type: ignore[arg-type]
@@ -92,6 +92,10 @@ def main() -> None:
         middle = found[:, found.shape[1] // 4]
         spread = [f"{t.mean():.1f} ± {t.std() / len(t) ** 0.5:.1f}" for t in (middle, found[:, -1])]
         rows.append([name, *spread])
+        for step, values in ((args.steps // 4, middle), (args.steps, found[:, -1])):
+            error = values.std().item() / len(values) ** 0.5
+            loss = values.mean().item()
+            results.add(method=name, step=step, negative_elbo=loss, standard_error=error)
         print(rows[-1], flush=True)
     header = ["REINFORCE+", f"-ELBO after {args.steps // 4} steps", f"after {args.steps}"]
     print(write_table(args.out / "mixture.md", header, rows))

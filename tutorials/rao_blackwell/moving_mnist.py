@@ -20,7 +20,7 @@ from pathlib import Path
 import pyro
 import pyro.distributions as dist
 import torch
-from common import draw_curves, read_mnist, write_table
+from common import Results, draw_curves, read_mnist, write_table
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -134,6 +134,7 @@ def main() -> None:
         train = place(read_mnist(args.data_root, True)[0][: args.images]).to(args.device)
         test = place(read_mnist(args.data_root, False)[0][:1000]).to(args.device)
     rows, curves = [], {}
+    results = None if args.memory else Results(args.out / "moving_mnist.csv")
     for name in args.methods:
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
@@ -154,6 +155,8 @@ def main() -> None:
                     return
             seconds += time.perf_counter() - begun
             losses.append(at_most_probable(model, guide, test))
+            assert results is not None
+            results.add(method=name, epoch=epoch + 1, negative_elbo=losses[-1], seconds=seconds)
             print(f"{name:24s} epoch {epoch + 1}: -ELBO {losses[-1]:.1f}", flush=True)
         curves[name] = losses
         rows.append([name, f"{losses[-1]:.1f}", f"{seconds / args.epochs:.1f}"])

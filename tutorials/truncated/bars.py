@@ -10,6 +10,7 @@ show the best of ten.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import pyro
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_mcvae import EvolutionaryUpdate, TraceTruncated_ELBO, TruncatedPosterior
+
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from results import Results
 
 SIDE, NUM_BARS, PI, SIGMA, HEIGHT = 4, 8, 2 / 8, 0.1, 1.0
 
@@ -144,6 +148,10 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
     print(f"recovered in {found} of {args.seeds} seeds")
+    results = Results(args.output.with_suffix(".csv"), argv=argv)
+    for seed, model in enumerate(models, vars(args).get("first_seed", 0)):
+        count, pi, sigma = score(model)
+        results.add(seed=seed, bars=count, pi=pi, sigma=sigma)
     draw(models, curves, args.output)
     return found
 

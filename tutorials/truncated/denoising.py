@@ -7,9 +7,14 @@ With ``--missing 0.5`` half of the pixels are masked out, and the same model fil
 
     python tutorials/truncated/denoising.py --sigma 25 --epochs 15
     python tutorials/truncated/denoising.py --image house.png --mutation uniform --linear
+    python tutorials/truncated/denoising.py --image house.png --full
+
+``--full`` is the paper's search: 200 states per patch, 10 parents with 9 children in each of 4
+generations, 500 epochs with minibatches of 32; days on a CPU.
 """
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
@@ -27,6 +32,9 @@ from pyro_mcvae import (
     TruncatedPosterior,
     UniformFlips,
 )
+
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from results import Results
 
 MUTATIONS = {"informed": InformedFlips, "uniform": UniformFlips}
 
@@ -97,6 +105,12 @@ def restore(model: Patches, guide: TruncatedPosterior, shape: tuple[int, int], s
     return merge(torch.cat(means), shape, side)
 
 
+def draw(images: tuple[Tensor, Tensor, Tensor], path: Path) -> None:
+    """The truth, the noisy image and the restored one, side by side."""
+    side_by_side = torch.cat(images, 1).clamp(0, 255)
+    matplotlib.image.imsave(path, side_by_side.numpy(), cmap="gray", vmin=0, vmax=255)
+
+
 def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -107,13 +121,21 @@ def main(argv: list[str] | None = None) -> float:
     add("--side", type=int, default=8, help="of a patch")
     add("--latents", type=int, default=64)
     add("--states", type=int, default=32)
+    add("--search", type=int, nargs=3, default=[5, 4, 1], metavar=("P", "C", "G"))
     add("--mutation", choices=MUTATIONS, default="informed")
     add("--linear", action="store_true", help="a linear decoder: binary sparse coding")
     add("--epochs", type=int, default=15)
     add("--batch-size", type=int, default=1000)
     add("--lr", type=float, default=1e-2)
     add("--seed", type=int, default=0)
+    add("--full", action="store_true", help="the paper's search, for 500 epochs")
+    add("--smoke", action="store_true", help="two epochs on a small crop, to see that it runs")
+    add("--out", type=Path, default=Path("results"), metavar="DIR")
     args = parser.parse_args(argv)
+    if args.full:
+        args.states, args.search, args.epochs, args.batch_size = 200, [10, 9, 4], 500, 32
+    if args.smoke:
+        args.epochs, args.crop = 2, args.side + 5
 
     pyro.set_rng_seed(args.seed)
     pyro.enable_validation(False)
@@ -125,12 +147,14 @@ def main(argv: list[str] | None = None) -> float:
         unfold(image[None, None].float(), args.side)[0].t().contiguous() for image in (noisy, known)
     )
     model = Patches(patches, there.bool(), args.latents, args.linear)
-    evolution = EvolutionaryUpdate(5, 4, 1, mutation=MUTATIONS[args.mutation]())
+    evolution = EvolutionaryUpdate(*args.search, mutation=MUTATIONS[args.mutation]())
     guide = TruncatedPosterior(model, args.states, evolution)
     elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     steps = args.epochs * -(-len(patches) // args.batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps)
+    results = Results(args.out / "denoising.csv", args.seed, argv)
+    results.add(epoch=0, psnr=psnr(noisy, truth))
     print(f"noisy: {psnr(noisy, truth):.2f} dB, {len(patches)} patches", flush=True)
     seconds, result = 0.0, 0.0
     for epoch in range(1, args.epochs + 1):
@@ -144,8 +168,10 @@ def main(argv: list[str] | None = None) -> float:
             total += loss.detach() * len(index) / len(patches)
         seconds += time.process_time() - start
         if epoch % 5 == 0 or epoch == args.epochs:
-            result = psnr(restore(model, guide, shape, args.side), truth)
-            bound = -float(total) / len(patches)
+            clean = restore(model, guide, shape, args.side)
+            result, bound = psnr(clean, truth), -float(total) / len(patches)
+            results.add(epoch=epoch, psnr=result, free_energy=bound, train_seconds=seconds)
+            draw((truth, noisy, clean), args.out / "denoising.png")
             print(f"epoch {epoch}: F/N {bound:.2f}, {result:.2f} dB, {seconds:.0f} s", flush=True)
     return result
 

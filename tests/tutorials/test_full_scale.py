@@ -1,0 +1,107 @@
+"""The papers' full-scale settings take a step: their networks and flags, on a handful of images."""
+
+import csv
+import gzip
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.image import imsave
+
+from tutorials.annealing import mnist
+from tutorials.annealing.networks import convolutional
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def as_a_command(double_precision: None) -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder with archives like MNIST's, of noise."""
+    folder = tmp_path / "data" / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for kind, count in (("train", 200), ("t10k", 3)):
+        pixels = torch.randint(256, (count * 784,), dtype=torch.uint8).numpy().tobytes()
+        labels = torch.arange(count).remainder(10).to(torch.uint8).numpy().tobytes()
+        with gzip.open(folder / f"{kind}-images-idx3-ubyte.gz", "wb") as file:
+            file.write(bytes(16) + pixels)
+        with gzip.open(folder / f"{kind}-labels-idx1-ubyte.gz", "wb") as file:
+            file.write(bytes(8) + labels)
+    return tmp_path / "data"
+
+
+def run(script: str, *argv: str) -> None:
+    path = ROOT / "tutorials" / script
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CI": "1"}
+    done = subprocess.run(
+        [sys.executable, str(path), *argv], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_monte_carlo_vae(data: Path, tmp_path: Path, as_a_command: None) -> None:
+    argv = ["--full", "--data-root", str(data), "--out", str(tmp_path)]
+    args = mnist.parse(argv)
+    assert (args.latent, args.epochs, len(args.seeds), args.test_images) == (64, 100, 5, 10_000)
+    assert args.objectives == mnist.PAPER.split(",")
+    threads = torch.get_num_threads()
+    (elbo, chain) = mnist.main([*argv, "--smoke", "--seeds", "0", "--objectives", "ELBO,SIS-5-ULA"])
+    torch.set_num_threads(threads)
+    # 784 fair coins have 543.4 nats, where networks begin and noise stays.
+    for result in (elbo, chain):
+        assert 530 < result.nll_chain < 570
+
+
+def test_the_papers_networks() -> None:
+    encoder, decoder = convolutional(64)
+    assert sum(p.numel() for p in encoder.parameters()) == 219_504  # as published
+    assert encoder(torch.rand(2, 3, 784)).shape == (2, 3, 128)
+    assert decoder(torch.randn(4, 2, 3, 64)).shape == (4, 2, 3, 784)
+
+
+def test_aevb(data: Path, tmp_path: Path) -> None:
+    flags = ["--full", "--smoke", "--dataset", "mnist", "--data-root", str(data)]
+    run("aevb/figures.py", *flags, "--out", str(tmp_path), "--objectives", "AEVB")
+    found = rows(tmp_path / "bound_mnist.csv")
+    assert list(dict.fromkeys(row["latent"] for row in found)) == ["3", "5", "10", "20", "200"]
+    assert {row["hidden"] for row in found} == {"500"}
+
+
+def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
+    flags = ["--full", "--smoke", "--data-root", str(data), "--out", str(tmp_path)]
+    run("rao_blackwell/semi_supervised.py", *flags)
+    found = rows(tmp_path / "semi_supervised.csv")
+    assert {row["epoch"] for row in found} == {"1"}
+    assert len({row["method"] for row in found}) == 8
+    assert all(row["commit"] and row["machine"] for row in found)
+
+
+@pytest.mark.slow
+def test_moving_mnist(data: Path, tmp_path: Path) -> None:
+    flags = ["--data-root", str(data), "--images", "8", "--batch", "8", "--epochs", "1"]
+    run("rao_blackwell/moving_mnist.py", *flags, "--out", str(tmp_path), "--methods", "NVIL")
+    (row,) = rows(tmp_path / "moving_mnist.csv")
+    assert (row["method"], row["epoch"]) == ("NVIL", "1")
+
+
+def test_truncated_posteriors(tmp_path: Path, as_a_command: None) -> None:
+    path = tmp_path / "image.png"
+    imsave(path, torch.rand(20, 20).numpy(), cmap="gray", vmin=0, vmax=1)
+    main = runpy.run_path(str(ROOT / "tutorials" / "truncated" / "denoising.py"))["main"]
+    main(["--full", "--smoke", "--image", str(path), "--out", str(tmp_path)])
+    found = rows(tmp_path / "denoising.csv")
+    assert [row["epoch"] for row in found] == ["0", "2"]
+    assert (tmp_path / "denoising.png").exists()

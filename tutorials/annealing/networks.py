@@ -1,0 +1,61 @@
+"""Convolutional networks for images of 28x28 pixels, as those of Thin et al. (2021)."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, pad
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions around which the image goes on as it is, then a change of size."""
+
+    def __init__(self, channels: int, new_channels: int, resize: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(channels, new_channels, 3, padding=1)
+        self.second = nn.Conv2d(new_channels, new_channels, 3, padding=1)
+        self.resize, self.extra = resize, new_channels - channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Channels that the block adds begin as zeros; those that it drops end here.
+        past = pad(x, (0, 0, 0, 0, 0, self.extra))
+        result: Tensor = self.resize(gelu(self.second(gelu(self.first(x))) + past))
+        return result
+
+
+class Batched(nn.Module):
+    """Convolutions know one leading dim; particles and chains have several."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        return torch.unflatten(self.layers(flat), 0, x.shape[:-1])
+
+
+def convolutional(num_latents: int) -> tuple[nn.Module, nn.Module]:
+    """
+    Encoder and decoder of 28x28 binary images.
+
+    Eight convolutional layers and a linear one to the parameters of a normal distribution; a linear
+    layer, nearest-neighbour upsampling and convolutions back to logits. Sizes: 28, 14, 7, 3.
+    """
+    encoder = Batched(
+        nn.Unflatten(1, (1, 28, 28)),
+        Block(1, 16, nn.AvgPool2d(2)),
+        Block(16, 32, nn.AvgPool2d(2)),
+        Block(32, 64, nn.AvgPool2d(2)),
+        Block(64, 64, nn.Identity()),
+        nn.Flatten(),
+        nn.Linear(64 * 3 * 3, 2 * num_latents),
+    )
+    decoder = Batched(
+        nn.Linear(num_latents, 64 * 3 * 3),
+        nn.Unflatten(1, (64, 3, 3)),
+        Block(64, 32, nn.Upsample(7)),
+        Block(32, 16, nn.Upsample(14)),
+        Block(16, 16, nn.Upsample(28)),
+        nn.Conv2d(16, 1, 1),
+        nn.Flatten(),
+    )
+    return encoder, decoder
