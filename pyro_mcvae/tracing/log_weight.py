@@ -146,8 +146,8 @@ class LogWeight:
         self._packing = _packing(sample, self._records[0])
         if not self._packing.sites:
             raise ValueError(
-                "every random latent of the guide is shared by several data of a minibatch, so that "
-                "none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
+                "all random latents of the guide are shared by several data of a minibatch, so "
+                "that none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
             )
         self._check_names(self._records, sample)
         self.coordinates = self._pack(
