@@ -1,12 +1,13 @@
 """CUDA graphs, emulated on the CPU: what a step did to its memory is done to it again."""
 
 from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from pyro_mcvae.tracing import density
+from pyro_mcvae.tracing import density, memory
 from pyro_mcvae.training import graph
 from tests.training.syncs import Syncs
 
@@ -50,7 +51,11 @@ class Graph:
 def record(made, stream):
     """Stands for torch.cuda.graph: nothing has happened afterwards."""
     rng = torch.get_rng_state()
-    with Syncs() as syncs, Recorder() as recorder:
+    with (
+        mock.patch.object(memory, "_capturing", lambda: True),
+        Syncs() as syncs,
+        Recorder() as recorder,
+    ):
         yield
     if syncs.found:
         raise RuntimeError(f"operation not permitted when stream is capturing: {syncs.found}")
