@@ -52,7 +52,7 @@ def record(made, stream):
     """Stands for torch.cuda.graph: nothing has happened afterwards."""
     rng = torch.get_rng_state()
     with (
-        mock.patch.object(memory, "_capturing", lambda: True),
+        mock.patch.object(memory, "_capturing", return_value=True),
         Syncs() as syncs,
         Recorder() as recorder,
     ):
