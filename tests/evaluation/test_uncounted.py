@@ -85,7 +85,7 @@ def test_an_auto_guide_of_missing_data_has_their_evidence():
     assert_near(chains, EXACT)
 
 
-@pytest.mark.parametrize("options", [{"num_particles": 20_000}, {"schedule": 4}])
+@pytest.mark.parametrize("options", [{"num_particles": 20_000}, {"schedule": 4, "warmup": 5}])
 def test_padded_series_have_the_evidence_of_their_own_length(options):
     guide = AutoNormal(ragged, **near(SERIES))
     found = log_evidence(ragged, guide, **{"num_particles": 400, **options})
@@ -133,14 +133,14 @@ def test_padded_series_lie_between_their_bounds():
         AutoNormal(ragged, **near(SERIES)),
         SERIES,
         num_particles=8,
-        schedule=6,
-        warmup=6,
-        num_simulations=6,
+        schedule=4,
+        warmup=3,
+        num_simulations=4,
         to_args=lambda data: torch.stack([data[f"x_{t}"] for t in range(3)]),
     )
     gap = (found.upper - found.lower).sum(-1)
     assert bool(gap.mean() > -4 * gap.std() / math.sqrt(6))
-    assert bool(gap.mean() < 12.0)
+    assert bool(gap.mean() < 15.0)
 
 
 def test_what_the_model_alone_counts_is_refused():
