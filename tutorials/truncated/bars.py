@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     print(f"recovered in {found} of {args.seeds} seeds")
     results = Results(args.output.with_suffix(".csv"), argv=argv)
-    for seed, model in enumerate(models, args.first_seed):
+    for seed, model in enumerate(models, vars(args).get("first_seed", 0)):
         count, pi, sigma = score(model)
         results.add(seed=seed, bars=count, pi=pi, sigma=sigma)
     draw(models, curves, args.output)
