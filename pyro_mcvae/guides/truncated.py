@@ -13,8 +13,9 @@ import torch
 from pyro import distributions as dist
 from pyro import poutine
 from pyro.infer.util import is_validation_enabled
-from torch import Tensor, nn
+from torch import Tensor
 
+from pyro_mcvae.guides.buffers import StateBuffers
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.search import (
     Populations,
@@ -24,10 +25,8 @@ from pyro_mcvae.guides.search import (
     evolve,
     propose,
 )
-from pyro_mcvae.ops import ranks
-from pyro_mcvae.ops.evolution import EvolutionaryUpdate, distinct_states
+from pyro_mcvae.ops.evolution import EvolutionaryUpdate
 from pyro_mcvae.tracing.joint import JointRuns
-from pyro_mcvae.tracing.layout import Layout
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.searched import Layouts, find_layouts
 from pyro_mcvae.tracing.sites import is_scored, is_subsampled
@@ -35,11 +34,8 @@ from pyro_mcvae.tracing.tracer import Tracer
 
 __all__ = ["TruncatedPosterior"]
 
-# The rows of a chunk of the first states, so that unpacked ones never fill the memory.
-_CHUNK = 1 << 24
 
-
-class TruncatedPosterior(nn.Module):
+class TruncatedPosterior(StateBuffers):
     r"""
     A guide for the discrete latents of a data plate: for each datum a set
     :math:`\Phi_n` of S distinct states and, on it, the exact posterior's proportions [1, 2],
@@ -124,14 +120,11 @@ class TruncatedPosterior(nn.Module):
         vectorize: bool = True,
         max_plate_nesting: float = math.inf,
     ) -> None:
-        super().__init__()
-        if isinstance(num_states, bool) or not isinstance(num_states, int) or num_states < 1:
-            raise ValueError(f"num_states must be an int of at least 1, got {num_states!r}")
+        super().__init__(num_states)
         if evolution is not None and not isinstance(evolution, EvolutionaryUpdate):
             raise ValueError(f"evolution must be an EvolutionaryUpdate, got {evolution!r}")
         # In tuples: a model that is a module would become a part of this one.
         self._model = (model,)
-        self.num_states = num_states
         self.evolution = EvolutionaryUpdate() if evolution is None else evolution
         self.guide = guide
         self.proposals = proposals
@@ -139,7 +132,6 @@ class TruncatedPosterior(nn.Module):
         self._found: list[tuple[Any, Layouts]] = []
         self._seen: dict[str, Tensor] = {}
         self._warned = False
-        self._agreed: set[str] = set()
         self._own = Tracer(2, vectorize, max_plate_nesting)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -197,34 +189,6 @@ class TruncatedPosterior(nn.Module):
                     stacklevel=3,
                 )
             self._seen[name] = now.cpu()
-
-    def agree(self, runs: JointRuns) -> None:
-        """Take the first states of rank 0: each rank of a distributed run has drawn others."""
-        for _, layout in runs.layouts.searched:
-            name = self._buffer(layout)
-            if name not in self._agreed:
-                self._agreed.add(name)
-                ranks.from_first_rank(self._states(layout))
-
-    def store(self, runs: JointRuns, populations: Populations, shared: bool = False) -> None:
-        """
-        Keep the states of a minibatch.
-
-        :param bool shared: also those of the other ranks' minibatches, and let them have these.
-        """
-        for b, layout in runs.layouts.searched:
-            population, rows = populations[b], runs.rows[b]
-            if population is not None and rows is not None:
-                kept = self._states(layout)
-                index = rows.index.to(kept.device)
-                # Where the model gave NaN nothing was learned about the states.
-                usable = ~population.log_joint.isnan().any(1).to(kept.device)
-                packed = torch.where(usable[:, None, None], population.packed.to(kept), kept[index])
-                if shared:
-                    index, packed = map(ranks.concat_over_ranks, (index, packed))
-                index, packed = _settle(index, packed)
-                with torch.no_grad():
-                    kept.index_copy_(0, index, packed)
 
     # What a user asks -----------------------------------------------------------------------
 
@@ -307,64 +271,16 @@ class TruncatedPosterior(nn.Module):
         self._found = [(key, layouts), *self._found[:3]]
         return layouts
 
-    def _buffer(self, layout: Layout) -> str:
-        return f"states_{layout.name}"
-
-    def _states(self, layout: Layout) -> Tensor:
-        return self.get_buffer(self._buffer(layout))
-
-    def _prepare(self, layout: Layout, bank: Tensor | None) -> None:
-        """Make the first states of a block, or check those that were loaded."""
-        name, space = self._buffer(layout), layout.space
-        if self.num_states > space.cardinality:
-            raise ValueError(
-                f"num_states={self.num_states}, but {', '.join(map(repr, layout.sites))} of plate "
-                f"'{layout.plates[-1].name}' have {space.cardinality} states in all: pass "
-                f"num_states={space.cardinality}, which is exact inference"
-            )
-        wanted = (layout.num_data, self.num_states, space.num_bytes)
-        if name in self._buffers:
-            found = tuple(self.get_buffer(name).shape)
-            if found[1:] == wanted[1:] and found != wanted:
-                raise ValueError(
-                    f"plate '{layout.plates[-1].name}' has {wanted[0]} data, and states are kept "
-                    f"for {found[0]}. For minibatches pass their indices, pyro.plate("
-                    f"'{layout.plates[-1].name}', {found[0]}, subsample=index); for other data "
-                    f"(held out, say) make another TruncatedPosterior"
-                )
-            if found != wanted:
-                raise ValueError(
-                    f"the states of plate {layout.name!r} have shape {found} (data, states, "
-                    f"bytes), and the model needs {wanted}: they were made for other data or "
-                    f"another num_states; make a new TruncatedPosterior"
-                )
-            return
-        assert bank is not None
-        step = max(1, _CHUNK // max(1, 2 * self.num_states * len(space)))
-        parts = []
-        for begin in range(0, layout.num_data, step):
-            rows = min(step, layout.num_data - begin)
-            pick = torch.randint(len(bank), (rows, self.num_states), device=bank.device)
-            drawn = bank[pick]
-            parts.append(space.pack(distinct_states(space, drawn, self.num_states)))
-        self.register_buffer(name, torch.cat(parts))
-
     def forget(self) -> None:
         """Drop all states, as if the guide had never been called; the next call makes others."""
-        for name in [n for n in self._buffers if n.startswith("states_")]:
-            del self._buffers[name]
-        self._found, self._seen, self._agreed = [], {}, set()
+        super().forget()
+        self._found, self._seen = [], {}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        # States are made at the first call, which a loaded guide may not have had.
-        for key, value in state_dict.items():
-            name = key[len(prefix) :]
-            if key.startswith(prefix + "states_") and "." not in name:
-                if name in self._buffers and self.get_buffer(name).shape == value.shape:
-                    continue
-                self.register_buffer(name, torch.empty_like(value))
-                self._found = []
+        before = {name: tuple(b.shape) for name, b in self._buffers.items() if b is not None}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        if before != {name: tuple(b.shape) for name, b in self._buffers.items() if b is not None}:
+            self._found = []
 
 
 @contextmanager
@@ -377,12 +293,3 @@ def _apart() -> Iterator[None]:
             yield
     finally:
         allocator._stack = stack
-
-
-def _settle(index: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """A datum that stands twice in a minibatch gets the states of its first row."""
-    ordered, order = index.sort(stable=True)
-    position = torch.arange(len(index), device=index.device)
-    again = torch.nn.functional.pad(ordered[1:] == ordered[:-1], (1, 0))
-    first = position.masked_fill(again, 0).cummax(0).values
-    return ordered, packed.index_select(0, order[first])

@@ -125,6 +125,7 @@ def main(argv: list[str] | None = None) -> float:
     add("--mutation", choices=MUTATIONS, default="informed")
     add("--linear", action="store_true", help="a linear decoder: binary sparse coding")
     add("--epochs", type=int, default=15)
+    add("--every", type=int, default=5, help="epochs from one line of the output to the next")
     add("--batch-size", type=int, default=1000)
     add("--lr", type=float, default=1e-2)
     add("--seed", type=int, default=0)
@@ -167,7 +168,7 @@ def main(argv: list[str] | None = None) -> float:
             schedule.step()
             total += loss.detach() * len(index) / len(patches)
         seconds += time.process_time() - start
-        if epoch % 5 == 0 or epoch == args.epochs:
+        if epoch % args.every == 0 or epoch == args.epochs:
             clean = restore(model, guide, shape, args.side)
             result, bound = psnr(clean, truth), -float(total) / len(patches)
             results.add(epoch=epoch, psnr=result, free_energy=bound, train_seconds=seconds)
