@@ -132,6 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("bars.png"))
     args = parser.parse_args(argv)
     pyro.enable_validation(False)
+    results = Results(args.output.with_suffix(".csv"), argv=argv)
     found, models, curves = 0, [], []
     print(f"true: {NUM_BARS} bars, pi {PI:.3f}, sigma {SIGMA:.3f}")
     for seed in range(args.first_seed, args.first_seed + args.seeds):
@@ -141,6 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         found += (good := recovered(model))
         models.append(model)
         curves += own
+        energies = {f"energy_{i}": curve[-1] for i, curve in enumerate(own)}
+        results.add(seed=seed, bars=count, pi=pi, sigma=sigma, **energies)
         ends = ", ".join(f"{curve[-1]:.2f}" for curve in own)
         print(
             f"seed {seed}: {count} bars, pi {pi:.3f}, sigma {sigma:.3f}, F/N of the starts {ends}"
@@ -148,10 +151,6 @@ def main(argv: list[str] | None = None) -> int:
             flush=True,
         )
     print(f"recovered in {found} of {args.seeds} seeds")
-    results = Results(args.output.with_suffix(".csv"), argv=argv)
-    for seed, model in enumerate(models, vars(args).get("first_seed", 0)):
-        count, pi, sigma = score(model)
-        results.add(seed=seed, bars=count, pi=pi, sigma=sigma)
     draw(models, curves, args.output)
     return found
 

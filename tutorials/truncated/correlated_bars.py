@@ -11,6 +11,7 @@ the pairs that discourage each other how much less likely they are than other pa
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import pyro
@@ -19,6 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from pyro_mcvae import EvolutionaryUpdate, TraceTruncated_ELBO, TruncatedPosterior
+
+sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
+from results import Results
 
 SIDE, NUM_BARS, PI, SIGMA = 4, 8, 2 / 8, 0.1
 # The first of each pair puts out the second.
@@ -168,10 +172,13 @@ def main(argv: list[str] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         best[name] = models[max(range(args.starts), key=lambda i: ends[i])]
         print(f"{name}: F/N of the starts {', '.join(f'{end:.2f}' for end in ends)}", flush=True)
     models = {"true": true_model(images), **best}
+    results = Results(args.output.with_suffix(".csv"), args.seed, argv)
     for name, model in models.items():
         mean = evidence(model, images).mean()
         said = ", ".join(f"{r:.1f}" for r in ratios(model))
         print(f"{name}: log p(x) {mean:.2f} per image, discouraged pairs {said} nats")
+        of_pairs = {f"pair_{i}": float(r) for i, r in enumerate(ratios(model))}
+        results.add(model=name, evidence=float(mean), **of_pairs)
     draw(best["two layers"], best["linear"], curves, args.output)
     return tuple(ratios(model) for model in models.values())
 
