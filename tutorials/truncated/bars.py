@@ -119,7 +119,7 @@ def draw(models: list[Model], curves: list[list[float]], path: Path) -> None:
     strips = [torch.cat([torch.cat([f[None], gap], -1)[0] for f in r], -1) for r in rows]
     across = torch.full((1, strips[0].shape[-1]), float("nan"))
     right.imshow(torch.cat([torch.cat([s, across]) for s in strips]).numpy(), cmap="gray")
-    right.set(title="Generative fields, one row per seed", xticks=[], yticks=[])
+    right.set(title="Generative fields, one row per seed", xticks=[], yticks=[], facecolor="C0")
     figure.savefig(path, dpi=150)
 
 
