@@ -1,15 +1,15 @@
 """Monte Carlo objectives for Pyro: drop-in losses for latent-variable models."""
 
 from pyro_mcvae.baselines.monte_carlo_em import MonteCarloEM
-from pyro_mcvae.baselines.relaxed import REBAR, RELAX, GumbelSoftmax
-from pyro_mcvae.baselines.score_function import (
+from pyro_mcvae.baselines.wake_sleep import WakeSleep
+from pyro_mcvae.control_variates.relaxed import REBAR, RELAX, GumbelSoftmax
+from pyro_mcvae.control_variates.score_function import (
     NVIL,
     Baseline,
     IndependentDraw,
     LeaveOneOut,
     SummedMean,
 )
-from pyro_mcvae.baselines.wake_sleep import WakeSleep
 from pyro_mcvae.elbos.ais import TraceAIS_ELBO
 from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO

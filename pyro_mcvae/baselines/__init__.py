@@ -1,1 +1,1 @@
-"""What objectives are compared with, and the control variates of score functions."""
+"""What objectives are compared with: wake-sleep and Monte Carlo EM."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pyro_mcvae.baselines.dream_checks import check_factors, check_reads
+from pyro_mcvae.baselines.dreams import dream, dreamt_values, recognize
 from pyro_mcvae.elbos.base import (
     Bounds,
     ELBOOptions,
@@ -18,8 +20,6 @@ from pyro_mcvae.elbos.base import (
     check_positive_int,
 )
 from pyro_mcvae.elbos.plain import elbo_bounds, elbo_costs, total_cost
-from pyro_mcvae.tracing.dream_checks import check_factors, check_reads
-from pyro_mcvae.tracing.dreams import dream, dreamt_values, recognize
 from pyro_mcvae.tracing.runs import Programs, Run
 from pyro_mcvae.tracing.substitute import substitute
 

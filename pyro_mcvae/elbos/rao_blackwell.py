@@ -9,7 +9,7 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_mcvae.baselines.score_function import (
+from pyro_mcvae.control_variates.score_function import (
     Baseline,
     LearnedBaseline,
     SiteSignal,
@@ -18,10 +18,10 @@ from pyro_mcvae.baselines.score_function import (
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
 from pyro_mcvae.elbos.plain import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
-from pyro_mcvae.tracing.enumerated import ScoredSite, SlotRun
+from pyro_mcvae.slots.enumerated import ScoredSite, SlotRun
+from pyro_mcvae.slots.slot_tracer import SlotTracer
+from pyro_mcvae.slots.slots import SiteOptions
 from pyro_mcvae.tracing.runs import Programs, Run, is_messenger
-from pyro_mcvae.tracing.slot_tracer import SlotTracer
-from pyro_mcvae.tracing.slots import SiteOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

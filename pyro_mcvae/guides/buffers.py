@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_mcvae.guides.joint import JointRuns
+from pyro_mcvae.guides.layout import Layout
 from pyro_mcvae.guides.search import Populations
 from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.evolution import distinct_states
-from pyro_mcvae.tracing.joint import JointRuns
-from pyro_mcvae.tracing.layout import Layout
 
 __all__ = ["StateBuffers"]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_mcvae.guides.layout import existing_entries
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.ops.ranks import num_ranks, sum_over_ranks
-from pyro_mcvae.tracing.layout import existing_entries
 
 __all__ = ["BernoulliPrior", "ClosedForm", "GaussianNoise"]
 

@@ -12,9 +12,9 @@ import torch
 from pyro import distributions as dist
 from torch import Tensor
 
+from pyro_mcvae.guides.joint import JointRuns
 from pyro_mcvae.guides.search import Populations
 from pyro_mcvae.ops.importance import normalized_weights
-from pyro_mcvae.tracing.joint import JointRuns
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.sites import plate_frames, plate_key
 

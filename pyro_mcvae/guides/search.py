@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyro_mcvae.guides.joint import JointRuns
+from pyro_mcvae.guides.searched import StatesError
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate, duplicates, keep_best
 from pyro_mcvae.ops.mutation import Parents
 from pyro_mcvae.ops.states import StateSpace
-from pyro_mcvae.tracing.joint import JointRuns
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.searched import StatesError
 
 __all__ = ["Population", "Populations", "PriorDraws", "Proposals", "evaluate", "evolve", "propose"]
 

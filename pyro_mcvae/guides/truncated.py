@@ -16,6 +16,7 @@ from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.guides.buffers import StateBuffers
+from pyro_mcvae.guides.joint import JointRuns
 from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.search import (
     Populations,
@@ -25,10 +26,9 @@ from pyro_mcvae.guides.search import (
     evolve,
     propose,
 )
+from pyro_mcvae.guides.searched import Layouts, find_layouts
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate
-from pyro_mcvae.tracing.joint import JointRuns
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.searched import Layouts, find_layouts
 from pyro_mcvae.tracing.sites import is_scored, is_subsampled
 from pyro_mcvae.tracing.tracer import Tracer
 

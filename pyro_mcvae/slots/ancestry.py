@@ -7,9 +7,9 @@ from typing import Any
 
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 
+from pyro_mcvae.slots.enumerated import SlotRun
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.coupling import find_coupled
-from pyro_mcvae.tracing.enumerated import SlotRun
 from pyro_mcvae.tracing.memory import Memory
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sites import PlateKey, is_random, is_subsampled, plate_frames, plate_key

@@ -13,9 +13,9 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_mcvae.guides.layout import Layout, Rows, existing_entries, site_spec
 from pyro_mcvae.tracing import runs, scout
 from pyro_mcvae.tracing.handlers import Minibatch, Supply
-from pyro_mcvae.tracing.layout import Layout, Rows, existing_entries, site_spec
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sites import is_random, plate_frames, plate_key
 from pyro_mcvae.tracing.structure import FactorKey, Structure

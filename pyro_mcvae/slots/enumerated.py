@@ -18,11 +18,11 @@ from pyro.poutine.trace_struct import Trace
 from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 
+from pyro_mcvae.slots.slots import SLOTS, SiteOptions, SiteSlots, SlotMessenger
 from pyro_mcvae.tracing import sites
 from pyro_mcvae.tracing.checks import check_sites
 from pyro_mcvae.tracing.handlers import LeadingPlate, Supply
 from pyro_mcvae.tracing.runs import Programs, Run, Term, entered, nesting_of, terms_of
-from pyro_mcvae.tracing.slots import SLOTS, SiteOptions, SiteSlots, SlotMessenger
 from pyro_mcvae.tracing.structure import FactorKey
 
 __all__ = ["ScoredSite", "SlotCost", "SlotRun", "run_slots"]

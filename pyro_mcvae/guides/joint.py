@@ -10,26 +10,26 @@ from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
 
-from pyro_mcvae.tracing import runs, scout
-from pyro_mcvae.tracing.checks import check_sites
-from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
-from pyro_mcvae.tracing.layout import Layout, Rows
-from pyro_mcvae.tracing.lean import lean_term
-from pyro_mcvae.tracing.possible import (
+from pyro_mcvae.guides.layout import Layout, Rows
+from pyro_mcvae.guides.lean import lean_term
+from pyro_mcvae.guides.possible import (
     frozen_entries,
     impossible_states,
     inside_support,
     spec_of,
 )
-from pyro_mcvae.tracing.runs import Programs, Run
-from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.searched import (
+from pyro_mcvae.guides.searched import (
     Layouts,
     SearchGuide,
     StatesError,
     run_guide,
     with_searched,
 )
+from pyro_mcvae.tracing import runs, scout
+from pyro_mcvae.tracing.checks import check_sites
+from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
+from pyro_mcvae.tracing.runs import Programs, Run
+from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.sites import is_latent, plate_key
 from pyro_mcvae.tracing.structure import FactorKey
 from pyro_mcvae.tracing.tracer import Tracer

@@ -13,8 +13,8 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from pyro_mcvae.baselines.dreams import dream, dreamt_values, is_factor, recognize
 from pyro_mcvae.tracing import scout
-from pyro_mcvae.tracing.dreams import dream, dreamt_values, is_factor, recognize
 from pyro_mcvae.tracing.runs import Programs, Run
 from pyro_mcvae.tracing.sites import is_random, is_scored
 from pyro_mcvae.tracing.structure import FactorKey

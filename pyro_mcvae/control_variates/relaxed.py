@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.baselines.score_function import (
+from pyro_mcvae.control_variates.score_function import (
     Baseline,
     LearnedBaseline,
     SiteSignal,

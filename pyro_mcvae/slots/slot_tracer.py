@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from pyro_mcvae.slots.ancestry import Ancestry
+from pyro_mcvae.slots.enumerated import SlotRun, run_slots
+from pyro_mcvae.slots.slots import SiteOptions, SlotError
 from pyro_mcvae.tracing import scout
-from pyro_mcvae.tracing.ancestry import Ancestry
-from pyro_mcvae.tracing.enumerated import SlotRun, run_slots
 from pyro_mcvae.tracing.handlers import Minibatch, Supply
 from pyro_mcvae.tracing.runs import Programs
-from pyro_mcvae.tracing.slots import SiteOptions, SlotError
 from pyro_mcvae.tracing.structure import FactorKey
 
 __all__ = ["SlotTracer"]

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.tracing.layout import Layout, Rows, SiteSpec, existing_entries
+from pyro_mcvae.guides.layout import Layout, Rows, SiteSpec, existing_entries
+from pyro_mcvae.guides.searched import Layouts
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.searched import Layouts
 
 __all__ = ["frozen_entries", "impossible_states", "inside_support", "spec_of"]
 

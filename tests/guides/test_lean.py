@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro import poutine
 
-from pyro_mcvae.tracing.lean import lean_log_prob, lean_term
+from pyro_mcvae.guides.lean import lean_log_prob, lean_term
 from pyro_mcvae.tracing.runs import model_term, scored
 
 

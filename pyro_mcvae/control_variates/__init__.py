@@ -1,0 +1,1 @@
+"""Control variates of score functions, which Rao-Blackwellized gradients subtract from costs."""

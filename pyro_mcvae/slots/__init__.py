@@ -1,0 +1,1 @@
+"""Discrete sites with several values side by side, for Rao-Blackwellized sums."""
