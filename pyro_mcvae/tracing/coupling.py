@@ -71,7 +71,11 @@ def _find(
             after = _densities(programs, subsamples, moved)
             for key in _changed(before, after, frame, ~half):
                 found[key] = found.get(key, frozenset()) | {plate_key(frame)}
-    return found
+    if not found or before is None:
+        return found
+    # Noise from a generator that is not torch's own changes densities at the same latents, too.
+    again = _densities(programs, subsamples, values)
+    return {key: plates for key, plates in found.items() if _same(before[key], again.get(key))}
 
 
 def _another(site: Any, drawn: Tensor) -> Tensor:
@@ -143,7 +147,16 @@ def _changed(
         if old.shape[dim] != frame.size:
             continue
         at = kept.to(old.device).nonzero().squeeze(-1)
-        old, new = old.index_select(dim, at), new.index_select(dim, at)
-        tolerance = 1e-9 if old.dtype == torch.float64 else 1e-4
-        if not torch.allclose(old, new, rtol=tolerance, atol=tolerance, equal_nan=True):
+        if not _close(old.index_select(dim, at), new.index_select(dim, at)):
             yield key
+
+
+def _same(before: tuple[Any, Tensor], again: tuple[Any, Tensor] | None) -> bool:
+    if again is None or again[1].shape != before[1].shape:
+        return False
+    return _close(before[1], again[1])
+
+
+def _close(old: Tensor, new: Tensor) -> bool:
+    tolerance = 1e-9 if old.dtype == torch.float64 else 1e-4
+    return torch.allclose(old, new, rtol=tolerance, atol=tolerance, equal_nan=True)

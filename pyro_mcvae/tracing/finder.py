@@ -53,10 +53,15 @@ class StructureFinder:
         self.find_roots = find_roots
         self._memory: Memory[Structure] = Memory()
 
-    def of(self, programs: Programs, run: Run) -> Structure:
-        """The blocks of the programs that made this run."""
+    def of(self, programs: Programs, run: Run, again: bool = True) -> Structure:
+        """
+        The blocks of the programs that made this run.
+
+        :param bool again: whether the run begins a step, when what was found before may be looked
+            at again.
+        """
         signature = (_may_have_lost_particles(run), *_signature(run))
-        found = self._memory.of(programs, signature, lambda: self._derive(programs, run))
+        found = self._memory.of(programs, signature, lambda: self._derive(programs, run), again)
         if found.coupled:
             for term in run.terms:
                 term.coupled = found.coupled.get(term.key, frozenset())
@@ -69,7 +74,7 @@ class StructureFinder:
         :raises RuntimeError: naming a site that averages over them.
         """
         if _may_have_lost_particles(run):
-            self.of(programs, run)  # whose derivation checks it
+            self.of(programs, run, again=False)  # whose derivation checks it
 
     def _derive(self, programs: Programs, run: Run) -> Structure:
         frames = {t.key: plate_frames(t.site) for t in run.terms}

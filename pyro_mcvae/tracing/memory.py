@@ -42,11 +42,15 @@ class Memory(Generic[T]):
         # Programs are often local functions, which cannot be pickled; they are looked at again.
         return {"_pairs": []}
 
-    def of(self, programs: Programs, signature: Hashable, find: Callable[[], T]) -> T:
+    def of(
+        self, programs: Programs, signature: Hashable, find: Callable[[], T], again: bool = True
+    ) -> T:
         """
         What ``find`` finds out about the programs.
 
         :param signature: what a run of them shows.
+        :param bool again: whether this is a use that may look again. One in the middle of a step
+            may not: a checkpoint would run it a second time without that look.
         """
         found = self._of_pair((programs.model, programs.guide))
         key = signature, tuple(_choices(programs))
@@ -55,7 +59,7 @@ class Memory(Generic[T]):
             if len(found) >= _MAX_STRUCTURES:
                 found.pop(next(iter(found)))
             finding = found[key] = _Finding(find())
-        elif finding.used_often():
+        elif again and finding.used_often():
             again = find()
             if again != finding.value:
                 _logger.warning(

@@ -197,7 +197,7 @@ class Tracer:
 
     def arrange(self, programs: Programs, runs: list[Run]) -> Sample:
         """Sort runs whose global latents may differ into a sample, to sum them per datum."""
-        structures = [self.structures.of(programs, run) for run in runs]
+        structures = [self.structures.of(programs, run, again=False) for run in runs]
         if any(s.blocks != structures[0].blocks for s in structures):
             raise ValueError(
                 f"two particles of one step have different plates: {structures}; plates must not "

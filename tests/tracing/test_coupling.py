@@ -208,3 +208,20 @@ def test_slots_whose_elements_meet_are_refused(options):
         ValueError, match="'x' of the model depends, in one element of plate 'time'"
     ):
         TraceRaoBlackwell_ELBO(**options).loss(counts, counts_guide)
+
+
+def test_noise_of_another_generator_is_no_coupling():
+    """Data that a program augments anew in each run differ at the same latents, too."""
+    other = torch.Generator().manual_seed(0)
+
+    def model():
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            noise = torch.randn(4, generator=other)
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(X) + noise)
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(1.0, 0.5))
+
+    assert find_coupled(Programs(model, guide, (), {}), {}) == {}
