@@ -110,7 +110,7 @@ class JointRuns:
             found = [self._vectorized(draw(None), count)]
         else:
             found = [self._once(draw(i), None) for i in range(count)]
-        structures = [self._tracer.structures.of(self._programs, run) for run in found]
+        structures = [self._tracer.structures.of(self._programs, run, again=False) for run in found]
         if structures[0].blocks != self.layouts.structure.blocks:
             raise StatesError(
                 f"the program shows other plates or sites than at its first call (then "

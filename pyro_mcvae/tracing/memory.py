@@ -60,14 +60,14 @@ class Memory(Generic[T]):
                 found.pop(next(iter(found)))
             finding = found[key] = _Finding(find())
         elif again and finding.used_often():
-            again = find()
-            if again != finding.value:
+            seen = find()
+            if seen != finding.value:
                 _logger.warning(
                     "the programs show the same sites as before, but their dependencies have "
                     "changed: say so by a bool or str argument or attribute, on which they are "
                     "looked at again at once, or use a new loss object"
                 )
-            finding.value = again
+            finding.value = seen
         return finding.value
 
     def _of_pair(self, pair: tuple[Any, Any]) -> dict[Hashable, _Finding[T]]:
