@@ -291,8 +291,15 @@ def pair(name):
 
 
 @programs
-@objectives
-@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+@pytest.mark.parametrize(
+    ("vectorize", "objective"),
+    [
+        # Looped chains take long; tests/tracing/test_log_weight.py compares them with vectorised.
+        pytest.param(v, o, id=f"{way}-{o}", marks=[pytest.mark.slow] * (o in CHAINS and not v))
+        for v, way in ((False, "looped"), (True, "vectorized"))
+        for o in OBJECTIVES
+    ],
+)
 def test_program_trains(pair, name, objective, vectorize):
     model, guide = pair
     elbo = OBJECTIVES[objective](vectorize_particles=vectorize)
