@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,7 @@ from pyro_mcvae.tracing.runs import (
     with_changes,
 )
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import is_latent
+from pyro_mcvae.tracing.sites import is_latent, plate_frames
 from pyro_mcvae.tracing.structure import (
     FactorKey,
     Structure,
@@ -39,6 +40,8 @@ __all__ = ["Tracer"]
 
 # How often a step is begun again when its structure turns out to be another than assumed.
 _MAX_ATTEMPTS = 3
+# Programs of stochastic structure can show ever new shapes: then all are forgotten.
+_MAX_COUNTED = 256
 
 Skip = tuple[frozenset[str], frozenset[str]]
 # Called for every random guide site of a run; returns its value, or None to let Pyro draw.
@@ -78,6 +81,7 @@ class Tracer:
         self.structures = StructureFinder(joint, find_roots)
         self._found_nesting: int | None = None
         self._latest: Structure | None = None
+        self._counted: set[Hashable] = set()
 
     def independent(self, programs: Programs, cut: bool = False) -> list[Run]:
         """
@@ -91,6 +95,7 @@ class Tracer:
         if self.vectorizes(self.num_particles):
             run = self._vectorized(programs, supply, _NOTHING, self.num_particles)
             self.structures.check_particles(programs, run)
+            self._check_count(programs, run, _NOTHING)
             return [run]
         return [self._single(programs, supply) for _ in range(self.num_particles)]
 
@@ -253,6 +258,7 @@ class Tracer:
                 run = self._vectorized(programs, supply, skip, self.num_particles, handler)
                 structure = self._latest = self.structures.of(programs, run)
                 if self._skip(structure) == skip:
+                    self._check_count(programs, run, skip)
                     return Sample([run], [structure.block_of], structure)
                 # Global sites were drawn once per particle, or local ones once: run again on the
                 # same minibatch, which the generators draw again if they are set back.
@@ -314,6 +320,40 @@ class Tracer:
                 f"means[..., group] in the place of means[group]. "
                 f"The error was: {type(error).__name__}: {error}"
             ) from error
+
+    def _check_count(self, programs: Programs, run: Run, skip: Skip) -> None:
+        """
+        Check that as many particles as there are data are not taken for the data.
+
+        ``means[group]`` takes particles in the place of groups, and where these are as many as the
+        data the shapes fit all the same. With another count they do not. Looked at once for all
+        runs of the same shapes.
+        """
+        sizes = {f.size for t in run.terms for f in plate_frames(t.site)}
+        sizes |= {n for t in run.terms for n in t.site["fn"].event_shape}
+        if run.leading is None or run.leading not in sizes:
+            return
+        shapes = tuple(
+            (t.key, t.site["fn"].batch_shape, t.site["fn"].event_shape) for t in run.terms
+        )
+        if shapes in self._counted:
+            return
+        other = next(n for n in itertools.count(run.leading + 1) if n not in sizes)
+        try:
+            with scout.aside(), torch.no_grad():
+                supply = Supply(Minibatch(run.subsamples))
+                self._vectorized_once(programs, supply, skip, other, None, run.nesting)
+        except Exception as error:
+            raise RuntimeError(
+                f"the model or the guide runs with {run.leading} vectorised particles, the size of "
+                f"another dim, but not with {other}, so that one may be taken for the other. Pass "
+                f"vectorize_particles=False, or make it broadcast over leading dims: index from "
+                f"the right, as in means[..., group] in the place of means[group]. "
+                f"The error was: {type(error).__name__}: {error}"
+            ) from error
+        if len(self._counted) >= _MAX_COUNTED:
+            self._counted.clear()
+        self._counted.add(shapes)
 
     def _vectorized_once(
         self,
