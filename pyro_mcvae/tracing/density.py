@@ -64,7 +64,10 @@ class ChainDensity:
             # Forward and reverse moves must follow one gradient: the partial derivatives.
             return self(self.log_weight.coordinates)
         with torch.set_grad_enabled(self.gradient != "none" or self._kernel_gradient):
-            return self._state(self.log_weight.coordinates, self.log_weight.first)[0]
+            state = self._state(self.log_weight.coordinates, self.log_weight.first)
+            if not (_may_read(state.position) and _is_finite(state)):
+                state, _ = _mended(state)
+            return self._kept(state)
 
     def __call__(self, position: Tensor) -> State:
         if not self._recompute:
@@ -83,17 +86,19 @@ class ChainDensity:
                 position = position.detach()
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
-            state, regular = self._at(position)
-            # Reading is what validation does anyway.
-            reads = full and (is_validation_enabled() or _costs_nothing_to_read(position))
-            if not reads or bool(regular.all()):
-                return state
-            return self._with_constants(state, regular)
+            near, reads = position.detach().abs() <= _FAR, _may_read(position)
+            all_near = reads and bool(near.all())
+            state = self._at(position, position if all_near else torch.where(near, position, 0.0))
+            if all_near and _is_finite(state):
+                return self._kept(state)
+            state, regular = _mended(state, near.all(-1))
+            if full and reads and not regular.all():
+                state = self._with_constants(state, regular)
+            return self._kept(state)
 
-    def _at(self, position: Tensor) -> tuple[State, Tensor]:
-        near = position.abs() <= _FAR
-        at = self.log_weight(torch.where(near, position, 0.0))
-        state = self._state(position, at, near.all(-1))
+    def _at(self, position: Tensor, moved: Tensor) -> State:
+        at = self.log_weight(moved)
+        state = self._state(position, at)
         # Last, since a checkpoint may run this again for the gradients of the line above, and what
         # that made would be kept.
         self._latest = at
@@ -106,7 +111,8 @@ class ChainDensity:
         A rejected move there would leave 0 * NaN in the gradient of every parameter.
         """
         first, home = self._latest, self.log_weight.coordinates.detach()
-        again, _ = self._at(torch.where(regular.unsqueeze(-1), state.position, home))
+        position = torch.where(regular.unsqueeze(-1), state.position, home)
+        again, _ = _mended(self._at(position, position))
         self._latest = first
         fields: dict[str, Tensor] = {}
         for name, old in state._asdict().items():
@@ -115,30 +121,49 @@ class ChainDensity:
                 fields[name] = torch.where(where, getattr(again, name), old.detach())
         return state._replace(**fields)
 
-    def _state(
-        self, position: Tensor, at: Evaluation, near: Tensor | None = None
-    ) -> tuple[State, Tensor]:
-        """The state, and at which data everything about it is finite."""
-        full = self.gradient == "full"
-        regular = at.log_weight.detach().isfinite() & at.log_base.detach().isfinite()
-        gradients: tuple[Tensor | None, Tensor | None] = None, None
-        if self._kernel_gradient:
-            again = self.gradient == "reweighted" and at is self.log_weight.first
-            found = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
-            regular = regular & (found[0] + found[1]).detach().isfinite().all(-1)
-            gradients = finite(found[0]), finite(found[1])
-        log_weight = at.log_weight
-        if near is not None:
-            log_weight = torch.where(near, log_weight, -math.inf)
-        state = State(position, at.log_base, log_weight, *gradients)
-        if full:
-            return state, regular
-        detached = {n: t.detach() for n, t in state._asdict().items() if t is not None}
-        return state._replace(**detached), regular
+    def _state(self, position: Tensor, at: Evaluation) -> State:
+        """What the programs say there, finite or not."""
+        if not self._kernel_gradient:
+            return State(position, at.log_base, at.log_weight)
+        full, reweighted = self.gradient == "full", self.gradient == "reweighted"
+        again = reweighted and at is self.log_weight.first
+        found = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
+        return State(position, at.log_base, at.log_weight, *found)
+
+    def _kept(self, state: State) -> State:
+        """With a graph only where the bound's gradient goes through it."""
+        if self.gradient == "full":
+            return state
+        return State(*(None if t is None else t.detach() for t in state))  # type: ignore[arg-type]
 
 
-def _costs_nothing_to_read(value: Tensor) -> bool:
-    return not value.is_cuda
+def _may_read(value: Tensor) -> bool:
+    """Whether a value may be looked at: it costs nothing, or validation does so anyway."""
+    return not value.is_cuda or is_validation_enabled()
+
+
+def _is_finite(state: State) -> bool:
+    """Whether everything is finite; a sum that overflows is taken for what is not."""
+    parts = (t for t in state[1:] if t is not None)
+    return all(math.isfinite(t.detach().sum().item()) for t in parts)
+
+
+def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
+    """
+    The state without steps that are not finite, and the data at which it was so already.
+
+    :param near: at which data the position is one where the programs have been run.
+    """
+    regular = state.log_weight.detach().isfinite() & state.log_base.detach().isfinite()
+    if near is not None:
+        state = state._replace(log_weight=torch.where(near, state.log_weight, -math.inf))
+    if state.grad_base is not None and state.grad_weight is not None:
+        total = (state.grad_base + state.grad_weight).detach()
+        regular = regular & total.isfinite().all(-1)
+        state = state._replace(
+            grad_base=finite(state.grad_base), grad_weight=finite(state.grad_weight)
+        )
+    return state, regular
 
 
 class _Handlers:
