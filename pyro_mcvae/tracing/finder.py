@@ -200,7 +200,12 @@ def _mean_field(factors: Mapping[FactorKey, Factor], names: frozenset[str]) -> b
 def _signature(run: Run) -> Iterator[Any]:
     """What decides the structure: sites, their plates, and which plates are subsampled."""
     for term in run.terms:
-        fn = term.site["fn"]
-        frames = frozenset((plate_key(f), is_subsampled(f)) for f in plate_frames(term.site))
-        kind = is_latent(term.site), term.in_guide and is_delta(fn), reparameterized(term.site)
+        site = term.site
+        frames = tuple(
+            (f.name, f.dim, f.counter, is_subsampled(f))
+            for f in site["cond_indep_stack"]
+            if f.name != LEADING
+        )
+        latent = not site["is_observed"]
+        kind = latent, latent and term.in_guide and is_delta(site["fn"]), reparameterized(site)
         yield term.key, frames, kind

@@ -66,6 +66,9 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     "IWAE-5": lambda: TraceIWAE_ELBO(5, **VECTORIZED),
     "IWAE-10": lambda: TraceIWAE_ELBO(10, **VECTORIZED),
     "IWAE-50": lambda: TraceIWAE_ELBO(50, **VECTORIZED),
+    # The gradient as Burda et al. (2016) write it; the default is doubly reparameterized.
+    "IWAE-5-reparam": lambda: TraceIWAE_ELBO(5, "reparam", **VECTORIZED),
+    "IWAE-10-reparam": lambda: TraceIWAE_ELBO(10, "reparam", **VECTORIZED),
     "SIS-5-ULA": lambda: TraceSIS_ELBO(5, **VECTORIZED),
     "SIS-10-ULA": lambda: TraceSIS_ELBO(10, **VECTORIZED),
     "SIS-5": lambda: TraceSIS_ELBO(5, UnderdampedLangevin(), **VECTORIZED),
