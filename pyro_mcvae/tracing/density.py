@@ -139,13 +139,17 @@ class ChainDensity:
 
 def _may_read(value: Tensor) -> bool:
     """Whether a value may be looked at: it costs nothing, or validation does so anyway."""
-    return not value.is_cuda or is_validation_enabled()
+    return _costs_nothing_to_read(value) or is_validation_enabled()
+
+
+def _costs_nothing_to_read(value: Tensor) -> bool:
+    return not value.is_cuda
 
 
 def _is_finite(state: State) -> bool:
     """Whether everything is finite; a sum that overflows is taken for what is not."""
-    parts = (t for t in state[1:] if t is not None)
-    return all(math.isfinite(t.detach().sum().item()) for t in parts)
+    sums = [t.detach().sum() for t in state[1:] if t is not None]
+    return math.isfinite(sum(sums[1:], sums[0]).item())
 
 
 def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:

@@ -42,6 +42,7 @@ from tqdm import tqdm
 
 from pyro_mcvae import (
     AdaptiveStepSize,
+    LearnedStepSize,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceSGVB_ELBO,
@@ -89,6 +90,13 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     # Longer steps than by default: tighter on a trained model, worse on one that has to begin.
     "SIS-5-target-0.8": lambda: TraceSIS_ELBO(5, longer_steps(), **VECTORIZED),
     "SIS-10-target-0.8": lambda: TraceSIS_ELBO(10, longer_steps(), **VECTORIZED),
+    # A step size that follows the bound's own gradient, with no acceptance to aim at.
+    "SIS-5-learned": lambda: TraceSIS_ELBO(
+        5, UnderdampedLangevin(LearnedStepSize(0.01)), **VECTORIZED
+    ),
+    "SIS-10-learned": lambda: TraceSIS_ELBO(
+        10, UnderdampedLangevin(LearnedStepSize(0.01)), **VECTORIZED
+    ),
     "SIS-5-reweighted-target-0.8": lambda: TraceSIS_ELBO(
         5, longer_steps(), gradient_estimator="reweighted", **VECTORIZED
     ),
