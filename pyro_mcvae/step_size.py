@@ -63,7 +63,8 @@ class LearnedStepSize(StepSize):
     target to choose, about the tightest bound of all target acceptances. It needs the full
     gradient.
 
-    :param initial: positive, a number or a tensor of shape ``[D]``.
+    :param initial: positive, a number or a tensor of shape ``[D]``. Begin small: long steps under a
+        guide that fits nothing yet can ruin a model for good.
     :raises ValueError: if it is not positive and finite.
 
     Example::
