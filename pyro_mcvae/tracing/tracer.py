@@ -17,6 +17,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.again import run_again
 from pyro_mcvae.tracing.alike import Alike
+from pyro_mcvae.tracing.bypass import check_no_bypass
 from pyro_mcvae.tracing.checks import check_sites
 from pyro_mcvae.tracing.coordinates import NoCoordinateError
 from pyro_mcvae.tracing.finder import StructureFinder
@@ -119,8 +120,12 @@ class Tracer:
         if cut:
             check_separate(programs)
         if self.vectorizes(self.num_particles):
-            return self._sample_vectorized(programs, inside, draw, cut)
-        return self._sample_looped(programs, inside, draw, cut)
+            sample = self._sample_vectorized(programs, inside, draw, cut)
+        else:
+            sample = self._sample_looped(programs, inside, draw, cut)
+        if self.num_particles > 1 or draw is not None:
+            check_no_bypass(sample.structure)
+        return sample
 
     def single(
         self, programs: Programs, subsamples: Minibatch, values: Mapping[str, Tensor] | None = None
