@@ -112,7 +112,7 @@ class PathGradient:
                     b = sample.block_of[i][term.key]
                     assert b is not None
                     factor = _second_factor(term, sample.align(parts[b], term, i))
-                    term.site["value"].register_hook(lambda grad, w=factor: grad * w)
+                    term.site["value"].register_hook(lambda grad, w=factor: grad * w.to(grad))
 
 
 def _path_log_q(term: Term) -> Tensor:

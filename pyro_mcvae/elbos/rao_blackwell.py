@@ -30,6 +30,11 @@ __all__ = ["TraceRaoBlackwell_ELBO"]
 
 _logger = logging.getLogger(__name__)
 
+_SLOTS = (
+    "slots (several values of a discrete site) and of vectorised particles: pass num_categories=0, "
+    "num_samples=1 and vectorize_particles=False, or "
+)
+
 
 class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     r"""
@@ -143,7 +148,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         value: Any = 0.0
         surrogate: Any = 0.0
         for slot_run in slot_runs:
-            sums = SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
+            sums = self._sums(programs, slot_run)
             if not torch.is_grad_enabled():
                 value = value + sums.value()
                 continue
@@ -166,7 +171,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         slot_runs = self._slot_runs(programs)
         costs = []
         for slot_run in slot_runs:
-            sums = SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
+            sums = self._sums(programs, slot_run)
             values: dict[Any, Any] = {t.key: 0 for t in slot_run.run.terms}
             for c, value in zip(slot_run.costs, sums.expected(), strict=True):
                 values[c.term.key] = values[c.term.key] + value * (c.scale / c.term.plate_scale)
@@ -179,6 +184,13 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         if slot_runs[0].run.leading is not None:
             self._tracer.structures.check_particles(programs, slot_runs[0].run)
         return slot_runs
+
+    def _sums(self, programs: Programs, slot_run: SlotRun) -> SlotSums:
+        sums = SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
+        run = slot_run.run
+        if any(t.log_prob.dim() > run.nesting for t in run.terms):
+            self._tracer.alike.check(programs, run, particles=_SLOTS)
+        return sums
 
     def _without_slots(self, programs: Programs) -> list[Run]:
         runs = self._tracer.independent(programs)

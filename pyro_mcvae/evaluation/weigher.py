@@ -15,6 +15,8 @@ from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.uncounted import check_alike, count_unread
 from pyro_mcvae.guides.truncated import TruncatedPosterior
 from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.alike import Alike
+from pyro_mcvae.tracing.bypass import check_no_bypass
 from pyro_mcvae.tracing.checks import nonfinite_sites
 from pyro_mcvae.tracing.density import ChainDensity, named
 from pyro_mcvae.tracing.log_weight import LogWeight
@@ -68,7 +70,9 @@ class Weigher:
         self._strict = strict_enumeration
         self._tracers: dict[int, Tracer] = {}
         self._joint = bool(joint)
+        self._alike = Alike()
         self.pilot = self._tracer(1).sample(programs)
+        check_no_bypass(self.pilot.structure)
         points = self._points(self.pilot.runs[0])
         self._check_draws(points)
         self._count_alike(points)
@@ -101,7 +105,15 @@ class Weigher:
         """Independent draws of the guide, without gradients."""
         tracer = self._tracer(count)
         runs = 1 if tracer.vectorizes(count) else count
-        return tracer.resample(self.programs, self.pilot, [lambda msg: None] * runs, count)
+        sample = tracer.resample(self.programs, self.pilot, [lambda msg: None] * runs, count)
+        self._check_alike(sample)
+        return sample
+
+    def _check_alike(self, sample: Sample) -> None:
+        """The pilot has one particle: whether several may be vectorised shows here."""
+        if sample.runs[0].leading is not None:
+            shared = sample.structure.global_sites
+            self._alike.check(self.programs, sample.runs[0], (shared("guide"), shared("model")))
 
     def on(self, programs: Programs) -> Weigher:
         """The same for other data: the plates' minibatch and the latents that are held stay."""
@@ -123,7 +135,9 @@ class Weigher:
     def log_weight(self, count: int, **options: Any) -> LogWeight:
         """The log weight as a function of coordinates, begun at ``count`` new draws."""
         tracer = self._tracer(count)
-        return LogWeight(tracer, self.programs, within=self.pilot, **options)
+        found = LogWeight(tracer, self.programs, within=self.pilot, **options)
+        self._check_alike(found.first.sample)
+        return found
 
     def density(self, count: int, **options: Any) -> ChainDensity:
         """What the chains of this judge move in."""

@@ -39,6 +39,12 @@ __all__ = ["JointRuns"]
 # The values of a site in each run, as leaves of the graph.
 Leaves = dict[tuple[str, int], Tensor]
 
+_STATES = "states side by side: pass vectorize_particles=False, or "
+
+
+def _draw_nothing(*args: Any, **kwargs: Any) -> None:
+    """The guide of a model all of whose latents are searched."""
+
 
 class JointRuns:
     r"""
@@ -62,6 +68,8 @@ class JointRuns:
     ) -> None:
         self._tracer, self.layouts = tracer, layouts
         self._programs = Programs(model, SearchGuide(model, guide), args, kwargs)
+        # In which the model draws the discrete sites itself, in whatever dims it runs.
+        self._plain = Programs(model, guide or _draw_nothing, args, kwargs)
         self.args, self.kwargs = args, kwargs
         self.subsamples = Minibatch()
         with Supply(self.subsamples):
@@ -108,6 +116,10 @@ class JointRuns:
 
         if together:
             found = [self._vectorized(draw(None), count)]
+            shared = self.layouts.structure.global_sites
+            self._tracer.alike.check(
+                self._plain, found[0], (shared("guide"), shared("model")), _STATES
+            )
         else:
             found = [self._once(draw(i), None) for i in range(count)]
         structures = [self._tracer.structures.of(self._programs, run, again=False) for run in found]

@@ -11,16 +11,23 @@ __all__ = ["FixedStatistics"]
 
 
 class FixedStatistics(TorchFunctionMode):
-    """Batch normalisation by fixed statistics, which stay as they are."""
+    """
+    Batch normalisation by fixed statistics, which stay as they are.
+
+    They are no data's: each channel has a mean of its own, so that a dim which is taken for the
+    channels shows, also in a layer whose statistics are those that it began with.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.nn.functional.batch_norm:
             return func(*args, **(kwargs or {}))
         call = {**dict(zip(_BATCH_NORM, args, strict=False)), **(kwargs or {}), "training": False}
-        if call["running_mean"] is None or call["running_var"] is None:
-            x = call["input"]
-            call["running_mean"] = x.new_zeros(x.shape[1])
-            call["running_var"] = x.new_ones(x.shape[1])
+        x = call["input"]
+        mean, variance = call["running_mean"], call["running_var"]
+        like = x if mean is None else mean
+        shift = torch.linspace(-0.5, 0.5, x.shape[1], dtype=like.dtype, device=like.device)
+        call["running_mean"] = shift if mean is None else mean + shift
+        call["running_var"] = like.new_ones(x.shape[1]) if variance is None else variance
         return func(**call)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_mcvae.tracing import scout
+from pyro_mcvae.tracing.bypass import find_bypass
 from pyro_mcvae.tracing.coupling import find_coupled
 from pyro_mcvae.tracing.memory import Memory
 from pyro_mcvae.tracing.runs import Programs, Run, Term
@@ -110,6 +111,9 @@ class StructureFinder:
                 for key, f in frames.items()
             }
         structure = derive_structure(factors, order, self.joint)
+        # What lies in no plate is what a model may integrate for all data at once.
+        alone = frozenset(n for n in names if not frames[FactorKey("guide", n)])
+        bypass = find_bypass(programs, run, names) if alone else None
         paths = {t.key.name for t in random if reparameterized(t.site)}
         roots = {
             name
@@ -128,6 +132,7 @@ class StructureFinder:
             mean_field=_mean_field(factors, names),
             masked_by=masked_by,
             coupled=coupled,
+            bypass=bypass,
         )
 
 

@@ -23,7 +23,7 @@ from pyro_mcvae.tracing.runs import Programs, collect, nesting_of, run_pair
 from pyro_mcvae.tracing.sites import is_scored, masks_of
 from pyro_mcvae.tracing.structure import FactorKey
 
-__all__ = ["Escapes", "aside", "find_dependencies", "find_nesting", "leaves_behind"]
+__all__ = ["Dependencies", "Escapes", "aside", "find_dependencies", "find_nesting", "leaves_behind"]
 
 
 class Dependencies(NamedTuple):
@@ -35,12 +35,14 @@ class Dependencies(NamedTuple):
     :ivar distributions: for each site's distribution, whatever its value.
     :ivar observed: for each observed site's distribution and data together.
     :ivar masks: for each site's masks.
+    :ivar parameters: for each site's log density, the identities of the leaves that it has.
     """
 
     factors: dict[FactorKey, frozenset[str]]
     distributions: dict[FactorKey, frozenset[str]]
     observed: dict[FactorKey, frozenset[str]]
     masks: dict[FactorKey, frozenset[str]]
+    parameters: dict[FactorKey, frozenset[int]]
 
 
 class _TrackDraws(Messenger):
@@ -176,7 +178,7 @@ def find_dependencies(
             f"latents are weighed together, or, under subsampling, as in the plain ELBO",
             stacklevel=2,
         )
-        return Dependencies({}, {}, {}, {})
+        return Dependencies({}, {}, {}, {}, {})
     # What became of these draws is not known: anything may depend on them.
     escaped = escapes.names & tracked
     return found._replace(factors={key: f | escaped for key, f in found.factors.items()})
@@ -215,7 +217,7 @@ def aside() -> Iterator[None]:
 
 
 def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependencies:
-    found = Dependencies({}, {}, {}, {})
+    found = Dependencies({}, {}, {}, {}, {})
     for program, trace in traces.items():
         for name, site in trace.nodes.items():
             if not is_scored(site):
@@ -231,6 +233,7 @@ def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependenc
                 own = _parents_at(site, detach_provenance(site["value"]).detach(), None, tracker)
             found.masks[key] = _behind(masks_of(site), tracker) & tracker.tracked
             found.factors[key] = (parents | around) & tracker.tracked
+            found.parameters[key] = _leaves_at(site)
             if site["is_observed"]:
                 found.observed[key] = parents & tracker.tracked
             found.distributions[key] = own & tracker.tracked
@@ -248,6 +251,14 @@ def _parents_at(
         # A flow without an inverse: what its draw was computed from says enough.
         return upstream
     return _behind([log_prob], tracker)
+
+
+def _leaves_at(site: Any) -> frozenset[int]:
+    try:
+        log_prob = detach_provenance(site["fn"].log_prob(site["value"]))
+    except (NotImplementedError, KeyError):
+        return frozenset()  # a flow without an inverse
+    return frozenset(leaves_behind(log_prob)) if log_prob.requires_grad else frozenset()
 
 
 def _behind(values: list[Any], tracker: _TrackDraws) -> frozenset[str]:

@@ -82,7 +82,13 @@ def is_scored(site: Site) -> bool:
         site["type"] == "sample"
         and not site_is_subsample(site)
         and not site["infer"].get("_deterministic", False)
+        and not (site["is_observed"] and _is_record(site["fn"]))
     )
+
+
+def _is_record(fn: Any) -> bool:
+    """Whether an observed site only records a value, as one that was reparameterized does."""
+    return isinstance(fn, MaskedDistribution) and fn._mask is False and is_delta(fn)
 
 
 def is_latent(site: Site) -> bool:

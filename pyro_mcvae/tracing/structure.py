@@ -77,6 +77,8 @@ class Structure:
     masked_by: Mapping[str, frozenset[str]] = field(default_factory=dict)
     # For factors across whose plates latents meet: these plates.
     coupled: Mapping[FactorKey, frozenset[PlateKey]] = field(default_factory=dict)
+    # A guide site and an observed site that has its parameters in the place of its draws.
+    bypass: tuple[str, str] | None = None
 
     def global_sites(self, program: str) -> frozenset[str]:
         """The sites of one program that stay outside of the particles."""

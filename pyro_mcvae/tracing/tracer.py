@@ -16,6 +16,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.again import run_again
+from pyro_mcvae.tracing.alike import Alike
+from pyro_mcvae.tracing.bypass import check_no_bypass
 from pyro_mcvae.tracing.checks import check_sites
 from pyro_mcvae.tracing.coordinates import NoCoordinateError
 from pyro_mcvae.tracing.finder import StructureFinder
@@ -82,6 +84,7 @@ class Tracer:
         self._found_nesting: int | None = None
         self._latest: Structure | None = None
         self._counted: set[Hashable] = set()
+        self.alike = Alike()
 
     def independent(self, programs: Programs, cut: bool = False) -> list[Run]:
         """
@@ -96,6 +99,7 @@ class Tracer:
             run = self._vectorized(programs, supply, _NOTHING, self.num_particles)
             self.structures.check_particles(programs, run)
             self._check_count(programs, run, _NOTHING)
+            self.alike.check(programs, run)
             return [run]
         return [self._single(programs, supply) for _ in range(self.num_particles)]
 
@@ -116,8 +120,12 @@ class Tracer:
         if cut:
             check_separate(programs)
         if self.vectorizes(self.num_particles):
-            return self._sample_vectorized(programs, inside, draw, cut)
-        return self._sample_looped(programs, inside, draw, cut)
+            sample = self._sample_vectorized(programs, inside, draw, cut)
+        else:
+            sample = self._sample_looped(programs, inside, draw, cut)
+        if self.num_particles > 1 or draw is not None:
+            check_no_bypass(sample.structure)
+        return sample
 
     def single(
         self, programs: Programs, subsamples: Minibatch, values: Mapping[str, Tensor] | None = None
@@ -259,6 +267,7 @@ class Tracer:
                 structure = self._latest = self.structures.of(programs, run)
                 if self._skip(structure) == skip:
                     self._check_count(programs, run, skip)
+                    self.alike.check(programs, run, skip)
                     return Sample([run], [structure.block_of], structure)
                 # Global sites were drawn once per particle, or local ones once: run again on the
                 # same minibatch, which the generators draw again if they are set back.

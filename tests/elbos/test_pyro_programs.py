@@ -7,6 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer.reparam import TransformReparam
 
 from pyro_mcvae import (
     MALA,
@@ -161,6 +162,68 @@ def test_dims_to_the_left_of_the_particles_are_refused(objective):
     with pyro.validation_enabled(False), pytest.raises(RuntimeError, match="vectorize_particles"):
         makers[objective](vectorize_particles=True).loss(model, guide)
     assert math.isfinite(makers[objective](vectorize_particles=False).loss(model, guide))
+
+
+@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+@pytest.mark.parametrize("objective", ["iwae", *CHAINS])
+def test_a_site_that_was_reparameterized_is_no_factor(objective, vectorize):
+    # Schools, non-centred by a handler and by hand; the data stand in a plate of their own, which
+    # makes the schools share one weight.
+    scale, y = torch.tensor([1.5, 1.0, 1.6, 1.1]), torch.tensor([2.8, 0.8, -0.3, 0.7])
+
+    def model(by_hand):
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        tau = pyro.sample("tau", dist.LogNormal(0.0, 0.5))
+        with pyro.plate("schools", 4):
+            if by_hand:
+                base = pyro.sample("theta_base", dist.Normal(0.0, 1.0))
+                theta = mu + tau * base
+            else:
+                shift = dist.transforms.AffineTransform(mu, tau)
+                with poutine.reparam(config={"theta": TransformReparam()}):
+                    fn = dist.TransformedDistribution(dist.Normal(0.0, 1.0), [shift])
+                    theta = pyro.sample("theta", fn)
+        with pyro.plate("data", 4):
+            pyro.sample("y", dist.Normal(theta, scale), obs=y)
+
+    def guide(by_hand):
+        pyro.sample("mu", dist.Normal(0.5, 0.5))
+        pyro.sample("tau", dist.LogNormal(0.1, 0.3))
+        with pyro.plate("schools", 4):
+            pyro.sample("theta_base", dist.Normal(0.2, 0.8))
+
+    losses = []
+    for by_hand in (True, False):
+        pyro.set_rng_seed(3)
+        make = {"iwae": lambda **k: TraceIWAE_ELBO(**k), **CHAINS}[objective]
+        elbo = make(vectorize_particles=vectorize, num_particles=3)
+        losses.append(elbo.loss(model, guide, by_hand))
+    assert math.isclose(*losses, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("estimator", ["reparam", "stl", "dreg"])
+@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+def test_a_guide_in_single_precision_has_the_gradient_of_a_double_one(estimator, vectorize):
+    # The weights are in double precision, the draws are not.
+    size, means, errors = 4000, [], []
+    for dtype in (torch.float32, torch.float64):
+        loc = torch.full((size,), 0.3, dtype=dtype, requires_grad=True)
+
+        def model():
+            with pyro.plate("data", size):
+                z = pyro.sample("z", dist.Normal(torch.zeros(size), 1.0))
+                pyro.sample("x", dist.Normal(z, 1.0), obs=torch.full((size,), 3.0))
+
+        def guide(loc=loc):
+            with pyro.plate("data", size):
+                pyro.sample("z", dist.Normal(loc, torch.ones_like(loc)))
+
+        elbo = TraceIWAE_ELBO(4, estimator, vectorize_particles=vectorize)
+        elbo.differentiable_loss(model, guide).backward()
+        means.append(loc.grad.double().mean())
+        errors.append(loc.grad.double().std() / size**0.5)
+    assert abs(means[0] - means[1]) < 4.5 * math.hypot(*errors)
+    assert abs(means[1]) > 9 * errors[1]
 
 
 ENTRIES = ((True, False), (False, False), (True, True))
