@@ -188,7 +188,7 @@ def log_evidence(
     :param bool strict_enumeration_warning: as in Pyro.
     :returns: a :class:`LogEvidence`.
     :raises ValueError: for latents outside of a subsampled plate, guides that draw nothing, point
-        masses in the data's plates, discrete latents in chains, modules that never ran, masks and
+        masses in the data's plates, discrete latents in chains, guides that never ran, masks and
         scales that do not cancel, log weights that are not a number; naming the site and the
         remedy.
 

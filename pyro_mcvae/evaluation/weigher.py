@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_mcvae.annealing import Chain, anneal
 from pyro_mcvae.evaluation.annealing import Annealing
+from pyro_mcvae.evaluation.first_run import first_run
 from pyro_mcvae.evaluation.uncounted import check_alike, count_unread
 from pyro_mcvae.guides.truncated import TruncatedPosterior
 from pyro_mcvae.tracing import scout
@@ -68,7 +69,9 @@ class Weigher:
         self._strict = strict_enumeration
         self._tracers: dict[int, Tracer] = {}
         self._joint = bool(joint)
-        self.pilot = self._tracer(1).sample(programs)
+        with first_run(programs.guide) as before:
+            self.pilot = self._tracer(1).sample(programs)
+            before.check(self.pilot.runs[0].guide_trace)
         points = self._points(self.pilot.runs[0])
         self._check_draws(points)
         self._count_alike(points)
