@@ -16,6 +16,7 @@ from pyro_mcvae.evaluation.weigher import Weigher, check_count
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.schedules import Schedule
+from pyro_mcvae.tracing.checks import check_flag
 from pyro_mcvae.tracing.density import outside_inference_mode
 from pyro_mcvae.tracing.runs import Programs
 
@@ -216,6 +217,7 @@ def log_evidence(
     check_count("num_particles", num_particles)
     if chunk_size is not None:
         check_count("chunk_size", chunk_size)
+    check_flag("keep_log_weight", keep_log_weight)
     annealing = make_annealing(schedule, kernel, coordinates, warmup)
     programs = Programs(model, guide, args, kwargs)
     with (

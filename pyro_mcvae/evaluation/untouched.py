@@ -34,6 +34,7 @@ def untouched(*programs: Callable[..., Any], seed: int | None = None) -> Iterato
         random stream.
     :raises ValueError: for modules with lazy parameters that have no shape yet.
     """
+    _check_seed(seed)
     roots = find_modules(*programs)
     _refuse_lazy(roots)
     modes = [(m, m.training) for root in roots for m in root.modules()]
@@ -104,6 +105,13 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 _LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch))
+
+
+def _check_seed(seed: Any) -> None:
+    whole = hasattr(seed, "__index__") and not isinstance(seed, bool | torch.Tensor)
+    # NumPy's generator, which Pyro seeds too, takes no other.
+    if seed is not None and not (whole and 0 <= seed < 1 << 32):
+        raise ValueError(f"seed must be an int from 0 to 2**32 - 1, or None, got {seed!r}")
 
 
 def _refuse_lazy(roots: list[nn.Module]) -> None:
