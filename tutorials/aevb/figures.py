@@ -90,7 +90,7 @@ def judge(args: argparse.Namespace, vae: VAE, x: Tensor, name: str) -> Verdict:
         return Verdict(*bound(vae, x))
     # Monte Carlo EM has no encoder to begin the chains of the estimate with.
     guide = vae.prior if name == "MCEM" else vae.guide
-    return marginal(vae, x, guide, args.draws, args.warmup)
+    return marginal(vae, x, guide, args.draws, args.particles, args.warmup)
 
 
 def run(args: argparse.Namespace, data: Data) -> list[Point]:
@@ -190,6 +190,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--first", type=positive, default=10_000, help="samples before the first judgement")
     add("--checkpoints", type=positive, default=10, help="judgements on the way")
     add("--draws", type=positive, default=20, help="posterior draws of the marginal's guide")
+    add("--particles", type=positive, default=1000, help="weights of the marginal's estimate")
     add("--warmup", type=positive, default=60, help="transitions before the draws of appendix D")
     add("--judged", type=positive, default=1000, metavar="N", help="images, of each split")
     add("--batch-size", type=positive, default=100)
@@ -211,7 +212,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.hidden = args.hidden or defaults["hidden"]
     if args.smoke:
         args.samples, args.first, args.checkpoints, args.judged = 1000, 100, 2, 20
-        args.num_train, args.warmup, args.draws = [200], 5, 5
+        args.num_train, args.warmup, args.draws, args.particles = [200], 3, 3, 50
         if args.full:  # a step or two of the paper's networks
             args.samples, args.judged = 200, 3
         else:

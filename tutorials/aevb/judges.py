@@ -51,7 +51,7 @@ class Around:
             pyro.sample("z", self.density)
 
 
-def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, warmup: int) -> Verdict:
+def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup: int) -> Verdict:
     """
     log p(x) by importance sampling around draws that annealed chains made, in two stages.
 
@@ -60,6 +60,9 @@ def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, warmup: int) -> Verdic
     stands beside it, for what r-hat says of its chains.
 
     :param guide: where chains begin: the encoder, or the prior.
+    :param draws: posterior draws of each image that the second stage's guide is made of.
+    :param particles: weights of each image in the second stage.
+    :param warmup: transitions before the draws of appendix D.
     """
     with warnings.catch_warnings():
         # Of the first stage's k-hat, which is not what is reported.
@@ -71,10 +74,13 @@ def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, warmup: int) -> Verdic
             num_samples=draws,
             num_particles=4,
             schedule=10,
+            warmup=min(20, warmup),
             max_plate_nesting=1,
         )
     around = Around(found["z"])
-    evidence = log_evidence(vae.model, around.guide, x, num_particles=1000, max_plate_nesting=1)
+    evidence = log_evidence(
+        vae.model, around.guide, x, num_particles=particles, max_plate_nesting=1
+    )
     papers = low_dimensional_evidence(
         vae.model, guide, x, num_chains=10, num_draws=10, warmup=warmup, max_plate_nesting=1
     )
