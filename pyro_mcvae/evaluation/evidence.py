@@ -159,6 +159,8 @@ def log_evidence(
       layers.
     * **Nothing is trained**: kernel and schedule are copied, modules are in evaluation mode
       meanwhile (also those that the programs refer to), and no parameter is left in the store.
+    * **A guide that never ran** has learned nothing: an AutoGuide is refused then, and the initial
+      values of a function's ``pyro.param`` are reported. Call it once if they are what you mean.
     * **Global latents** that the guide draws give one weight for all data, so that the result is a
       scalar. With ``joint=False`` they are drawn once, and the estimates are of
       :math:`\log p(x_n \mid \text{globals})`.
