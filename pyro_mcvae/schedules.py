@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -185,7 +186,7 @@ def as_schedule(schedule: Schedule | Tensor | int | None, num_steps: int | None 
     if isinstance(schedule, int):
         schedule = LinearSchedule(schedule)
     if not isinstance(schedule, Schedule):
-        schedule = FixedSchedule(schedule)
+        schedule = FixedSchedule(_as_betas(schedule))
     check_betas(schedule())
     if len(schedule()) != schedule.num_steps + 1:
         raise ValueError(
@@ -198,6 +199,19 @@ def as_schedule(schedule: Schedule | Tensor | int | None, num_steps: int | None 
             f"num_steps out"
         )
     return schedule
+
+
+def _as_betas(given: Any) -> Tensor:
+    """
+    :raises ValueError: for what is no tensor of numbers.
+    """
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"schedule must be a Schedule such as LinearSchedule(10), a number of steps, or a "
+            f"tensor that increases from 0 to 1, got {given!r}"
+        ) from error
 
 
 def _with_ends(inner: Tensor) -> Tensor:

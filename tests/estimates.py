@@ -4,6 +4,12 @@ import pyro
 import torch
 
 
+def called(guide, *args):
+    """A guide after its first call: its initial values are meant, which evaluation asks for."""
+    guide(*args)
+    return guide
+
+
 def values(elbo, programs, count, *args):
     """Minus the loss of ``count`` steps: shape [count]."""
     first = -elbo.loss(programs.model, programs.guide, *args)

@@ -11,6 +11,7 @@ from pyro_mcvae.schedules import (
     LinearSchedule,
     Schedule,
     SigmoidSchedule,
+    as_schedule,
     check_betas,
 )
 
@@ -155,3 +156,9 @@ def test_a_schedule_of_ones_own():
     assert torch.equal(Quadratic(2)(), torch.tensor([0.0, 0.25, 1.0]))
     with pytest.raises(TypeError, match="abstract"):
         Schedule(2)
+
+
+@pytest.mark.parametrize("wrong", ["linear", {"a": 1}, object(), LinearSchedule])
+def test_what_is_no_schedule_is_named(wrong):
+    with pytest.raises(ValueError, match="schedule must be a Schedule such as LinearSchedule"):
+        as_schedule(wrong)

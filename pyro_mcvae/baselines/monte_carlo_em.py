@@ -17,6 +17,7 @@ from pyro_mcvae.elbos.plain import local_estimate
 from pyro_mcvae.kernels.base import Kernel, State, Target
 from pyro_mcvae.kernels.hmc import HMC
 from pyro_mcvae.step_size import AdaptiveStepSize
+from pyro_mcvae.tracing.checks import check_flag
 from pyro_mcvae.tracing.density import ChainDensity
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sample import Sample
@@ -133,7 +134,10 @@ class MonteCarloEM(ChainELBO):
         joint: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
+        check_positive_int("num_steps", num_steps)
         check_positive_int("updates_per_draw", updates_per_draw)
+        check_flag("persistent", persistent)
+        check_flag("joint", joint)
         if kernel is None:
             kernel = HMC(AdaptiveStepSize(target_acceptance=0.9), num_leapfrog=10, jitter=0.3)
         if coordinates is None:

@@ -27,7 +27,10 @@ class Annealing:
     Both are copies, so that an evaluation changes nothing of the user's.
 
     :param int warmup: chains that an adaptive step size is adapted with before the evaluation.
+    :ivar without: how the user does without chains, where the latents cannot be moved.
     """
+
+    without = "leave out schedule and kernel, so that importance sampling weighs them"
 
     def __init__(self, kernel: Kernel, schedule: Schedule, coordinates: str, warmup: int) -> None:
         self.kernel = copy.deepcopy(kernel)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["as_arguments"]
+__all__ = ["as_arguments", "check_call", "check_function"]
 
 
 def as_arguments(batch: Any, device: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -16,9 +17,49 @@ def as_arguments(batch: Any, device: Any = None) -> tuple[tuple[Any, ...], dict[
     Positional and keyword arguments: those of a tuple or a list, of a mapping, or a single one.
 
     :param device: where to move the tensors, if anywhere.
+    :raises ValueError: for None.
     """
+    if batch is None:
+        raise ValueError(
+            "a batch, or what to_args makes of it, is None: return the programs' arguments, as a "
+            "tuple, a dict of keyword arguments, or the only one"
+        )
     if device is not None:
         batch = tree_map_only(Tensor, lambda t: t.to(device), batch)
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+def check_function(name: str, value: Any) -> None:
+    """Raise a ValueError unless ``value`` is a function, or None."""
+    if value is not None and not callable(value):
+        raise ValueError(f"{name} must be a function or None, got {value!r}")
+
+
+def check_call(
+    programs: tuple[Callable[..., Any], ...], args: tuple[Any, ...], kwargs: dict[Any, Any]
+) -> None:
+    """
+    Check that a batch can be the programs' arguments.
+
+    :raises ValueError: naming what a program says of arguments that it does not take.
+    """
+    for role, program in zip(("model", "guide"), programs, strict=True):
+        target = program.forward if isinstance(program, nn.Module) else program
+        try:
+            # What is wrapped may be called with other arguments.
+            signature = inspect.signature(target, follow_wrapped=False)
+        except (TypeError, ValueError):
+            continue
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            given = [type(a).__name__ for a in args] + [
+                f"{n}={type(v).__name__}" for n, v in kwargs.items()
+            ]
+            raise ValueError(
+                f"the {role} cannot be called with a batch, whose entries are its arguments "
+                f"({', '.join(given)}): {error}. Pass to_args=..., which makes the arguments of a "
+                f"batch, such as to_args=lambda batch: (batch[0],)"
+            ) from error

@@ -16,6 +16,7 @@ from pyro_mcvae.evaluation.weigher import Weigher, check_count
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.schedules import Schedule
+from pyro_mcvae.tracing.checks import check_flag
 from pyro_mcvae.tracing.density import outside_inference_mode
 from pyro_mcvae.tracing.runs import Programs
 
@@ -158,6 +159,8 @@ def log_evidence(
       layers.
     * **Nothing is trained**: kernel and schedule are copied, modules are in evaluation mode
       meanwhile (also those that the programs refer to), and no parameter is left in the store.
+    * **A guide that never ran** has learned nothing: an AutoGuide is refused then, and the initial
+      values of a function's ``pyro.param`` are reported. Call it once if they are what you mean.
     * **Global latents** that the guide draws give one weight for all data, so that the result is a
       scalar. With ``joint=False`` they are drawn once, and the estimates are of
       :math:`\log p(x_n \mid \text{globals})`.
@@ -188,7 +191,7 @@ def log_evidence(
     :param bool strict_enumeration_warning: as in Pyro.
     :returns: a :class:`LogEvidence`.
     :raises ValueError: for latents outside of a subsampled plate, guides that draw nothing, point
-        masses in the data's plates, discrete latents in chains, modules that never ran, masks and
+        masses in the data's plates, discrete latents in chains, guides that never ran, masks and
         scales that do not cancel, log weights that are not a number; naming the site and the
         remedy.
 
@@ -216,6 +219,7 @@ def log_evidence(
     check_count("num_particles", num_particles)
     if chunk_size is not None:
         check_count("chunk_size", chunk_size)
+    check_flag("keep_log_weight", keep_log_weight)
     annealing = make_annealing(schedule, kernel, coordinates, warmup)
     programs = Programs(model, guide, args, kwargs)
     with (

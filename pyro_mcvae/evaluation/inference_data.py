@@ -42,8 +42,14 @@ def to_inference_data(
         >>> data = to_inference_data(refine(model, guide, x))  # doctest: +SKIP
         >>> az.summary(data)  # doctest: +SKIP
     """
+    if not isinstance(draws, PosteriorDraws):
+        raise ValueError(
+            f"draws must be the PosteriorDraws that refine returns, got {type(draws).__name__}: a "
+            f"plain dict of draws goes into arviz.from_dict"
+        )
     import arviz
 
+    _check_names(draws, coords, dims)
     chains = _num_chains(draws.num_samples, num_chains)
 
     def split(values: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -73,9 +79,27 @@ def to_inference_data(
     return arviz.from_dict(groups, coords=known, dims=names)
 
 
+def _check_names(draws: PosteriorDraws, coords: Any, dims: Any) -> None:
+    for name, given in (("coords", coords), ("dims", dims)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"{name} must be a dict or None, got {given!r}")
+    values: dict[str, Tensor] = {**draws, **draws.log_likelihood}
+    for site, found in (dims or {}).items():
+        if site not in values:
+            raise ValueError(f"dims names site '{site}', but the sites are {sorted(values)}")
+        depth, batch = values[site].dim() - 1, len(draws.dims.get(site, ()))
+        if isinstance(found, str) or len(found) not in (depth, depth - batch):
+            raise ValueError(
+                f"dims of site '{site}' must be a list of {depth - batch} names (of its dimensions "
+                f"behind the plates) or of {depth} (of all), got {found!r}"
+            )
+
+
 def _num_chains(num_samples: int, num_chains: int | None) -> int:
     if num_chains is None:
         return 4 if num_samples % 4 == 0 and num_samples >= 16 else 1
+    if isinstance(num_chains, bool) or not isinstance(num_chains, int):
+        raise ValueError(f"num_chains must be an int of at least 1, got {num_chains!r}")
     if num_chains < 1 or num_samples % num_chains:
         raise ValueError(
             f"num_chains={num_chains} does not divide the {num_samples} draws: take another "

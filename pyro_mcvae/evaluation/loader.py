@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.evaluation.annealing import make_annealing
-from pyro_mcvae.evaluation.arguments import as_arguments
+from pyro_mcvae.evaluation.arguments import as_arguments, check_call, check_function
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.untouched import untouched
 from pyro_mcvae.evaluation.weigher import Weigher, check_count
 from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.schedules import Schedule
+from pyro_mcvae.tracing.checks import check_flag
 from pyro_mcvae.tracing.density import outside_inference_mode
 from pyro_mcvae.tracing.runs import Programs
 
@@ -81,12 +82,19 @@ def log_evidence_loader(
     check_count("num_particles", num_particles)
     if chunk_size is not None:
         check_count("chunk_size", chunk_size)
+    check_flag("keep_log_weight", keep_log_weight)
+    check_flag("progress", progress)
+    check_function("to_args", to_args)
+    device = _device(device)
+    _check_loader(batches)
     annealing = make_annealing(schedule, kernel, coordinates, warmup)
     found = []
     with untouched(model, guide, seed=seed), torch.no_grad():
         for batch in _shown(batches, progress):
             args, kwargs = as_arguments(batch if to_args is None else to_args(batch), device)
-            with outside_inference_mode(Programs(model, guide, args, kwargs)) as programs:
+            given = Programs(model, guide, args, kwargs)
+            check_call((model, guide), args, kwargs)
+            with outside_inference_mode(given) as programs:
                 weigher = Weigher(
                     programs,
                     annealing,
@@ -100,6 +108,32 @@ def log_evidence_loader(
     if not found:
         raise ValueError("there was no batch: the loader is empty, or was used up before")
     return _side_by_side(found, plate)
+
+
+def _device(device: Any) -> Any:
+    try:
+        return None if device is None else torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"device must be a torch.device, or what one is made of, such as 'cuda', got {device!r}"
+        ) from error
+
+
+def _check_loader(batches: Any) -> None:
+    """
+    :raises ValueError: for what is no iterable of batches, or would be taken apart in a wrong way.
+    """
+    if isinstance(batches, Tensor | Mapping | str):
+        what = f"a tensor of shape {tuple(batches.shape)}" if isinstance(batches, Tensor) else None
+        raise ValueError(
+            f"batches must be a DataLoader or another iterable of batches, got "
+            f"{what or type(batches).__name__}, whose entries would be taken for batches: pass "
+            f"[data] for a single batch, or data.split(100)"
+        )
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        raise ValueError(
+            f"batches must be a DataLoader or another iterable of batches, got {batches!r}"
+        )
 
 
 def _shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:

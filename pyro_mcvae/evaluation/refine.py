@@ -101,6 +101,10 @@ def refine(
     if num_transitions and schedule is None and kernel is None:
         schedule = 1
     annealing = make_annealing(schedule, kernel, coordinates, warmup)
+    if num_transitions and annealing is not None:
+        annealing.without = (
+            "leave out schedule, kernel and num_transitions, so that draws are chosen by weight"
+        )
     if num_transitions and annealing is not None and not annealing.kernel.adjusted:
         raise ValueError(
             f"num_transitions={num_transitions} needs a kernel that leaves the posterior "

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_mcvae.annealing import anneal_back
 from pyro_mcvae.evaluation.annealing import Annealing, make_annealing
+from pyro_mcvae.evaluation.arguments import check_function
 from pyro_mcvae.evaluation.simulation import (
     Simulation,
     ToArgs,
@@ -152,6 +153,7 @@ def sandwich(
         True
     """
     check_count("num_simulations", num_simulations)
+    check_function("to_args", to_args)
     check_count("num_particles", num_particles)
     if chunk_size is not None:
         check_count("chunk_size", chunk_size)
@@ -159,6 +161,10 @@ def sandwich(
         10 if schedule is None and kernel is None else schedule, kernel, coordinates, warmup
     )
     assert annealing is not None
+    annealing.without = (
+        "use log_evidence without schedule and kernel, whose importance sampling weighs them (both "
+        "sides of a sandwich are chains)"
+    )
     if not annealing.kernel.adjusted:
         raise ValueError(
             f"a chain of {type(annealing.kernel).__name__} cannot be run backwards: use a kernel "

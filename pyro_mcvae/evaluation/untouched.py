@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,13 +10,10 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoGuide
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 __all__ = ["find_modules", "untouched"]
-
-_logger = logging.getLogger(__name__)
 
 # How far a program's closures, attributes and lists are followed to the modules that it uses.
 _DEPTH = 4
@@ -32,16 +28,15 @@ def untouched(*programs: Callable[..., Any], seed: int | None = None) -> Iterato
 
     Modules that the programs are, hold or refer to are in evaluation mode inside: dropout and batch
     statistics would make another density of each run. Parameters that were not in the parameter
-    store before are removed from it. An AutoGuide that never ran is judged as it begins, which is
-    logged.
+    store before are removed from it.
 
     :param seed: seeds the generators inside and sets them back afterwards; None uses the present
         random stream.
     :raises ValueError: for modules with lazy parameters that have no shape yet.
     """
+    _check_seed(seed)
     roots = find_modules(*programs)
     _refuse_lazy(roots)
-    _say_untrained(programs)
     modes = [(m, m.training) for root in roots for m in root.modules()]
     store = pyro.get_param_store()
     # Not by deleting names afterwards: two of them may be of one parameter, which the store forgets
@@ -112,6 +107,13 @@ def _parts(value: Any) -> Iterator[Any]:
 _LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch))
 
 
+def _check_seed(seed: Any) -> None:
+    whole = hasattr(seed, "__index__") and not isinstance(seed, bool | torch.Tensor)
+    # NumPy's generator, which Pyro seeds too, takes no other.
+    if seed is not None and not (whole and 0 <= seed < 1 << 32):
+        raise ValueError(f"seed must be an int from 0 to 2**32 - 1, or None, got {seed!r}")
+
+
 def _refuse_lazy(roots: list[nn.Module]) -> None:
     for root in roots:
         for name, parameter in root.named_parameters():
@@ -120,20 +122,6 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
                     f"parameter '{name}' of {type(root).__name__} has no shape yet: the module "
                     f"never ran. Run it once on data (as training does) before it is evaluated"
                 )
-
-
-def _say_untrained(programs: tuple[Callable[..., Any], ...]) -> None:
-    known = list(pyro.get_param_store().keys())
-    for program in programs:
-        if not isinstance(program, AutoGuide) or getattr(program, "prototype_trace", 0) is not None:
-            continue
-        # Parameters of a saved store wait for it there.
-        if not any(name.startswith(f"{type(program).__name__}.") for name in known):
-            _logger.warning(
-                "%s never ran, so that its initial values are judged: train it, or load its "
-                "parameters, which it takes after a first call",
-                type(program).__name__,
-            )
 
 
 def _generators() -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from pyro_mcvae.annealing import Chain, anneal
 from pyro_mcvae.evaluation.annealing import Annealing
+from pyro_mcvae.evaluation.first_run import first_run
 from pyro_mcvae.evaluation.uncounted import check_alike, count_unread
 from pyro_mcvae.guides.truncated import TruncatedPosterior
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.alike import Alike
 from pyro_mcvae.tracing.bypass import check_no_bypass
-from pyro_mcvae.tracing.checks import nonfinite_sites
+from pyro_mcvae.tracing.checks import check_flag, check_plates, nonfinite_sites
 from pyro_mcvae.tracing.density import ChainDensity, named
 from pyro_mcvae.tracing.log_weight import LogWeight
 from pyro_mcvae.tracing.runs import Programs, Run, Term
@@ -26,6 +28,7 @@ from pyro_mcvae.tracing.sites import (
     is_delta,
     is_latent,
     is_random,
+    is_scored,
     is_subsampled,
     masked_entries,
 )
@@ -33,6 +36,8 @@ from pyro_mcvae.tracing.structure import FactorKey
 from pyro_mcvae.tracing.tracer import Tracer
 
 __all__ = ["Weigher", "check_count"]
+
+_logger = logging.getLogger(__name__)
 
 # How many numbers the draws of one chunk may have by default, over all sites.
 _CHUNK = 1 << 23
@@ -65,15 +70,22 @@ class Weigher:
                 "the weights of a TruncatedPosterior are those of its states alone, which are a "
                 "bound on the evidence and no estimate of it: use TraceTruncated_ELBO().bounds"
             )
+        check_flag("joint", joint, or_none=True)
+        check_flag("vectorize_particles", vectorize)
+        check_flag("strict_enumeration_warning", strict_enumeration)
         self.programs, self.annealing = programs, annealing
         self._vectorize, self._nesting = vectorize, max_plate_nesting
         self._strict = strict_enumeration
         self._tracers: dict[int, Tracer] = {}
         self._joint = bool(joint)
         self._alike = Alike()
-        self.pilot = self._tracer(1).sample(programs)
+        with first_run(programs.guide) as before:
+            self.pilot = self._tracer(1).sample(programs)
+            before.check(self.pilot.runs[0].guide_trace)
         check_no_bypass(self.pilot.structure)
+        check_plates(self.pilot.runs[0])
         points = self._points(self.pilot.runs[0])
+        self._check_observed()
         self._check_draws(points)
         self._count_alike(points)
         self._refuse_local_points(points)
@@ -151,8 +163,8 @@ class Weigher:
         if log_weight.discrete:
             raise ValueError(
                 f"chains move latents along gradients, but the guide's site"
-                f"{named(log_weight.discrete)} discrete: leave out schedule and kernel, so that "
-                f"importance sampling weighs them, or marginalise them in the model"
+                f"{named(log_weight.discrete)} discrete: {self.annealing.without}, or marginalise "
+                f"them in the model"
             )
         return ChainDensity(log_weight, needs_gradient)
 
@@ -252,6 +264,21 @@ class Weigher:
                         f"joint=False, for the evidence of each datum given one draw of "
                         f"{', '.join(map(repr, drawn))}"
                     )
+
+    def _check_observed(self) -> None:
+        if any(t.site["is_observed"] for t in self._model()):
+            return
+        guide = self.pilot.runs[0].guide_trace.nodes
+        observed = [n for n, s in guide.items() if is_scored(s) and s["is_observed"]]
+        if observed:
+            raise ValueError(
+                f"the model observes nothing, and the guide observes site '{observed[0]}': pass "
+                f"the model first and the guide second"
+            )
+        _logger.warning(
+            "the model observes nothing, so that its log evidence is 0: pass obs= to pyro.sample, "
+            "or use poutine.condition"
+        )
 
     def _check_draws(self, points: frozenset[str]) -> None:
         if not any(t.in_guide and is_random(t.site) for t in self.pilot.runs[0].terms):

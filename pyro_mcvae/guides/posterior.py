@@ -74,7 +74,8 @@ class StatePosterior:
 
     def entropy(self) -> Tensor:
         """The entropy of q_n in nats: ``[*plates]``."""
-        return -torch.special.xlogy(self.weights, self.weights).sum(0)
+        # A weight that is rounded to more than 1 would make it negative.
+        return torch.special.entr(self.weights).sum(0).clamp_min(0.0)
 
     def expectation(self, function: Callable[[Mapping[str, Tensor]], Tensor], b: int = 0) -> Tensor:
         r"""

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from numbers import Real
+from typing import Any
+
 import torch
 from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.tracing.runs import Run
-from pyro_mcvae.tracing.sites import is_latent, nonfinite_report
+from pyro_mcvae.tracing.sites import is_latent, nonfinite_report, plate_frames
 
-__all__ = ["check_declared", "check_sites", "nonfinite_sites"]
+__all__ = [
+    "check_declared",
+    "check_flag",
+    "check_nesting",
+    "check_plates",
+    "check_sites",
+    "nonfinite_sites",
+]
 
 
 def check_sites(
@@ -74,6 +85,42 @@ def check_declared(run: Run) -> None:
                 f"which some dims lie in no plate: enclose it in pyro.plate(...), or make them an "
                 f"event by .to_event(...)"
             )
+
+
+def check_plates(run: Run) -> None:
+    """
+    Check that a run without particles has no other batch dims than those of the plates around each
+    site, as Pyro does while its validation is enabled.
+
+    :raises ValueError: naming a site outside of the plate that its shape needs.
+    """
+    for term in run.terms:
+        shape, declared = tuple(term.log_prob.shape), {f.dim for f in plate_frames(term.site)}
+        if any(shape[d] != 1 and d not in declared for d in range(-len(shape), 0)):
+            raise ValueError(
+                f"site '{term.key.name}' of the {term.key.program} has batch shape {shape}, of "
+                f"which some dims lie in no plate around it: enclose it in pyro.plate(...), in the "
+                f"model and in the guide, or make them an event by .to_event(...)"
+            )
+
+
+def check_flag(name: str, value: Any, or_none: bool = False) -> None:
+    """Raise a ValueError unless ``value`` is True or False (or None, if that is allowed)."""
+    if not isinstance(value, bool) and not (or_none and value is None):
+        known = "True, False or None" if or_none else "True or False"
+        raise ValueError(f"{name} must be {known}, got {value!r}")
+
+
+def check_nesting(value: Any) -> None:
+    """
+    :raises ValueError: unless ``max_plate_nesting`` is a number of batch dims, or infinity.
+    """
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (number and value >= 0 and (value == math.inf or value == int(value))):
+        raise ValueError(
+            f"max_plate_nesting must be the number of batch dims that the programs' plates occupy, "
+            f"an int of at least 0, got {value!r}: leave it out to have it found"
+        )
 
 
 def nonfinite_sites(runs: list[Run]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.distributions.util import is_identically_zero
+from pyro.infer import ELBO, SVI
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
@@ -120,6 +121,14 @@ class Programs:
     guide: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        for role, program in (("model", self.model), ("guide", self.guide)):
+            if not callable(program) or isinstance(program, type | ELBO | SVI):
+                raise ValueError(
+                    f"the {role} must be a Pyro program, such as a function or an object that is "
+                    f"called with the data, got {program!r}"
+                )
 
 
 def is_messenger(programs: Programs) -> bool:

@@ -18,7 +18,7 @@ from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.again import run_again
 from pyro_mcvae.tracing.alike import Alike
 from pyro_mcvae.tracing.bypass import check_no_bypass
-from pyro_mcvae.tracing.checks import check_sites
+from pyro_mcvae.tracing.checks import check_nesting, check_sites
 from pyro_mcvae.tracing.coordinates import NoCoordinateError
 from pyro_mcvae.tracing.finder import StructureFinder
 from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
@@ -76,6 +76,7 @@ class Tracer:
         strict_enumeration: bool = True,
         find_roots: bool = False,
     ) -> None:
+        check_nesting(max_plate_nesting)
         self.num_particles = num_particles
         self.vectorize = vectorize
         self.declared_nesting = max_plate_nesting

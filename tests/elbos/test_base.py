@@ -411,6 +411,23 @@ def test_a_deeper_model_is_looked_at_again(cls):
 
 
 @objectives
+@pytest.mark.parametrize("value", ["1", None, -1, 2.5, float("nan"), True])
+def test_a_nesting_that_is_no_number_of_dims_is_refused(objective, value):
+    with pytest.raises(ValueError, match=f"max_plate_nesting must be .* got {value!r}"):
+        OBJECTIVES[objective](max_plate_nesting=value)
+
+
+@objectives
+def test_what_is_no_program_is_refused(objective):
+    elbo = OBJECTIVES[objective]()
+    exact = ConjugateGaussian(N=3)
+    with pytest.raises(ValueError, match=r"the guide must be a Pyro program, .* got None"):
+        elbo.loss(exact.model, None)
+    with pytest.raises(ValueError, match="the model must be a Pyro program"):
+        elbo.loss(elbo, exact.guide)
+
+
+@objectives
 @modes
 def test_a_declared_nesting_that_is_too_small_is_refused(objective, vectorize):
     deep = NestedGaussian(G=3, M=2)

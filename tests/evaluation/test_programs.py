@@ -9,6 +9,7 @@ from pyro.distributions.transforms import affine_coupling
 
 from pyro_mcvae import log_evidence, refine
 from tests.elbos.test_programs import FLOW, PROGRAMS
+from tests.estimates import called
 
 # What importance weights are not, and the words of the refusal.
 REFUSED = {
@@ -23,6 +24,7 @@ def test_programs_are_judged_alike_looped_and_vectorized(name):
     pyro.set_rng_seed(3)
     FLOW[torch.get_default_dtype()] = affine_coupling(2, [8])
     model, guide = PROGRAMS[name]()
+    called(guide)
     if name in REFUSED:
         with pytest.raises(ValueError, match=REFUSED[name]):
             log_evidence(model, guide)

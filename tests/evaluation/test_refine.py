@@ -13,6 +13,7 @@ from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 
 from pyro_mcvae import HMC, MALA, ULA, RandomWalk, refine, to_inference_data
+from tests.estimates import called
 from tests.models import (
     BetaBernoulli,
     ConjugateGaussian,
@@ -180,7 +181,7 @@ def test_auto_guides_are_refined_in_the_models_space(auto):
             z = pyro.sample("z", dist.Normal(0.0, scale))
             pyro.sample("x", dist.Normal(z, 0.7), obs=x)
 
-    guide = auto(model, init_scale=0.5)
+    guide = called(auto(model, init_scale=0.5))
     draws = refine(model, guide, num_samples=300, num_particles=5, schedule=4, num_transitions=3)
     assert set(draws) == {"scale", "z"}
     assert bool((draws["scale"] > 0).all())

@@ -10,6 +10,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal, AutoNormalMessenger, init_to_value
 
 from pyro_mcvae import TraceIWAE_ELBO, log_evidence, refine, sandwich
+from tests.estimates import called
 
 X = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
 OBSERVED = torch.tensor([True, False, True])
@@ -78,7 +79,7 @@ def test_missing_data_have_the_evidence_of_the_observed_ones(mask, vectorize):
 
 
 def test_an_auto_guide_of_missing_data_has_their_evidence():
-    guide = AutoNormal(imputing, init_scale=1.5)
+    guide = called(AutoNormal(imputing, init_scale=1.5))
     found = log_evidence(imputing, guide, num_particles=20_000)
     assert_near(found, EXACT)
     chains = log_evidence(imputing, guide, num_particles=300, schedule=3)
@@ -87,7 +88,7 @@ def test_an_auto_guide_of_missing_data_has_their_evidence():
 
 @pytest.mark.parametrize("options", [{"num_particles": 20_000}, {"schedule": 4, "warmup": 5}])
 def test_padded_series_have_the_evidence_of_their_own_length(options):
-    guide = AutoNormal(ragged, **near(SERIES))
+    guide = called(AutoNormal(ragged, **near(SERIES)))
     found = log_evidence(ragged, guide, **{"num_particles": 400, **options})
     assert_near(found, exact_ragged())
 
@@ -102,21 +103,21 @@ def test_padded_series_whose_observations_alone_are_masked():
                 z = pyro.sample(f"z_{t}", dist.Normal(0.9 * z, 1.0))
                 pyro.sample(f"x_{t}", dist.Normal(z, 0.5).mask(t < LENGTHS), obs=x)
 
-    guide = AutoNormal(alone, **near(SERIES))
+    guide = called(AutoNormal(alone, **near(SERIES)))
     assert_near(log_evidence(alone, guide, num_particles=20_000), exact_ragged())
     bounds = TraceIWAE_ELBO(5000, vectorize_particles=True).bounds(alone, guide)
     assert bool((bounds.per_datum - exact_ragged()).abs().max() < 0.3)
 
 
 def test_one_vector_of_all_latents_has_the_evidence_of_all_data():
-    guide = AutoDiagonalNormal(ragged, **near(SERIES))
+    guide = called(AutoDiagonalNormal(ragged, **near(SERIES)))
     found = log_evidence(ragged, guide, num_particles=300, schedule=8, warmup=8)
     assert_near(found, exact_ragged().sum())
 
 
 def test_draws_of_missing_entries_are_those_of_their_prior():
     """Also where the entry is observed: the draw is one of what might have been."""
-    guide = AutoNormal(imputing, init_scale=1.5)
+    guide = called(AutoNormal(imputing, init_scale=1.5))
     draws = refine(imputing, guide, num_samples=1500, num_transitions=3, schedule=4)
     z, x = draws["z"], draws["x_unobserved"]
     expected = torch.where(OBSERVED, X / 2, 0.0)
@@ -130,7 +131,7 @@ def test_draws_of_missing_entries_are_those_of_their_prior():
 def test_padded_series_lie_between_their_bounds():
     found = sandwich(
         ragged,
-        AutoNormal(ragged, **near(SERIES)),
+        called(AutoNormal(ragged, **near(SERIES))),
         SERIES,
         num_particles=8,
         schedule=4,
@@ -156,11 +157,11 @@ def test_a_masked_latent_that_the_model_reads_is_refused():
             pyro.sample("x", dist.Normal(z, 1.0), obs=X)
 
     with pytest.raises(ValueError, match="'z' has entries that a mask takes out of the model"):
-        log_evidence(model, AutoNormal(model))
+        log_evidence(model, called(AutoNormal(model)))
 
 
 def test_a_messenger_guide_has_the_masks_of_its_model():
-    guide = AutoNormalMessenger(imputing, init_scale=1.5)
+    guide = called(AutoNormalMessenger(imputing, init_scale=1.5))
     found = log_evidence(imputing, guide, num_particles=20_000)
     assert_near(found, EXACT)
 

@@ -141,6 +141,17 @@ def test_posterior_queries_equal_the_exact_ones():
     assert torch.allclose(drawn, q.t() @ states, atol=4.5 * 0.5 / 4000**0.5)
 
 
+def test_the_entropy_of_one_state_is_zero():
+    """To the sign, whatever rounding does to weights near 1."""
+    for dtype in (torch.float64, torch.float32):
+        x = X.to(dtype)
+        entropy = TruncatedPosterior(lambda x=x: model(x=x), 1).posterior().entropy()
+        assert (entropy == 0).all()
+        assert not entropy.signbit().any()
+        entropy = TruncatedPosterior(lambda x=x: model(x=50 * x), 2**H).posterior().entropy()
+        assert not entropy.signbit().any()
+
+
 def test_categorical_marginals_are_probabilities():
     marginals = TruncatedPosterior(mixed, 16).posterior().marginals()
     assert marginals["c"].shape == (N, 3)

@@ -2,12 +2,14 @@
 
 import csv
 import gzip
+import math
 import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from matplotlib.image import imsave
@@ -63,6 +65,24 @@ def test_monte_carlo_vae(data: Path, tmp_path: Path, as_a_command: None) -> None
     # 784 fair coins have 543.4 nats, where networks begin and noise stays.
     for result in (elbo, chain):
         assert 530 < result.nll_chain < 570
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(32, id="CIFAR-10"), pytest.param(64, id="CelebA", marks=pytest.mark.slow)]
+)
+def test_monte_carlo_vae_in_colour(size: int, tmp_path: Path, as_a_command: None) -> None:
+    images = torch.randint(256, (53, 3, size, size), dtype=torch.uint8).numpy()
+    path = tmp_path / "noise.npz"
+    np.savez(path, train_images=images[:50], test_images=images[50:])
+    argv = ["--full", "--data-root", str(path), "--out", str(tmp_path)]
+    args = mnist.parse(argv)
+    assert (args.latent, args.batch_size, args.epochs, len(args.seeds)) == (128, 50, 100, 5)
+    threads = torch.get_num_threads()
+    (elbo,) = mnist.main([*argv, "--smoke", "--seeds", "0", "--objectives", "SIS-5-ULA"])
+    torch.set_num_threads(threads)
+    # Means of 0, where networks begin, and of 1/2, the best of noise; per pixel.
+    constant = math.log(2 * math.pi) / 2
+    assert constant + 1 / 24 < elbo.nll_chain / images[0].size < constant + 1 / 6 + 0.02
 
 
 def test_the_papers_networks() -> None:

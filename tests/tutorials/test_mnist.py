@@ -62,9 +62,14 @@ def test_training_stops_at_the_time_that_was_given(tmp_path: Path) -> None:
 def test_reads_archives(tmp_path: Path) -> None:
     folder = tmp_path / "MNIST" / "raw"
     folder.mkdir(parents=True)
-    with gzip.open(folder / "train-images-idx3-ubyte.gz", "wb") as file:
-        file.write(bytes(16) + bytes([255]) + bytes(783) + bytes(783) + bytes([51]))
-    images = mnist.read_mnist(tmp_path, "train")
+    for kind in ("train", "t10k"):
+        with gzip.open(folder / f"{kind}-images-idx3-ubyte.gz", "wb") as file:
+            file.write(bytes(16) + bytes([255]) + bytes(783) + bytes(783) + bytes([51]))
+    task = mnist.load(tmp_path, None, 1)
+    images = task.train
+    assert (task.name, task.channels, task.size, task.binary) == ("MNIST", 1, 28, True)
+    assert task.test.shape == (1, 784)
+    assert task.test[0, 0] == 1
     assert images.shape == (2, 784)
     assert images[0, 0] == 1
     assert images[1, -1] == pytest.approx(0.2)

@@ -2,13 +2,15 @@
 
 ``--figure bound``: the variational lower bound of training and test images over the number of
 training samples evaluated, for several dimensions of the latent space (figure 2). ``--figure
-marginal``: the marginal likelihood, estimated as in appendix D, for few and many training images
-and a latent space of 3 dimensions (figure 3). On scikit-learn's digits by default::
+marginal``: the marginal likelihood of few and many training images, for a latent space of 3
+dimensions (figure 3), by importance sampling around posterior draws, and beside it by the estimator
+of appendix D (see ``judges.py``). On scikit-learn's digits by default::
 
     python tutorials/aevb/figures.py --figure bound
     python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --hidden 500
     python tutorials/aevb/figures.py --figure bound --dataset frey --data-root data --hidden 200
-    python tutorials/aevb/figures.py --figure marginal --dataset mnist --data-root data
+    python tutorials/aevb/figures.py --figure marginal --dataset mnist --data-root data \\
+        --num-train 1000 50000 --judged 100
     python tutorials/aevb/figures.py --figure bound --dataset mnist --data-root data --full
 
 ``--full`` is the paper's scale: its networks, dimensions and training samples; days on a CPU.
@@ -19,18 +21,17 @@ import csv
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 import pyro
 import torch
 from common import LEARNING_RATES, OBJECTIVES, VAE, Data, Training, bound, load
+from judges import Verdict, marginal
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter
 from torch import Tensor
 from tqdm import tqdm
-
-from pyro_mcvae import low_dimensional_evidence
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
 from results import commit, machine, write
@@ -65,12 +66,17 @@ class Point:
     objective: str
     samples: int  # training samples evaluated
     split: str
-    value: float
-    error: float  # standard error over the images judged
     seed: int
     cpu_seconds: float  # of training
     commit: str
     machine: str
+    # As in Verdict.
+    value: float
+    error: float
+    monte_carlo_error: float
+    unreliable: float
+    appendix_d: float
+    not_mixed: float
 
 
 def marks(first: float, last: float, count: int) -> list[int]:
@@ -79,21 +85,12 @@ def marks(first: float, last: float, count: int) -> list[int]:
     return [round(first * (last / first) ** float(p)) for p in powers]
 
 
-def judge(args: argparse.Namespace, vae: VAE, x: Tensor, name: str) -> tuple[float, float]:
+def judge(args: argparse.Namespace, vae: VAE, x: Tensor, name: str) -> Verdict:
     if args.figure == "bound":
-        return bound(vae, x)
+        return Verdict(*bound(vae, x))
     # Monte Carlo EM has no encoder to begin the chains of the estimate with.
     guide = vae.prior if name == "MCEM" else vae.guide
-    found = low_dimensional_evidence(
-        vae.model,
-        guide,
-        x,
-        num_chains=10,
-        num_draws=10,
-        warmup=args.warmup,
-        max_plate_nesting=1,
-    ).log_evidence
-    return found.mean().item(), found.std().item() / len(found) ** 0.5
+    return marginal(vae, x, guide, args.draws, args.particles, args.warmup)
 
 
 def run(args: argparse.Namespace, data: Data) -> list[Point]:
@@ -116,13 +113,10 @@ def run(args: argparse.Namespace, data: Data) -> list[Point]:
                     for seen in training.run(wanted):
                         bar.update(seen - bar.n)
                         for split, x in judged.items():
-                            value, error = judge(args, vae, x, name)
+                            found = judge(args, vae, x, name)
                             setting = (args.figure, data.name, size, latent, args.hidden, name)
-                            spent = training.cpu_seconds
-                            where = args.commit, machine()
-                            points.append(
-                                Point(*setting, seen, split, value, error, args.seed, spent, *where)
-                            )
+                            run = args.seed, training.cpu_seconds, args.commit, machine()
+                            points.append(Point(*setting, seen, split, *run, *astuple(found)))
                         bar.set_postfix_str(f"test {points[-1].value:.1f}", refresh=False)
                 rows = [asdict(point) for point in points]
                 write(rows, args.out / f"{args.figure}_{data.name}.csv")  # may be interrupted
@@ -195,7 +189,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--samples", type=positive, default=200_000, help="training samples evaluated by each")
     add("--first", type=positive, default=10_000, help="samples before the first judgement")
     add("--checkpoints", type=positive, default=10, help="judgements on the way")
-    add("--warmup", type=positive, default=60, help="transitions before the marginal's draws")
+    add("--draws", type=positive, default=20, help="posterior draws of the marginal's guide")
+    add("--particles", type=positive, default=1000, help="weights of the marginal's estimate")
+    add("--warmup", type=positive, default=60, help="transitions before the draws of appendix D")
     add("--judged", type=positive, default=1000, metavar="N", help="images, of each split")
     add("--batch-size", type=positive, default=100)
     add("--learning-rate", type=float, help="of Adagrad; default: each objective's own")
@@ -216,7 +212,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.hidden = args.hidden or defaults["hidden"]
     if args.smoke:
         args.samples, args.first, args.checkpoints, args.judged = 1000, 100, 2, 20
-        args.num_train, args.warmup = [200], 5
+        args.num_train, args.warmup, args.draws, args.particles = [200], 3, 3, 50
         if args.full:  # a step or two of the paper's networks
             args.samples, args.judged = 200, 3
         else:

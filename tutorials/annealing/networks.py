@@ -1,4 +1,4 @@
-"""Convolutional networks for images of 28x28 pixels, as those of Thin et al. (2021)."""
+"""Convolutional networks for square images, as those of Thin et al. (2021)."""
 
 import torch
 from torch import Tensor, nn
@@ -33,29 +33,33 @@ class Batched(nn.Module):
         return torch.unflatten(self.layers(flat), 0, x.shape[:-1])
 
 
-def convolutional(num_latents: int) -> tuple[nn.Module, nn.Module]:
+def convolutional(
+    num_latents: int, channels: int = 1, size: int = 28
+) -> tuple[nn.Module, nn.Module]:
     """
-    Encoder and decoder of 28x28 binary images.
+    Encoder and decoder of square images, whose rows hold one channel after the other.
 
     Eight convolutional layers and a linear one to the parameters of a normal distribution; a linear
-    layer, nearest-neighbour upsampling and convolutions back to logits. Sizes: 28, 14, 7, 3.
+    layer, nearest-neighbour upsampling and convolutions back to logits or means. Sizes, of MNIST:
+    28, 14, 7, 3.
     """
+    least = size // 8
     encoder = Batched(
-        nn.Unflatten(1, (1, 28, 28)),
-        Block(1, 16, nn.AvgPool2d(2)),
+        nn.Unflatten(1, (channels, size, size)),
+        Block(channels, 16, nn.AvgPool2d(2)),
         Block(16, 32, nn.AvgPool2d(2)),
         Block(32, 64, nn.AvgPool2d(2)),
         Block(64, 64, nn.Identity()),
         nn.Flatten(),
-        nn.Linear(64 * 3 * 3, 2 * num_latents),
+        nn.Linear(64 * least * least, 2 * num_latents),
     )
     decoder = Batched(
-        nn.Linear(num_latents, 64 * 3 * 3),
-        nn.Unflatten(1, (64, 3, 3)),
-        Block(64, 32, nn.Upsample(7)),
-        Block(32, 16, nn.Upsample(14)),
-        Block(16, 16, nn.Upsample(28)),
-        nn.Conv2d(16, 1, 1),
+        nn.Linear(num_latents, 64 * least * least),
+        nn.Unflatten(1, (64, least, least)),
+        Block(64, 32, nn.Upsample(size // 4)),
+        Block(32, 16, nn.Upsample(size // 2)),
+        Block(16, 16, nn.Upsample(size)),
+        nn.Conv2d(16, channels, 1),
         nn.Flatten(),
     )
     return encoder, decoder

@@ -1,0 +1,360 @@
+"""Every argument of what evaluation/ and baselines/ export, wrong in every way that we know."""
+
+import inspect
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from torch.utils.data import DataLoader, TensorDataset
+
+from pyro_mcvae import (
+    HMC,
+    ULA,
+    LinearSchedule,
+    MonteCarloEM,
+    TraceIWAE_ELBO,
+    WakeSleep,
+    log_evidence,
+    log_evidence_loader,
+    low_dimensional_evidence,
+    refine,
+    report,
+    sandwich,
+    to_inference_data,
+)
+
+X = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
+NAN, OBJECT = math.nan, object()
+
+
+def model(x):
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+
+def guide(x):
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.Normal(x / 2, 0.8))
+
+
+def load(model, guide, *args, **options):
+    return log_evidence_loader(model, guide, [args], **{"progress": False, **options})
+
+
+JUDGES = {
+    log_evidence: log_evidence,
+    log_evidence_loader: load,
+    refine: refine,
+    report: report,
+    sandwich: sandwich,
+    low_dimensional_evidence: low_dimensional_evidence,
+}
+judges = pytest.mark.parametrize("judge", list(JUDGES.values()), ids=[f.__name__ for f in JUDGES])
+
+COUNTS = ["5", None, -1, NAN, 2.5, True, torch.tensor([1, 2]), [3]]
+FLAGS = ["yes", 2, NAN, torch.tensor([True, False])]
+# Argument: wrong values, and what the message says beside the value.
+WRONG = {
+    "num_particles": ([*COUNTS, 0], "num_particles must be an int of at least 1"),
+    "num_samples": ([*COUNTS, 0], "num_samples must be an int of at least 1"),
+    "num_simulations": ([*COUNTS, 0], "num_simulations must be an int of at least 1"),
+    "num_draws": ([*COUNTS, 0], "num_draws must be an int of at least 1"),
+    "num_transitions": (COUNTS, "num_transitions must be an int of at least 0"),
+    "num_chains": ([*COUNTS, 0, 3], "num_chains must be an int of at least 4"),
+    "warmup": (COUNTS, "warmup must be an int of at least 0"),
+    "chunk_size": ([0, *(c for c in COUNTS if c is not None)], "chunk_size must be an int"),
+    "schedule": (
+        ["linear", OBJECT, HMC(), {"a": 1}, LinearSchedule, "5", ["a"]],
+        "schedule must be a Schedule such as LinearSchedule",
+    ),
+    "kernel": (["hmc", 5, HMC, OBJECT, LinearSchedule(2), NAN], r"kernel .*such as HMC\(\)"),
+    "coordinates": (["values", None, 3], "coordinates must be 'noise' or 'latent'"),
+    "joint": (FLAGS, "joint must be True, False or None"),
+    "vectorize_particles": ([*FLAGS, None], "vectorize_particles must be True or False"),
+    "strict_enumeration_warning": ([*FLAGS, None], "strict_enumeration_warning must be True or"),
+    "keep_log_weight": ([*FLAGS, None], "keep_log_weight must be True or False"),
+    "progress": ([*FLAGS, None], "progress must be True or False"),
+    "max_plate_nesting": (["1", None, -1, NAN, 2.5, -math.inf, True], "max_plate_nesting must be"),
+    "seed": (
+        ["5", -1, NAN, 2.5, True, torch.tensor([1, 2]), 1 << 32],
+        "seed must be an int from 0",
+    ),
+    "to_args": (["x", 5], "to_args must be a function or None"),
+    "device": (["nodevice", NAN], "device must be a torch.device"),
+    "plate": (["nope", 5], r"plate='(nope|5)', but the weights' plates are \['data'\]"),
+}
+
+
+def shown(value):
+    """The beginning of a value in a message."""
+    return repr(value)[:8]
+
+
+@pytest.mark.parametrize("function", list(JUDGES), ids=[f.__name__ for f in JUDGES])
+def test_a_wrong_value_is_named(function):
+    options = inspect.signature(function).parameters
+    for name, (values, message) in WRONG.items():
+        if name not in options:
+            continue
+        for value in values:
+            with pytest.raises(ValueError, match=message) as error:
+                JUDGES[function](model, guide, X, **{name: value})
+            assert name == "plate" or shown(value) in str(error.value), (name, value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (0, "num_steps must be an int of at least 1, got 0"),
+        (-1, "num_steps must be an int of at least 1, got -1"),
+        (True, "num_steps must be an int of at least 1, got True"),
+        (NAN, "must increase from 0 to 1"),
+        (2.5, "must increase from 0 to 1, .* got 2.5"),
+        ([], "must increase from 0 to 1"),
+        ([0, 0.5], r"must increase from 0 to 1, .* got \[0.0, 0.5\]"),
+        (torch.tensor([[0.0, 1.0]]), r"must increase from 0 to 1, .* got \[\[0.0, 1.0\]\]"),
+        (torch.tensor([0.0, NAN, 1.0]), "must increase from 0 to 1"),
+        (torch.tensor([0.0, 0.7, 0.3, 1.0]), "must increase from 0 to 1"),
+    ],
+)
+def test_schedules_that_are_none(schedule, message):
+    for judge in (log_evidence, load, refine, report, sandwich):
+        with pytest.raises(ValueError, match=message):
+            judge(model, guide, X, schedule=schedule)
+
+
+@judges
+@pytest.mark.parametrize(
+    ("wrong", "role"),
+    [
+        ((None, guide), "model"),
+        ((model, None), "guide"),
+        ((model, "guide"), "guide"),
+        ((model, AutoNormal), "guide"),
+        ((model, TraceIWAE_ELBO()), "guide"),
+        ((SVI(model, guide, pyro.optim.Adam({}), Trace_ELBO()), guide), "model"),
+    ],
+    ids=["no model", "no guide", "a string", "a class", "an objective", "an SVI"],
+)
+def test_what_is_no_program(judge, wrong, role):
+    with pytest.raises(ValueError, match=f"the {role} must be a Pyro program"):
+        judge(*wrong, X)
+
+
+@judges
+@pytest.mark.filterwarnings("ignore:Found:UserWarning")  # Pyro's, of the same thing
+def test_programs_in_the_wrong_places(judge):
+    with pytest.raises(ValueError, match="guide observes site 'x': pass the model first"):
+        judge(guide, model, X)
+
+
+def test_a_model_that_observes_nothing_is_reported(caplog):
+    def prior(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+
+    found = log_evidence(prior, guide, X)
+    assert bool((found.log_evidence.abs() < 4 * found.standard_error).all())
+    assert "the model observes nothing, so that its log evidence is 0" in caplog.text
+
+
+def bernoulli(probability, obs):
+    def program(x):
+        with pyro.plate("data", len(x)):
+            k = pyro.sample("k", dist.Bernoulli(torch.full((len(x),), probability)))
+            if obs:
+                pyro.sample("x", dist.Normal(k, 1.0), obs=x)
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("judge", "options", "remedy"),
+    [
+        (log_evidence, {"schedule": 2}, "leave out schedule and kernel"),
+        (load, {"kernel": HMC()}, "leave out schedule and kernel"),
+        (report, {"schedule": 2}, "leave out schedule and kernel"),
+        (refine, {"schedule": 2}, "leave out schedule and kernel"),
+        (refine, {"num_transitions": 2}, "leave out schedule, kernel and num_transitions"),
+        (sandwich, {}, "use log_evidence without schedule and kernel"),
+        (low_dimensional_evidence, {}, "use log_evidence, or marginalise them"),
+    ],
+)
+def test_discrete_latents_have_a_remedy_that_applies(judge, options, remedy):
+    with pytest.raises(ValueError, match=rf"the guide's site 'k' is discrete: {remedy}"):
+        judge(bernoulli(0.3, True), bernoulli(0.5, False), X, **options)
+
+
+def no_plate(obs):
+    def program(x):
+        z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0))
+        if obs:
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    return program
+
+
+@judges
+@pytest.mark.parametrize(
+    ("model", "guide"),
+    [(no_plate(True), no_plate(False)), (model, no_plate(False)), (no_plate(True), guide)],
+    ids=["both", "guide", "model"],
+)
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.filterwarnings("ignore:Found plate:UserWarning")  # Pyro's, of the same thing
+def test_a_missing_plate_names_the_site(judge, model, guide, validate):
+    pyro.enable_validation(validate)
+    with pytest.raises(ValueError, match=r"(at |)site ['\"][xz]['\"](.|\n)*pyro.plate"):
+        judge(model, guide, X)
+
+
+# Batches
+
+
+def judged(batches, **options):
+    return log_evidence_loader(
+        model, guide, batches, num_particles=5, progress=False, **options
+    ).log_evidence.shape
+
+
+@pytest.mark.parametrize(
+    "batches",
+    [
+        [X, X],
+        (X, X),
+        [(X,), (X,)],
+        [[X], [X]],
+        [{"x": X}, {"x": X}],
+        DataLoader(torch.cat([X, X]), batch_size=2),
+        DataLoader(TensorDataset(torch.cat([X, X])), batch_size=4),
+        torch.cat([X, X]).split(5),
+    ],
+    ids=["tensors", "tuple", "tuples", "lists", "dicts", "loader", "dataset", "split"],
+)
+def test_batches_of_every_kind(batches):
+    assert judged(batches) == (6,)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "there was no batch: the loader is empty, or was used up"),
+        (iter([]), "there was no batch"),
+        (DataLoader(TensorDataset(X[:0]), batch_size=2), "there was no batch"),
+        (None, "batches must be a DataLoader .* got None"),
+        (3, "batches must be a DataLoader .* got 3"),
+        (
+            X,
+            r"a tensor of shape \(3,\), whose entries would be taken for batches: pass \[data\]",
+        ),
+        ({"x": X}, "got dict, whose entries would be taken for batches"),
+        ("data", "got str, whose entries"),
+        ([None], "a batch, or what to_args makes of it, is None"),
+        ([X[:0]], "plate 'data' has an empty minibatch"),
+        ([(X, X)], r"the model cannot be called with a batch.*\(Tensor, Tensor\).*to_args="),
+        (DataLoader(TensorDataset(X, X)), "cannot be called with a batch"),
+        ([{"y": X}], r"cannot be called with a batch.*\(y=Tensor\).*to_args="),
+        ([()], "cannot be called with a batch.*missing a required argument: 'x'"),
+    ],
+)
+def test_batches_that_are_none(batches, message):
+    with pytest.raises(ValueError, match=message):
+        judged(batches)
+
+
+def test_functions_that_make_arguments_return_them():
+    for judge in (lambda f: judged([X], to_args=f), lambda f: sandwich(model, guide, X, to_args=f)):
+        with pytest.raises(ValueError, match="what to_args makes of it, is None"):
+            judge(lambda given: None)
+    assert judged([(X, "label")], to_args=lambda batch: batch[0]) == (3,)
+
+
+# What comes of it
+
+
+def test_inference_data_take_draws():
+    draws = refine(model, guide, X, num_samples=8)
+    for given, message in [
+        ({"z": X}, "draws must be the PosteriorDraws that refine returns, got dict"),
+        (None, "draws must be the PosteriorDraws .* got NoneType"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            to_inference_data(given)
+    pytest.importorskip("arviz")
+    for options, message in [
+        ({"num_chains": 0}, "num_chains=0 does not divide the 8 draws"),
+        ({"num_chains": 3}, "num_chains=3 does not divide the 8 draws"),
+        ({"num_chains": "2"}, "num_chains must be an int of at least 1, got '2'"),
+        ({"num_chains": 2.0}, "num_chains must be an int of at least 1, got 2.0"),
+        ({"num_chains": True}, "num_chains must be an int of at least 1, got True"),
+        ({"coords": 5}, "coords must be a dict or None, got 5"),
+        ({"dims": 5}, "dims must be a dict or None, got 5"),
+        ({"dims": {"w": ["a"]}}, r"dims names site 'w', but the sites are \['x', 'z'\]"),
+        ({"dims": {"z": ["a", "b"]}}, r"dims of site 'z' must be a list of 0 names .* or of 1"),
+        ({"dims": {"z": "a"}}, "dims of site 'z' must be a list .* got 'a'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            to_inference_data(draws, **options)
+
+
+def test_the_worst_are_counted():
+    found = report(model, guide, X, num_particles=5)
+    for count in (0, -1, "a", None, 2.5):
+        with pytest.raises(ValueError, match="count must be an int of at least 1, got"):
+            found.worst(count)
+
+
+# Baselines
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [
+        (WakeSleep, "num_particles"),
+        (WakeSleep, "num_dreams"),
+        (MonteCarloEM, "num_steps"),
+        (MonteCarloEM, "num_particles"),
+        (MonteCarloEM, "updates_per_draw"),
+    ],
+)
+def test_baselines_are_counted(cls, name):
+    for value in [*COUNTS, 0]:
+        with pytest.raises(ValueError, match=f"{name} must be an int of at least 1, got"):
+            cls(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WakeSleep(dream_args="x"), "dream_args must be a function .* got 'x'"),
+        (lambda: MonteCarloEM(kernel="hmc"), "kernel must be a Kernel .* got 'hmc'"),
+        (lambda: MonteCarloEM(kernel=HMC), "kernel must be a Kernel .* got <class"),
+        (lambda: MonteCarloEM(kernel=ULA()), "leaves the posterior invariant, which ULA does not"),
+        (lambda: MonteCarloEM(coordinates="x"), "coordinates must be one of noise, latent"),
+        (lambda: MonteCarloEM(persistent="yes"), "persistent must be True or False, got 'yes'"),
+        (lambda: MonteCarloEM(joint=2), "joint must be True or False, got 2"),
+        (lambda: WakeSleep(max_plate_nesting="1"), "max_plate_nesting must be .* got '1'"),
+        (lambda: MonteCarloEM(max_plate_nesting=-1), "max_plate_nesting must be .* got -1"),
+    ],
+)
+def test_baselines_name_what_they_do_not_know(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("cls", [WakeSleep, MonteCarloEM])
+def test_baselines_name_what_programs_lack(cls):
+    for programs, message in [
+        ((model, None), "the guide must be a Pyro program"),
+        ((no_plate(True), no_plate(False)), r"site ['\"]z['\"]"),
+        ((bernoulli(0.3, True), guide), "site 'k' of the model is neither observed nor drawn"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            cls().loss_and_grads(*programs, X)
+    with pytest.raises(ValueError, match="empty minibatch"):
+        cls().loss_and_grads(model, guide, X[:0])
