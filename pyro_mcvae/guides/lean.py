@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from pyro import distributions as dist
+from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions.utils import probs_to_logits
-from torch.nn.functional import softplus
+from torch.nn.functional import mse_loss, softplus
 
+from pyro_mcvae.tracing.precision import without_autocast
 from pyro_mcvae.tracing.runs import Term
 from pyro_mcvae.tracing.sites import masked, subsampling_scale, unscaled_log_prob
 from pyro_mcvae.tracing.structure import FactorKey
@@ -32,7 +34,7 @@ __all__ = ["lean_log_prob", "lean_term"]
 
 def lean_log_prob(fn: Any, value: Tensor) -> Tensor | None:
     """
-    ``fn.log_prob(value)`` of a Normal or a Bernoulli, under ``to_event`` or not.
+    ``fn.log_prob(value)`` of a Normal or a Bernoulli, under ``to_event`` and ``mask`` or not.
 
     :param fn: a distribution.
     :param ~torch.Tensor value: broadcastable to its shape.
@@ -45,16 +47,22 @@ def lean_log_prob(fn: Any, value: Tensor) -> Tensor | None:
         >>> lean_log_prob(fn, torch.ones(3)).shape
         torch.Size([5])
     """
-    base, events = fn, 0
+    base, events, mask = fn, 0, None
     while isinstance(base, torch.distributions.Independent):
         base, events = base.base_dist, events + base.reinterpreted_batch_ndims
+    if type(base) is MaskedDistribution and isinstance(base._mask, Tensor):
+        base, mask = base.base_dist, _as_given(base._mask)
     form = _FORMS.get(type(base))
     if form is None or not value.is_floating_point():
         return None
     if base._validate_args:
         base._validate_sample(value)
     shape = _broadcast(value.shape, base.batch_shape)
-    found: Tensor = form(base, value, shape[len(shape) - events :])
+    if mask is not None:
+        # What is missing may be NaN, whose gradient no later mask would stop.
+        value = torch.where(mask, value, torch.zeros_like(value))
+    with without_autocast():
+        found: Tensor = form(base, value, shape[len(shape) - events :], mask)
     return found.expand(shape[: len(shape) - events])
 
 
@@ -72,20 +80,31 @@ def lean_term(site: Any) -> Term:
     return Term(key, site, masked(site, log_prob), subsampling_scale(site))
 
 
-def _normal(base: Any, value: Tensor, event: torch.Size) -> Tensor:
+def _normal(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
     scale = _as_given(base.scale)
-    difference, dims = value - base.loc, list(range(-len(event), 0))
-    normaliser = _sum(scale.log() + math.log(math.sqrt(2 * math.pi)), event)
+    dims = list(range(-len(event), 0))
+    squares = _squares(base.loc, value)
+    normaliser = scale.log() + math.log(math.sqrt(2 * math.pi))
+    if mask is not None:
+        squares, normaliser = _there(squares, mask), _there(normaliser, mask)
+    normaliser = _sum(normaliser, event)
     # One scale for a whole event divides its sum.
     if dims and all(n == 1 for n in scale.shape[-len(dims) :]):
-        squares = difference.square().sum(dims)
         scale = scale.reshape(scale.shape[: scale.dim() - len(dims)])
-        return -squares / (2 * scale.square()) - normaliser
-    squares = (difference / scale).square()
+        return -squares.sum(dims) / (2 * scale.square()) - normaliser
+    squares = squares / scale.square()
     return -0.5 * (squares.sum(dims) if dims else squares) - normaliser
 
 
-def _bernoulli(base: Any, value: Tensor, event: torch.Size) -> Tensor:
+def _squares(a: Tensor, b: Tensor) -> Tensor:
+    """The squared difference: of all ways to write it that with the fewest passes, both ways."""
+    if a.dtype != b.dtype:
+        return (a - b).square()
+    a, b = torch.broadcast_tensors(a, b)
+    return mse_loss(a, b, reduction="none")
+
+
+def _bernoulli(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
     if "logits" in base.__dict__:
         logits = _as_given(base.logits)
     else:
@@ -94,15 +113,32 @@ def _bernoulli(base: Any, value: Tensor, event: torch.Size) -> Tensor:
     most = torch.finfo(logits.dtype).max / 4
     logits = logits.clamp(-most, most)
     # Relative to the most probable value: no two large terms cancel.
-    mode, dims = logits > 0, list(range(-len(event), 0))
-    less = (value - mode.to(value)) * logits
-    total = (less.sum(dims) if dims else less) - _sum(
-        softplus(torch.where(mode, -logits, logits)), event
-    )
+    mode = logits > 0
+    normaliser = softplus(torch.where(mode, -logits, logits))
+    less = value - mode.to(value)
+    if mask is not None:
+        less, normaliser = _there(less, mask), _there(normaliser, mask)
+    total = _product(less, logits, event) - _sum(normaliser, event)
     return torch.where(total < -most / 2, -torch.inf, total)
 
 
-_FORMS: dict[type, Callable[[Any, Tensor, torch.Size], Tensor]] = {
+def _product(value: Tensor, logits: Tensor, event: torch.Size) -> Tensor:
+    """``(value * logits).sum`` over event dims; a matrix product where one vector serves all."""
+    size = logits.shape[-1] if logits.dim() else 1
+    vector = len(event) == 1 and value.dim() > 1 and size == logits.numel() == value.shape[-1]
+    # Where products of float32 may be rounded, sums of log densities may not.
+    if vector and torch.get_float32_matmul_precision() == "highest" and value.dtype == logits.dtype:
+        return torch.mv(value.reshape(-1, size), logits.reshape(size)).reshape(value.shape[:-1])
+    less = value * logits
+    return less.sum(list(range(-len(event), 0))) if event else less
+
+
+def _there(value: Tensor, mask: Tensor) -> Tensor:
+    """Zero where the mask says that nothing is there."""
+    return torch.where(mask, value, torch.zeros_like(value))
+
+
+_FORMS: dict[type, Callable[[Any, Tensor, torch.Size, Tensor | None], Tensor]] = {
     # Subclasses may have another density, and are left to it.
     dist.Normal: _normal,
     dist.Bernoulli: _bernoulli,
