@@ -23,19 +23,22 @@ class Population:
     """
     The states of the data of a minibatch in one block.
 
-    :ivar states: shape ``[E, S, D]``.
-    :ivar packed: the same, packed: ``[E, S, bytes]``.
+    :ivar packed: the states, packed: ``[E, S, bytes]``.
     :ivar keys: shape ``[E, S]``.
     :ivar log_joint: shape ``[E, S]``.
     :ivar frozen: which entries are masked out in each state, ``[E, S, D]``; None without masks.
     """
 
     space: StateSpace
-    states: Tensor
     packed: Tensor
     keys: Tensor
     log_joint: Tensor
     frozen: Tensor | None = None
+
+    @property
+    def states(self) -> Tensor:
+        """Unpacked when asked for, since few are: ``[E, S, D]``."""
+        return self.space.unpack(self.packed)
 
     def merged(self, other: Population) -> Population:
         """The best of both, as many as there are here, all distinct."""
@@ -43,12 +46,11 @@ class Population:
         log_joint = torch.cat([self.log_joint, other.log_joint], dim=1)
         best = keep_best(log_joint, duplicates(keys), self.keys.shape[1])
         packed = _take(torch.cat([self.packed, other.packed], dim=1), best)
-        states = _take(torch.cat([self.states, other.states], dim=1), best)
         frozen = None
         if self.frozen is not None and other.frozen is not None:
             frozen = _take(torch.cat([self.frozen, other.frozen], dim=1), best)
         keys, log_joint = keys.gather(1, best), log_joint.gather(1, best)
-        return Population(self.space, states, packed, keys, log_joint, frozen)
+        return Population(self.space, packed, keys, log_joint, frozen)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
@@ -71,7 +73,6 @@ def evaluate(
     :param count: how many, S.
     """
     packed: list[Tensor | None] = [None] * len(stored)
-    states: list[Tensor | None] = [None] * len(stored)
 
     def load(b: int) -> Tensor:
         layout, rows, kept = runs.layouts.blocks[b], runs.rows[b], stored[b]
@@ -79,26 +80,21 @@ def evaluate(
         assert rows is not None
         assert kept is not None
         packed[b] = at = kept.index_select(0, rows.index.to(kept.device))
-        states[b] = found = layout.space.unpack(at)
-        return found
+        return layout.space.unpack(at)
 
     sample = runs.run(load, count)
     return [
-        None if at is None else _population(runs, sample, b, at, packed[b])
-        for b, at in enumerate(states)
+        None if at is None else _population(runs, sample, b, at) for b, at in enumerate(packed)
     ], sample
 
 
-def _population(
-    runs: JointRuns, sample: Sample, b: int, states: Tensor, packed: Tensor | None = None
-) -> Population:
+def _population(runs: JointRuns, sample: Sample, b: int, packed: Tensor) -> Population:
     layout = runs.layouts.blocks[b]
     assert layout is not None
     space = layout.space
-    packed = space.pack(states) if packed is None else packed
     frozen = runs.frozen(sample, b) if runs.layouts.masked else None
     joint = runs.log_joint(sample)[b].detach()
-    return Population(space, states, packed, space.keys(packed), joint, frozen)
+    return Population(space, packed, space.keys(packed), joint, frozen)
 
 
 @dataclass(frozen=True)
@@ -178,7 +174,7 @@ def _choose(
             parents.append(None)
             continue
         index = evolution.parents(population.log_joint, evolution.num_parents)
-        states, frozen = _take(population.states, index), None
+        states, frozen = population.space.unpack(_take(population.packed, index)), None
         if evolution.crossover is not None:
             states = evolution.crossover(states)
         elif population.frozen is not None:
@@ -187,7 +183,7 @@ def _choose(
             Parents(
                 population.space,
                 states,
-                population.states,
+                population.packed,
                 population.log_joint,
                 population.keys,
                 frozen,
@@ -214,6 +210,6 @@ def _merge(runs: JointRuns, populations: Populations, children: list[Tensor | No
     ]
     sample = runs.run(wide, widest)
     return [
-        None if p is None or c is None else p.merged(_population(runs, sample, b, c))
+        None if p is None or c is None else p.merged(_population(runs, sample, b, p.space.pack(c)))
         for b, (p, c) in enumerate(zip(populations, wide, strict=True))
     ]

@@ -27,7 +27,7 @@ class Parents:
 
     :ivar space: the entries, their values and their moves.
     :ivar states: the parents, shape ``[E, P, D]``.
-    :ivar population: all states, shape ``[E, S, D]``.
+    :ivar packed: all states of the population, packed: ``[E, S, bytes]``.
     :ivar log_joint: of the population, shape ``[E, S]``.
     :ivar keys: of the population, shape ``[E, S]``.
     :ivar frozen: entries that do not exist (masked out), ``[E, P, D]``, or None.
@@ -37,11 +37,16 @@ class Parents:
 
     space: StateSpace
     states: Tensor
-    population: Tensor
+    packed: Tensor
     log_joint: Tensor
     keys: Tensor
     frozen: Tensor | None = None
     gains: Tensor | None = None
+
+    @property
+    def population(self) -> Tensor:
+        """All states, unpacked when asked for: shape ``[E, S, D]``."""
+        return self.space.unpack(self.packed)
 
     def allowed(self) -> Tensor:
         """The moves to states that the population does not have, shape ``[E, P, M]``."""

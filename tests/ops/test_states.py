@@ -48,10 +48,11 @@ def test_moves_to_known_states_are_found_both_ways(width):
     rows = [row.unique(dim=0) for row in states]
     least = min(len(r) for r in rows)
     population = torch.stack([r[:least] for r in rows])
-    keys = space.keys(space.pack(population))
+    packed = space.pack(population)
+    keys = space.keys(packed)
     parents = torch.cat([population[:, :6], seeds, 1 - seeds], 1)
     joint = torch.zeros(keys.shape)
-    found = Parents(space, parents, population, joint, keys)
+    found = Parents(space, parents, packed, joint, keys)
     own = space.keys(space.pack(parents)).unsqueeze(-1)
     assert torch.equal(~found._neighbours(own), found._look_up(own))
     moved = parents.unsqueeze(2) ^ torch.eye(width, dtype=torch.uint8)
