@@ -28,9 +28,9 @@ from pyro_mcvae.guides.searched import (
 from pyro_mcvae.tracing import runs, scout
 from pyro_mcvae.tracing.checks import check_sites
 from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
-from pyro_mcvae.tracing.runs import Programs, Run
+from pyro_mcvae.tracing.runs import Programs, Run, Term
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import is_latent, plate_key
+from pyro_mcvae.tracing.sites import is_latent, plate_key, subsampling_scale
 from pyro_mcvae.tracing.structure import FactorKey
 from pyro_mcvae.tracing.tracer import Tracer
 
@@ -227,7 +227,7 @@ class JointRuns:
         both = with_searched(guide_trace, model_trace, names)
         terms = [lean_term(s) for s in runs.scored(model_trace)]
         # In the order of the first call, in which the blocks are numbered.
-        searched = [runs.guide_term(s) for n, s in both.nodes.items() if n in names]
+        searched = [_no_density(s) for n, s in both.nodes.items() if n in names]
         run = Run(both, model_trace, terms + self._guide_terms + searched, nesting, count)
         run.subsamples = self.subsamples
         if plate is not None:
@@ -293,6 +293,12 @@ class JointRuns:
                     gradients[name] = torch.stack(whole) if len(whole) > 1 else whole[0]
             result.append(layout.gains(at, gradients, rows))
         return result
+
+
+def _no_density(site: Any) -> Term:
+    """The guide's term of a searched site: zero, and of no dtype that others would take."""
+    zero = torch.zeros((), dtype=torch.int8, device=site["value"].device)
+    return Term(FactorKey("guide", site["name"]), site, zero, subsampling_scale(site))
 
 
 def _expanded(site: Any, count: int, nesting: int) -> Tensor:
