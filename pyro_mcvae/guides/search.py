@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pyro_mcvae.guides.gains import find_gains
 from pyro_mcvae.guides.joint import JointRuns
-from pyro_mcvae.guides.searched import StatesError
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate, duplicates, keep_best
 from pyro_mcvae.ops.mutation import Parents
 from pyro_mcvae.ops.states import StateSpace
 from pyro_mcvae.tracing.sample import Sample
 
-__all__ = ["Population", "Populations", "PriorDraws", "Proposals", "evaluate", "evolve", "propose"]
+__all__ = ["Population", "Populations", "evaluate", "evolve", "merge"]
 
 
 @dataclass
@@ -97,56 +96,6 @@ def _population(runs: JointRuns, sample: Sample, b: int, packed: Tensor) -> Popu
     return Population(space, packed, space.keys(packed), joint, frozen)
 
 
-@dataclass(frozen=True)
-class PriorDraws:
-    """
-    Proposals for a truncated posterior's search: states drawn from the model itself.
-
-    :param int count: how many for each datum in each step.
-    :raises ValueError: if that is not an int of at least 1.
-
-    Example::
-
-        >>> def model(x):
-        ...     with pyro.plate("data", len(x)):
-        ...         z = pyro.sample("z", dist.Bernoulli(0.5 * torch.ones(9)).to_event(1))
-        ...         pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x)
-        >>> guide = TruncatedPosterior(model, num_states=8, proposals=PriorDraws(2))
-    """
-
-    count: int = 4
-
-    def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"count must be an int of at least 1, got {self.count!r}")
-
-
-# Called with the model's arguments, returns for each discrete site values [C, *batch, *event].
-Proposals = Callable[..., Mapping[str, Tensor]]
-
-
-def propose(
-    runs: JointRuns, populations: Populations, proposals: PriorDraws | Proposals
-) -> Populations:
-    """Merge states that were not found by evolution."""
-    if isinstance(proposals, PriorDraws):
-        return _merge(runs, populations, runs.draw(proposals.count))
-    values = proposals(*runs.args, **runs.kwargs)
-    found: list[Tensor | None] = []
-    for layout, rows in zip(runs.layouts.blocks, runs.rows, strict=True):
-        if layout is None or rows is None:
-            found.append(None)
-            continue
-        missing = [name for name in layout.sites if name not in values]
-        if missing:
-            raise StatesError(
-                f"proposals= returned values of {sorted(values)}, but not of '{missing[0]}': "
-                f"return a value [count, *batch, *event] for each discrete site"
-            )
-        found.append(layout.states(values, rows))
-    return _merge(runs, populations, found)
-
-
 def evolve(runs: JointRuns, populations: Populations, evolution: EvolutionaryUpdate) -> Populations:
     """Search by all generations of an update; no population loses free energy."""
     if runs.layouts.masked and evolution.num_generations:
@@ -155,13 +104,13 @@ def evolve(runs: JointRuns, populations: Populations, evolution: EvolutionaryUpd
             None if p is None or p.frozen is None else p.states.masked_fill(p.frozen, 0)
             for p in populations
         ]
-        populations = _merge(runs, populations, bare)
+        populations = merge(runs, populations, bare)
     for _ in range(evolution.num_generations):
         children = [
             None if p is None else evolution.mutation(p, evolution.num_children).flatten(1, 2)
             for p in _choose(runs, populations, evolution)
         ]
-        populations = _merge(runs, populations, children)
+        populations = merge(runs, populations, children)
     return populations
 
 
@@ -192,14 +141,15 @@ def _choose(
     # In inference mode there are no gradients to ask: the mutation then draws uniformly.
     if evolution.informed and not torch.is_inference_mode_enabled():
         count = evolution.num_parents
-        gains = runs.gains([None if p is None else p.states for p in parents], count)
+        gains = find_gains(runs, [None if p is None else p.states for p in parents], count)
         for one, gain in zip(parents, gains, strict=True):
             if one is not None:
                 one.gains = gain
     return parents
 
 
-def _merge(runs: JointRuns, populations: Populations, children: list[Tensor | None]) -> Populations:
+def merge(runs: JointRuns, populations: Populations, children: list[Tensor | None]) -> Populations:
+    """Evaluate further states, ``[E, C, D]`` for each block, and keep the best."""
     widest = max(c.shape[1] for c in children if c is not None)
     # Blocks of few moves have fewer children than others: they see some of them twice.
     wide = [
