@@ -63,7 +63,8 @@ def lean_log_prob(fn: Any, value: Tensor) -> Tensor | None:
         value = torch.where(mask, value, torch.zeros_like(value))
     with without_autocast():
         found: Tensor = form(base, value, shape[len(shape) - events :], mask)
-    return found.expand(shape[: len(shape) - events])
+    batch = shape[: len(shape) - events]
+    return found if found.shape == batch else found.expand(batch)
 
 
 def lean_term(site: Any) -> Term:
@@ -90,8 +91,9 @@ def _normal(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None) ->
     normaliser = _sum(normaliser, event)
     # One scale for a whole event divides its sum.
     if dims and all(n == 1 for n in scale.shape[-len(dims) :]):
-        scale = scale.reshape(scale.shape[: scale.dim() - len(dims)])
-        return -squares.sum(dims) / (2 * scale.square()) - normaliser
+        squares = squares.sum(dims)
+        variance = scale.reshape(scale.shape[: scale.dim() - len(dims)]).square()
+        return torch.addcdiv(normaliser.neg(), squares, variance, value=-0.5)
     squares = squares / scale.square()
     return -0.5 * (squares.sum(dims) if dims else squares) - normaliser
 
@@ -162,26 +164,42 @@ def _sum(value: Tensor, event: torch.Size) -> Tensor:
         return value
     own = value.shape[-len(event) :]
     repeats = math.prod(n for n, had in zip(event, own, strict=True) if had == 1)
-    return repeats * value.sum(list(range(-len(event), 0)))
+    if all(n == 1 for n in own):
+        value = value.reshape(value.shape[: value.dim() - len(event)])
+    else:
+        value = value.sum(list(range(-len(event), 0)))
+    return value if repeats == 1 else repeats * value
 
 
 def _as_given(parameter: Tensor) -> Tensor:
     """A parameter with size one in the dims along which it was expanded."""
-    small = parameter
-    for dim, (size, stride) in enumerate(zip(parameter.shape, parameter.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            small = small.narrow(dim, 0, 1)
+    sizes, strides = parameter.shape, parameter.stride()
+    shape = [1 if stride == 0 else size for size, stride in zip(sizes, strides, strict=True)]
+    if tuple(shape) == sizes:
+        return parameter
     source = parameter._base
     if (
         source is not None
-        and small is not parameter
         # A detached parameter, too, may be a view.
         and source.requires_grad == parameter.requires_grad
-        and source.numel() == small.numel()
+        and source.numel() == math.prod(shape)
         and source.is_contiguous()
-        and small.is_contiguous()
-        and source.storage_offset() == small.storage_offset()
+        and source.storage_offset() == parameter.storage_offset()
+        and _is_contiguous(shape, strides)
     ):
         # Not through the expansion, whose gradient would be as large as it.
-        return source.reshape(small.shape)
-    return small
+        return source.reshape(shape)
+    for dim, (size, own) in enumerate(zip(sizes, shape, strict=True)):
+        if own != size:
+            parameter = parameter.narrow(dim, 0, 1)
+    return parameter
+
+
+def _is_contiguous(shape: list[int], strides: tuple[int, ...]) -> bool:
+    wanted = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != wanted:
+                return False
+            wanted *= size
+    return True
