@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyro_mcvae.ops.states import StateSpace
 
-__all__ = ["InformedFlips", "Mutation", "Parents", "SparseFlips", "UniformFlips"]
+__all__ = ["InformedFlips", "Mutation", "PackedParents", "Parents", "SparseFlips", "UniformFlips"]
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Parents:
 
     :ivar space: the entries, their values and their moves.
     :ivar states: the parents, shape ``[E, P, D]``.
-    :ivar packed: all states of the population, packed: ``[E, S, bytes]``.
+    :ivar population: all states, shape ``[E, S, D]``.
     :ivar log_joint: of the population, shape ``[E, S]``.
     :ivar keys: of the population, shape ``[E, S]``.
     :ivar frozen: entries that do not exist (masked out), ``[E, P, D]``, or None.
@@ -37,16 +37,11 @@ class Parents:
 
     space: StateSpace
     states: Tensor
-    packed: Tensor
+    population: Tensor
     log_joint: Tensor
     keys: Tensor
     frozen: Tensor | None = None
     gains: Tensor | None = None
-
-    @property
-    def population(self) -> Tensor:
-        """All states, unpacked when asked for: shape ``[E, S, D]``."""
-        return self.space.unpack(self.packed)
 
     def allowed(self) -> Tensor:
         """The moves to states that the population does not have, shape ``[E, P, M]``."""
@@ -82,6 +77,18 @@ class Parents:
         if any(space.ordinal):
             new = new & (value >= 0) & (value < space.table("move size", device))
         return new
+
+
+class PackedParents(Parents):
+    """Parents of a packed population, ``[E, S, bytes]``, which few mutations look at."""
+
+    @property
+    def population(self) -> Tensor:
+        return self.space.unpack(self._packed)
+
+    @population.setter
+    def population(self, packed: Tensor) -> None:
+        self._packed = packed
 
 
 class Mutation(ABC):

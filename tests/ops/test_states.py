@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyro_mcvae.ops.evolution import duplicates
-from pyro_mcvae.ops.mutation import Parents
+from pyro_mcvae.ops.mutation import PackedParents, Parents
 from pyro_mcvae.ops.states import StateSpace
 
 WIDTHS = [1, 7, 8, 9, 63, 64, 65, 130]
@@ -48,13 +48,15 @@ def test_moves_to_known_states_are_found_both_ways(width):
     rows = [row.unique(dim=0) for row in states]
     least = min(len(r) for r in rows)
     population = torch.stack([r[:least] for r in rows])
-    packed = space.pack(population)
-    keys = space.keys(packed)
+    keys = space.keys(space.pack(population))
     parents = torch.cat([population[:, :6], seeds, 1 - seeds], 1)
     joint = torch.zeros(keys.shape)
-    found = Parents(space, parents, packed, joint, keys)
+    found = Parents(space, parents, population, joint, keys)
     own = space.keys(space.pack(parents)).unsqueeze(-1)
     assert torch.equal(~found._neighbours(own), found._look_up(own))
+    packed = PackedParents(space, parents, space.pack(population), joint, keys)
+    assert torch.equal(packed.population, found.population)
+    assert torch.equal(packed.allowed(), found.allowed())
     moved = parents.unsqueeze(2) ^ torch.eye(width, dtype=torch.uint8)
     known = (moved.unsqueeze(3) == population[:, None, None]).all(-1).any(-1)
     assert torch.equal(found.allowed(), ~known)
