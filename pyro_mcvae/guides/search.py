@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_mcvae.guides.gains import find_gains
 from pyro_mcvae.guides.joint import JointRuns
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate, duplicates, keep_best
-from pyro_mcvae.ops.mutation import PackedParents, Parents
+from pyro_mcvae.ops.mutation import Packed, PackedParents, Parents
 from pyro_mcvae.ops.states import StateSpace
 from pyro_mcvae.tracing.sample import Sample
 
@@ -132,7 +132,7 @@ def _choose(
             PackedParents(
                 population.space,
                 states,
-                population.packed,
+                Packed(population.packed),  # type: ignore[arg-type]
                 population.log_joint,
                 population.keys,
                 frozen,

@@ -11,13 +11,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_mcvae.ops.states import StateSpace
 
-__all__ = ["InformedFlips", "Mutation", "PackedParents", "Parents", "SparseFlips", "UniformFlips"]
+__all__ = [
+    "InformedFlips",
+    "Mutation",
+    "Packed",
+    "PackedParents",
+    "Parents",
+    "SparseFlips",
+    "UniformFlips",
+]
 
 
 @dataclass
@@ -79,16 +88,23 @@ class Parents:
         return new
 
 
+class Packed(NamedTuple):
+    """A population as it is stored, ``[E, S, bytes]``."""
+
+    states: Tensor
+
+
 class PackedParents(Parents):
-    """Parents of a packed population, ``[E, S, bytes]``, which few mutations look at."""
+    """Parents whose population, which few mutations look at, is unpacked when asked for."""
 
     @property
     def population(self) -> Tensor:
-        return self.space.unpack(self._packed)
+        found = self._population
+        return self.space.unpack(found.states) if isinstance(found, Packed) else found
 
     @population.setter
-    def population(self, packed: Tensor) -> None:
-        self._packed = packed
+    def population(self, given: Tensor | Packed) -> None:
+        self._population = given
 
 
 class Mutation(ABC):

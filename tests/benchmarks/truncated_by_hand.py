@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 
 from pyro_mcvae import UniformFlips
 from pyro_mcvae.ops.evolution import FitnessProportional, distinct_states, duplicates, keep_best
-from pyro_mcvae.ops.mutation import PackedParents
+from pyro_mcvae.ops.mutation import Packed, PackedParents
 from pyro_mcvae.ops.states import StateSpace
 
 
@@ -52,7 +52,7 @@ class ByHand:
             chosen = FitnessProportional()(joint, count)
             at = chosen.unsqueeze(-1).expand(-1, -1, packed.shape[-1])
             chosen = self.space.unpack(packed.gather(1, at))
-            parents = PackedParents(self.space, chosen, packed, joint, keys)
+            parents = PackedParents(self.space, chosen, Packed(packed), joint, keys)
             new = UniformFlips()(parents, children).flatten(1, 2)
             fresh = self.space.pack(new)
             packed = torch.cat([packed, fresh], 1)
