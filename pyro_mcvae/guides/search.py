@@ -14,7 +14,7 @@ from pyro_mcvae.ops.mutation import Packed, PackedParents, Parents
 from pyro_mcvae.ops.states import StateSpace
 from pyro_mcvae.tracing.sample import Sample
 
-__all__ = ["Population", "Populations", "evaluate", "evolve", "merge"]
+__all__ = ["Population", "Populations", "evaluate", "evolve", "merge", "take_rows"]
 
 
 @dataclass
@@ -44,16 +44,16 @@ class Population:
         keys = torch.cat([self.keys, other.keys], dim=1)
         log_joint = torch.cat([self.log_joint, other.log_joint], dim=1)
         best = keep_best(log_joint, duplicates(keys), self.keys.shape[1])
-        packed = _take(torch.cat([self.packed, other.packed], dim=1), best)
+        packed = take_rows(torch.cat([self.packed, other.packed], dim=1), best)
         frozen = None
         if self.frozen is not None and other.frozen is not None:
-            frozen = _take(torch.cat([self.frozen, other.frozen], dim=1), best)
+            frozen = take_rows(torch.cat([self.frozen, other.frozen], dim=1), best)
         keys, log_joint = keys.gather(1, best), log_joint.gather(1, best)
         return Population(self.space, packed, keys, log_joint, frozen)
 
 
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[e, index[e, i]]``, shape ``[E, I, width]``."""
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[e, index[e, i]]``, shape ``[E, I, width]``; several times as fast as ``gather``."""
     start = torch.arange(len(rows), device=rows.device).unsqueeze(-1) * rows.shape[1]
     flat = rows.flatten(0, 1).index_select(0, (index + start).flatten())
     return flat.reshape(*index.shape, rows.shape[-1])
@@ -123,11 +123,11 @@ def _choose(
             parents.append(None)
             continue
         index = evolution.parents(population.log_joint, evolution.num_parents)
-        states, frozen = population.space.unpack(_take(population.packed, index)), None
+        states, frozen = population.space.unpack(take_rows(population.packed, index)), None
         if evolution.crossover is not None:
             states = evolution.crossover(states)
         elif population.frozen is not None:
-            frozen = _take(population.frozen, index)
+            frozen = take_rows(population.frozen, index)
         parents.append(
             PackedParents(
                 population.space,
