@@ -30,7 +30,7 @@ from pyro_mcvae.evaluation.report import Report, report
 from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
 from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.guides.posterior import StatePosterior
-from pyro_mcvae.guides.search import PriorDraws
+from pyro_mcvae.guides.proposals import PriorDraws
 from pyro_mcvae.guides.truncated import TruncatedPosterior
 from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.kernels.hmc import HMC

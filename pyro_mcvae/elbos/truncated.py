@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO, check_positive_int
 from pyro_mcvae.elbos.plain import local_bounds, local_estimate
+from pyro_mcvae.guides.search import take_rows
 from pyro_mcvae.guides.truncated import TruncatedPosterior
 from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.tracing.runs import Programs
@@ -103,7 +104,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         if training:
             picked, weights = self._pick(log_joint)
             states = [
-                None if p is None or i is None else p.space.unpack(_at(p.packed, i))
+                None if p is None or i is None else p.space.unpack(take_rows(p.packed, i))
                 for p, i in zip(populations, picked, strict=True)
             ]
             count = next(w.shape[1] for w in weights if w is not None)
@@ -170,10 +171,6 @@ def _truncated(guide: Any) -> TruncatedPosterior:
             f"guide of the latents that are not discrete as its guide="
         )
     return unwrapped
-
-
-def _at(packed: Tensor, index: Tensor) -> Tensor:
-    return packed.gather(1, index.unsqueeze(-1).expand(-1, -1, packed.shape[-1]))
 
 
 def _joined(sample: Sample, log_joint: list[Tensor | None]) -> Tensor:

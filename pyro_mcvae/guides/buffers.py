@@ -55,7 +55,8 @@ class StateBuffers(nn.Module):
                 index = rows.index.to(kept.device)
                 # Where the model gave NaN nothing was learned about the states.
                 usable = ~population.log_joint.isnan().any(1).to(kept.device)
-                packed = torch.where(usable[:, None, None], population.packed.to(kept), kept[index])
+                before = kept.index_select(0, index)
+                packed = torch.where(usable[:, None, None], population.packed.to(kept), before)
                 if shared:
                     index, packed = map(ranks.concat_over_ranks, (index, packed))
                 index, packed = _settle(index, packed)

@@ -10,7 +10,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
 
-from pyro_mcvae.guides.layout import Layout, Rows
+from pyro_mcvae.guides.layout import Rows
 from pyro_mcvae.guides.lean import lean_term
 from pyro_mcvae.guides.possible import (
     frozen_entries,
@@ -18,6 +18,7 @@ from pyro_mcvae.guides.possible import (
     inside_support,
     spec_of,
 )
+from pyro_mcvae.guides.rows import find_rows
 from pyro_mcvae.guides.searched import (
     Layouts,
     SearchGuide,
@@ -28,13 +29,13 @@ from pyro_mcvae.guides.searched import (
 from pyro_mcvae.tracing import runs, scout
 from pyro_mcvae.tracing.checks import check_sites
 from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
-from pyro_mcvae.tracing.runs import Programs, Run
+from pyro_mcvae.tracing.runs import Programs, Run, Term
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import is_latent, plate_key
+from pyro_mcvae.tracing.sites import is_latent, subsampling_scale
 from pyro_mcvae.tracing.structure import FactorKey
 from pyro_mcvae.tracing.tracer import Tracer
 
-__all__ = ["JointRuns"]
+__all__ = ["JointRuns", "Leaves"]
 
 # The values of a site in each run, as leaves of the graph.
 Leaves = dict[tuple[str, int], Tensor]
@@ -165,7 +166,9 @@ class JointRuns:
         for b, layout in self.layouts.searched:
             if msg["name"] in layout.sites:
                 if self.rows[b] is None:
-                    self.rows[b] = self._find_rows(layout, msg)
+                    # Where the states are: a copy from the host would have to be waited for.
+                    device = next(x.device for x in self.layouts.bank if x is not None)
+                    self.rows[b] = find_rows(layout, msg, self.subsamples, device)
                 rows = self.rows[b]
                 states = load(b) if callable(load) else load[b]
                 assert rows is not None
@@ -176,30 +179,6 @@ class JointRuns:
             f"site '{msg['name']}' was not in the model at its first call: make another "
             f"TruncatedPosterior for a program of another structure"
         )
-
-    def _find_rows(self, layout: Layout, msg: Any) -> Rows:
-        frames = {plate_key(f): f for f in msg["cond_indep_stack"]}
-        index, sizes = None, []
-        for key, full in zip(layout.plates, layout.full_sizes, strict=True):
-            if key not in frames:
-                raise StatesError(
-                    f"site '{msg['name']}' has left plate '{key.name}', in which its states are "
-                    f"kept: make another TruncatedPosterior for a program of another structure"
-                )
-            frame = frames[key]
-            _check_size(key.name, full, frame)
-            at = self.subsamples.get(key.name)
-            at = self._all(frame.size) if at is None else torch.as_tensor(at)
-            _check_range(key.name, full, at)
-            sizes.append(frame.size)
-            index = at if index is None else index.unsqueeze(-1) * full + at
-        assert index is not None
-        return Rows(tuple(sizes), index.flatten())
-
-    def _all(self, size: int) -> Tensor:
-        # Where the states are: a copy from the host would have to be waited for.
-        device = next(b.device for b in self.layouts.bank if b is not None)
-        return torch.arange(size, device=device)
 
     def _vectorized(self, draw: Callable[[Any], Tensor | None], count: int) -> Run:
         try:
@@ -239,7 +218,7 @@ class JointRuns:
         both = with_searched(guide_trace, model_trace, names)
         terms = [lean_term(s) for s in runs.scored(model_trace)]
         # In the order of the first call, in which the blocks are numbered.
-        searched = [runs.guide_term(s) for n, s in both.nodes.items() if n in names]
+        searched = [_no_density(s) for n, s in both.nodes.items() if n in names]
         run = Run(both, model_trace, terms + self._guide_terms + searched, nesting, count)
         run.subsamples = self.subsamples
         if plate is not None:
@@ -259,52 +238,11 @@ class JointRuns:
                 runs._check_batch_dims(term, nesting)
         return run
 
-    def draw(self, count: int) -> list[Tensor | None]:
-        """States drawn from the model given the other latents: for each block ``[E, C, D]``."""
-        sample = self.run(None, count)
-        found: list[Tensor | None] = []
-        for b, (layout, rows) in enumerate(zip(self.layouts.blocks, self.rows, strict=True)):
-            if layout is None or rows is None:
-                found.append(None)
-                continue
-            nodes = [run.model_trace.nodes for run in sample.runs]
-            values = {n: torch.stack([t[n]["value"] for t in nodes]) for n in layout.sites}
-            if sample.runs[0].leading is not None:
-                values = {n: value[0] for n, value in values.items()}
-            states = layout.states(values, rows)
-            if self.layouts.masked:
-                states = states.masked_fill(self.frozen(sample, b), 0)
-            found.append(states)
-        return found
 
-    def gains(self, states: list[Tensor | None], count: int) -> list[Tensor | None]:
-        """
-        The linearised change of the log joint under each move of some states.
-
-        :param states: for each block, shape ``[E, C, D]``.
-        :returns: for each block, shape ``[E, C, M]``; None where the model passes no gradient.
-        """
-        leaves: Leaves = {}
-        with torch.enable_grad():
-            total = self.run(states, count, leaves).log_weight
-            total = total.masked_fill(~total.detach().isfinite(), 0.0).sum()
-        if not leaves or not total.requires_grad:
-            return [None] * len(states)
-        found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        by_site = dict(zip(leaves, found, strict=True))
-        result: list[Tensor | None] = []
-        for layout, at, rows in zip(self.layouts.blocks, states, self.rows, strict=True):
-            if layout is None or at is None or rows is None:
-                result.append(None)
-                continue
-            gradients: dict[str, Tensor | None] = {}
-            for name in layout.sites:
-                parts = [g for (n, _), g in by_site.items() if n == name]
-                whole = [g for g in parts if g is not None]
-                if parts and len(whole) == len(parts):
-                    gradients[name] = torch.stack(whole) if len(whole) > 1 else whole[0]
-            result.append(layout.gains(at, gradients, rows))
-        return result
+def _no_density(site: Any) -> Term:
+    """The guide's term of a searched site: zero, and of no dtype that others would take."""
+    zero = torch.zeros((), dtype=torch.int8, device=site["value"].device)
+    return Term(FactorKey("guide", site["name"]), site, zero, subsampling_scale(site))
 
 
 def _expanded(site: Any, count: int, nesting: int) -> Tensor:
@@ -313,23 +251,3 @@ def _expanded(site: Any, count: int, nesting: int) -> Tensor:
     batch = value.shape[: value.dim() - events]
     padded = value.reshape((1,) * (nesting - len(batch)) + value.shape)
     return padded.unsqueeze(0).expand(count, *padded.shape)
-
-
-def _check_size(name: str, full: int, frame: Any) -> None:
-    now = frame.full_size or frame.size
-    if now != full:
-        raise StatesError(
-            f"plate '{name}' has {now} data, and states are kept for {full}. For minibatches pass "
-            f"their indices, pyro.plate('{name}', {full}, subsample=index); for other data (held "
-            f"out, say) make another TruncatedPosterior"
-        )
-
-
-def _check_range(name: str, full: int, index: Tensor) -> None:
-    if is_validation_enabled() and len(index):
-        low, high = int(index.min()), int(index.max())
-        if low < 0 or high >= full:
-            raise StatesError(
-                f"plate '{name}' was given index {low if low < 0 else high}, but states are kept "
-                f"for data 0 to {full - 1}: pass indices into the full data"
-            )

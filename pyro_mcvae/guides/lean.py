@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from pyro import distributions as dist
+from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 from torch.distributions.utils import probs_to_logits
-from torch.nn.functional import softplus
+from torch.nn.functional import mse_loss, softplus
 
+from pyro_mcvae.tracing.precision import without_autocast
 from pyro_mcvae.tracing.runs import Term
 from pyro_mcvae.tracing.sites import masked, subsampling_scale, unscaled_log_prob
 from pyro_mcvae.tracing.structure import FactorKey
@@ -32,7 +34,7 @@ __all__ = ["lean_log_prob", "lean_term"]
 
 def lean_log_prob(fn: Any, value: Tensor) -> Tensor | None:
     """
-    ``fn.log_prob(value)`` of a Normal or a Bernoulli, under ``to_event`` or not.
+    ``fn.log_prob(value)`` of a Normal or a Bernoulli, under ``to_event`` and ``mask`` or not.
 
     :param fn: a distribution.
     :param ~torch.Tensor value: broadcastable to its shape.
@@ -45,17 +47,24 @@ def lean_log_prob(fn: Any, value: Tensor) -> Tensor | None:
         >>> lean_log_prob(fn, torch.ones(3)).shape
         torch.Size([5])
     """
-    base, events = fn, 0
+    base, events, mask = fn, 0, None
     while isinstance(base, torch.distributions.Independent):
         base, events = base.base_dist, events + base.reinterpreted_batch_ndims
+    if type(base) is MaskedDistribution and isinstance(base._mask, Tensor):
+        base, mask = base.base_dist, _as_given(base._mask)
     form = _FORMS.get(type(base))
     if form is None or not value.is_floating_point():
         return None
     if base._validate_args:
         base._validate_sample(value)
     shape = _broadcast(value.shape, base.batch_shape)
-    found: Tensor = form(base, value, shape[len(shape) - events :])
-    return found.expand(shape[: len(shape) - events])
+    if mask is not None:
+        # What is missing may be NaN, whose gradient no later mask would stop.
+        value = torch.where(mask, value, torch.zeros_like(value))
+    with without_autocast():
+        found: Tensor = form(base, value, shape[len(shape) - events :], mask)
+    batch = shape[: len(shape) - events]
+    return found if found.shape == batch else found.expand(batch)
 
 
 def lean_term(site: Any) -> Term:
@@ -72,20 +81,32 @@ def lean_term(site: Any) -> Term:
     return Term(key, site, masked(site, log_prob), subsampling_scale(site))
 
 
-def _normal(base: Any, value: Tensor, event: torch.Size) -> Tensor:
+def _normal(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
     scale = _as_given(base.scale)
-    difference, dims = value - base.loc, list(range(-len(event), 0))
-    normaliser = _sum(scale.log() + math.log(math.sqrt(2 * math.pi)), event)
+    dims = list(range(-len(event), 0))
+    squares = _squares(base.loc, value)
+    normaliser = scale.log() + math.log(math.sqrt(2 * math.pi))
+    if mask is not None:
+        squares, normaliser = _there(squares, mask), _there(normaliser, mask)
+    normaliser = _sum(normaliser, event)
     # One scale for a whole event divides its sum.
     if dims and all(n == 1 for n in scale.shape[-len(dims) :]):
-        squares = difference.square().sum(dims)
-        scale = scale.reshape(scale.shape[: scale.dim() - len(dims)])
-        return -squares / (2 * scale.square()) - normaliser
-    squares = (difference / scale).square()
+        squares = squares.sum(dims)
+        variance = scale.reshape(scale.shape[: scale.dim() - len(dims)]).square()
+        return torch.addcdiv(normaliser.neg(), squares, variance, value=-0.5)
+    squares = squares / scale.square()
     return -0.5 * (squares.sum(dims) if dims else squares) - normaliser
 
 
-def _bernoulli(base: Any, value: Tensor, event: torch.Size) -> Tensor:
+def _squares(a: Tensor, b: Tensor) -> Tensor:
+    """The squared difference: of all ways to write it that with the fewest passes, both ways."""
+    if a.dtype != b.dtype:
+        return (a - b).square()
+    a, b = torch.broadcast_tensors(a, b)
+    return mse_loss(a, b, reduction="none")
+
+
+def _bernoulli(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
     if "logits" in base.__dict__:
         logits = _as_given(base.logits)
     else:
@@ -94,15 +115,32 @@ def _bernoulli(base: Any, value: Tensor, event: torch.Size) -> Tensor:
     most = torch.finfo(logits.dtype).max / 4
     logits = logits.clamp(-most, most)
     # Relative to the most probable value: no two large terms cancel.
-    mode, dims = logits > 0, list(range(-len(event), 0))
-    less = (value - mode.to(value)) * logits
-    total = (less.sum(dims) if dims else less) - _sum(
-        softplus(torch.where(mode, -logits, logits)), event
-    )
+    mode = logits > 0
+    normaliser = softplus(torch.where(mode, -logits, logits))
+    less = value - mode.to(value)
+    if mask is not None:
+        less, normaliser = _there(less, mask), _there(normaliser, mask)
+    total = _product(less, logits, event) - _sum(normaliser, event)
     return torch.where(total < -most / 2, -torch.inf, total)
 
 
-_FORMS: dict[type, Callable[[Any, Tensor, torch.Size], Tensor]] = {
+def _product(value: Tensor, logits: Tensor, event: torch.Size) -> Tensor:
+    """``(value * logits).sum`` over event dims; a matrix product where one vector serves all."""
+    size = logits.shape[-1] if logits.dim() else 1
+    vector = len(event) == 1 and value.dim() > 1 and size == logits.numel() == value.shape[-1]
+    # Where products of float32 may be rounded, sums of log densities may not.
+    if vector and torch.get_float32_matmul_precision() == "highest" and value.dtype == logits.dtype:
+        return torch.mv(value.reshape(-1, size), logits.reshape(size)).reshape(value.shape[:-1])
+    less = value * logits
+    return less.sum(list(range(-len(event), 0))) if event else less
+
+
+def _there(value: Tensor, mask: Tensor) -> Tensor:
+    """Zero where the mask says that nothing is there."""
+    return torch.where(mask, value, torch.zeros_like(value))
+
+
+_FORMS: dict[type, Callable[[Any, Tensor, torch.Size, Tensor | None], Tensor]] = {
     # Subclasses may have another density, and are left to it.
     dist.Normal: _normal,
     dist.Bernoulli: _bernoulli,
@@ -126,26 +164,42 @@ def _sum(value: Tensor, event: torch.Size) -> Tensor:
         return value
     own = value.shape[-len(event) :]
     repeats = math.prod(n for n, had in zip(event, own, strict=True) if had == 1)
-    return repeats * value.sum(list(range(-len(event), 0)))
+    if all(n == 1 for n in own):
+        value = value.reshape(value.shape[: value.dim() - len(event)])
+    else:
+        value = value.sum(list(range(-len(event), 0)))
+    return value if repeats == 1 else repeats * value
 
 
 def _as_given(parameter: Tensor) -> Tensor:
     """A parameter with size one in the dims along which it was expanded."""
-    small = parameter
-    for dim, (size, stride) in enumerate(zip(parameter.shape, parameter.stride(), strict=True)):
-        if stride == 0 and size > 1:
-            small = small.narrow(dim, 0, 1)
+    sizes, strides = parameter.shape, parameter.stride()
+    shape = [1 if stride == 0 else size for size, stride in zip(sizes, strides, strict=True)]
+    if tuple(shape) == sizes:
+        return parameter
     source = parameter._base
     if (
         source is not None
-        and small is not parameter
         # A detached parameter, too, may be a view.
         and source.requires_grad == parameter.requires_grad
-        and source.numel() == small.numel()
+        and source.numel() == math.prod(shape)
         and source.is_contiguous()
-        and small.is_contiguous()
-        and source.storage_offset() == small.storage_offset()
+        and source.storage_offset() == parameter.storage_offset()
+        and _is_contiguous(shape, strides)
     ):
         # Not through the expansion, whose gradient would be as large as it.
-        return source.reshape(small.shape)
-    return small
+        return source.reshape(shape)
+    for dim, (size, own) in enumerate(zip(sizes, shape, strict=True)):
+        if own != size:
+            parameter = parameter.narrow(dim, 0, 1)
+    return parameter
+
+
+def _is_contiguous(shape: list[int], strides: tuple[int, ...]) -> bool:
+    wanted = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != wanted:
+                return False
+            wanted *= size
+    return True

@@ -18,14 +18,8 @@ from torch import Tensor
 from pyro_mcvae.guides.buffers import StateBuffers
 from pyro_mcvae.guides.joint import JointRuns
 from pyro_mcvae.guides.posterior import StatePosterior
-from pyro_mcvae.guides.search import (
-    Populations,
-    PriorDraws,
-    Proposals,
-    evaluate,
-    evolve,
-    propose,
-)
+from pyro_mcvae.guides.proposals import PriorDraws, Proposals, propose
+from pyro_mcvae.guides.search import Populations, evaluate, evolve
 from pyro_mcvae.guides.searched import Layouts, find_layouts
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate
 from pyro_mcvae.tracing.sample import Sample

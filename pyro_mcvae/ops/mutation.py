@@ -11,13 +11,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_mcvae.ops.states import StateSpace
 
-__all__ = ["InformedFlips", "Mutation", "Parents", "SparseFlips", "UniformFlips"]
+__all__ = [
+    "InformedFlips",
+    "Mutation",
+    "Packed",
+    "PackedParents",
+    "Parents",
+    "SparseFlips",
+    "UniformFlips",
+]
 
 
 @dataclass
@@ -77,6 +86,25 @@ class Parents:
         if any(space.ordinal):
             new = new & (value >= 0) & (value < space.table("move size", device))
         return new
+
+
+class Packed(NamedTuple):
+    """A population as it is stored, ``[E, S, bytes]``."""
+
+    states: Tensor
+
+
+class PackedParents(Parents):
+    """Parents whose population, which few mutations look at, is unpacked when asked for."""
+
+    @property
+    def population(self) -> Tensor:
+        found = self._population
+        return self.space.unpack(found.states) if isinstance(found, Packed) else found
+
+    @population.setter
+    def population(self, given: Tensor | Packed) -> None:
+        self._population = given
 
 
 class Mutation(ABC):

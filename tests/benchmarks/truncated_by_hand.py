@@ -14,7 +14,7 @@ from torch.nn.functional import softplus
 
 from pyro_mcvae import UniformFlips
 from pyro_mcvae.ops.evolution import FitnessProportional, distinct_states, duplicates, keep_best
-from pyro_mcvae.ops.mutation import Parents
+from pyro_mcvae.ops.mutation import Packed, PackedParents
 from pyro_mcvae.ops.states import StateSpace
 
 
@@ -50,17 +50,19 @@ class ByHand:
         joint = self.log_joint(states, self.x[index])
         for _ in range(generations):
             chosen = FitnessProportional()(joint, count)
-            chosen = states.gather(1, chosen.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
-            parents = Parents(self.space, chosen, states, joint, keys)
+            at = chosen.unsqueeze(-1).expand(-1, -1, packed.shape[-1])
+            chosen = self.space.unpack(packed.gather(1, at))
+            parents = PackedParents(self.space, chosen, Packed(packed), joint, keys)
             new = UniformFlips()(parents, children).flatten(1, 2)
-            states = torch.cat([states, new], 1)
-            keys = torch.cat([keys, self.space.keys(self.space.pack(new))], 1)
+            fresh = self.space.pack(new)
+            packed = torch.cat([packed, fresh], 1)
+            keys = torch.cat([keys, self.space.keys(fresh)], 1)
             joint = torch.cat([joint, self.log_joint(new, self.x[index])], 1)
             best = keep_best(joint, duplicates(keys), self.S)
             keys, joint = keys.gather(1, best), joint.gather(1, best)
-            states = states.gather(1, best.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
-        self.stored[index] = self.space.pack(states)
-        return states, joint
+            packed = packed.gather(1, best.unsqueeze(-1).expand(-1, -1, packed.shape[-1]))
+        self.stored[index] = packed
+        return self.space.unpack(packed), joint
 
     def step(self, index):
         states, joint = self.search(index)

@@ -9,6 +9,8 @@ from pyro import poutine
 from pyro_mcvae.guides.lean import lean_log_prob, lean_term
 from pyro_mcvae.tracing.runs import model_term, scored
 
+_MASK = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 1]]).bool()
+
 
 def _parameter(*shape):
     torch.manual_seed(len(shape))
@@ -25,6 +27,11 @@ def _normals():
     yield "twice declared", [loc], lambda: dist.Normal(loc, 2.0).to_event(1).to_event(1)
     yield "expanded", [rows], lambda: dist.Normal(rows, 1.0).to_event(1).expand([5, 4])
     yield "scalar and expanded", [one], lambda: dist.Normal(one, one.exp()).expand([5, 4, 3])
+    yield "masked", [loc, one], lambda: dist.Normal(loc, one.exp()).mask(_MASK).to_event(1)
+    yield "masked rows", [loc, rows], lambda: dist.Normal(loc, rows.exp()).mask(_MASK).to_event(2)
+    yield "a masked batch", [loc], lambda: dist.Normal(loc, 2.0).mask(_MASK[0])
+    data = dist.Normal(rows, 2.0).expand([4, 3]).mask(_MASK).to_event(1)
+    yield "masked, expanded", [rows], lambda: data.expand([5, 4])
 
 
 def _bernoullis():
@@ -37,6 +44,9 @@ def _bernoullis():
     yield "a batch", [rows], lambda: dist.Bernoulli(logits=rows).expand([5, 4, 3])
     yield "turned", [turned], lambda: dist.Bernoulli(logits=turned.t()).expand([5, 4, 3])
     yield "a row", [two], lambda: dist.Bernoulli(logits=two[1]).expand([5, 4, 3]).to_event(1)
+    yield "masked", [rows], lambda: dist.Bernoulli(logits=rows).expand([4, 3]).mask(_MASK)
+    masked = dist.Bernoulli(logits=rows).expand([4, 3]).mask(_MASK).to_event(1)
+    yield "masked, expanded", [rows], lambda: masked.expand([5, 4])
     yield "detached", [rows], lambda: dist.Bernoulli(logits=rows * rows.detach()).expand([5, 4, 3])
 
 
@@ -89,6 +99,42 @@ def test_large_logits_do_not_cancel():
     assert torch.autograd.grad(found, logits)[0].tolist() == [0.0, 0.0, 0.5]
 
 
+def test_what_is_missing_may_be_nan():
+    loc = torch.zeros(2, 3, requires_grad=True)
+    value = torch.tensor([[1.0, torch.nan, 2.0], [torch.nan] * 3])
+
+    def density(mask):
+        fn = dist.Normal(loc, 1.0, validate_args=False).mask(mask).to_event(1)
+        return lean_log_prob(fn, value)
+
+    found = density(~value.isnan())
+    wanted = (
+        torch.tensor([-2.5, 0.0]) - (2 * torch.pi * torch.tensor([1.0, 0.0])).clamp_min(1).log()
+    )
+    torch.testing.assert_close(found, wanted)
+    (gradient,) = torch.autograd.grad(found.sum(), loc)
+    assert gradient.tolist() == [[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]]
+    # What is there and NaN stays NaN.
+    assert density(value != 2).isnan().all()
+
+
+@pytest.mark.parametrize("precision", ["high", "highest"])
+def test_rounded_products_do_not_round_densities(precision):
+    """Where a user lets float32 products be rounded, and under autocast."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        logits = torch.linspace(-3, 3, 64, dtype=torch.float32)
+        value = (torch.rand(7, 5, 64) < 0.5).float()
+        fn = dist.Bernoulli(logits=logits).to_event(1).expand([7, 5])
+        with torch.autocast("cpu", torch.bfloat16):
+            found = lean_log_prob(fn, value)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, fn.log_prob(value))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_other_distributions_are_left_alone():
     class Shifted(dist.Normal):
         def log_prob(self, value):
@@ -96,7 +142,8 @@ def test_other_distributions_are_left_alone():
 
     for fn in (
         Shifted(0.0, 1.0),
-        dist.Normal(torch.zeros(3), 1.0).mask(torch.tensor([True, False, True])).to_event(1),
+        dist.Normal(torch.zeros(3), 1.0).mask(False).to_event(1),
+        dist.Normal(torch.zeros(3, 2), 1.0).to_event(1).mask(torch.tensor([True, False, True])),
         dist.Laplace(0.0, 1.0),
         dist.Delta(torch.zeros(())),
     ):

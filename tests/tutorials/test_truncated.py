@@ -89,6 +89,17 @@ def test_an_image_is_denoised(tmp_path, options):
     assert found > noise_alone + 2
 
 
+def test_curves_are_those_of_the_table(tmp_path):
+    curves = load("denoising_curves")
+    text = "epoch,psnr,free_energy,train_seconds\n0,20.0,,\n1,21.5,-3.0,2.5\n3,24.0,-2.0,7.5\n"
+    (tmp_path / "denoising.csv").write_text(text)
+    assert curves.read(tmp_path) == ([1, 3], [2.5, 7.5], [21.5, 24.0])
+    curves.main([f"informed={tmp_path}", "--out", str(tmp_path / "curves.png")])
+    assert (tmp_path / "curves.png").exists()
+    with pytest.raises(SystemExit):
+        curves.main([str(tmp_path)])
+
+
 def test_a_linear_decoder_cannot_say_what_two_layers_can():
     pyro.enable_validation(False)
     correlated = load("correlated_bars")

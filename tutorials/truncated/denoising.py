@@ -106,7 +106,7 @@ def restore(model: Patches, guide: TruncatedPosterior, shape: tuple[int, int], s
 
 
 def draw(images: tuple[Tensor, Tensor, Tensor], path: Path) -> None:
-    """The truth, the noisy image and the restored one, side by side."""
+    """The truth, what is seen of it and the restored image, side by side."""
     side_by_side = torch.cat(images, 1).clamp(0, 255)
     matplotlib.image.imsave(path, side_by_side.numpy(), cmap="gray", vmin=0, vmax=255)
 
@@ -155,8 +155,10 @@ def main(argv: list[str] | None = None) -> float:
     steps = args.epochs * -(-len(patches) // args.batch_size)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps)
     results = Results(args.out / "denoising.csv", args.seed, argv)
-    results.add(epoch=0, psnr=psnr(noisy, truth))
-    print(f"noisy: {psnr(noisy, truth):.2f} dB, {len(patches)} patches", flush=True)
+    # What there is to see: a missing pixel as gray as the mean of the others.
+    seen = torch.where(known, noisy, noisy[known].mean())
+    results.add(epoch=0, psnr=psnr(seen, truth))
+    print(f"seen: {psnr(seen, truth):.2f} dB, {len(patches)} patches", flush=True)
     seconds, result = 0.0, 0.0
     for epoch in range(1, args.epochs + 1):
         start, total = time.process_time(), 0.0
@@ -172,7 +174,7 @@ def main(argv: list[str] | None = None) -> float:
             clean = restore(model, guide, shape, args.side)
             result, bound = psnr(clean, truth), -float(total) / len(patches)
             results.add(epoch=epoch, psnr=result, free_energy=bound, train_seconds=seconds)
-            draw((truth, noisy, clean), args.out / "denoising.png")
+            draw((truth, seen, clean), args.out / "denoising.png")
             print(f"epoch {epoch}: F/N {bound:.2f}, {result:.2f} dB, {seconds:.0f} s", flush=True)
     return result
 
