@@ -22,7 +22,7 @@ from pyro_mcvae.tracing.memory import Memory
 from pyro_mcvae.tracing.packing import as_shape
 from pyro_mcvae.tracing.runs import Programs, Run, guide_term, model_term, run_pair, scored
 from pyro_mcvae.tracing.scout import aside
-from pyro_mcvae.tracing.sites import is_random, plate_frames
+from pyro_mcvae.tracing.sites import changed_draw, is_random, plate_frames
 from pyro_mcvae.tracing.structure import FactorKey
 
 __all__ = ["Alike", "check_alike"]
@@ -124,7 +124,7 @@ def _odd(
     together = _densities(traces)
     for particle in (count - 1, 0):
         values = {
-            name: _particle(site["value"], particle, count, nesting + site["fn"].event_dim)
+            name: _particle_draw(site, particle, count, nesting)
             for trace in reversed(traces)  # the model may have latents of its own, to be enumerated
             for name, site in trace.nodes.items()
             if is_random(site)
@@ -138,7 +138,9 @@ def _odd(
         if odd:
             # Noise that the programs draw apart from their sites is no difference, nor is rounding.
             again = _alone(programs, subsamples, values)
-            moved = _alone(programs, subsamples, {n: _moved(v) for n, v in values.items()})
+            moved = _alone(
+                programs, subsamples, {n: changed_draw(_moved, v) for n, v in values.items()}
+            )
             return {
                 key: (float(found.sum()), float(expected.sum()))
                 for key, (found, expected) in odd.items()
@@ -154,7 +156,7 @@ def _alone(
 ) -> Densities:
     def draw(msg: Any) -> Tensor:
         # A latent that particles do not show: the error ends the comparison.
-        return as_shape(values[msg["name"]], msg["fn"].shape())
+        return changed_draw(lambda v: as_shape(v, msg["fn"].shape()), values[msg["name"]])
 
     return _densities(run_pair(programs, Supply(Minibatch(subsamples), draw=draw)))
 
@@ -171,6 +173,11 @@ def _possible(make: Any, trace: Any) -> Iterator[Any]:
             yield make(site)
         except ValueError:
             continue  # a flow without an inverse
+
+
+def _particle_draw(site: Any, particle: int, count: int, nesting: int) -> Tensor:
+    inner = nesting + site["fn"].event_dim
+    return changed_draw(lambda v: _particle(v, particle, count, inner), site["value"])
 
 
 def _particle(value: Tensor, particle: int, count: int, inner: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributions import constraints
 from pyro_mcvae.tracing.handlers import Minibatch, Supply
 from pyro_mcvae.tracing.runs import Programs, guide_term, model_term, run_pair, scored
 from pyro_mcvae.tracing.scout import aside
-from pyro_mcvae.tracing.sites import PlateKey, is_random, plate_frames, plate_key
+from pyro_mcvae.tracing.sites import PlateKey, changed_draw, is_random, plate_frames, plate_key
 from pyro_mcvae.tracing.structure import FactorKey
 
 __all__ = ["find_coupled"]
@@ -114,7 +114,7 @@ def _exchanged(
     if frame not in plate_frames(site) or value.shape != other.shape or value.dim() < depth:
         return value
     where = half.to(value.device).reshape((-1,) + (1,) * (depth - 1))
-    return torch.where(where, other, value)
+    return changed_draw(lambda a, b: torch.where(where, a, b), other, value)
 
 
 def _densities(programs: Programs, subsamples: Mapping[str, Tensor], values: Values) -> Densities:

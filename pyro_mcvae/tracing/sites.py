@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ __all__ = [
     "LEADING",
     "RELAXED",
     "PlateKey",
+    "changed_draw",
     "is_delta",
     "is_latent",
     "is_masked",
@@ -122,6 +123,15 @@ def is_straight_through(fn: Any) -> bool:
             return True
         fn = getattr(fn, "base_dist", None)
     return False
+
+
+def changed_draw(change: Callable[..., Tensor], *draws: Tensor) -> Tensor:
+    """What a function makes of draws, and of what straight-through ones were before rounding."""
+    made = change(*draws)
+    relaxed = [getattr(d, "_unquantize", None) for d in draws]
+    if all(r is not None for r in relaxed):
+        made._unquantize = change(*relaxed)  # type: ignore[attr-defined]
+    return made
 
 
 _STRAIGHT_THROUGH = (

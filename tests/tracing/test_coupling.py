@@ -225,3 +225,28 @@ def test_noise_of_another_generator_is_no_coupling():
             pyro.sample("z", dist.Normal(1.0, 0.5))
 
     assert find_coupled(Programs(model, guide, (), {}), {}) == {}
+
+
+@pytest.mark.parametrize("relaxed", ["bernoulli", "categorical"])
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_straight_through_draws_do_not_couple(relaxed, vectorize):
+    """What they were before rounding goes with them when draws are exchanged."""
+
+    def draw(temperature):
+        if relaxed == "bernoulli":
+            return dist.RelaxedBernoulliStraightThrough(torch.tensor(temperature), 0.4)
+        probs = torch.tensor([0.2, 0.5, 0.3])
+        return dist.RelaxedOneHotCategoricalStraightThrough(torch.tensor(temperature), probs)
+
+    def model():
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", draw(0.5))
+            total = z if relaxed == "bernoulli" else z[..., 0]
+            pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(X))
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("z", draw(0.7))
+
+    elbo = TraceIWAE_ELBO(5, vectorize_particles=vectorize)
+    assert elbo.bounds(model, guide).per_datum.shape == (4,)
