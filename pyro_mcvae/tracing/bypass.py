@@ -19,15 +19,18 @@ from pyro_mcvae.tracing.structure import FactorKey, Structure
 __all__ = ["check_no_bypass", "find_bypass"]
 
 
-def find_bypass(programs: Programs, run: Run, names: frozenset[str]) -> tuple[str, str] | None:
+def find_bypass(
+    programs: Programs, run: Run, names: frozenset[str], known: Dependencies | None = None
+) -> tuple[str, str] | None:
     """
     A guide site that reaches no data, and an observed site that has its parameters instead.
 
     :param names: the guide's random sites.
+    :param known: what has been found out about them already.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # programs that cannot be tracked tell nothing
-        found = find_dependencies(programs, names, run.subsamples)
+        found = known or find_dependencies(programs, names, run.subsamples)
     observed = {t.key for t in run.terms if not t.in_guide and t.site["is_observed"]}
     lost = names - _reaching(found, observed)
     for key in observed:

@@ -92,6 +92,7 @@ class StructureFinder:
         ask = not self.joint and needs_dependencies(factors, names)
         ask |= _may_have_lost_particles(run)
         masked_by: dict[str, frozenset[str]] = {}
+        found: scout.Dependencies | None = None
         if ask or (self.find_roots and len(names) > 1):
             found = scout.find_dependencies(programs, names, run.subsamples)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
@@ -113,7 +114,7 @@ class StructureFinder:
         structure = derive_structure(factors, order, self.joint)
         # What lies in no plate is what a model may integrate for all data at once.
         alone = frozenset(n for n in names if not frames[FactorKey("guide", n)])
-        bypass = find_bypass(programs, run, names) if alone else None
+        bypass = find_bypass(programs, run, names, found) if alone else None
         paths = {t.key.name for t in random if reparameterized(t.site)}
         roots = {
             name

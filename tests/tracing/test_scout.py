@@ -319,7 +319,7 @@ def test_a_program_that_cannot_be_tracked_yields_nothing_and_warns():
 
     with pytest.warns(UserWarning, match=r"cannot trace .*TypeError: no subclasses of Tensor"):
         found = dependencies(model, guide, "z")
-    assert found == ({}, {}, {}, {})
+    assert not any(found)
     assert not poutine.runtime._PYRO_STACK
 
 
@@ -334,7 +334,7 @@ def test_whatever_a_program_raises_while_it_is_tracked_is_a_warning(error):
         pyro.sample("z", normal())
 
     with pytest.warns(UserWarning, match="cannot trace"):
-        assert dependencies(model, guide, "z") == ({}, {}, {}, {})
+        assert not any(dependencies(model, guide, "z"))
     assert not poutine.runtime._PYRO_STACK
 
 
