@@ -61,7 +61,8 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], **ex
         >>> def guide(x):
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 0.7))
-        >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=TraceSIS_ELBO(num_steps=2))
+        >>> elbo = TraceSIS_ELBO(num_steps=2)
+        >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=elbo)
         >>> x = torch.randn(5)
         >>> loss = svi.step(x)
         >>> path = getfixture("tmp_path") / "run.pt"
