@@ -88,7 +88,10 @@ class ChainDensity:
                 position = position.clone().requires_grad_()
             near, reads = position.detach().abs() <= _FAR, _may_read(position)
             all_near = reads and bool(near.all())
-            state = self._at(position, position if all_near else torch.where(near, position, 0.0))
+            # A tensor of its own: transforms remember what they made of one that they know, and its
+            # graph, in which a recomputation of the same evaluation would meet itself.
+            own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
+            state = self._at(position, own)
             if all_near and _is_finite(state):
                 return self._kept(state)
             state, regular = _mended(state, near.all(-1))

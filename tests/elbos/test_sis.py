@@ -72,6 +72,11 @@ def test_gradient_with_every_kernel(kernel, multi_sample, vectorize, recompute):
     check(EXAMPLES["vae"](), kernel(), multi_sample=multi_sample, **options)
 
 
+def test_transforms_that_remember_are_recomputed():
+    """Known by the tensor that they were given, which must not be that of the first evaluation."""
+    check(EXAMPLES["coupling"](), ULA(0.03), coordinates="latent", recompute=True)
+
+
 @pytest.mark.slow
 @smooth
 @modes
