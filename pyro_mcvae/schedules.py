@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pyro_mcvae.ops.checks import check_count
+
 __all__ = [
     "FixedSchedule",
     "LearnedSchedule",
@@ -40,8 +42,7 @@ class Schedule(nn.Module, ABC):
 
     def __init__(self, num_steps: int) -> None:
         super().__init__()
-        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-            raise ValueError(f"num_steps must be an int of at least 1, got {num_steps!r}")
+        check_count("num_steps", num_steps)
         self.num_steps = num_steps
 
     @abstractmethod

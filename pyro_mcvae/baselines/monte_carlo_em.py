@@ -11,13 +11,13 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.annealing import Chain
 from pyro_mcvae.baselines.chain_states import ChainStates
-from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar, check_positive_int
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar
 from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
 from pyro_mcvae.elbos.plain import local_estimate
 from pyro_mcvae.kernels.base import Kernel, State, Target
 from pyro_mcvae.kernels.hmc import HMC
+from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.step_size import AdaptiveStepSize
-from pyro_mcvae.tracing.checks import check_flag
 from pyro_mcvae.tracing.density import ChainDensity
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sample import Sample
@@ -134,8 +134,8 @@ class MonteCarloEM(ChainELBO):
         joint: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_positive_int("num_steps", num_steps)
-        check_positive_int("updates_per_draw", updates_per_draw)
+        check_count("num_steps", num_steps)
+        check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)
         check_flag("joint", joint)
         if kernel is None:

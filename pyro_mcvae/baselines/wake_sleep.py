@@ -17,9 +17,9 @@ from pyro_mcvae.elbos.base import (
     Estimate,
     MonteCarloELBO,
     as_scalar,
-    check_positive_int,
 )
 from pyro_mcvae.elbos.plain import elbo_bounds, elbo_costs, total_cost
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.tracing.runs import Programs, Run
 from pyro_mcvae.tracing.substitute import substitute
 
@@ -110,7 +110,7 @@ class WakeSleep(MonteCarloELBO):
         **options: Unpack[ELBOOptions],
     ) -> None:
         super().__init__(num_particles, **options)
-        check_positive_int("num_dreams", num_dreams)
+        check_count("num_dreams", num_dreams)
         if dream_args is not None and not callable(dream_args):
             raise ValueError(
                 f"dream_args must be a function (dream, *args, **kwargs) -> (args, kwargs), got "

@@ -14,6 +14,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.tracing.checks import nonfinite_sites
 from pyro_mcvae.tracing.handlers import Supply
 from pyro_mcvae.tracing.precision import without_autocast
@@ -144,7 +145,7 @@ class MonteCarloELBO(ELBO):
         strict_enumeration_warning: bool = True,
         retain_graph: bool | None = None,
     ) -> None:
-        check_positive_int("num_particles", num_particles)
+        check_count("num_particles", num_particles)
         super().__init__(
             num_particles=num_particles,
             max_plate_nesting=max_plate_nesting,
@@ -258,12 +259,6 @@ class MonteCarloELBO(ELBO):
         """
         with torch.no_grad():
             return self._bounds(Programs(model, guide, args, kwargs))
-
-
-def check_positive_int(name: str, value: Any) -> None:
-    """Raise a ValueError unless ``value`` is an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
 
 
 def as_scalar(value: Any) -> Tensor:

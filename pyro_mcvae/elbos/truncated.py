@@ -10,10 +10,11 @@ from pyro import poutine
 from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO, check_positive_int
+from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.plain import local_bounds, local_estimate
 from pyro_mcvae.guides.search import take_rows
 from pyro_mcvae.guides.truncated import TruncatedPosterior
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sample import Sample
@@ -80,8 +81,8 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         options.setdefault("vectorize_particles", True)
         super().__init__(1, **options)
         if num_gradient_states is not None:
-            check_positive_int("num_gradient_states", num_gradient_states)
-        check_positive_int("num_sampled_states", num_sampled_states)
+            check_count("num_gradient_states", num_gradient_states)
+        check_count("num_sampled_states", num_sampled_states)
         self.num_gradient_states = num_gradient_states
         self.num_sampled_states = num_sampled_states
         #: The last step's passes through the model, and the states of a datum in all of them.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.kernels.hmc import HMC
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.schedules import Schedule, as_schedule
 from pyro_mcvae.step_size import AdaptiveStepSize
 
@@ -84,8 +85,7 @@ def make_annealing(
         raise ValueError(f"kernel must be a Kernel such as HMC(), got {kernel!r}")
     if coordinates not in ("noise", "latent"):
         raise ValueError(f"coordinates must be 'noise' or 'latent', got {coordinates!r}")
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
-        raise ValueError(f"warmup must be an int of at least 0, got {warmup!r}")
+    check_count("warmup", warmup, 0)
     if schedule is None and kernel is None:
         return None
     schedule = as_schedule(schedule, DEFAULT_STEPS if schedule is None else None)

@@ -14,10 +14,10 @@ from pyro_mcvae.evaluation.annealing import make_annealing
 from pyro_mcvae.evaluation.arguments import as_arguments, check_call, check_function
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.untouched import untouched
-from pyro_mcvae.evaluation.weigher import Weigher, check_count
+from pyro_mcvae.evaluation.weigher import Weigher
 from pyro_mcvae.kernels.base import Kernel
+from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.schedules import Schedule
-from pyro_mcvae.tracing.checks import check_flag
 from pyro_mcvae.tracing.density import outside_inference_mode
 from pyro_mcvae.tracing.runs import Programs
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.evaluation.untouched import untouched
-from pyro_mcvae.evaluation.weigher import Weigher, check_count
+from pyro_mcvae.evaluation.weigher import Weigher
 from pyro_mcvae.kernels.base import Kernel, Target
 from pyro_mcvae.kernels.hmc import HMC
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp
 from pyro_mcvae.ops.kernel_density import KernelDensity
 from pyro_mcvae.step_size import AdaptiveStepSize

@@ -21,8 +21,9 @@ from pyro_mcvae.evaluation.simulation import (
     simulate,
 )
 from pyro_mcvae.evaluation.untouched import untouched
-from pyro_mcvae.evaluation.weigher import Weigher, check_count
+from pyro_mcvae.evaluation.weigher import Weigher
 from pyro_mcvae.kernels.base import Kernel
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import log_mean_exp
 from pyro_mcvae.schedules import Schedule
 from pyro_mcvae.tracing.coordinates import NoCoordinateError

@@ -16,10 +16,11 @@ from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.first_run import first_run
 from pyro_mcvae.evaluation.uncounted import check_alike, count_unread
 from pyro_mcvae.guides.truncated import TruncatedPosterior
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.tracing import scout
 from pyro_mcvae.tracing.alike import Alike
 from pyro_mcvae.tracing.bypass import check_no_bypass
-from pyro_mcvae.tracing.checks import check_flag, check_plates, nonfinite_sites
+from pyro_mcvae.tracing.checks import check_plates, nonfinite_sites
 from pyro_mcvae.tracing.density import ChainDensity, named
 from pyro_mcvae.tracing.log_weight import LogWeight
 from pyro_mcvae.tracing.runs import Programs, Run, Term
@@ -35,7 +36,7 @@ from pyro_mcvae.tracing.sites import (
 from pyro_mcvae.tracing.structure import FactorKey
 from pyro_mcvae.tracing.tracer import Tracer
 
-__all__ = ["Weigher", "check_count"]
+__all__ = ["Weigher"]
 
 _logger = logging.getLogger(__name__)
 
@@ -321,9 +322,3 @@ class Weigher:
                     f"importance sampling never sees any other value of it. Give it a "
                     f"distribution, or observe it in the model"
                 )
-
-
-def check_count(name: str, value: Any, least: int = 1) -> None:
-    """Raise a ValueError unless ``value`` is an int of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")

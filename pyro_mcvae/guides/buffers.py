@@ -11,6 +11,7 @@ from pyro_mcvae.guides.joint import JointRuns
 from pyro_mcvae.guides.layout import Layout
 from pyro_mcvae.guides.search import Populations
 from pyro_mcvae.ops import ranks
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.evolution import distinct_states
 
 __all__ = ["StateBuffers"]
@@ -29,8 +30,7 @@ class StateBuffers(nn.Module):
 
     def __init__(self, num_states: int) -> None:
         super().__init__()
-        if isinstance(num_states, bool) or not isinstance(num_states, int) or num_states < 1:
-            raise ValueError(f"num_states must be an int of at least 1, got {num_states!r}")
+        check_count("num_states", num_states)
         self.num_states = num_states
         self._agreed: set[str] = set()
 

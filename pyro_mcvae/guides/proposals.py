@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_mcvae.guides.joint import JointRuns
 from pyro_mcvae.guides.search import Populations, merge
 from pyro_mcvae.guides.searched import StatesError
+from pyro_mcvae.ops.checks import check_count
 
 __all__ = ["PriorDraws", "Proposals", "propose"]
 
@@ -35,8 +36,7 @@ class PriorDraws:
     count: int = 4
 
     def __post_init__(self) -> None:
-        if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
-            raise ValueError(f"count must be an int of at least 1, got {self.count!r}")
+        check_count("count", self.count)
 
 
 # Called with the model's arguments, returns for each discrete site values [C, *batch, *event].

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyro_mcvae.kernels.base import Kernel, Proposal, State, Target
 from pyro_mcvae.kernels.leapfrog import leapfrog, log_momentum
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.step_size import StepSize
 
 __all__ = ["HMC"]
@@ -45,8 +46,7 @@ class HMC(Kernel):
         jitter: float = 0.0,
     ) -> None:
         super().__init__(step_size)
-        if isinstance(num_leapfrog, bool) or not isinstance(num_leapfrog, int) or num_leapfrog < 1:
-            raise ValueError(f"num_leapfrog must be an int of at least 1, got {num_leapfrog!r}")
+        check_count("num_leapfrog", num_leapfrog)
         if not 0.0 <= jitter < 1.0:
             raise ValueError(f"jitter must be at least 0 and less than 1, got {jitter!r}")
         self.num_leapfrog = num_leapfrog

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.mutation import InformedFlips, Parents
 from pyro_mcvae.ops.states import StateSpace
 
@@ -217,8 +218,7 @@ class EvolutionaryUpdate:
     def __post_init__(self) -> None:
         for name, least in (("num_parents", 1), ("num_children", 1), ("num_generations", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+            check_count(name, value, least)
 
     @property
     def num_evaluations(self) -> int:

@@ -13,6 +13,7 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.enum_messenger import EnumMessenger
 from torch import Tensor
 
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.tracing.precision import full_precision
 from pyro_mcvae.tracing.relaxed import relaxed_sample
 from pyro_mcvae.tracing.sites import RELAXED, is_random, reparameterized
@@ -50,12 +51,9 @@ class SiteOptions:
         k, n, budget = self.num_categories, self.num_samples, self.budget
         if isinstance(k, bool) or (k != math.inf and not isinstance(k, int)) or k < 0:
             raise ValueError(f"num_categories must be an int of at least 0 or math.inf, got {k!r}")
-        if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-            raise ValueError(f"num_samples must be an int of at least 0, got {n!r}")
-        if budget is not None and (
-            isinstance(budget, bool) or not isinstance(budget, int) or budget < 1
-        ):
-            raise ValueError(f"budget must be an int of at least 1, got {budget!r}")
+        check_count("num_samples", n, 0)
+        if budget is not None:
+            check_count("budget", budget)
         if k == 0 and n == 0 and budget is None:
             raise ValueError(
                 "num_categories=0 and num_samples=0 evaluate nothing: pass num_samples >= 1"

@@ -14,7 +14,6 @@ from pyro_mcvae.tracing.sites import is_latent, nonfinite_report, plate_frames
 
 __all__ = [
     "check_declared",
-    "check_flag",
     "check_nesting",
     "check_plates",
     "check_sites",
@@ -102,13 +101,6 @@ def check_plates(run: Run) -> None:
                 f"which some dims lie in no plate around it: enclose it in pyro.plate(...), in the "
                 f"model and in the guide, or make them an event by .to_event(...)"
             )
-
-
-def check_flag(name: str, value: Any, or_none: bool = False) -> None:
-    """Raise a ValueError unless ``value`` is True or False (or None, if that is allowed)."""
-    if not isinstance(value, bool) and not (or_none and value is None):
-        known = "True, False or None" if or_none else "True or False"
-        raise ValueError(f"{name} must be {known}, got {value!r}")
 
 
 def check_nesting(value: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.ops import ranks
+from pyro_mcvae.ops.checks import check_count
 
 __all__ = ["RankBatches"]
 
@@ -56,8 +57,7 @@ class RankBatches:
         num_ranks: int | None = None,
     ) -> None:
         for name, value in (("num_data", num_data), ("batch_size", batch_size)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+            check_count(name, value)
         self.num_ranks = ranks.num_ranks() if num_ranks is None else num_ranks
         self.rank = ranks.rank() if rank is None else rank
         if not 0 <= self.rank < self.num_ranks:

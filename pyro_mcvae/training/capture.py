@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.training.graph import StepGraph
 
 __all__ = ["CapturedStep", "capture"]
@@ -89,8 +90,7 @@ class CapturedStep:
                 f"capture takes an optimizer of torch.optim, got {type(optimizer).__name__}: one "
                 f"of Pyro's makes an optimizer for every parameter, at the step that first sees it"
             )
-        if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 1:
-            raise ValueError(f"warmup must be an int of at least 1, got {warmup!r}")
+        check_count("warmup", warmup)
         if isinstance(elbo_module, DistributedDataParallel):
             raise ValueError(
                 "capture takes elbo(model, guide) itself: steps of DistributedDataParallel, whose "
