@@ -10,7 +10,7 @@ density must be the same.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pyro
@@ -20,7 +20,14 @@ from torch import Tensor
 from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
 from pyro_mcvae.tracing.memory import Memory
 from pyro_mcvae.tracing.packing import as_shape
-from pyro_mcvae.tracing.runs import Programs, Run, guide_term, model_term, run_pair, scored
+from pyro_mcvae.tracing.runs import (
+    Programs,
+    Run,
+    guide_term,
+    model_term,
+    possible_terms,
+    run_pair,
+)
 from pyro_mcvae.tracing.scout import aside
 from pyro_mcvae.tracing.sites import changed_draw, is_random, plate_frames
 from pyro_mcvae.tracing.structure import FactorKey
@@ -164,16 +171,8 @@ def _alone(
 
 def _densities(traces: tuple[Any, Any]) -> Densities:
     guide_trace, model_trace = traces
-    terms = [*_possible(model_term, model_trace), *_possible(guide_term, guide_trace)]
+    terms = [*possible_terms(model_term, model_trace), *possible_terms(guide_term, guide_trace)]
     return {t.key: torch.as_tensor(t.log_prob) for t in terms}
-
-
-def _possible(make: Any, trace: Any) -> Iterator[Any]:
-    for site in scored(trace):
-        try:
-            yield make(site)
-        except ValueError:
-            continue  # a flow without an inverse
 
 
 def _particle_draw(site: Any, particle: int, count: int, nesting: int) -> Tensor:

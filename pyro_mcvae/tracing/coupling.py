@@ -10,7 +10,7 @@ exchanged, and the densities of the other half must stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyro
@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_mcvae.tracing.handlers import Minibatch, Supply
-from pyro_mcvae.tracing.runs import Programs, guide_term, model_term, run_pair, scored
+from pyro_mcvae.tracing.runs import (
+    Programs,
+    guide_term,
+    model_term,
+    possible_terms,
+    run_pair,
+    scored,
+)
 from pyro_mcvae.tracing.scout import aside
 from pyro_mcvae.tracing.sites import PlateKey, changed_draw, is_random, plate_frames, plate_key
 from pyro_mcvae.tracing.structure import FactorKey
@@ -123,16 +130,8 @@ def _densities(programs: Programs, subsamples: Mapping[str, Tensor], values: Val
         guide_trace, model_trace = run_pair(programs, Supply(Minibatch(subsamples), values))
         terms = [model_term(site) for site in scored(model_trace)]
         if len(values) > 1:  # one site alone depends on no other
-            terms += _possible(guide_term, scored(guide_trace))
+            terms += possible_terms(guide_term, guide_trace)
     return {t.key: (t.site, t.log_prob) for t in terms}
-
-
-def _possible(make: Callable[[Any], Any], sites: Iterator[Any]) -> Iterator[Any]:
-    for site in sites:
-        try:
-            yield make(site)
-        except ValueError:
-            continue  # a flow without an inverse
 
 
 def _changed(

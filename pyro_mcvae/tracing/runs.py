@@ -35,6 +35,7 @@ __all__ = [
     "is_messenger",
     "model_term",
     "nesting_of",
+    "possible_terms",
     "run_model",
     "run_pair",
     "scored",
@@ -323,6 +324,15 @@ def nesting_of(*traces: Trace) -> int:
 def scored(trace: Trace) -> Iterator[Any]:
     """The sites of a trace that carry a log density."""
     return (site for site in trace.nodes.values() if is_scored(site))
+
+
+def possible_terms(make: Callable[[Any], Term], trace: Trace) -> Iterator[Term]:
+    """The terms of a trace, by :func:`model_term` or :func:`guide_term`, that can be computed."""
+    for site in scored(trace):
+        try:
+            yield make(site)
+        except ValueError:
+            continue  # a flow without an inverse
 
 
 def model_term(site: Any, key: FactorKey | None = None) -> Term:
