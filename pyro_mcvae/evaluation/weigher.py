@@ -125,8 +125,7 @@ class Weigher:
     def _check_alike(self, sample: Sample) -> None:
         """The pilot has one particle: whether several may be vectorised shows here."""
         if sample.runs[0].leading is not None:
-            shared = sample.structure.global_sites
-            self._alike.check(self.programs, sample.runs[0], (shared("guide"), shared("model")))
+            self._alike.check(self.programs, sample.runs[0], sample.structure.global_sites)
 
     def on(self, programs: Programs) -> Weigher:
         """The same for other data: the plates' minibatch and the latents that are held stay."""
@@ -252,7 +251,7 @@ class Weigher:
         return frozenset(points)
 
     def _drawn_globals(self, points: frozenset[str]) -> tuple[str, ...]:
-        return tuple(sorted(self.pilot.structure.global_sites("guide") - points))
+        return tuple(sorted(self.pilot.structure.global_sites.guide - points))
 
     def _refuse_minibatch(self, drawn: tuple[str, ...]) -> None:
         for term in self.pilot.runs[0].terms:

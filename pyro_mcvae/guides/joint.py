@@ -118,9 +118,7 @@ class JointRuns:
         if together:
             found = [self._vectorized(draw(None), count)]
             shared = self.layouts.structure.global_sites
-            self._tracer.alike.check(
-                self._plain, found[0], (shared("guide"), shared("model")), _STATES
-            )
+            self._tracer.alike.check(self._plain, found[0], shared, _STATES)
         else:
             found = [self._once(draw(i), None) for i in range(count)]
         structures = [self._tracer.structures.of(self._programs, run, again=False) for run in found]
@@ -200,8 +198,8 @@ class JointRuns:
         nesting, structure = self.layouts.nesting, self.layouts.structure
         plate, guide_trace = None, self.guide_trace
         if count is not None:
-            plate = LeadingPlate(count, -nesting - 1, structure.global_sites("model"))
-            skip = structure.global_sites("guide")
+            plate = LeadingPlate(count, -nesting - 1, structure.global_sites.model)
+            skip = structure.global_sites.guide
             local = [t.site for t in self._guide_terms if t.key.name not in skip]
             guide_trace = runs.with_changes(
                 guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}

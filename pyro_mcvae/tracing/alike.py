@@ -30,13 +30,12 @@ from pyro_mcvae.tracing.runs import (
 )
 from pyro_mcvae.tracing.scout import aside
 from pyro_mcvae.tracing.sites import changed_draw, is_random, plate_frames
-from pyro_mcvae.tracing.structure import FactorKey
+from pyro_mcvae.tracing.structure import FactorKey, GlobalSites
 
 __all__ = ["Alike", "check_alike"]
 
-Skip = tuple[frozenset[str], frozenset[str]]
 Densities = dict[FactorKey, Tensor]
-NOTHING: Skip = (frozenset(), frozenset())
+_NONE = GlobalSites()
 _PARTICLES = "vectorised particles: pass vectorize_particles=False, or "
 # Relative to a density in each precision.
 _TOLERANCE = {torch.float64: 1e-6}
@@ -59,7 +58,7 @@ class Alike:
         self._left = _MAX_SHAPES
 
     def check(
-        self, programs: Programs, run: Run, skip: Skip = NOTHING, particles: str = _PARTICLES
+        self, programs: Programs, run: Run, skip: GlobalSites = _NONE, particles: str = _PARTICLES
     ) -> None:
         """
         Check a run with leading dims, where the sizes of its plates are new.
@@ -86,7 +85,7 @@ def check_alike(
     subsamples: Mapping[str, Tensor],
     nesting: int,
     sizes: set[int],
-    skip: Skip = NOTHING,
+    skip: GlobalSites = _NONE,
     particles: str = _PARTICLES,
 ) -> None:
     """
@@ -124,7 +123,11 @@ def check_alike(
 
 
 def _odd(
-    programs: Programs, subsamples: Mapping[str, Tensor], nesting: int, skip: Skip, count: int
+    programs: Programs,
+    subsamples: Mapping[str, Tensor],
+    nesting: int,
+    skip: GlobalSites,
+    count: int,
 ) -> dict[FactorKey, tuple[float, float]]:
     """The factors whose density at one particle is not that of the particle alone, with both."""
     leading = tuple(LeadingPlate(count, -nesting - 1, names) for names in skip)

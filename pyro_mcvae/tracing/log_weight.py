@@ -360,7 +360,7 @@ class LogWeight:
 
     def _check_names(self, records: list[Record], sample: Sample) -> None:
         """Sites that come and go with the draws have no place in a vector of coordinates."""
-        shared = sample.structure.global_sites("guide")
+        shared = sample.structure.global_sites.guide
         for record in records:
             differing = (record.keys() | shared) ^ (self._packing.sites.keys() | shared)
             if differing:

@@ -108,7 +108,7 @@ class Sample:
     def global_values(self) -> dict[str, Tensor]:
         """The draws of the guide's global sites."""
         nodes = self.runs[0].guide_trace.nodes
-        return {name: nodes[name]["value"] for name in self.structure.global_sites("guide")}
+        return {name: nodes[name]["value"] for name in self.structure.global_sites.guide}
 
     def is_local(self, term: Term) -> bool:
         """Whether a term of the first run belongs to a block."""

@@ -29,6 +29,7 @@ __all__ = [
     "Factor",
     "FactorKey",
     "Frames",
+    "GlobalSites",
     "Structure",
     "derive_structure",
     "needs_dependencies",
@@ -49,6 +50,13 @@ class Factor(NamedTuple):
 
     frames: Frames
     parents: frozenset[str] | None
+
+
+class GlobalSites(NamedTuple):
+    """The guide's and the model's sites that stay outside of the particles: all share them."""
+
+    guide: frozenset[str] = frozenset()
+    model: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -80,14 +88,13 @@ class Structure:
     # A guide site and an observed site that has its parameters in the place of its draws.
     bypass: tuple[str, str] | None = None
 
-    def global_sites(self, program: str) -> frozenset[str]:
-        """The sites of one program that stay outside of the particles."""
-        return self._global_sites[program]
-
     @cached_property
-    def _global_sites(self) -> dict[str, frozenset[str]]:
+    def global_sites(self) -> GlobalSites:
+        """The sites of either program that stay outside of the particles."""
         found = {key for key, b in self.block_of.items() if b is None and self.blocks}
-        return {p: frozenset(k.name for k in found if k.program == p) for p in ("guide", "model")}
+        return GlobalSites(
+            *(frozenset(k.name for k in found if k.program == p) for p in GlobalSites._fields)
+        )
 
 
 def needs_dependencies(factors: Mapping[FactorKey, Factor], latents: Iterable[str]) -> bool:

@@ -35,6 +35,7 @@ from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.sites import is_latent, plate_frames
 from pyro_mcvae.tracing.structure import (
     FactorKey,
+    GlobalSites,
     Structure,
 )
 
@@ -45,10 +46,9 @@ _MAX_ATTEMPTS = 3
 # Programs of stochastic structure can show ever new shapes: then all are forgotten.
 _MAX_COUNTED = 256
 
-Skip = tuple[frozenset[str], frozenset[str]]
 # Called for every random guide site of a run; returns its value, or None to let Pyro draw.
 Draw = Callable[[Any], Tensor | None]
-_NOTHING: Skip = (frozenset(), frozenset())
+_NONE = GlobalSites()
 
 
 class Tracer:
@@ -97,9 +97,9 @@ class Tracer:
             check_separate(programs)
         supply = Supply(cut=frozenset() if cut else None)
         if self.vectorizes(self.num_particles):
-            run = self._vectorized(programs, supply, _NOTHING, self.num_particles)
+            run = self._vectorized(programs, supply, _NONE, self.num_particles)
             self.structures.check_particles(programs, run)
-            self._check_count(programs, run, _NOTHING)
+            self._check_count(programs, run, _NONE)
             self.alike.check(programs, run)
             return [run]
         return [self._single(programs, supply) for _ in range(self.num_particles)]
@@ -152,7 +152,7 @@ class Tracer:
         none: frozenset[str] = frozenset()
         supplies = [Supply(sample.subsamples, fixed, d, none if cut else None) for d in draws]
         if self.vectorizes(count):
-            run = self._vectorized(programs, supplies[0], self._skip(sample.structure), count)
+            run = self._vectorized(programs, supplies[0], sample.structure.global_sites, count)
             return self.arrange(programs, [run])
         runs = [self._single(programs, supply) for supply in supplies]
         return self.arrange(programs, runs)
@@ -195,7 +195,7 @@ class Tracer:
         for run, values in zip(sample.runs, changes, strict=True):
             leading = None
             if run.leading is not None:
-                skip = self._skip(sample.structure)[1]
+                skip = sample.structure.global_sites.model
                 leading = LeadingPlate(run.leading, -run.nesting - 1, skip)
             again, alike = run_again(programs, run, values, leading)
             if not alike:
@@ -228,14 +228,14 @@ class Tracer:
     ) -> Sample:
         to_know = inside is not None or cut
         with _rewindable(to_know and self._latest is None) as rewind:
-            skip = self._skip(self._latest)[0]
+            skip = self._known.guide
             while True:
                 subsamples = Minibatch()
                 handler = inside(skip) if inside else None
                 supply = Supply(subsamples, draw=draw and draw(), cut=skip if cut else None)
                 first = self._single(programs, supply, handler)
                 structure = self._latest = self.structures.of(programs, first)
-                shared = structure.global_sites("guide")
+                shared = structure.global_sites.guide
                 if not to_know or shared == skip:
                     break
                 skip = shared
@@ -259,33 +259,32 @@ class Tracer:
         cut: bool,
     ) -> Sample:
         with _rewindable(self._latest is None) as rewind:
-            skip = self._skip(self._latest)
+            skip = self._known
             subsamples = Minibatch()
             for _ in range(_MAX_ATTEMPTS):
-                handler = inside(skip[0]) if inside else None
-                supply = Supply(subsamples, draw=draw and draw(), cut=skip[0] if cut else None)
+                handler = inside(skip.guide) if inside else None
+                supply = Supply(subsamples, draw=draw and draw(), cut=skip.guide if cut else None)
                 run = self._vectorized(programs, supply, skip, self.num_particles, handler)
                 structure = self._latest = self.structures.of(programs, run)
-                if self._skip(structure) == skip:
+                if structure.global_sites == skip:
                     self._check_count(programs, run, skip)
                     self.alike.check(programs, run, skip)
                     return Sample([run], [structure.block_of], structure)
                 # Global sites were drawn once per particle, or local ones once: run again on the
                 # same minibatch, which the generators draw again if they are set back.
-                skip = self._skip(structure)
+                skip = structure.global_sites
                 if rewind():
                     subsamples = Minibatch()
         raise RuntimeError(
             f"the programs show other global sites in each of {_MAX_ATTEMPTS} runs on the same "
-            f"minibatch (now {sorted(skip[0] | skip[1])}), so the particles cannot be vectorised: "
-            f"pass vectorize_particles=False"
+            f"minibatch (now {sorted(skip.guide | skip.model)}), so the particles cannot be "
+            f"vectorised: pass vectorize_particles=False"
         )
 
-    @staticmethod
-    def _skip(structure: Structure | None) -> Skip:
-        if structure is None:
-            return _NOTHING
-        return structure.global_sites("guide"), structure.global_sites("model")
+    @property
+    def _known(self) -> GlobalSites:
+        """The sites that particles shared in the latest step."""
+        return _NONE if self._latest is None else self._latest.global_sites
 
     def _single(self, programs: Programs, supply: Supply, inside: Messenger | None = None) -> Run:
         guide_trace, model_trace = run_pair(programs, supply, inside=inside)
@@ -300,7 +299,7 @@ class Tracer:
         self,
         programs: Programs,
         supply: Supply,
-        skip: Skip,
+        skip: GlobalSites,
         count: int,
         inside: Messenger | None = None,
     ) -> Run:
@@ -331,7 +330,7 @@ class Tracer:
                 f"The error was: {type(error).__name__}: {error}"
             ) from error
 
-    def _check_count(self, programs: Programs, run: Run, skip: Skip) -> None:
+    def _check_count(self, programs: Programs, run: Run, skip: GlobalSites) -> None:
         """
         Check that as many particles as there are data are not taken for the data.
 
@@ -369,13 +368,13 @@ class Tracer:
         self,
         programs: Programs,
         supply: Supply,
-        skip: Skip,
+        skip: GlobalSites,
         count: int,
         inside: Messenger | None,
         nesting: int,
     ) -> Run:
         dim = -nesting - 1
-        leading = LeadingPlate(count, dim, skip[0]), LeadingPlate(count, dim, skip[1])
+        leading = LeadingPlate(count, dim, skip.guide), LeadingPlate(count, dim, skip.model)
         guide_trace, model_trace = run_pair(programs, supply, leading, inside)
         check_sites(guide_trace, model_trace, self.strict_enumeration)
         if nesting_of(guide_trace, model_trace) > nesting:

@@ -97,15 +97,15 @@ def test_a_latent_outside_of_the_plate_is_global(data):
     assert program.asks
     structure = program.structure()
     assert program.blocks() == [(["data"], {"z"}, {"z", "x"})]
-    assert structure.global_sites("guide") == {"theta"}
-    assert structure.global_sites("model") == {"theta", "y"}
+    assert structure.global_sites.guide == {"theta"}
+    assert structure.global_sites.model == {"theta", "y"}
 
 
 def test_latents_outside_of_every_plate_share_one_weight_with_everything():
     program = Program().latent("a").latent("b", guide=["a"]).observed("x", DATA, given=["a", "b"])
     assert program.blocks() == [([], {"a", "b"}, {"a", "b", "x"})]
     assert program.structure().blocks[0].dims == ()
-    assert program.structure().global_sites("guide") == frozenset()
+    assert program.structure().global_sites.guide == frozenset()
 
 
 def test_independent_unplated_latents_still_share_one_weight():
@@ -117,7 +117,7 @@ def test_an_observation_without_latents_joins_the_block_of_its_plates():
     program = Program().latent("z", DATA).observed("x", DATA, given=["z"])
     program.observed("w", DATA, plate("inner", -2)).observed("v")
     assert program.blocks() == [(["data"], {"z"}, {"z", "x", "w"})]
-    assert program.structure().global_sites("model") == {"v"}
+    assert program.structure().global_sites.model == {"v"}
 
 
 def test_nested_latents_are_weighed_per_element_of_the_outer_plate():
@@ -178,7 +178,7 @@ def test_two_data_plates_that_share_a_global_latent_stay_two_blocks():
     program.latent("zb", b, model=["theta"], guide=["theta"])
     program.observed("xa", a, given=["za"]).observed("xb", b, given=["zb", "theta"])
     assert len(program.blocks()) == 2
-    assert program.structure().global_sites("guide") == {"theta"}
+    assert program.structure().global_sites.guide == {"theta"}
 
 
 def test_a_factor_that_joins_two_data_plates_makes_one_joint_weight():
@@ -253,8 +253,8 @@ def test_over_a_subsampled_inner_plate_the_outer_latent_becomes_global():
     program = Program().latent("a", groups).latent("b", groups, inner, guide=["a"], model=["a"])
     program.observed("x", groups, inner, given=["a", "b"])
     assert program.blocks() == [(["groups", "inner"], {"b"}, {"b", "x"})]
-    assert program.structure().global_sites("guide") == {"a"}
-    assert program.structure().global_sites("model") == {"a"}
+    assert program.structure().global_sites.guide == {"a"}
+    assert program.structure().global_sites.model == {"a"}
 
 
 def test_a_subsampled_outer_plate_keeps_the_nested_latents_together():
@@ -272,7 +272,7 @@ def test_no_block_holds_a_factor_in_a_subsampled_plate_that_is_not_its_own():
     program.observed("y", DATA, inner, given=["theta"]).observed("constant", DATA, inner)
     structure = program.structure()
     assert program.blocks() == [(["data"], {"z"}, {"z", "x"})]
-    assert structure.global_sites("model") == {"theta", "y", "constant"}
+    assert structure.global_sites.model == {"theta", "y", "constant"}
 
 
 def test_a_factor_outside_of_the_plate_joins_its_elements():
@@ -325,7 +325,7 @@ def test_joint_weighs_everything_together():
     structure = program.structure(joint=True)
     assert [b.plates for b in structure.blocks] == [()]
     assert set(structure.block_of.values()) == {0}
-    assert structure.global_sites("guide") == frozenset()
+    assert structure.global_sites.guide == frozenset()
 
 
 def test_joint_is_refused_under_subsampling():

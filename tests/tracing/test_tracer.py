@@ -175,7 +175,7 @@ def test_global_latents_are_drawn_once_and_local_ones_per_particle(name, vectori
     previous = None
     for _ in range(3):
         sample = fresh.sample(example.programs)
-        shared = sample.structure.global_sites("guide")
+        shared = sample.structure.global_sites.guide
         assert shared == {"a"} if name.startswith("nested") else {"theta"}
         for site in shared:
             drawn = values(sample, site)
