@@ -225,39 +225,45 @@ def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependenc
             key = FactorKey(program, name)
             upstream = tracker.upstream.get(name, frozenset()) if program == "guide" else None
             around = _behind([site["scale"], *masks_of(site)], tracker)
-            parents = _parents_at(site, site["value"], upstream, tracker)
+            log_prob = _log_prob_at(site, site["value"])
+            parents = _parents_of(log_prob, upstream, tracker)
             if upstream is not None:
                 parents |= upstream | ({name} & tracker.tracked)
                 own = upstream
             else:
-                own = _parents_at(site, detach_provenance(site["value"]).detach(), None, tracker)
+                alone = _log_prob_at(site, detach_provenance(site["value"]).detach())
+                own = _parents_of(alone, None, tracker)
             found.masks[key] = _behind(masks_of(site), tracker) & tracker.tracked
             found.factors[key] = (parents | around) & tracker.tracked
-            found.parameters[key] = _leaves_at(site)
+            found.parameters[key] = _leaves_of(log_prob)
             if site["is_observed"]:
                 found.observed[key] = parents & tracker.tracked
             found.distributions[key] = own & tracker.tracked
     return found
 
 
-def _parents_at(
-    site: Any, value: Any, upstream: frozenset[str] | None, tracker: _TrackDraws
+def _log_prob_at(site: Any, value: Any) -> Any:
+    """A site's log density, or the error of a flow without an inverse."""
+    try:
+        return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
+    except (NotImplementedError, KeyError) as error:
+        return error
+
+
+def _parents_of(
+    log_prob: Any, upstream: frozenset[str] | None, tracker: _TrackDraws
 ) -> frozenset[str]:
-    try:
-        log_prob = site["fn"].log_prob(value, *site["args"], **site["kwargs"])
-    except (NotImplementedError, KeyError):
-        if upstream is None:
-            raise
-        # A flow without an inverse: what its draw was computed from says enough.
-        return upstream
-    return _behind([log_prob], tracker)
+    if not isinstance(log_prob, Exception):
+        return _behind([log_prob], tracker)
+    if upstream is None:
+        raise log_prob
+    return upstream  # what the flow's draw was computed from says enough
 
 
-def _leaves_at(site: Any) -> frozenset[int]:
-    try:
-        log_prob = detach_provenance(site["fn"].log_prob(site["value"]))
-    except (NotImplementedError, KeyError):
-        return frozenset()  # a flow without an inverse
+def _leaves_of(log_prob: Any) -> frozenset[int]:
+    if isinstance(log_prob, Exception):
+        return frozenset()
+    log_prob = detach_provenance(log_prob)
     return frozenset(leaves_behind(log_prob)) if log_prob.requires_grad else frozenset()
 
 
