@@ -13,10 +13,12 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.schedules import Schedule, as_schedule
 from pyro_mcvae.step_size import AdaptiveStepSize
 
-__all__ = ["DEFAULT_STEPS", "Annealing", "make_annealing"]
+__all__ = ["DEFAULT_STEPS", "LEAVE_OUT", "Annealing", "make_annealing"]
 
 # Where a kernel is given without a schedule.
 DEFAULT_STEPS = 10
+# What a user who gave them leaves out, where the latents cannot be moved.
+LEAVE_OUT = "leave out schedule and kernel, so that importance sampling weighs them"
 # Relative step of the adaptation in the first and in the second half of a warm-up.
 _RATES = 0.3, 0.1
 
@@ -28,16 +30,17 @@ class Annealing:
     Both are copies, so that an evaluation changes nothing of the user's.
 
     :param int warmup: chains that an adaptive step size is adapted with before the evaluation.
-    :ivar without: how the user does without chains, where the latents cannot be moved.
+    :param str without: how the user does without chains, where the latents cannot be moved.
     """
 
-    without = "leave out schedule and kernel, so that importance sampling weighs them"
-
-    def __init__(self, kernel: Kernel, schedule: Schedule, coordinates: str, warmup: int) -> None:
+    def __init__(
+        self, kernel: Kernel, schedule: Schedule, coordinates: str, warmup: int, without: str
+    ) -> None:
         self.kernel = copy.deepcopy(kernel)
         self.betas = schedule().detach().clone()
         self.coordinates: Any = coordinates
         self.warmup = warmup
+        self.without = without
         step_size = self.kernel.step_size
         self._chooses = isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None
         self.use(coordinates)
@@ -75,10 +78,12 @@ def make_annealing(
     kernel: Kernel | None,
     coordinates: str,
     warmup: int,
+    without: str = LEAVE_OUT,
 ) -> Annealing | None:
     """
     An :class:`Annealing` of what a user gave; None if that is nothing.
 
+    :param str without: as in :class:`Annealing`.
     :raises ValueError: for what is no kernel or schedule.
     """
     if kernel is not None and not isinstance(kernel, Kernel):
@@ -89,4 +94,4 @@ def make_annealing(
     if schedule is None and kernel is None:
         return None
     schedule = as_schedule(schedule, DEFAULT_STEPS if schedule is None else None)
-    return Annealing(HMC() if kernel is None else kernel, schedule, coordinates, warmup)
+    return Annealing(HMC() if kernel is None else kernel, schedule, coordinates, warmup, without)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.evaluation.annealing import make_annealing
+from pyro_mcvae.evaluation.annealing import LEAVE_OUT, make_annealing
 from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
 from pyro_mcvae.evaluation.untouched import untouched
 from pyro_mcvae.evaluation.weigher import Weigher
@@ -23,6 +23,10 @@ from pyro_mcvae.tracing.log_weight import LogWeight
 from pyro_mcvae.tracing.runs import Programs
 
 __all__ = ["refine"]
+
+_LEAVE_OUT_ALL = (
+    "leave out schedule, kernel and num_transitions, so that draws are chosen by weight"
+)
 
 
 def refine(
@@ -101,11 +105,8 @@ def refine(
         check_count("chunk_size", chunk_size)
     if num_transitions and schedule is None and kernel is None:
         schedule = 1
-    annealing = make_annealing(schedule, kernel, coordinates, warmup)
-    if num_transitions and annealing is not None:
-        annealing.without = (
-            "leave out schedule, kernel and num_transitions, so that draws are chosen by weight"
-        )
+    without = _LEAVE_OUT_ALL if num_transitions else LEAVE_OUT
+    annealing = make_annealing(schedule, kernel, coordinates, warmup, without)
     if num_transitions and annealing is not None and not annealing.kernel.adjusted:
         raise ValueError(
             f"num_transitions={num_transitions} needs a kernel that leaves the posterior "

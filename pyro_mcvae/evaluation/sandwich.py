@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.annealing import anneal_back
-from pyro_mcvae.evaluation.annealing import Annealing, make_annealing
+from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, Annealing, make_annealing
 from pyro_mcvae.evaluation.arguments import check_function
 from pyro_mcvae.evaluation.simulation import (
     Simulation,
@@ -31,6 +31,11 @@ from pyro_mcvae.tracing.density import outside_inference_mode
 from pyro_mcvae.tracing.runs import Programs, is_messenger
 
 __all__ = ["Sandwich", "sandwich"]
+
+_WITHOUT_CHAINS = (
+    "use log_evidence without schedule and kernel, whose importance sampling weighs them (both "
+    "sides of a sandwich are chains)"
+)
 
 
 @dataclass(frozen=True)
@@ -158,14 +163,10 @@ def sandwich(
     check_count("num_particles", num_particles)
     if chunk_size is not None:
         check_count("chunk_size", chunk_size)
-    annealing = make_annealing(
-        10 if schedule is None and kernel is None else schedule, kernel, coordinates, warmup
-    )
+    if schedule is None and kernel is None:
+        schedule = DEFAULT_STEPS
+    annealing = make_annealing(schedule, kernel, coordinates, warmup, _WITHOUT_CHAINS)
     assert annealing is not None
-    annealing.without = (
-        "use log_evidence without schedule and kernel, whose importance sampling weighs them (both "
-        "sides of a sandwich are chains)"
-    )
     if not annealing.kernel.adjusted:
         raise ValueError(
             f"a chain of {type(annealing.kernel).__name__} cannot be run backwards: use a kernel "
