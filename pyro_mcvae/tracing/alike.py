@@ -29,7 +29,7 @@ from pyro_mcvae.tracing.runs import (
     run_pair,
 )
 from pyro_mcvae.tracing.scout import aside
-from pyro_mcvae.tracing.sites import changed_draw, is_random, plate_frames
+from pyro_mcvae.tracing.sites import LEADING, changed_draw, is_random, plate_frames
 from pyro_mcvae.tracing.structure import FactorKey, GlobalSites
 
 __all__ = ["Alike", "check_alike"]
@@ -67,7 +67,11 @@ class Alike:
         :param particles: what stands in the leading dims, and what to do without them.
         :raises RuntimeError: as :func:`check_alike`.
         """
-        shapes = tuple((t.key, *(f.size for f in t.site["cond_indep_stack"])) for t in run.terms)
+        # Not how many particles there are: they are compared in a number of their own.
+        shapes = tuple(
+            (t.key, *(f.size for f in t.site["cond_indep_stack"] if f.name != LEADING))
+            for t in run.terms
+        )
 
         def look() -> bool:
             if self._left > 0:
