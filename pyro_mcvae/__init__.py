@@ -47,6 +47,7 @@ from pyro_mcvae.ops.evolution import (
 from pyro_mcvae.ops.mutation import InformedFlips, Mutation, Parents, SparseFlips, UniformFlips
 from pyro_mcvae.schedules import FixedSchedule, LearnedSchedule, LinearSchedule, SigmoidSchedule
 from pyro_mcvae.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSize
+from pyro_mcvae.tracing.noise import Noise, register_noise
 from pyro_mcvae.training.batches import RankBatches
 from pyro_mcvae.training.capture import capture
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
@@ -82,6 +83,7 @@ __all__ = [
     "MonteCarloELBO",
     "MonteCarloEM",
     "Mutation",
+    "Noise",
     "OnePointCrossover",
     "Parents",
     "PosteriorDraws",
@@ -111,6 +113,7 @@ __all__ = [
     "log_evidence_loader",
     "low_dimensional_evidence",
     "refine",
+    "register_noise",
     "report",
     "sandwich",
     "save_checkpoint",

@@ -26,8 +26,8 @@ from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import log_mean_exp
 from pyro_mcvae.schedules import Schedule
-from pyro_mcvae.tracing.coordinates import NoCoordinateError
 from pyro_mcvae.tracing.density import outside_inference_mode
+from pyro_mcvae.tracing.noise import NoCoordinateError
 from pyro_mcvae.tracing.runs import Programs, is_messenger
 
 __all__ = ["Sandwich", "sandwich"]

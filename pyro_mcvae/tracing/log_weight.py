@@ -13,12 +13,12 @@ from torch import Tensor
 from pyro_mcvae.tracing.coordinates import (
     Coordinate,
     Coordinates,
-    NoCoordinateError,
     NoiseCoordinate,
     UnconstrainedCoordinate,
     ValueCoordinate,
     coordinate_of,
 )
+from pyro_mcvae.tracing.noise import NoCoordinateError
 from pyro_mcvae.tracing.packing import Packing, SiteShape, as_shape
 from pyro_mcvae.tracing.precision import without_autocast
 from pyro_mcvae.tracing.runs import Programs, Term

@@ -19,9 +19,9 @@ from pyro_mcvae.tracing.again import run_again
 from pyro_mcvae.tracing.alike import Alike
 from pyro_mcvae.tracing.bypass import check_no_bypass
 from pyro_mcvae.tracing.checks import check_nesting, check_sites
-from pyro_mcvae.tracing.coordinates import NoCoordinateError
 from pyro_mcvae.tracing.finder import StructureFinder
 from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
+from pyro_mcvae.tracing.noise import NoCoordinateError
 from pyro_mcvae.tracing.runs import (
     Programs,
     Run,

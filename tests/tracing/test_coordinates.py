@@ -10,15 +10,14 @@ from scipy import stats
 from torch.distributions import biject_to
 from torch.distributions.utils import _standard_normal
 
-from pyro_mcvae.tracing import coordinates as module
+from pyro_mcvae.tracing import noise as module
 from pyro_mcvae.tracing.coordinates import (
-    NoCoordinateError,
     NoiseCoordinate,
     UnconstrainedCoordinate,
     ValueCoordinate,
     coordinate_of,
-    register_noise,
 )
+from pyro_mcvae.tracing.noise import NoCoordinateError, register_noise
 
 
 def seeded(*shape, seed=0):

@@ -12,8 +12,8 @@ from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 
-from pyro_mcvae.tracing.coordinates import NoCoordinateError
 from pyro_mcvae.tracing.log_weight import LogWeight
+from pyro_mcvae.tracing.noise import NoCoordinateError
 from pyro_mcvae.tracing.runs import Programs
 from pyro_mcvae.tracing.sites import LEADING, is_delta
 from pyro_mcvae.tracing.tracer import Tracer
