@@ -82,7 +82,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
 
     ``"stl"`` and ``"dreg"`` act on the sites whose distribution does not depend on another
     reparameterized draw of the guide; sites further down a structured guide use ``"reparam"``, and
-    so do distributions that mask themselves (``dist.mask``; ``poutine.mask`` is taken account of).
+    so do distributions that mask themselves (``dist.mask``; ``poutine.mask`` is taken account of),
+    and those whose support has learned ends (``Uniform(low, high)``), of which no score function
+    is right.
     Local sites that cannot be reparameterized always use VIMCO [5], a score function with a
     leave-one-out baseline per datum (for K = 1, Pyro's plate-wise score function);
     ``"vimco"`` uses it for all local sites.

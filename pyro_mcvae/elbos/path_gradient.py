@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from pyro_mcvae.elbos.plain import Cost, elbo_costs
 from pyro_mcvae.ops.importance import log_mean_exp, normalized_weights
+from pyro_mcvae.tracing.ends import is_elementary, moves_ends, transforms_of
 from pyro_mcvae.tracing.runs import Term
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.sites import (
@@ -100,6 +100,7 @@ class PathGradient:
             and term.site["value"].requires_grad
             and not is_masked(term.site["fn"])
             and not is_straight_through(term.site["fn"])
+            and not moves_ends(term.site["fn"])
             and (self.estimator != "auto" or not _is_flow(term.site["fn"]))
         )
 
@@ -118,7 +119,7 @@ class PathGradient:
 def _path_log_q(term: Term) -> Tensor:
     """log q(z), up to its value, with a gradient through z alone."""
     value, log_q = term.site["value"], term.log_prob
-    if any(_transforms(term.site["fn"])):
+    if any(transforms_of(term.site["fn"])):
         # Transforms cache the inverse of the tensor that they drew, which cuts the path to it.
         alias = value.view_as(value)
         log_q = masked(term.site, unscaled_log_prob(term.site, "guide", alias))
@@ -139,19 +140,4 @@ def _second_factor(term: Term, weight: Tensor) -> Tensor:
 
 def _is_flow(fn: Any) -> bool:
     """Whether a distribution has transforms beyond torch's closed-form ones."""
-    return any(not _is_elementary(t) for t in _transforms(fn))
-
-
-def _transforms(fn: Any) -> Iterator[Any]:
-    while fn is not None:
-        yield from getattr(fn, "transforms", ())
-        fn = getattr(fn, "base_dist", None)
-
-
-def _is_elementary(transform: Any) -> bool:
-    parts = getattr(transform, "parts", None) or [getattr(transform, "base_transform", None)]
-    if type(transform).__name__ == "_InverseTransform":
-        parts = [transform.inv]
-    return type(transform).__module__ == "torch.distributions.transforms" and all(
-        _is_elementary(part) for part in parts if part is not None
-    )
+    return any(not is_elementary(t) for t in transforms_of(fn))

@@ -12,6 +12,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_mcvae.tracing.ends import moves_ends
 from pyro_mcvae.tracing.precision import full_precision, without_autocast
 from pyro_mcvae.tracing.sites import (
     LEADING,
@@ -152,8 +153,11 @@ class ScoreFunctionSites(Messenger):
     def _pyro_sample(self, msg: Any) -> None:
         if msg["done"] or not is_random(msg) or msg["name"] in self.skip:
             return
-        # A distribution that masks itself would mask the score too; it keeps its own gradient.
-        if reparameterized(msg) and not is_masked(msg["fn"]) and not is_straight_through(msg["fn"]):
+        # A distribution that masks itself would mask the score too; it keeps its own gradient, as
+        # does one whose score has another mean than 0.
+        fn = msg["fn"]
+        keeps = is_masked(fn) or is_straight_through(fn) or moves_ends(fn)
+        if reparameterized(msg) and not keeps:
             # A clone: flows cache the inverse of the very tensor that they drew, without a
             # gradient path to their parameters, which the score function needs.
             with torch.no_grad():

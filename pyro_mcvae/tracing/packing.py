@@ -80,7 +80,10 @@ class Packing:
             own, rest = self._axes[name]
             value, inner = values[name], site.batch_shape + site.event_shape
             if value.dim() != 1 + len(inner) or value.shape[1:] != inner:
-                value = value.reshape(-1, *inner)
+                batch = value.shape[: value.dim() - len(site.event_shape)]
+                # Not -1, which could be anything where an event is empty, as that of dist.Unit.
+                leading = math.prod(batch) // math.prod(site.batch_shape)
+                value = value.reshape(leading, *inner)
             order = [0, *own, *rest]
             if order != sorted(order):
                 value = value.permute(*order, *range(len(order), value.dim()))
@@ -91,7 +94,10 @@ class Packing:
         if len(blocks) == 1:
             return blocks[0]
         depth = max(self._widths)
-        flat_blocks = [b.reshape(b.shape[0], -1, b.shape[-1]) for b in blocks]
+        sizes = [math.prod(s) for s in self._shapes]
+        flat_blocks = [
+            b.reshape(b.shape[0], n, b.shape[-1]) for b, n in zip(blocks, sizes, strict=True)
+        ]
         padded = [torch.nn.functional.pad(b, (0, depth - b.shape[-1])) for b in flat_blocks]
         return torch.cat(padded, dim=1)
 

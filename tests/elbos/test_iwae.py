@@ -447,3 +447,39 @@ def test_straight_through_draws_keep_their_gradient(estimator):
         found.append(dict(pyro.get_param_store().named_parameters())["probs"].grad.clone())
     assert torch.isfinite(found[0])
     assert torch.allclose(*found)
+
+
+@pytest.mark.parametrize("estimator", ["reparam", "stl", "dreg", "vimco", "auto"])
+def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
+    # Their score has another mean than zero, on which all but reparam rest.
+    ends, x, size = torch.tensor([-1.0, 2.0]), torch.tensor(0.7), 2000
+
+    def log_weight(low, high, noise):
+        z = low + (high - low) * noise
+        prior, q = -torch.log(torch.tensor(5.0)), -torch.log(high - low)
+        return prior + dist.Normal(z, 0.8).log_prob(x) - q
+
+    def model():
+        with pyro.plate("data", size):
+            z = pyro.sample("z", dist.Uniform(-2.0, 3.0))
+            pyro.sample("x", dist.Normal(z, 0.8), obs=x.expand(size))
+
+    def guide():
+        found = pyro.param("ends", ends)
+        with pyro.plate("data", size):
+            pyro.sample("z", dist.Uniform(found[0], found[1]))
+
+    noise = (torch.arange(400) + 0.5) / 400
+    leaf = ends.clone().requires_grad_()
+    pair = torch.stack(torch.broadcast_tensors(noise[:, None], noise))
+    bound = log_mean_exp(log_weight(leaf[0], leaf[1], pair)).mean()
+    (exact,) = torch.autograd.grad(bound, leaf)
+    elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=True)
+    found = []
+    for _ in range(30):
+        elbo.loss_and_grads(model, guide)
+        param = dict(pyro.get_param_store().named_parameters())["ends"]
+        found.append(-param.grad / size)
+        param.grad = None
+    assert_mean(torch.stack(found), exact)
+    assert (exact.abs() > 0.01).all()

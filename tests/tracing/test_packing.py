@@ -152,3 +152,23 @@ def test_gradients_pass_both_ways():
     total = sum((weights[name] * value).sum() for name, value in values.items())
     (grad,) = torch.autograd.grad(total, packed)
     assert torch.equal(grad, packing.pack(weights))
+
+
+def test_empty_events_take_no_place():
+    # Those of dist.Unit; their leading size cannot be told from their number of entries.
+    kind = torch.float64
+    sites = {
+        "u": SiteShape(0, (3,), (0,), kind),
+        "a": SiteShape(0, (3,), (2,), kind),
+        "v": SiteShape(1, (3,), (0,), kind),
+    }
+    values = values_of(sites, 2)
+    packing = Packing(sites, [(-1,), ()])
+    for found in (values, {n: v[:1].squeeze(0) for n, v in values.items()}):
+        packed = packing.pack(found)
+        leading = 2 if found is values else 1
+        assert packed.shape == (leading, 4, 2)
+        back = packing.unpack(packed)
+        for name, value in found.items():
+            assert torch.equal(back[name], value.reshape(back[name].shape))
+            assert back[name].shape == (leading, *values[name].shape[1:])
