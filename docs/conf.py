@@ -20,7 +20,11 @@ html_show_copyright = False
 html_title = f"pyro-mcvae {release}"
 html_theme_options = {"navigation_with_keys": True}
 html_css_files = ["style.css"]
-html_static_path = ["_static"]
+# One script that draws formulas without fonts or a network: the pages are read offline as well.
+mathjax_path = "tex-svg.js"
+carrier = importlib.metadata.distribution("sphinx-mathjax-offline")  # of MathJax 3.2.2
+carried = carrier.locate_file(f"sphinx-mathjax-offline/static/mathjax/{mathjax_path}")
+html_static_path = ["_static", str(carried)]
 
 # The notebooks are committed with their outputs: a page shows what was run.
 nb_execution_mode = "off"
