@@ -109,6 +109,31 @@ def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
     assert all(row["commit"] and row["machine"] for row in found)
 
 
+def test_estimators_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same seed, same networks and same minibatches, whichever estimators ran before."""
+    folder = ROOT / "tutorials" / "rao_blackwell"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, "common", None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "common")  # other folders have a module of this name
+    script = runpy.run_path(str(folder / "semi_supervised.py"))
+
+    def begin(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        run = script["Experiment"](name, 3, "cpu")
+        model = [*run.model.parameters(), *run.guide.parameters()]
+        return model, [*run.module.parameters()], torch.randperm(1000)
+
+    first = {name: begin(name) for name in script["METHODS"]}
+    for name in reversed(script["METHODS"]):
+        again = begin(name)
+        for a, b in zip(first[name][1], again[1], strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(
+            (*first["exact sum"][0], first["exact sum"][2]), (*again[0], again[2]), strict=True
+        ):
+            assert torch.equal(a, b)
+    assert len(first["RELAX"][1]) > len(first["exact sum"][1])
+
+
 @pytest.mark.slow
 def test_moving_mnist(data: Path, tmp_path: Path) -> None:
     flags = ["--data-root", str(data), "--images", "8", "--batch", "8", "--epochs", "1"]
