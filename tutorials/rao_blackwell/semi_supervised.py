@@ -170,8 +170,7 @@ def train(
 def compare_times(x: Tensor, rounds: int) -> None:
     """Median time of one unlabelled step, with the two estimators taking turns."""
     steps = {
-        name: Experiment(name, 0, str(x.device))
-        for name in ("RB-REINFORCE (k = 1)", "exact sum")
+        name: Experiment(name, 0, str(x.device)) for name in ("RB-REINFORCE (k = 1)", "exact sum")
     }
     times: dict[str, list[float]] = {name: [] for name in steps}
     for i in range(rounds + 10):
