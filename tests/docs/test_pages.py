@@ -1,5 +1,6 @@
 """The pages of the documentation: every Python example runs, and every name exists."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 import pyro_mcvae
 
 DOCS = Path(__file__).parents[2] / "docs"
-EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+EXAMPLE = re.compile(r"^```(?:python|\{code-block\} python)\n(.*?)^```$", re.M | re.S)
 NAME = re.compile(r"\{(?:class|func|meth)\}`~?pyro_mcvae\.(\w+)`")
 
 
@@ -31,6 +32,37 @@ def test_examples_run(page):
         for i, line in enumerate(match.group(1).splitlines()):
             lines[start + i] = line
     exec(compile("\n".join(lines), str(DOCS / page), "exec"), {"__name__": page})
+
+
+@pytest.mark.parametrize("page", ["../README.md", "index.md"])
+def test_the_swap_runs(page):
+    """On the program of the page on migration, as these pages speak of one that the reader has."""
+    (program, *_), (swap,) = (
+        EXAMPLE.findall((DOCS / name).read_text(encoding="utf-8"))
+        for name in ("migration.md", page)
+    )
+    names = {"__name__": page}
+    exec(compile(f"{program}\n{swap}", str(DOCS / page), "exec"), names)
+    assert names["loss"].bounds(names["model"], names["guide"], names["x"]).per_datum.shape == (3,)
+
+
+def test_no_other_example():
+    """What no test above runs: a page that begins to have examples belongs to one of them."""
+    for page in (*DOCS.glob("*.md"), DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "CHANGELOG.md"):
+        if page.name not in ("extend.md", "migration.md", "index.md"):
+            assert not EXAMPLE.search(page.read_text(encoding="utf-8")), page.name
+
+
+def test_notebooks_quote_their_scripts():
+    """The one example in a notebook's prose is the code that it says it is."""
+    for path in (DOCS.parent / "tutorials").glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        for cell in cells:
+            for example in EXAMPLE.findall("".join(cell["source"])):
+                code = (path.parent / "truncated" / "bars.py").read_text(encoding="utf-8")
+                code = re.sub(r" -> None|: Tensor", "", code)
+                lines = [line.strip() for line in example.splitlines()]
+                assert all(line in code for line in lines), path.name
 
 
 def test_names_exist():
