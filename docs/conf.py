@@ -62,7 +62,7 @@ def summary(value: object) -> str:
     text = (inspect.getdoc(value) or "").split("\n\n")[0]
     text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
     text = re.sub(r":\w+:`~?(?:[\w.]+\.)?([^`]*)`", r"`\1`", text)
-    text = re.sub(r"\s*\[[\d, a-zA-Z]*\]", "", re.sub(r"\s+", " ", text))
+    text = re.sub(r"(?:, as in)? \[[\d, a-zA-Z]*\]", "", re.sub(r"\s+", " ", text))
     return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0].rstrip(":., ")
 
 
