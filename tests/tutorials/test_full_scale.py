@@ -7,7 +7,9 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,13 +111,47 @@ def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
     assert all(row["commit"] and row["machine"] for row in found)
 
 
-def test_estimators_begin_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Same seed, same networks and same minibatches, whichever estimators ran before."""
+@pytest.fixture
+def rao_blackwell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Runs the top of a script in this process, and returns its names."""
     folder = ROOT / "tutorials" / "rao_blackwell"
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setitem(sys.modules, "common", None)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, "common")  # other folders have a module of this name
-    script = runpy.run_path(str(folder / "semi_supervised.py"))
+    return lambda name: runpy.run_path(str(folder / f"{name}.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "columns", "count"),
+    [
+        ("bernoullis", ["--draws", "3"], ("estimator", "k", "eta"), 16),
+        ("mixture", [], ("method",), 7),
+    ],
+    ids=["bernoullis", "mixture"],
+)
+def test_the_papers_scale_is_the_default(
+    name: str,
+    flags: list[str],
+    columns: tuple[str, ...],
+    count: int,
+    rao_blackwell: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    as_a_command: None,
+) -> None:
+    """So that a few steps are all that is left to try: every estimator has its rows."""
+    argv = [f"{name}.py", *flags, "--steps", "2", "--repeats", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    rao_blackwell(name)["main"]()
+    found = rows(tmp_path / f"{name}.csv")
+    assert len({tuple(row[c] for c in columns) for row in found if row[columns[-1]]}) == count
+    assert all(row["seed"] == "0" and row["commit"] and row["machine"] for row in found)
+    assert (tmp_path / f"{name}.png").exists()
+
+
+def test_estimators_begin_alike(rao_blackwell: Callable[[str], dict[str, Any]]) -> None:
+    """Same seed, same networks and same minibatches, whichever estimators ran before."""
+    script = rao_blackwell("semi_supervised")
 
     def begin(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         run = script["Experiment"](name, 3, "cpu")
