@@ -11,7 +11,8 @@ import pyro_mcvae
 
 DOCS = Path(__file__).parents[2] / "docs"
 EXAMPLE = re.compile(r"^```(?:python|\{code-block\} python)\n(.*?)^```$", re.M | re.S)
-NAME = re.compile(r"\{(?:class|func|meth)\}`~?pyro_mcvae\.(\w+)`")
+# Links, and not Sphinx's roles: these pages are read in the repository as well.
+NAME = re.compile(r"\[`(\w+)`\]\((api/\w+\.md)\)")
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,13 @@ def test_notebooks_quote_their_scripts():
 
 
 def test_names_exist():
+    """What a page links to is exported, and stands on the page that the link says."""
+    found = set()
     for page in DOCS.glob("*.md"):
-        for name in NAME.findall(page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"\{(?:class|func|meth)\}", text), page.name
+        for name, reference in NAME.findall(text):
             assert hasattr(pyro_mcvae, name), f"{page.name}: {name}"
+            assert f":: {name}\n" in (DOCS / reference).read_text(encoding="utf-8"), name
+            found.add(name)
+    assert "TraceSIS_ELBO" in found
