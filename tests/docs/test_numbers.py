@@ -65,3 +65,32 @@ def test_the_readme_repeats_the_results() -> None:
     table = readme[readme.index("| what happens") :].split("\n\n")[0]
     cells = [cell.strip() for cell in table.split("|") if re.search(r"\d[.,)]", cell)]
     assert all(cell in page for cell in cells if not cell.startswith(("The", "A ", "Mini")))
+
+
+def script(command: str) -> Path | None:
+    """The file that ``python tutorials/x.py ...`` or ``python -m tests.x`` runs, or a path names."""
+    found = re.match(r"(?:PYTHONPATH=\. )?python (-m )?(\S+)|([\w/]+\.py)\b", command)
+    if not found:
+        return None
+    name = found[2] or found[3]
+    name = name.replace(".", "/") + ".py" if found[1] else name
+    path = next(
+        (
+            ROOT / f / name
+            for f in ("", "tutorials", "tests/benchmarks")
+            if (ROOT / f / name).exists()
+        ),
+        None,
+    )
+    assert path, command
+    return path
+
+
+def test_commands_of_the_results_exist() -> None:
+    """A section's flags are those of a script that it names."""
+    for section in re.split(r"^## ", RESULTS.read_text(encoding="utf-8"), flags=re.M):
+        code = re.findall(r"`([^`]*)`", section.replace("\n", " "))
+        scripts = {path for path in map(script, code) if path}
+        source = "".join(path.read_text(encoding="utf-8") for path in scripts)
+        flags = {flag for c in code for flag in re.findall(r"--[a-z][\w-]*", c)}
+        assert all(f'"{flag}"' in source for flag in flags) or not scripts, section[:40]
