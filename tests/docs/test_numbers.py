@@ -68,22 +68,15 @@ def test_the_readme_repeats_the_results() -> None:
 
 
 def script(command: str) -> Path | None:
-    """The file that ``python tutorials/x.py ...`` or ``python -m tests.x`` runs, or a path names."""
+    """The file that ``python tutorials/x.py ...``, ``python -m tests.x`` or a path names."""
     found = re.match(r"(?:PYTHONPATH=\. )?python (-m )?(\S+)|([\w/]+\.py)\b", command)
     if not found:
         return None
     name = found[2] or found[3]
     name = name.replace(".", "/") + ".py" if found[1] else name
-    path = next(
-        (
-            ROOT / f / name
-            for f in ("", "tutorials", "tests/benchmarks")
-            if (ROOT / f / name).exists()
-        ),
-        None,
-    )
-    assert path, command
-    return path
+    places = [ROOT / folder / name for folder in ("", "tutorials", "tests/benchmarks")]
+    assert any(path.exists() for path in places), command
+    return next(path for path in places if path.exists())
 
 
 def test_commands_of_the_results_exist() -> None:
