@@ -77,3 +77,12 @@ def test_names_exist():
             assert f":: {name}\n" in (DOCS / reference).read_text(encoding="utf-8"), name
             found.add(name)
     assert "TraceSIS_ELBO" in found
+
+
+def test_images_are_shown():
+    """Each where a page shows it, and readable in one look: below a megabyte."""
+    pages = (*DOCS.glob("*.md"), DOCS.parent / "README.md")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    for path in (DOCS / "images").iterdir():
+        assert f"images/{path.name})" in text, path.name
+        assert path.stat().st_size < 1_000_000
