@@ -28,6 +28,8 @@ def alone(request: pytest.FixtureRequest) -> Iterator[None]:
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     pyro.enable_validation(True)
+    if isinstance(request.node, pytest.DoctestItem):  # An example writes where its reader would.
+        request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
     yield
     pyro.settings.set(**settings)
 

@@ -20,7 +20,11 @@ html_show_copyright = False
 html_title = f"pyro-mcvae {release}"
 html_theme_options = {"navigation_with_keys": True}
 html_css_files = ["style.css"]
-html_static_path = ["_static"]
+# One script that draws formulas without fonts or a network: the pages are read offline as well.
+mathjax_path = "tex-svg.js"
+carrier = importlib.metadata.distribution("sphinx-mathjax-offline")  # of MathJax 3.2.2
+carried = carrier.locate_file(f"sphinx-mathjax-offline/static/mathjax/{mathjax_path}")
+html_static_path = ["_static", str(carried)]
 
 # The notebooks are committed with their outputs: a page shows what was run.
 nb_execution_mode = "off"
@@ -58,7 +62,7 @@ def summary(value: object) -> str:
     text = (inspect.getdoc(value) or "").split("\n\n")[0]
     text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
     text = re.sub(r":\w+:`~?(?:[\w.]+\.)?([^`]*)`", r"`\1`", text)
-    text = re.sub(r"\s*\[[\d, a-zA-Z]*\]", "", re.sub(r"\s+", " ", text))
+    text = re.sub(r"(?:, as in)? \[[\d, a-zA-Z]*\]", "", re.sub(r"\s+", " ", text))
     return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0].rstrip(":., ")
 
 

@@ -25,7 +25,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         \text{A:} \quad & \log p(x, z) - \log q(z \mid x), \qquad z = g_\phi(\epsilon, x) \\
         \text{B:} \quad & -KL(q(z \mid x) \,\|\, p(z)) + \log p(x \mid z)
 
-    averaged over ``num_particles`` draws of z and scaled by N/M over the minibatch. Each site is
+    averaged over ``num_particles`` draws of z and scaled by N/B over the minibatch. Each site is
     treated by itself: estimator B where :func:`torch.distributions.kl_divergence` knows the pair
     of distributions and the model's distribution of the site depends on nothing that the guide
     draws later; estimator A elsewhere. Sites without reparameterization use the score function

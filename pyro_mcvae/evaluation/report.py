@@ -138,7 +138,8 @@ class Report:
         gaps, tails, sizes = figure.subplots(1, 3)
         gap = _plain(self.gap)
         gaps.hist(gap, bins=min(30, max(5, len(gap) // 3)), color="C0")
-        gaps.axvline(float(self.gap.mean()), color="k", linewidth=1)
+        gaps.axvline(float(self.gap.mean()), color="k", linewidth=1, label="mean")
+        gaps.legend(fontsize="small")
         gaps.set(xlabel="gap: log evidence - ELBO (nats)", ylabel="data")
         k = _plain(self.guide.pareto_k)
         finite = [v for v in k if math.isfinite(v)]

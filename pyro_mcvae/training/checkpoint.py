@@ -65,10 +65,9 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], **ex
         >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=elbo)
         >>> x = torch.randn(5)
         >>> loss = svi.step(x)
-        >>> path = getfixture("tmp_path") / "run.pt"
-        >>> save_checkpoint(path, {"svi": svi}, step=1)
+        >>> save_checkpoint("run.pt", {"svi": svi}, step=1)
         >>> then = [svi.step(x) for _ in range(3)]
-        >>> load_checkpoint(path, {"svi": svi})
+        >>> load_checkpoint("run.pt", {"svi": svi})
         {'step': 1}
         >>> then == [svi.step(x) for _ in range(3)]
         True
@@ -130,11 +129,11 @@ def load_checkpoint(
 
     Example::
 
-        >>> layer, path = torch.nn.Linear(2, 1), getfixture("tmp_path") / "run.pt"
-        >>> save_checkpoint(path, {"layer": layer}, epoch=3)
-        >>> load_checkpoint(path, {"layer": torch.nn.Linear(2, 1)})
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> save_checkpoint("run.pt", {"layer": layer}, epoch=3)
+        >>> load_checkpoint("run.pt", {"layer": torch.nn.Linear(2, 1)})
         {'epoch': 3}
-        >>> load_checkpoint(path, {"layers": layer})
+        >>> load_checkpoint("run.pt", {"layers": layer})
         Traceback (most recent call last):
             ...
         ValueError: ...

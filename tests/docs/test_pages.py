@@ -1,5 +1,6 @@
 """The pages of the documentation: every Python example runs, and every name exists."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import torch
 import pyro_mcvae
 
 DOCS = Path(__file__).parents[2] / "docs"
-EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
-NAME = re.compile(r"\{(?:class|func|meth)\}`~?pyro_mcvae\.(\w+)`")
+EXAMPLE = re.compile(r"^```(?:python|\{code-block\} python)\n(.*?)^```$", re.M | re.S)
+# Links, and not Sphinx's roles: these pages are read in the repository as well.
+NAME = re.compile(r"\[`(\w+)`\]\((api/\w+\.md)\)")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,54 @@ def test_examples_run(page):
     exec(compile("\n".join(lines), str(DOCS / page), "exec"), {"__name__": page})
 
 
+@pytest.mark.parametrize("page", ["../README.md", "index.md"])
+def test_the_swap_runs(page):
+    """On the program of the page on migration, as these pages speak of one that the reader has."""
+    (program, *_), (swap,) = (
+        EXAMPLE.findall((DOCS / name).read_text(encoding="utf-8"))
+        for name in ("migration.md", page)
+    )
+    names = {"__name__": page}
+    exec(compile(f"{program}\n{swap}", str(DOCS / page), "exec"), names)
+    assert names["loss"].bounds(names["model"], names["guide"], names["x"]).per_datum.shape == (3,)
+
+
+def test_no_other_example():
+    """What no test above runs: a page that begins to have examples belongs to one of them."""
+    for page in (*DOCS.glob("*.md"), DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "CHANGELOG.md"):
+        if page.name not in ("extend.md", "migration.md", "index.md"):
+            assert not EXAMPLE.search(page.read_text(encoding="utf-8")), page.name
+
+
+def test_notebooks_quote_their_scripts():
+    """The one example in a notebook's prose is the code that it says it is."""
+    for path in (DOCS.parent / "tutorials").glob("*.ipynb"):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        for cell in cells:
+            for example in EXAMPLE.findall("".join(cell["source"])):
+                code = (path.parent / "truncated" / "bars.py").read_text(encoding="utf-8")
+                code = re.sub(r" -> None|: Tensor", "", code)
+                lines = [line.strip() for line in example.splitlines()]
+                assert all(line in code for line in lines), path.name
+
+
 def test_names_exist():
+    """What a page links to is exported, and stands on the page that the link says."""
+    found = set()
     for page in DOCS.glob("*.md"):
-        for name in NAME.findall(page.read_text(encoding="utf-8")):
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"\{(?:class|func|meth)\}", text), page.name
+        for name, reference in NAME.findall(text):
             assert hasattr(pyro_mcvae, name), f"{page.name}: {name}"
+            assert f":: {name}\n" in (DOCS / reference).read_text(encoding="utf-8"), name
+            found.add(name)
+    assert "TraceSIS_ELBO" in found
+
+
+def test_images_are_shown():
+    """Each where a page shows it, and readable in one look: below a megabyte."""
+    pages = (*DOCS.glob("*.md"), DOCS.parent / "README.md")
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    for path in (DOCS / "images").iterdir():
+        assert f"images/{path.name})" in text, path.name
+        assert path.stat().st_size < 1_000_000

@@ -7,7 +7,9 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +109,65 @@ def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
     assert {row["epoch"] for row in found} == {"1"}
     assert len({row["method"] for row in found}) == 8
     assert all(row["commit"] and row["machine"] for row in found)
+
+
+@pytest.fixture
+def rao_blackwell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Any]]:
+    """Runs the top of a script in this process, and returns its names."""
+    folder = ROOT / "tutorials" / "rao_blackwell"
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, "common", None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, "common")  # other folders have a module of this name
+    return lambda name: runpy.run_path(str(folder / f"{name}.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "columns", "count"),
+    [
+        ("bernoullis", ["--draws", "3"], ("estimator", "k", "eta"), 16),
+        ("mixture", [], ("method",), 7),
+    ],
+    ids=["bernoullis", "mixture"],
+)
+def test_the_papers_scale_is_the_default(
+    name: str,
+    flags: list[str],
+    columns: tuple[str, ...],
+    count: int,
+    rao_blackwell: Callable[[str], dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    as_a_command: None,
+) -> None:
+    """So that a few steps are all that is left to try: every estimator has its rows."""
+    argv = [f"{name}.py", *flags, "--steps", "2", "--repeats", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", argv)
+    rao_blackwell(name)["main"]()
+    found = rows(tmp_path / f"{name}.csv")
+    assert len({tuple(row[c] for c in columns) for row in found if row[columns[-1]]}) == count
+    assert all(row["seed"] == "0" and row["commit"] and row["machine"] for row in found)
+    assert (tmp_path / f"{name}.png").exists()
+
+
+def test_estimators_begin_alike(rao_blackwell: Callable[[str], dict[str, Any]]) -> None:
+    """Same seed, same networks and same minibatches, whichever estimators ran before."""
+    script = rao_blackwell("semi_supervised")
+
+    def begin(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+        run = script["Experiment"](name, 3, "cpu")
+        model = [*run.model.parameters(), *run.guide.parameters()]
+        return model, [*run.module.parameters()], torch.randperm(1000)
+
+    first = {name: begin(name) for name in script["METHODS"]}
+    for name in reversed(script["METHODS"]):
+        again = begin(name)
+        for a, b in zip(first[name][1], again[1], strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(
+            (*first["exact sum"][0], first["exact sum"][2]), (*again[0], again[2]), strict=True
+        ):
+            assert torch.equal(a, b)
+    assert len(first["RELAX"][1]) > len(first["exact sum"][1])
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ def draw_curves(path: Path, curves: dict[str, list[float]], xlabel: str, ylabel:
     for name, values in curves.items():
         axes.plot(range(1, len(values) + 1), values, label=name)
     axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.xaxis.get_major_locator().set_params(integer=True)  # no half epochs
     axes.legend(fontsize="small")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

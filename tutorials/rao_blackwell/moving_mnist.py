@@ -147,21 +147,22 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS)[:4], choices=list(METHODS))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("results"))
     args = parser.parse_args()
     pyro.enable_validation(False)
-    pyro.set_rng_seed(0)
+    pyro.set_rng_seed(args.seed)
     if args.memory:  # the peak before the step must not be that of reading images
         train = test = torch.rand(args.batch, SIZE, SIZE).round().to(args.device)
     else:
         train = place(read_mnist(args.data_root, True)[0][: args.images]).to(args.device)
         test = place(read_mnist(args.data_root, False)[0][:1000]).to(args.device)
     rows, curves = [], {}
-    results = None if args.memory else Results(args.out / "moving_mnist.csv")
+    results = None if args.memory else Results(args.out / "moving_mnist.csv", args.seed)
     for name in args.methods:
         pyro.clear_param_store()
-        pyro.set_rng_seed(0)
+        pyro.set_rng_seed(args.seed)
         model, guide = Generator().to(args.device), Inference().to(args.device)
         module = METHODS[name]().to(args.device)(model, guide)
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
