@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,10 +26,19 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     capture,
 )
-from tests.benchmarks import step_time
+from tests.benchmarks import by_hand as hand
+from tests.benchmarks.memory import peak
 
 Step = Callable[[], Any]
 PIXELS = 784
+# Which quotients of times the table has.
+RATIOS = [
+    ("SVI", "by hand"),
+    ("module", "by hand"),
+    ("bare Pyro", "by hand"),
+    ("SVI", "Pyro's"),
+    ("SVI", "least"),
+]
 _counter = itertools.count()
 
 
@@ -92,9 +102,14 @@ class ConvDecoder(nn.Module):
 
 
 class VAE(nn.Module):
-    def __init__(self, case: Case) -> None:
+    """
+    :param bool stored: whether the programs register the networks in Pyro's parameter store, which
+        SVI trains and a module does without.
+    """
+
+    def __init__(self, case: Case, stored: bool = True) -> None:
         super().__init__()
-        self.name, self.latent = f"suite{next(_counter)}", case.latent
+        self.name, self.latent, self.stored = f"suite{next(_counter)}", case.latent, stored
         self.encoder = nn.Sequential(
             nn.Linear(PIXELS, 400), nn.Tanh(), nn.Linear(400, 2 * case.latent)
         )
@@ -106,14 +121,16 @@ class VAE(nn.Module):
         self.to(case.device)
 
     def model(self, x: Tensor) -> None:
-        pyro.module(self.name + ".decoder", self.decoder)
+        if self.stored:
+            pyro.module(self.name + ".decoder", self.decoder)
         with pyro.plate("data", len(x)):
             prior = dist.Normal(x.new_zeros(self.latent), x.new_ones(self.latent)).to_event(1)
             z = pyro.sample("z", prior)
             pyro.sample("x", dist.Bernoulli(logits=self.decoder(z)).to_event(1), obs=x)
 
     def guide(self, x: Tensor) -> None:
-        pyro.module(self.name + ".encoder", self.encoder)
+        if self.stored:
+            pyro.module(self.name + ".encoder", self.encoder)
         with pyro.plate("data", len(x)):
             loc, log_scale = self.encoder(x).chunk(2, -1)
             pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
@@ -137,13 +154,13 @@ def nearest(case: Case) -> Any:
     return RenyiELBO(0, case.size, **many) if case.objective == "IWAE" else Trace_ELBO()
 
 
-def by_hand(case: Case) -> Callable[[Any, Tensor], Tensor]:
+def by_hand(case: Case) -> Callable[[hand.Plain, Tensor], Tensor]:
     """The bound in plain PyTorch."""
     return {
-        "SGVB": step_time.sgvb,
-        "IWAE": partial(step_time.iwae, num_particles=case.size),
-        "SIS": partial(step_time.sis, num_steps=case.size),
-        "AIS": partial(step_time.ais, num_steps=case.size),
+        "SGVB": hand.sgvb,
+        "IWAE": partial(hand.iwae, num_particles=case.size),
+        "SIS": partial(hand.sis, num_steps=case.size),
+        "AIS": partial(hand.ais, num_steps=case.size),
     }[case.objective]
 
 
@@ -153,23 +170,32 @@ def svi_step(case: Case, loss: Any, x: Tensor) -> Step:
     return lambda: svi.step(x)
 
 
-def plain_step(case: Case, x: Tensor) -> Step:
-    vae, bound = VAE(case), by_hand(case)
+def plain_step(case: Case, x: Tensor, way: type[hand.Plain] = hand.Plain) -> Step:
+    step: Step = hand.step(VAE(case, stored=False), by_hand(case), x, way)
+    return step
+
+
+def module_step(case: Case, x: Tensor) -> Step:
+    """``elbo(model, guide)`` with an optimizer of PyTorch."""
+    vae = VAE(case, stored=False)
+    module = objective(case)(vae.model, vae.guide)
+    if isinstance(module.elbo, nn.Module):
+        module.elbo.to(case.device)
     optimizer = torch.optim.Adam(vae.parameters(), lr=1e-3)
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = -bound(vae, x)
+        loss = module(x)
         loss.backward()
         optimizer.step()
-        return loss.item()
+        return float(loss.item())
 
     return step
 
 
 def captured_step(case: Case, x: Tensor) -> Step:
     """On CUDA only: the whole step as one graph."""
-    vae = VAE(case)
+    vae = VAE(case, stored=False)
     module = objective(case)(vae.model, vae.guide)
     module.vae = vae  # its parameters, for the module's own
     if isinstance(module.elbo, nn.Module):
@@ -179,14 +205,14 @@ def captured_step(case: Case, x: Tensor) -> Step:
     return lambda: step(x).item()
 
 
-def least_step(case: Case, x: Tensor) -> Step:
+def least_step(case: Case, x: Tensor, backward: bool = True, gradients: bool = True) -> Step:
     """
     The networks alone, as often as the algorithm needs them: no densities, no optimizer.
 
     SGVB and IWAE run the decoder forward and backward; chains also differentiate its gradient, once
     for each state.
     """
-    vae = VAE(case)
+    vae = VAE(case, stored=False)
     particles = {"IWAE": case.size, "AIS": 2}.get(case.objective, 1)
     states = {"SIS": case.size + 1, "AIS": case.size}.get(case.objective, 0)
 
@@ -196,38 +222,50 @@ def least_step(case: Case, x: Tensor) -> Step:
         for _ in range(max(states, 1)):
             out = vae.decoder(z).square().sum()
             total = total + out
-            if states:
+            if states and gradients:
                 (gradient,) = torch.autograd.grad(out, z, create_graph=True)
                 z = z + 1e-3 * gradient
-        (total + z.sum()).backward()
+        if backward:
+            (total + z.sum()).backward()
         for p in vae.parameters():
             p.grad = None
 
     return step
 
 
-def medians(steps: dict[str, Step], count: int, device: str) -> dict[str, float]:
-    """Milliseconds of each, which take turns in changing order."""
+def medians(
+    steps: dict[str, Step], count: int, device: str, limit: float = math.inf
+) -> dict[str, float]:
+    """
+    Milliseconds of each, which take turns in random order.
+
+    :param limit: seconds after which eight turns are enough.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     clock = time.process_time if device == "cpu" else time.perf_counter
-    names = list(steps)
+    order, begin = random.Random(0), clock()
     for i in range(count + 5):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in order.sample(list(steps), len(steps)):
             start = clock()
             steps[name]()
             if device != "cpu":
                 torch.cuda.synchronize()
             times[name].append(1e3 * (clock() - start))
-    return {name: statistics.median(found[5:]) for name, found in times.items()}
+        if i >= 12 and clock() - begin > limit:
+            break
+    return {name: statistics.median(found[5:] or found) for name, found in times.items()}
 
 
 def sides(case: Case) -> dict[str, Callable[[], Step]]:
+    """What is measured, the objective under SVI first."""
     torch.manual_seed(0)
     x = torch.rand(case.batch, PIXELS).bernoulli().to(case.device)
     found = {
-        "ours": lambda: svi_step(case, objective(case), x),
+        "SVI": lambda: svi_step(case, objective(case), x),
+        "module": lambda: module_step(case, x),
         "by hand": lambda: plain_step(case, x),
-        "Pyro": lambda: svi_step(case, nearest(case), x),
+        "bare Pyro": lambda: plain_step(case, x, hand.Bare),
+        "Pyro's": lambda: svi_step(case, nearest(case), x),
         "least": lambda: least_step(case, x),
     }
     if case.device != "cpu":
@@ -235,11 +273,16 @@ def sides(case: Case) -> dict[str, Callable[[], Step]]:
     return found
 
 
-def run(case: Case, count: int) -> dict[str, Any]:
-    """Times and ratios of one case."""
+def run(case: Case, count: int, limit: float = math.inf) -> dict[str, Any]:
+    """Times, ratios and memory of one case."""
     pyro.enable_validation(case.validation)
     pyro.clear_param_store()
-    found = medians({n: make() for n, make in sides(case).items()}, count, case.device)
-    ratios = {f"ours / {n}": found["ours"] / t for n, t in found.items() if n != "ours"}
-    ratios = {n: r for n, r in ratios.items() if math.isfinite(r)}
-    return {**asdict(case), "name": case.name, "milliseconds": found, "ratios": ratios}
+    made = sides(case)
+    # On the CPU each side's first steps; a CUDA device frees what other sides have cached.
+    megabytes = {n: peak(make, case.device) for n, make in made.items()}
+    pyro.clear_param_store()
+    found = medians({n: make() for n, make in made.items()}, count, case.device, limit)
+    ratios = {f"{a} / {b}": found[a] / found[b] for a, b in RATIOS}
+    ratios["memory"] = megabytes["SVI"] / megabytes["by hand"]
+    about = {**asdict(case), "name": case.name}
+    return {**about, "milliseconds": found, "megabytes": megabytes, "ratios": ratios}
