@@ -22,8 +22,8 @@ from pyro_mcvae.guides.proposals import PriorDraws, Proposals, propose
 from pyro_mcvae.guides.search import Populations, evaluate, evolve
 from pyro_mcvae.guides.searched import Layouts, find_layouts
 from pyro_mcvae.guides.shards import check_names
+from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate
-from pyro_mcvae.ops.ranks import num_ranks, rank
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.sites import is_scored, is_subsampled
 from pyro_mcvae.tracing.tracer import Tracer
@@ -267,7 +267,12 @@ class TruncatedPosterior(StateBuffers):
         self, model: Callable[..., Any], tracer: Tracer, args: Any, kwargs: Any
     ) -> Layouts:
         # A guide may have been called before its process joined others.
-        key = (model, self.guide, tracer, *((rank(), num_ranks()) if self.shard else ()))
+        key = (
+            model,
+            self.guide,
+            tracer,
+            *((ranks.rank(), ranks.num_ranks()) if self.shard else ()),
+        )
         for known, layouts in self._found:
             if known == key:
                 return layouts
