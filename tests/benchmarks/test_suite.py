@@ -5,8 +5,9 @@ import sys
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
-from tests.benchmarks import __main__, by_hand, memory, suite
+from tests.benchmarks import __main__, by_hand, memory, suite, where
 from tests.benchmarks.suite import Case
 
 
@@ -84,3 +85,34 @@ def test_it_writes_json_and_a_table(tmp_path, monkeypatch, capsys):
     assert len(lines) == 4
     assert lines[2].startswith("| SGVB, batch 3, latent 4, mlp, cpu |")
     assert "SVI / least" in capsys.readouterr().out
+
+
+def test_parts_add_up_to_the_step(monkeypatch):
+    times = iter([1.0, 4.0, 4.0, 6.0, 6.5, 7.0, 7.5, 10.0])
+    monkeypatch.setattr(suite, "medians", lambda steps, *_: dict(zip(steps, times, strict=True)))
+    found = where.parts(Case("SGVB", batch=3, latent=4), 1)
+    assert found["backward"] == 3.0
+    assert found["this package"] == 0.5
+    assert sum(found.values()) == 10.0
+    lines = where.table({"SGVB": found}).splitlines()
+    assert lines[2] == "| networks forward | 1.0 ms, 10% |"
+    assert lines[-1] == "| the whole step | 10.0 ms |"
+
+
+@pytest.mark.parametrize("objective", ["SGVB", "SIS"])
+def test_chains_differentiate_gradients_and_others_do_not(objective):
+    case = Case(objective, size=2, batch=3, latent=4)
+    counts = {}
+    for rung in ("networks forward", "backward", "double backward"):
+        with profile(activities=[ProfilerActivity.CPU]) as found:
+            where.ladder(case)[rung]()()
+        events = {e.key: e.count for e in found.key_averages()}
+        names = ("aten::tanh", "TanhBackward0", "TanhBackwardBackward0")
+        counts[rung] = [events.get(name, 0) for name in names]
+    # The encoder, and the decoder at each state of a chain: the last one's gradient moves nothing.
+    assert counts["networks forward"][1] == 0
+    if objective == "SGVB":
+        assert counts["backward"] == counts["double backward"] == [2, 2, 0]
+    else:
+        assert counts["backward"] == [4, 3, 0]
+        assert counts["double backward"] == [4, 7, 3]
