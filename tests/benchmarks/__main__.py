@@ -36,10 +36,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         times, memory = row["milliseconds"], row["megabytes"]
         line = [row["name"], f"{times['by hand']:.2f} ms"]
-        line += [f"{row['ratios'][name]:.2f}" for name in ratios[:-1]]
+        line += [f"{row['ratios'][n]:.2f}" if n in row["ratios"] else "" for n in ratios[:-1]]
         line += [f"{memory['by hand']:.0f} MB", f"{row['ratios']['memory']:.2f}"]
         if captured:
-            line.append(f"{times['captured']:.2f} ms")
+            line.append(f"{times['captured']:.2f} ms" if "captured" in times else "")
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--only", nargs="+", metavar="OBJECTIVE", help="RB, say")
     parser.add_argument("--quick", action="store_true", help="each objective at one size")
     parser.add_argument(
         "--limit", type=float, default=60.0, help="seconds after which 8 steps of a case will do"
@@ -60,6 +61,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rows = []
     for case in suite.cases(args.device, args.quick):
+        if args.only and case.objective not in args.only:
+            continue
         row = suite.run(case, args.steps, args.limit)
         ratios = "  ".join(f"{name} {ratio:.2f}" for name, ratio in row["ratios"].items())
         print(f"{row['name']}: {row['milliseconds']['SVI']:.2f} ms  {ratios}", flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, distributions, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 
 class Plain:
@@ -70,6 +70,34 @@ class Bare(Plain):
             self.vae.model(x)
         (prior, z), (data, x) = handler.found["z"], handler.found["x"]
         log_joint: Tensor = prior.log_prob(z) + data.log_prob(x) + _constant(z)
+        return log_joint
+
+
+class Categories(Plain):
+    """Of a one-hot latent: all of its log probabilities, and the joint density at some of them."""
+
+    def guide(self, x: Tensor) -> Any:
+        return self.vae.encoder(x).log_softmax(-1)
+
+    def log_joint(self, x: Tensor, z: Tensor) -> Tensor:
+        logits = self.vae.decoder(z)
+        terms = binary_cross_entropy_with_logits(logits, x.expand_as(logits), reduction="none")
+        return -terms.sum(-1) - math.log(z.shape[-1])
+
+
+class BareCategories(Categories):
+    """The same of the programs as Pyro runs them."""
+
+    def guide(self, x: Tensor) -> Any:
+        with Handler(x) as handler:
+            self.vae.guide(x)
+        return handler.found["z"][0].logits
+
+    def log_joint(self, x: Tensor, z: Tensor) -> Tensor:
+        with Handler(z) as handler:
+            self.vae.model(x)
+        (prior, z), (data, x) = handler.found["z"], handler.found["x"]
+        log_joint: Tensor = prior.log_prob(z) + data.log_prob(x)
         return log_joint
 
 
@@ -161,6 +189,21 @@ def ais(vae: Plain, x: Tensor, num_steps: int = 5, eta: float = 0.05) -> Tensor:
     for r, score in zip(rest, scores, strict=True):
         total = total + ((r - r.flip(0)) * score).mean(0)
     return total.sum()
+
+
+def rao_blackwell(vae: Categories, x: Tensor, num_categories: int = 1) -> Tensor:
+    log_q = vae.guide(x)
+    q = log_q.exp()
+    top, best = q.topk(num_categories, -1)
+    drawn = q.detach().scatter(-1, best, 0.0).multinomial(1)
+    rest = (1 - top.sum(-1, keepdim=True)).clamp_min(1e-30)
+    weight = torch.cat([top, rest], -1).t()
+    z = one_hot(torch.cat([best, drawn], -1).t(), q.shape[-1]).to(x)
+    at = log_q.gather(-1, torch.cat([best, drawn], -1)).t()
+    cost = vae.log_joint(x, z) - at
+    score = at[-1] - rest[:, 0].log()
+    noisy = (weight[-1] * cost[-1]).detach() * (score - score.detach())
+    return ((weight * cost).sum(0) + noisy).sum()
 
 
 def step(vae: nn.Module, bound: Any, x: Tensor, way: type[Plain] = Plain) -> Any:

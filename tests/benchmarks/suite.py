@@ -1,6 +1,5 @@
 """The cases of the benchmark: each objective beside a hand-written step and Pyro's nearest loss."""
 
-import itertools
 import math
 import random
 import statistics
@@ -11,10 +10,16 @@ from functools import partial
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import pyro.optim
 import torch
-from pyro.infer import SVI, RenyiELBO, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import (
+    SVI,
+    RenyiELBO,
+    Trace_ELBO,
+    TraceEnum_ELBO,
+    TraceMeanField_ELBO,
+    config_enumerate,
+)
 from torch import Tensor, nn
 
 from pyro_mcvae import (
@@ -22,15 +27,17 @@ from pyro_mcvae import (
     ULA,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
     capture,
 )
 from tests.benchmarks import by_hand as hand
+from tests.benchmarks import truncated_sides
 from tests.benchmarks.memory import peak
+from tests.benchmarks.vae import PIXELS, VAE
 
 Step = Callable[[], Any]
-PIXELS = 784
 # Which quotients of times the table has.
 RATIOS = [
     ("SVI", "by hand"),
@@ -39,7 +46,6 @@ RATIOS = [
     ("SVI", "Pyro's"),
     ("SVI", "least"),
 ]
-_counter = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Case:
     """One row: an objective at one size."""
 
     objective: str
-    size: int = 1  # K: importance samples, or steps of a chain
+    size: int = 1  # K: importance samples, steps of a chain, summed categories, or states
     batch: int = 100
     latent: int = 64
     decoder: str = "mlp"
@@ -78,62 +84,14 @@ def cases(device: str, quick: bool = False) -> Iterator[Case]:
         yield from (case(middle, batch=batch) for batch in (20, 500))
         yield case(middle, latent=8)
         yield case(middle, decoder="conv")
-
-
-class ConvDecoder(nn.Module):
-    """Upsampling stages of Thin et al. (2021), for any leading dims."""
-
-    def __init__(self, latent: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(latent, 64 * 7 * 7)
-        self.stages = nn.Sequential(
-            nn.Upsample(scale_factor=2),
-            nn.Conv2d(64, 32, 3, padding=1),
-            nn.GELU(),
-            nn.Upsample(scale_factor=2),
-            nn.Conv2d(32, 16, 3, padding=1),
-            nn.GELU(),
-            nn.Conv2d(16, 1, 1),
-        )
-
-    def forward(self, z: Tensor) -> Tensor:
-        found = self.stages(self.first(z).reshape(-1, 64, 7, 7))
-        return found.reshape(*z.shape[:-1], PIXELS)
-
-
-class VAE(nn.Module):
-    """
-    :param bool stored: whether the programs register the networks in Pyro's parameter store, which
-        SVI trains and a module does without.
-    """
-
-    def __init__(self, case: Case, stored: bool = True) -> None:
-        super().__init__()
-        self.name, self.latent, self.stored = f"suite{next(_counter)}", case.latent, stored
-        self.encoder = nn.Sequential(
-            nn.Linear(PIXELS, 400), nn.Tanh(), nn.Linear(400, 2 * case.latent)
-        )
-        self.decoder = (
-            ConvDecoder(case.latent)
-            if case.decoder == "conv"
-            else nn.Sequential(nn.Linear(case.latent, 400), nn.Tanh(), nn.Linear(400, PIXELS))
-        )
-        self.to(case.device)
-
-    def model(self, x: Tensor) -> None:
-        if self.stored:
-            pyro.module(self.name + ".decoder", self.decoder)
-        with pyro.plate("data", len(x)):
-            prior = dist.Normal(x.new_zeros(self.latent), x.new_ones(self.latent)).to_event(1)
-            z = pyro.sample("z", prior)
-            pyro.sample("x", dist.Bernoulli(logits=self.decoder(z)).to_event(1), obs=x)
-
-    def guide(self, x: Tensor) -> None:
-        if self.stored:
-            pyro.module(self.name + ".encoder", self.encoder)
-        with pyro.plate("data", len(x)):
-            loc, log_scale = self.encoder(x).chunk(2, -1)
-            pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
+    others = [partial(Case, "RB", latent=10, device=device)]
+    if device == "cpu":  # what it is compared with runs there
+        others.append(partial(Case, "Truncated", 64))
+    for case in others:
+        yield case()
+        if not quick:
+            yield case(validation=True)
+            yield from (case(batch=batch) for batch in (20, 500))
 
 
 def objective(case: Case) -> Any:
@@ -143,11 +101,14 @@ def objective(case: Case) -> Any:
         "IWAE": lambda: TraceIWAE_ELBO(case.size, **many),
         "SIS": lambda: TraceSIS_ELBO(case.size, ULA(0.05), max_plate_nesting=1),
         "AIS": lambda: TraceAIS_ELBO(case.size, MALA(0.05), **many),
+        "RB": lambda: TraceRaoBlackwell_ELBO(case.size, max_plate_nesting=1),
     }[case.objective]()
 
 
 def nearest(case: Case) -> Any:
     """Pyro's loss that comes closest; chains have none, and stand beside the plain ELBO."""
+    if case.objective == "RB":
+        return TraceEnum_ELBO(max_plate_nesting=1)  # the exact sum
     many: dict[str, Any] = {"vectorize_particles": True, "max_plate_nesting": 1}
     if case.objective == "SGVB":
         return TraceMeanField_ELBO()
@@ -161,17 +122,22 @@ def by_hand(case: Case) -> Callable[[hand.Plain, Tensor], Tensor]:
         "IWAE": partial(hand.iwae, num_particles=case.size),
         "SIS": partial(hand.sis, num_steps=case.size),
         "AIS": partial(hand.ais, num_steps=case.size),
+        "RB": partial(hand.rao_blackwell, num_categories=case.size),
     }[case.objective]
 
 
 def svi_step(case: Case, loss: Any, x: Tensor) -> Step:
     vae = VAE(case)
-    svi = SVI(vae.model, vae.guide, pyro.optim.Adam({"lr": 1e-3}), loss=loss)
+    guide = config_enumerate(vae.guide) if isinstance(loss, TraceEnum_ELBO) else vae.guide
+    svi = SVI(vae.model, guide, pyro.optim.Adam({"lr": 1e-3}), loss=loss)
     return lambda: svi.step(x)
 
 
 def plain_step(case: Case, x: Tensor, way: type[hand.Plain] = hand.Plain) -> Step:
-    step: Step = hand.step(VAE(case, stored=False), by_hand(case), x, way)
+    vae = VAE(case, stored=False)
+    if vae.discrete:
+        way = {hand.Plain: hand.Categories, hand.Bare: hand.BareCategories}[way]
+    step: Step = hand.step(vae, by_hand(case), x, way)
     return step
 
 
@@ -213,11 +179,11 @@ def least_step(case: Case, x: Tensor, backward: bool = True, gradients: bool = T
     for each state.
     """
     vae = VAE(case, stored=False)
-    particles = {"IWAE": case.size, "AIS": 2}.get(case.objective, 1)
+    particles = {"IWAE": case.size, "AIS": 2, "RB": case.size + 1}.get(case.objective, 1)
     states = {"SIS": case.size + 1, "AIS": case.size}.get(case.objective, 0)
 
     def step() -> None:
-        z = vae.encoder(x).chunk(2, -1)[0].expand(particles, -1, -1)
+        z = vae.encoder(x)[..., : vae.latent].expand(particles, -1, -1)
         total: Any = 0.0
         for _ in range(max(states, 1)):
             out = vae.decoder(z).square().sum()
@@ -258,6 +224,8 @@ def medians(
 
 def sides(case: Case) -> dict[str, Callable[[], Step]]:
     """What is measured, the objective under SVI first."""
+    if case.objective == "Truncated":
+        return truncated_sides.sides(case)
     torch.manual_seed(0)
     x = torch.rand(case.batch, PIXELS).bernoulli().to(case.device)
     found = {
@@ -282,7 +250,7 @@ def run(case: Case, count: int, limit: float = math.inf) -> dict[str, Any]:
     megabytes = {n: peak(make, case.device) for n, make in made.items()}
     pyro.clear_param_store()
     found = medians({n: make() for n, make in made.items()}, count, case.device, limit)
-    ratios = {f"{a} / {b}": found[a] / found[b] for a, b in RATIOS}
+    ratios = {f"{a} / {b}": found[a] / found[b] for a, b in RATIOS if {a, b} <= found.keys()}
     ratios["memory"] = megabytes["SVI"] / megabytes["by hand"]
     about = {**asdict(case), "name": case.name}
     return {**about, "milliseconds": found, "megabytes": megabytes, "ratios": ratios}

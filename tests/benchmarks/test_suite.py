@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.benchmarks import __main__, by_hand, memory, suite, where
+from tests.benchmarks import __main__, by_hand, memory, suite, truncated_sides, where
 from tests.benchmarks.suite import Case
+from tests.benchmarks.truncated_by_hand import ByHand
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +28,39 @@ def test_both_sides_have_one_bound(objective, decoder):
     ours, theirs = torch.tensor(ours), torch.tensor(theirs)
     error = ((ours.var() + theirs.var()) / 30).sqrt()
     assert abs(ours.mean() - theirs.mean()) < 4.5 * error
+
+
+def test_the_rao_blackwellized_step_has_the_bound_and_gradient():
+    case = Case("RB", size=1, batch=3, latent=4)
+    x = torch.rand(3, suite.PIXELS).bernoulli()
+    vae, elbo = suite.VAE(case), suite.objective(case)
+    vae.encoder[2].bias.data = torch.randn(4)
+    weight, found = vae.encoder[2].bias, []
+    for bound in (
+        lambda: -elbo.differentiable_loss(vae.model, vae.guide, x),
+        lambda: suite.by_hand(case)(by_hand.Categories(vae), x),
+        lambda: suite.by_hand(case)(by_hand.BareCategories(vae), x),
+    ):
+        drawn = []
+        for _ in range(100):
+            value = bound()
+            (gradient,) = torch.autograd.grad(value, weight)
+            drawn.append(torch.cat([value.detach().reshape(1), gradient]))
+        found.append(torch.stack(drawn))
+    for other in found[1:]:
+        error = ((found[0].var(0) + other.var(0)) / 100).sqrt()
+        assert (abs(found[0].mean(0) - other.mean(0)) < 4.5 * error + 1e-4).all()
+
+
+def test_truncated_sides_have_one_free_energy():
+    one, bare = (kind(N=20, S=4, H=5) for kind in (ByHand, truncated_sides.Bare))
+    states, index = one.space.unpack(one.stored), torch.arange(20)
+    wanted = one.log_joint(states, one.x)
+    assert torch.allclose(bare.log_joint(states, one.x), wanted, rtol=1e-5)
+    model = truncated_sides.Programs(one).model
+    guide = truncated_sides._guide(one, model).eval()
+    loss = truncated_sides._elbo().loss(model, guide, one.x, index)
+    assert loss == pytest.approx(-wanted.logsumexp(1).sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("way", [by_hand.Distributions, by_hand.Bare])
@@ -60,6 +94,7 @@ def test_memory_is_counted():
 
 def test_it_writes_json_and_a_table(tmp_path, monkeypatch, capsys):
     small = [Case(name, size=2, batch=3, latent=4) for name in ("SGVB", "SIS")]
+    small.append(Case("Truncated", size=4, batch=3, latent=64))
     monkeypatch.setattr(suite, "cases", lambda device, quick: iter(small))
     out = tmp_path / "benchmark.json"
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--steps", "2", "--out", str(out)])
@@ -68,8 +103,8 @@ def test_it_writes_json_and_a_table(tmp_path, monkeypatch, capsys):
     torch.set_num_threads(threads)
     found = json.loads(out.read_text())
     assert found["about"]["torch"] == torch.__version__
-    assert [row["objective"] for row in found["rows"]] == ["SGVB", "SIS"]
-    for row in found["rows"]:
+    assert [row["objective"] for row in found["rows"]] == ["SGVB", "SIS", "Truncated"]
+    for row in found["rows"][:2]:
         assert set(row["milliseconds"]) == {
             "SVI",
             "module",
@@ -82,7 +117,7 @@ def test_it_writes_json_and_a_table(tmp_path, monkeypatch, capsys):
         assert row["ratios"]["SVI / by hand"] == times["SVI"] / times["by hand"]
         assert row["ratios"]["memory"] == row["megabytes"]["SVI"] / row["megabytes"]["by hand"]
     lines = out.with_suffix(".md").read_text().splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert lines[2].startswith("| SGVB, batch 3, latent 4, mlp, cpu |")
     assert "SVI / least" in capsys.readouterr().out
 
