@@ -238,3 +238,12 @@ def test_a_load_that_fails_leaves_the_states(on):
         assert not list(guide.buffers())
     with pytest.raises(ValueError, match=r"rank 1 of 2, and this is rank 0 of 2"):
         part.load({"states_data.of_rank1of2_axis0of7": before})
+
+
+def test_ranks_that_keep_different_plates_do_not_save(on, monkeypatch):
+    own = on(0, 2)
+    guide = TruncatedPosterior(model, 4, shard="data")
+    guide.posterior(X[own], own)
+    monkeypatch.setattr(ranks, "gather", lambda value: [value, {}])
+    with pytest.raises(ValueError, match=r"rank 1 keeps states of \[\], and rank 0 of \['states_"):
+        guide.gather_states()
