@@ -247,3 +247,32 @@ def test_ranks_that_keep_different_plates_do_not_save(on, monkeypatch):
     monkeypatch.setattr(ranks, "gather", lambda value: [value, {}])
     with pytest.raises(ValueError, match=r"rank 1 keeps states of \[\], and rank 0 of \['states_"):
         guide.gather_states()
+
+
+@pytest.mark.parametrize("shard", [("a", "b"), ["a"], "b"])
+def test_of_several_plates_each_may_be_dealt_out(on, shard):
+    sizes = {"a": 5, "b": 7}
+
+    def both(x, index):
+        for name, size in sizes.items():
+            with pyro.plate(name, size, subsample=index[name]):
+                z = pyro.sample(f"z_{name}", dist.Categorical(torch.ones(6)))
+                pyro.sample(f"x_{name}", dist.Normal(z.to(X), 1.0), obs=x[name])
+
+    x = {name: torch.randn(size) for name, size in sizes.items()}
+    index = {name: torch.arange(size) for name, size in sizes.items()}
+    whole = TruncatedPosterior(both, 3)
+    whole.fit(x, index, num_steps=2)
+    wanted = whole.posterior(x, index).marginals()
+    for rank in range(2):
+        on(rank, 2)
+        own = {n: i[rank::2] if n in shard else i for n, i in index.items()}
+        guide = TruncatedPosterior(both, 3, shard=shard)
+        guide.load_state_dict(whole.state_dict())
+        found = guide.posterior({n: x[n][i] for n, i in own.items()}, own).marginals()
+        for name, i in own.items():
+            assert torch.allclose(found[f"z_{name}"], wanted[f"z_{name}"][i])
+        assert sorted(guide._shards) == [f"states_{n}" for n in sizes if n in shard]
+        assert [n for n, _ in guide.named_buffers()] == [
+            f"states_{n}" for n in sizes if n not in shard
+        ]
