@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.guides.gains import find_gains
 from pyro_mcvae.guides.joint import JointRuns
+from pyro_mcvae.guides.layout import Layout, Rows
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate, duplicates, keep_best
 from pyro_mcvae.ops.mutation import Packed, PackedParents, Parents
 from pyro_mcvae.ops.states import StateSpace
@@ -63,22 +65,21 @@ Populations = list["Population | None"]
 
 
 def evaluate(
-    runs: JointRuns, stored: list[Tensor | None], count: int
+    runs: JointRuns, stored: Callable[[Layout, Rows], Tensor], count: int
 ) -> tuple[Populations, Sample]:
     """
     Evaluate all states that are kept for the data of a minibatch.
 
-    :param stored: for each block the packed states of all data, ``[N, S, bytes]``.
+    :param stored: gives a block's packed states of a minibatch, ``[E, S, bytes]``.
     :param count: how many, S.
     """
-    packed: list[Tensor | None] = [None] * len(stored)
+    packed: list[Tensor | None] = [None] * len(runs.layouts.blocks)
 
     def load(b: int) -> Tensor:
-        layout, rows, kept = runs.layouts.blocks[b], runs.rows[b], stored[b]
+        layout, rows = runs.layouts.blocks[b], runs.rows[b]
         assert layout is not None
         assert rows is not None
-        assert kept is not None
-        packed[b] = at = kept.index_select(0, rows.index.to(kept.device))
+        packed[b] = at = stored(layout, rows)
         return layout.space.unpack(at)
 
     sample = runs.run(load, count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -21,6 +21,8 @@ from pyro_mcvae.guides.posterior import StatePosterior
 from pyro_mcvae.guides.proposals import PriorDraws, Proposals, propose
 from pyro_mcvae.guides.search import Populations, evaluate, evolve
 from pyro_mcvae.guides.searched import Layouts, find_layouts
+from pyro_mcvae.guides.shards import check_names
+from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.sites import is_scored, is_subsampled
@@ -62,6 +64,13 @@ class TruncatedPosterior(StateBuffers):
     them have all states, so that any assignment of data to ranks will do, and a checkpoint loads
     on any number of them.
 
+    With ``shard="data"`` each of R ranks keeps the states of its own data of that plate only, the
+    indices r, r + R, r + 2R, ...: 1/R of the memory, and nothing to exchange. All calls on a rank,
+    :meth:`posterior` and :meth:`fit` too, must then be for these data, as ``RankBatches(N,
+    batch_size, fixed=True)`` deals them out; others are refused. :func:`save_checkpoint` gathers
+    the states in one file, which loads on any number of ranks; a ``state_dict`` has those of its
+    rank alone, and other ranks refuse it. In a single process nothing is different.
+
     :param model: the model.
     :param int num_states: S, the same for all data.
     :param EvolutionaryUpdate evolution: the search of one step.
@@ -70,13 +79,16 @@ class TruncatedPosterior(StateBuffers):
     :param proposals: further candidates of each step: :class:`PriorDraws`, or a function of the
         model's arguments (an encoder, say) that returns values ``[C, *batch, *event]`` of each
         discrete site.
+    :param shard: the name of the data plate (or several names, of plates side by side) whose states
+        are dealt out over the ranks of a distributed run; by default each rank has all states.
     :param bool vectorize: run the model once for all states, in a leading batch dim.
     :param max_plate_nesting: how many batch dims the programs' plates occupy; found out if left
         out.
     :raises ValueError: if ``num_states`` is not an int of at least 1. On the first call: for a
         model without discrete sites or with continuous ones that ``guide`` does not draw, for
-        discrete sites that no data plate encloses, and if ``num_states`` exceeds the number of
-        states. On any call: for a changed number of data, and indices out of range.
+        discrete sites that no data plate encloses, if ``num_states`` exceeds the number of states,
+        and for a ``shard`` that is no data plate. On any call: for a changed number of data, and
+        indices that are out of range or, with ``shard``, another rank's.
 
     [1] Lücke, Forster (2019), *k-means as a variational EM approximation of Gaussian mixture
     models*; Lücke (2019), *Truncated Variational Expectation Maximization*.
@@ -111,10 +123,11 @@ class TruncatedPosterior(StateBuffers):
         guide: Callable[..., Any] | None = None,
         proposals: PriorDraws | Proposals | None = None,
         *,
+        shard: str | Iterable[str] | None = None,
         vectorize: bool = True,
         max_plate_nesting: float = math.inf,
     ) -> None:
-        super().__init__(num_states)
+        super().__init__(num_states, shard)
         if evolution is not None and not isinstance(evolution, EvolutionaryUpdate):
             raise ValueError(f"evolution must be an EvolutionaryUpdate, got {evolution!r}")
         # In tuples: a model that is a module would become a part of this one.
@@ -145,8 +158,7 @@ class TruncatedPosterior(StateBuffers):
 
     def evaluate(self, runs: JointRuns) -> tuple[Populations, Sample]:
         """The states of a minibatch as they are, with their log joint."""
-        stored = [None if b is None else self._states(b) for b in runs.layouts.blocks]
-        return evaluate(runs, stored, self.num_states)
+        return evaluate(runs, self._minibatch, self.num_states)
 
     def search(self, runs: JointRuns, populations: Populations) -> Populations:
         """One E-step, which is not stored."""
@@ -254,11 +266,18 @@ class TruncatedPosterior(StateBuffers):
     def _layouts(
         self, model: Callable[..., Any], tracer: Tracer, args: Any, kwargs: Any
     ) -> Layouts:
-        key = (model, self.guide, tracer)
+        # A guide may have been called before its process joined others.
+        key = (
+            model,
+            self.guide,
+            tracer,
+            *((ranks.rank(), ranks.num_ranks()) if self.shard else ()),
+        )
         for known, layouts in self._found:
             if known == key:
                 return layouts
         layouts = find_layouts(tracer, model, self.guide, args, kwargs)
+        check_names(self.shard, [layout for _, layout in layouts.searched])
         for b, layout in layouts.searched:
             self._prepare(layout, layouts.bank[b])
         # An objective's and one's own questions; others come and go.
@@ -271,9 +290,9 @@ class TruncatedPosterior(StateBuffers):
         self._found, self._seen = [], {}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        before = {name: tuple(b.shape) for name, b in self._buffers.items() if b is not None}
+        before = self._shapes()
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        if before != {name: tuple(b.shape) for name, b in self._buffers.items() if b is not None}:
+        if before != self._shapes():
             self._found = []
 
 

@@ -8,7 +8,7 @@ call them equally often and in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ __all__ = [
     "first_alone",
     "from_first_rank",
     "gather",
+    "gather_to_first",
     "mean_over_ranks",
     "num_ranks",
     "rank",
@@ -93,6 +94,22 @@ def gather(value: Any) -> list[Any]:
     found: list[Any] = [None] * num_ranks()
     distributed.all_gather_object(found, value)
     return found
+
+
+def gather_to_first(value: Tensor, shapes: list[torch.Size]) -> Iterator[Tensor]:
+    """
+    The tensors of all ranks on rank 0, one at a time, and none on the others.
+
+    :param shapes: their shapes, which all ranks must know.
+    """
+    if rank() > 0:
+        distributed.send(value.detach().contiguous(), 0)
+        return
+    yield value.detach()
+    for source in range(1, num_ranks()):
+        found = value.new_empty(shapes[source])
+        distributed.recv(found, source)
+        yield found
 
 
 def first_alone(action: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.ops import ranks
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.checks import check_count, check_flag
 
 __all__ = ["RankBatches"]
 
@@ -28,13 +28,21 @@ class RankBatches:
     of each rank's gradient, which DistributedDataParallel computes, is then the gradient of the
     minibatches' union, with its scale :math:`N / \sum_r B_r`.
 
+    With ``fixed=True`` each of R ranks r goes through its own data only, the indices r, r + R, r +
+    2R, ..., in another order in each epoch: for what is kept of each datum on its rank, such as the
+    states of ``TruncatedPosterior(..., shard="data")``. Ranks that have a datum more than others
+    leave one out in each epoch, so that data weigh the same only if R divides N; the difference is
+    below R / N.
+
     ``state_dict`` holds the place in the epoch, for any number of ranks: iterating goes on there.
-    An epoch that was left by ``break`` is taken up as well.
+    (What another number of ranks left of an epoch may be more for one fixed rank than for another;
+    the excess is left out of that epoch.) An epoch that was left by ``break`` is taken up as well.
 
     :param int num_data: the number of data, N.
     :param int batch_size: the most data of one rank in one step.
     :param bool shuffle: False goes through the data in their order.
     :param int seed: of the permutations; the same on all ranks.
+    :param bool fixed: whether a datum stays with one rank.
     :param rank: which process this is; by default what :mod:`torch.distributed` says.
     :param num_ranks: of how many; likewise.
     :raises ValueError: for sizes that are no ints of at least 1, and for less data than ranks.
@@ -44,6 +52,9 @@ class RankBatches:
         >>> batches = RankBatches(10, batch_size=2, shuffle=False, rank=1, num_ranks=3)
         >>> [index.tolist() for index in batches]
         [[2, 3], [7]]
+        >>> batches = RankBatches(10, 2, shuffle=False, fixed=True, rank=1, num_ranks=3)
+        >>> [index.tolist() for index in batches]
+        [[1, 4], [7]]
     """
 
     def __init__(
@@ -53,11 +64,13 @@ class RankBatches:
         *,
         shuffle: bool = True,
         seed: int = 0,
+        fixed: bool = False,
         rank: int | None = None,
         num_ranks: int | None = None,
     ) -> None:
         for name, value in (("num_data", num_data), ("batch_size", batch_size)):
             check_count(name, value)
+        check_flag("fixed", fixed)
         self.num_ranks = ranks.num_ranks() if num_ranks is None else num_ranks
         self.rank = ranks.rank() if rank is None else rank
         if not 0 <= self.rank < self.num_ranks:
@@ -68,8 +81,11 @@ class RankBatches:
                 f"fewer processes"
             )
         self.num_data, self.batch_size = num_data, batch_size
-        self.shuffle, self.seed = shuffle, seed
+        self.shuffle, self.seed, self.fixed = shuffle, seed, fixed
+        #: Which epoch this is, and how many of its data all ranks have had since it was loaded.
         self.epoch, self.position = 0, 0
+        # What they had before: by how many ranks an index was divided, and how many of each.
+        self._before: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
         """Steps in a whole epoch."""
@@ -78,12 +94,21 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[Tensor]:
         order = self._order()
-        while size := min(self.batch_size, (self.num_data - self.position) // self.num_ranks):
-            begin = self.position + self.rank * size
+        for parts, count in self._before:
+            order = _without(order, parts, count)
+        if self.fixed:
+            every = _split(order, self.num_ranks)
+            own, total = every[self.rank], self.num_ranks * min(map(len, every))
+        else:
+            own, total = order, len(order)
+        while size := min(self.batch_size, (total - self.position) // self.num_ranks):
+            begin = self.position // self.num_ranks
+            if not self.fixed:
+                begin = self.position + self.rank * size
             # Before the step: what is saved after it begins with the next one.
             self.position += size * self.num_ranks
-            yield order[begin : begin + size]
-        self.epoch, self.position = self.epoch + 1, 0
+            yield own[begin : begin + size]
+        self.epoch, self.position, self._before = self.epoch + 1, 0, []
 
     def _order(self) -> Tensor:
         if not self.shuffle:
@@ -97,7 +122,9 @@ class RankBatches:
     def state_dict(self) -> dict[str, Any]:
         """Epoch, place, and what the order is made of."""
         names = "num_data", "shuffle", "seed", "epoch", "position"
-        return {name: getattr(self, name) for name in names}
+        state = {name: getattr(self, name) for name in names}
+        parts = self.num_ranks if self.fixed else 1
+        return {**state, "parts": parts, "before": list(self._before)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
@@ -109,5 +136,19 @@ class RankBatches:
             raise ValueError(
                 f"the batches were of {state['num_data']} data, and are now of {self.num_data}"
             )
-        for name, value in state.items():
-            setattr(self, name, value)
+        for name in ("shuffle", "seed", "epoch"):
+            setattr(self, name, state[name])
+        parts = state.get("parts", 1)
+        now = [(parts, state["position"] // parts)] if state["position"] else []
+        self._before, self.position = [*map(tuple, state.get("before", [])), *now], 0
+
+
+def _split(order: Tensor, parts: int) -> list[Tensor]:
+    """The indices of each remainder, in their order."""
+    return [order[order % parts == r] for r in range(parts)]
+
+
+def _without(order: Tensor, parts: int, count: int) -> Tensor:
+    """An order without the first few indices of each remainder."""
+    seen = torch.cat([part[:count] for part in _split(order, parts)])
+    return order[~torch.isin(order, seen)]

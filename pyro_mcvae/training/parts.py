@@ -82,6 +82,9 @@ class ModulePart(Part):
 
     def save(self) -> dict[str, Any]:
         state: dict[str, Any] = self.module.state_dict()
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            if isinstance(module, TruncatedPosterior):
+                module.gather_into(state, f"{path}." if path else "")
         return state
 
     def _check(self, state: Mapping[str, Any]) -> None:
@@ -115,8 +118,11 @@ class ModulePart(Part):
             ) from error
 
     def undo(self) -> Undo:
-        kept = []
+        kept: list[tuple[Any, ...]] = []
+        shards = []
         for module in self.module.modules():
+            if isinstance(module, TruncatedPosterior):
+                shards.append((module, module.copy_shards()))
             for tensors in (module._parameters, module._buffers):
                 values = {n: None if t is None else t.detach().clone() for n, t in tensors.items()}
                 kept.append((tensors, dict(tensors), values))
@@ -129,6 +135,8 @@ class ModulePart(Part):
                     for name, value in values.items():
                         if value is not None:
                             before[name].copy_(value)
+            for module, states in shards:
+                module.restore_shards(states)
 
         return restore
 

@@ -3,12 +3,11 @@
 A 784-400-64 VAE, batch 100. The two sides of a row take turns in one process, and the ratio is of
 their medians. Run it on a machine that does nothing else::
 
-    python tests/benchmarks/step_time.py --threads 1 --steps 60
+    python -m tests.benchmarks.step_time --threads 1 --steps 60
 """
 
 import argparse
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,6 @@ import pyro.distributions as dist
 import torch
 from pyro.infer import SVI, RenyiELBO, Trace_ELBO, TraceMeanField_ELBO
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
 
 from pyro_mcvae import (
     MALA,
@@ -29,6 +27,8 @@ from pyro_mcvae import (
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
 )
+from tests.benchmarks import by_hand as hand
+from tests.benchmarks.by_hand import ais, iwae, sgvb, sis
 
 Step = Callable[[], Any]
 
@@ -63,92 +63,9 @@ def with_pyro(loss: Any, x: Tensor) -> Step:
     return lambda: svi.step(x)
 
 
-def by_hand(bound: Callable[[VAE, Tensor], Tensor], x: Tensor) -> Step:
-    vae = VAE()
-    optimizer = torch.optim.Adam(vae.parameters(), lr=1e-3)
-
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = -bound(vae, x)
-        loss.backward()
-        optimizer.step()
-        return loss.item()
-
+def by_hand(bound: Callable[[Any, Tensor], Tensor], x: Tensor) -> Step:
+    step: Step = hand.step(VAE(), bound, x)
     return step
-
-
-def sgvb(vae: VAE, x: Tensor) -> Tensor:
-    loc, log_scale = vae.encoder(x).chunk(2, -1)
-    z = loc + log_scale.exp() * torch.randn_like(loc)
-    kl = 0.5 * (loc**2 + (2 * log_scale).exp() - 1) - log_scale
-    return -binary_cross_entropy_with_logits(vae.decoder(z), x, reduction="sum") - kl.sum()
-
-
-def iwae(vae: VAE, x: Tensor, num_particles: int = 10) -> Tensor:
-    loc, log_scale = vae.encoder(x).chunk(2, -1)
-    eps = torch.randn(num_particles, *loc.shape)
-    z = loc + log_scale.exp() * eps
-    logits = vae.decoder(z)
-    likelihood = -binary_cross_entropy_with_logits(logits, x.expand_as(logits), reduction="none")
-    log_ratio = -0.5 * z**2 + 0.5 * eps**2 + log_scale
-    log_weight = likelihood.sum(-1) + log_ratio.sum(-1)
-    return (log_weight.logsumexp(0) - math.log(num_particles)).sum()
-
-
-def evaluate(vae: VAE, x: Tensor, guide: tuple[Tensor, Tensor], eps: Tensor) -> tuple[Tensor, ...]:
-    """log base, log w and the latter's gradient at one state of a chain."""
-    loc, log_scale = guide
-    logits = vae.decoder(z := loc + log_scale.exp() * eps)
-    likelihood = -binary_cross_entropy_with_logits(logits, x.expand_as(logits), reduction="none")
-    log_base = -0.5 * eps.square().sum(-1)
-    log_weight = likelihood.sum(-1) - 0.5 * z.square().sum(-1) - log_base + log_scale.sum(-1)
-    (gradient,) = torch.autograd.grad(log_weight.sum(), eps, create_graph=True)
-    return log_base, log_weight, gradient
-
-
-def sis(vae: VAE, x: Tensor, num_steps: int = 5, eta: float = 0.05) -> Tensor:
-    guide = vae.encoder(x).chunk(2, -1)
-    eps = torch.randn_like(guide[0]).requires_grad_()
-    log_base, log_weight, gradient = evaluate(vae, x, guide, eps)
-    total = -log_base
-    for k in range(1, num_steps + 1):
-        beta = k / num_steps
-        noise = torch.randn_like(eps)
-        drift = beta * gradient - eps
-        eps = eps + eta * drift + math.sqrt(2 * eta) * noise
-        log_base, log_weight, gradient = evaluate(vae, x, guide, eps)
-        back = noise + math.sqrt(eta / 2) * (drift + beta * gradient - eps)
-        total = total + 0.5 * (noise.square() - back.square()).sum(-1)
-    return (total + log_base + log_weight).sum()
-
-
-def ais(vae: VAE, x: Tensor, num_steps: int = 5, eta: float = 0.05) -> Tensor:
-    guide = vae.encoder(x).chunk(2, -1)
-    eps = torch.randn(2, *guide[0].shape).requires_grad_()
-    state = (eps, *evaluate(vae, x, guide, eps))
-    parts, scores = [state[2] / num_steps], []
-    for k in range(1, num_steps):
-        beta = k / num_steps
-        noise = torch.randn_like(eps)
-        drift = beta * state[3] - state[0]
-        eps = state[0] + eta * drift + math.sqrt(2 * eta) * noise
-        new = (eps, *evaluate(vae, x, guide, eps))
-        back = noise + math.sqrt(eta / 2) * (drift + beta * new[3] - eps)
-        change = new[1] - state[1] + beta * (new[2] - state[2])
-        change = change + 0.5 * (noise.square() - back.square()).sum(-1)
-        log_accept = change.clamp(max=0.0)
-        accepted = torch.rand_like(log_accept) < log_accept.exp()
-        rejected = torch.log(-torch.expm1(torch.where(accepted, -1.0, log_accept)))
-        scores.append(torch.where(accepted, log_accept, rejected))
-        a, b = accepted, accepted.unsqueeze(-1)
-        where = (b, a, a, b)
-        state = tuple(torch.where(c, n, o) for c, n, o in zip(where, new, state, strict=True))
-        parts.append(state[2] / num_steps)
-    total = torch.stack(parts).sum(0).mean(0)
-    rest = torch.stack(parts).detach().flip(0).cumsum(0).flip(0)[1:]
-    for r, score in zip(rest, scores, strict=True):
-        total = total + ((r - r.flip(0)) * score).mean(0)
-    return total.sum()
 
 
 def compare(name: str, ours: Step, theirs: Step, steps: int) -> None:

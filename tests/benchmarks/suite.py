@@ -1,7 +1,7 @@
 """The cases of the benchmark: each objective beside a hand-written step and Pyro's nearest loss."""
 
-import itertools
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +10,16 @@ from functools import partial
 from typing import Any
 
 import pyro
-import pyro.distributions as dist
 import pyro.optim
 import torch
-from pyro.infer import SVI, RenyiELBO, Trace_ELBO, TraceMeanField_ELBO
+from pyro.infer import (
+    SVI,
+    RenyiELBO,
+    Trace_ELBO,
+    TraceEnum_ELBO,
+    TraceMeanField_ELBO,
+    config_enumerate,
+)
 from torch import Tensor, nn
 
 from pyro_mcvae import (
@@ -21,15 +27,25 @@ from pyro_mcvae import (
     ULA,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
     capture,
 )
-from tests.benchmarks import step_time
+from tests.benchmarks import by_hand as hand
+from tests.benchmarks import truncated_sides
+from tests.benchmarks.memory import peak
+from tests.benchmarks.vae import PIXELS, VAE
 
 Step = Callable[[], Any]
-PIXELS = 784
-_counter = itertools.count()
+# Which quotients of times the table has.
+RATIOS = [
+    ("SVI", "by hand"),
+    ("module", "by hand"),
+    ("bare Pyro", "by hand"),
+    ("SVI", "Pyro's"),
+    ("SVI", "least"),
+]
 
 
 @dataclass(frozen=True)
@@ -37,7 +53,7 @@ class Case:
     """One row: an objective at one size."""
 
     objective: str
-    size: int = 1  # K: importance samples, or steps of a chain
+    size: int = 1  # K: importance samples, steps of a chain, summed categories, or states
     batch: int = 100
     latent: int = 64
     decoder: str = "mlp"
@@ -68,55 +84,14 @@ def cases(device: str, quick: bool = False) -> Iterator[Case]:
         yield from (case(middle, batch=batch) for batch in (20, 500))
         yield case(middle, latent=8)
         yield case(middle, decoder="conv")
-
-
-class ConvDecoder(nn.Module):
-    """Upsampling stages of Thin et al. (2021), for any leading dims."""
-
-    def __init__(self, latent: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(latent, 64 * 7 * 7)
-        self.stages = nn.Sequential(
-            nn.Upsample(scale_factor=2),
-            nn.Conv2d(64, 32, 3, padding=1),
-            nn.GELU(),
-            nn.Upsample(scale_factor=2),
-            nn.Conv2d(32, 16, 3, padding=1),
-            nn.GELU(),
-            nn.Conv2d(16, 1, 1),
-        )
-
-    def forward(self, z: Tensor) -> Tensor:
-        found = self.stages(self.first(z).reshape(-1, 64, 7, 7))
-        return found.reshape(*z.shape[:-1], PIXELS)
-
-
-class VAE(nn.Module):
-    def __init__(self, case: Case) -> None:
-        super().__init__()
-        self.name, self.latent = f"suite{next(_counter)}", case.latent
-        self.encoder = nn.Sequential(
-            nn.Linear(PIXELS, 400), nn.Tanh(), nn.Linear(400, 2 * case.latent)
-        )
-        self.decoder = (
-            ConvDecoder(case.latent)
-            if case.decoder == "conv"
-            else nn.Sequential(nn.Linear(case.latent, 400), nn.Tanh(), nn.Linear(400, PIXELS))
-        )
-        self.to(case.device)
-
-    def model(self, x: Tensor) -> None:
-        pyro.module(self.name + ".decoder", self.decoder)
-        with pyro.plate("data", len(x)):
-            prior = dist.Normal(x.new_zeros(self.latent), x.new_ones(self.latent)).to_event(1)
-            z = pyro.sample("z", prior)
-            pyro.sample("x", dist.Bernoulli(logits=self.decoder(z)).to_event(1), obs=x)
-
-    def guide(self, x: Tensor) -> None:
-        pyro.module(self.name + ".encoder", self.encoder)
-        with pyro.plate("data", len(x)):
-            loc, log_scale = self.encoder(x).chunk(2, -1)
-            pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
+    others = [partial(Case, "RB", latent=10, device=device)]
+    if device == "cpu":  # what it is compared with runs there
+        others.append(partial(Case, "Truncated", 64))
+    for case in others:
+        yield case()
+        if not quick:
+            yield case(validation=True)
+            yield from (case(batch=batch) for batch in (20, 500))
 
 
 def objective(case: Case) -> Any:
@@ -126,50 +101,67 @@ def objective(case: Case) -> Any:
         "IWAE": lambda: TraceIWAE_ELBO(case.size, **many),
         "SIS": lambda: TraceSIS_ELBO(case.size, ULA(0.05), max_plate_nesting=1),
         "AIS": lambda: TraceAIS_ELBO(case.size, MALA(0.05), **many),
+        "RB": lambda: TraceRaoBlackwell_ELBO(case.size, max_plate_nesting=1),
     }[case.objective]()
 
 
 def nearest(case: Case) -> Any:
     """Pyro's loss that comes closest; chains have none, and stand beside the plain ELBO."""
+    if case.objective == "RB":
+        return TraceEnum_ELBO(max_plate_nesting=1)  # the exact sum
     many: dict[str, Any] = {"vectorize_particles": True, "max_plate_nesting": 1}
     if case.objective == "SGVB":
         return TraceMeanField_ELBO()
     return RenyiELBO(0, case.size, **many) if case.objective == "IWAE" else Trace_ELBO()
 
 
-def by_hand(case: Case) -> Callable[[Any, Tensor], Tensor]:
+def by_hand(case: Case) -> Callable[[hand.Plain, Tensor], Tensor]:
     """The bound in plain PyTorch."""
     return {
-        "SGVB": step_time.sgvb,
-        "IWAE": partial(step_time.iwae, num_particles=case.size),
-        "SIS": partial(step_time.sis, num_steps=case.size),
-        "AIS": partial(step_time.ais, num_steps=case.size),
+        "SGVB": hand.sgvb,
+        "IWAE": partial(hand.iwae, num_particles=case.size),
+        "SIS": partial(hand.sis, num_steps=case.size),
+        "AIS": partial(hand.ais, num_steps=case.size),
+        "RB": partial(hand.rao_blackwell, num_categories=case.size),
     }[case.objective]
 
 
 def svi_step(case: Case, loss: Any, x: Tensor) -> Step:
     vae = VAE(case)
-    svi = SVI(vae.model, vae.guide, pyro.optim.Adam({"lr": 1e-3}), loss=loss)
+    guide = config_enumerate(vae.guide) if isinstance(loss, TraceEnum_ELBO) else vae.guide
+    svi = SVI(vae.model, guide, pyro.optim.Adam({"lr": 1e-3}), loss=loss)
     return lambda: svi.step(x)
 
 
-def plain_step(case: Case, x: Tensor) -> Step:
-    vae, bound = VAE(case), by_hand(case)
+def plain_step(case: Case, x: Tensor, way: type[hand.Plain] = hand.Plain) -> Step:
+    vae = VAE(case, stored=False)
+    if vae.discrete:
+        way = {hand.Plain: hand.Categories, hand.Bare: hand.BareCategories}[way]
+    step: Step = hand.step(vae, by_hand(case), x, way)
+    return step
+
+
+def module_step(case: Case, x: Tensor) -> Step:
+    """``elbo(model, guide)`` with an optimizer of PyTorch."""
+    vae = VAE(case, stored=False)
+    module = objective(case)(vae.model, vae.guide)
+    if isinstance(module.elbo, nn.Module):
+        module.elbo.to(case.device)
     optimizer = torch.optim.Adam(vae.parameters(), lr=1e-3)
 
     def step() -> float:
         optimizer.zero_grad()
-        loss = -bound(vae, x)
+        loss = module(x)
         loss.backward()
         optimizer.step()
-        return loss.item()
+        return float(loss.item())
 
     return step
 
 
 def captured_step(case: Case, x: Tensor) -> Step:
     """On CUDA only: the whole step as one graph."""
-    vae = VAE(case)
+    vae = VAE(case, stored=False)
     module = objective(case)(vae.model, vae.guide)
     module.vae = vae  # its parameters, for the module's own
     if isinstance(module.elbo, nn.Module):
@@ -179,55 +171,69 @@ def captured_step(case: Case, x: Tensor) -> Step:
     return lambda: step(x).item()
 
 
-def least_step(case: Case, x: Tensor) -> Step:
+def least_step(case: Case, x: Tensor, backward: bool = True, gradients: bool = True) -> Step:
     """
     The networks alone, as often as the algorithm needs them: no densities, no optimizer.
 
     SGVB and IWAE run the decoder forward and backward; chains also differentiate its gradient, once
     for each state.
     """
-    vae = VAE(case)
-    particles = {"IWAE": case.size, "AIS": 2}.get(case.objective, 1)
+    vae = VAE(case, stored=False)
+    particles = {"IWAE": case.size, "AIS": 2, "RB": case.size + 1}.get(case.objective, 1)
     states = {"SIS": case.size + 1, "AIS": case.size}.get(case.objective, 0)
 
     def step() -> None:
-        z = vae.encoder(x).chunk(2, -1)[0].expand(particles, -1, -1)
+        z = vae.encoder(x)[..., : vae.latent].expand(particles, -1, -1)
         total: Any = 0.0
         for _ in range(max(states, 1)):
             out = vae.decoder(z).square().sum()
             total = total + out
-            if states:
+            if states and gradients:
                 (gradient,) = torch.autograd.grad(out, z, create_graph=True)
                 z = z + 1e-3 * gradient
-        (total + z.sum()).backward()
+        if backward:
+            (total + z.sum()).backward()
         for p in vae.parameters():
             p.grad = None
 
     return step
 
 
-def medians(steps: dict[str, Step], count: int, device: str) -> dict[str, float]:
-    """Milliseconds of each, which take turns in changing order."""
+def medians(
+    steps: dict[str, Step], count: int, device: str, limit: float = math.inf
+) -> dict[str, float]:
+    """
+    Milliseconds of each, which take turns in random order.
+
+    :param limit: seconds after which eight turns are enough.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     clock = time.process_time if device == "cpu" else time.perf_counter
-    names = list(steps)
+    order, begin = random.Random(0), clock()
     for i in range(count + 5):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in order.sample(list(steps), len(steps)):
             start = clock()
             steps[name]()
             if device != "cpu":
                 torch.cuda.synchronize()
             times[name].append(1e3 * (clock() - start))
-    return {name: statistics.median(found[5:]) for name, found in times.items()}
+        if i >= 12 and clock() - begin > limit:
+            break
+    return {name: statistics.median(found[5:] or found) for name, found in times.items()}
 
 
 def sides(case: Case) -> dict[str, Callable[[], Step]]:
+    """What is measured, the objective under SVI first."""
+    if case.objective == "Truncated":
+        return truncated_sides.sides(case)
     torch.manual_seed(0)
     x = torch.rand(case.batch, PIXELS).bernoulli().to(case.device)
     found = {
-        "ours": lambda: svi_step(case, objective(case), x),
+        "SVI": lambda: svi_step(case, objective(case), x),
+        "module": lambda: module_step(case, x),
         "by hand": lambda: plain_step(case, x),
-        "Pyro": lambda: svi_step(case, nearest(case), x),
+        "bare Pyro": lambda: plain_step(case, x, hand.Bare),
+        "Pyro's": lambda: svi_step(case, nearest(case), x),
         "least": lambda: least_step(case, x),
     }
     if case.device != "cpu":
@@ -235,11 +241,16 @@ def sides(case: Case) -> dict[str, Callable[[], Step]]:
     return found
 
 
-def run(case: Case, count: int) -> dict[str, Any]:
-    """Times and ratios of one case."""
+def run(case: Case, count: int, limit: float = math.inf) -> dict[str, Any]:
+    """Times, ratios and memory of one case."""
     pyro.enable_validation(case.validation)
     pyro.clear_param_store()
-    found = medians({n: make() for n, make in sides(case).items()}, count, case.device)
-    ratios = {f"ours / {n}": found["ours"] / t for n, t in found.items() if n != "ours"}
-    ratios = {n: r for n, r in ratios.items() if math.isfinite(r)}
-    return {**asdict(case), "name": case.name, "milliseconds": found, "ratios": ratios}
+    made = sides(case)
+    # On the CPU each side's first steps; a CUDA device frees what other sides have cached.
+    megabytes = {n: peak(make, case.device) for n, make in made.items()}
+    pyro.clear_param_store()
+    found = medians({n: make() for n, make in made.items()}, count, case.device, limit)
+    ratios = {f"{a} / {b}": found[a] / found[b] for a, b in RATIOS if {a, b} <= found.keys()}
+    ratios["memory"] = megabytes["SVI"] / megabytes["by hand"]
+    about = {**asdict(case), "name": case.name}
+    return {**about, "milliseconds": found, "megabytes": megabytes, "ratios": ratios}

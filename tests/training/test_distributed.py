@@ -15,13 +15,12 @@ from tests.training.runs import OBJECTIVES
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    out = tmp_path_factory.mktemp("ranks")
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def torchrun(script, num_ranks, out):
+    """Run a script of this repository on several processes."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*run, "tests/training/distributed.py", str(out)],
+        [*run, f"--nproc_per_node={num_ranks}", script, str(out)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -29,6 +28,12 @@ def ranks(tmp_path_factory):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks")
+    torchrun("tests/training/distributed.py", 2, out)
     return [{**torch.load(out / f"rank{r}.pt"), "path": out / "run.pt"} for r in range(2)]
 
 
