@@ -10,6 +10,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
 
+from pyro_mcvae.guides.handler import StatesHandler
 from pyro_mcvae.guides.layout import Rows
 from pyro_mcvae.guides.lean import lean_term
 from pyro_mcvae.guides.possible import (
@@ -203,12 +204,14 @@ class JointRuns:
             plate = LeadingPlate(count, -nesting - 1, structure.global_sites("model"))
             skip = structure.global_sites("guide")
             local = [t.site for t in self._guide_terms if t.key.name not in skip]
-            guide_trace = runs.with_changes(
-                guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}
-            )
-        programs, supply = self._programs, Supply(self.subsamples, draw=draw)
-        model_trace = runs.run_model(programs, guide_trace, supply, plate)
-        names = {n for _, layout in self.layouts.searched for n in layout.sites}
+            if local:
+                guide_trace = runs.with_changes(
+                    guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}
+                )
+        handler = StatesHandler(guide_trace, self.subsamples, draw)
+        with handler, runs.entered(plate):
+            self._programs.model(*self.args, **self.kwargs)
+        model_trace, names = handler.trace, self.layouts.names
         gone = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
         if gone:
             raise StatesError(
