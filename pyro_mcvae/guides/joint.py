@@ -78,6 +78,8 @@ class JointRuns:
             self.guide_trace = run_guide(guide, args, kwargs)
         self._guide_terms = [runs.guide_term(s) for s in runs.scored(self.guide_trace)]
         self.rows: list[Rows | None] = [None] * len(layouts.blocks)
+        #: Whether all densities were finite, of those that have a graph.
+        self.finite = True
         #: How many passes through the model were made, and at how many states of a datum in all.
         self.num_runs, self.num_states = 0, 0
 
@@ -142,6 +144,8 @@ class JointRuns:
         """
         parts = []
         total = self.mask_impossible(sample, sample.log_weight)
+        if total.requires_grad:
+            self.finite = self.finite and bool(total.isfinite().all())
         for part in sample.split(total):
             parts.append(part.flatten(1).t())
         return parts

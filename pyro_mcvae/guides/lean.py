@@ -138,7 +138,7 @@ def _all_ordinary(logits: Tensor) -> bool:
     if logits.device.type != "cpu" or not logits.numel():
         return False
     low, high = torch.aminmax(logits.detach())
-    return -1e30 < float(low) and float(high) <= 0.0
+    return float(low) > -1e30 and float(high) <= 0.0
 
 
 def _product(value: Tensor, logits: Tensor, event: torch.Size) -> Tensor:
