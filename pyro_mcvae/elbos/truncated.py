@@ -94,15 +94,23 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         training = torch.is_grad_enabled()
         if training and guide.training:
             guide.agree(runs)
-        with torch.no_grad():
+        at_once = training and self.num_gradient_states is None and guide.searches_little(runs)
+        with torch.set_grad_enabled(at_once):
             populations, sample = guide.evaluate(runs)
             if training and guide.training and is_validation_enabled():
                 guide.check_data(sample)
             if guide.training:
                 populations = guide.search(runs, populations)
-        log_joint = [None if p is None else p.log_joint for p in populations]
+        log_joint = [None if p is None else p.log_joint.detach() for p in populations]
         bound = _joined(sample, log_joint)
-        if training:
+        if not training:
+            surrogate = bound
+        elif at_once and runs.finite:
+            weights = [None if j is None else normalized_weights(j, dim=1) for j in log_joint]
+            joint = [None if p is None else p.log_joint for p in populations]
+            surrogate = _weighted(sample, weights, joint, bound)
+        else:
+            # At an infinite density the gradient of a state without weight may be NaN.
             picked, weights = self._pick(log_joint)
             states = [
                 None if p is None or i is None else p.space.unpack(take_rows(p.packed, i))
@@ -110,9 +118,8 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             ]
             count = next(w.shape[1] for w in weights if w is not None)
             sample = runs.run(states, count)
-            surrogate = _weighted(sample, weights, bound)
-        else:
-            surrogate = bound
+            joint = [own.flatten(1).t() for own in sample.split(sample.log_weight)]
+            surrogate = _weighted(sample, weights, joint, bound)
         self.num_runs, self.num_evaluations = runs.num_runs, runs.num_states
         estimate = local_estimate(sample, bound, surrogate)
         if training and guide.training:
@@ -183,14 +190,17 @@ def _joined(sample: Sample, log_joint: list[Tensor | None]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat([p.flatten() for p in parts])
 
 
-def _weighted(sample: Sample, weights: list[Tensor | None], bound: Tensor) -> Tensor:
-    """Per datum a tensor with the gradient of the bound, like ``bound``."""
+def _weighted(
+    sample: Sample, weights: list[Tensor | None], log_joint: list[Tensor | None], bound: Tensor
+) -> Tensor:
+    """Per datum a tensor with the gradient of the bound, like ``bound``; densities ``[E, k]``."""
     parts = []
-    for weight, own in zip(weights, sample.split(sample.log_weight), strict=True):
-        if weight is None:
+    blocks = sample.split(sample.log_weight)
+    for weight, joint, own in zip(weights, log_joint, blocks, strict=True):
+        if weight is None or joint is None:
             parts.append(own[0])
         else:
-            parts.append((weight.t().reshape(own.shape) * own).sum(0))
+            parts.append((weight * joint).sum(1).reshape(own.shape[1:]))
     surrogate = parts[0] if len(parts) == 1 else torch.cat([p.flatten() for p in parts])
     score = sample.local_sum(lambda t, i: t.score if t.in_guide else 0)[0]
     return surrogate + bound * score if score.requires_grad else surrogate

@@ -10,6 +10,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
 
+from pyro_mcvae.guides.handler import StatesHandler
 from pyro_mcvae.guides.layout import Rows
 from pyro_mcvae.guides.lean import lean_term
 from pyro_mcvae.guides.possible import (
@@ -77,6 +78,8 @@ class JointRuns:
             self.guide_trace = run_guide(guide, args, kwargs)
         self._guide_terms = [runs.guide_term(s) for s in runs.scored(self.guide_trace)]
         self.rows: list[Rows | None] = [None] * len(layouts.blocks)
+        #: Whether all densities were finite, of those that have a graph.
+        self.finite = True
         #: How many passes through the model were made, and at how many states of a datum in all.
         self.num_runs, self.num_states = 0, 0
 
@@ -139,6 +142,8 @@ class JointRuns:
         """
         parts = []
         total = self.mask_impossible(sample, sample.log_weight)
+        if total.requires_grad:
+            self.finite = self.finite and bool(total.isfinite().all())
         for part in sample.split(total):
             parts.append(part.flatten(1).t())
         return parts
@@ -201,12 +206,14 @@ class JointRuns:
             plate = LeadingPlate(count, -nesting - 1, structure.global_sites.model)
             skip = structure.global_sites.guide
             local = [t.site for t in self._guide_terms if t.key.name not in skip]
-            guide_trace = runs.with_changes(
-                guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}
-            )
-        programs, supply = self._programs, Supply(self.subsamples, draw=draw)
-        model_trace = runs.run_model(programs, guide_trace, supply, plate)
-        names = {n for _, layout in self.layouts.searched for n in layout.sites}
+            if local:
+                guide_trace = runs.with_changes(
+                    guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}
+                )
+        handler = StatesHandler(guide_trace, self.subsamples, draw)
+        with handler, runs.entered(plate):
+            self._programs.model(*self.args, **self.kwargs)
+        model_trace, names = handler.trace, self.layouts.names
         gone = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
         if gone:
             raise StatesError(

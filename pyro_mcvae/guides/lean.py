@@ -111,6 +111,11 @@ def _bernoulli(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None)
         logits = _as_given(base.logits)
     else:
         logits = probs_to_logits(_as_given(base.probs), is_binary=True)
+    if _all_ordinary(logits):
+        normaliser = softplus(logits)
+        if mask is not None:
+            value, normaliser = _there(value, mask), _there(normaliser, mask)
+        return _product(value, logits, event) - _sum(normaliser, event)
     # Zero times an infinite logit is zero here.
     most = torch.finfo(logits.dtype).max / 4
     logits = logits.clamp(-most, most)
@@ -122,6 +127,18 @@ def _bernoulli(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None)
         less, normaliser = _there(less, mask), _there(normaliser, mask)
     total = _product(less, logits, event) - _sum(normaliser, event)
     return torch.where(total < -most / 2, -torch.inf, total)
+
+
+def _all_ordinary(logits: Tensor) -> bool:
+    """
+    Whether all values are rather zero than one, as under sparse priors, and none is impossible:
+    then no two large terms cancel, and a copy of all states is saved. Looked at on the CPU only;
+    another device would have to be waited for.
+    """
+    if logits.device.type != "cpu" or not logits.numel():
+        return False
+    low, high = torch.aminmax(logits.detach())
+    return float(low) > -1e30 and float(high) <= 0.0
 
 
 def _product(value: Tensor, logits: Tensor, event: torch.Size) -> Tensor:

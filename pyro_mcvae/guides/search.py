@@ -26,7 +26,7 @@ class Population:
 
     :ivar packed: the states, packed: ``[E, S, bytes]``.
     :ivar keys: shape ``[E, S]``.
-    :ivar log_joint: shape ``[E, S]``.
+    :ivar log_joint: shape ``[E, S]``; with a graph where gradients are enabled.
     :ivar frozen: which entries are masked out in each state, ``[E, S, D]``; None without masks.
     """
 
@@ -45,7 +45,7 @@ class Population:
         """The best of both, as many as there are here, all distinct."""
         keys = torch.cat([self.keys, other.keys], dim=1)
         log_joint = torch.cat([self.log_joint, other.log_joint], dim=1)
-        best = keep_best(log_joint, duplicates(keys), self.keys.shape[1])
+        best = keep_best(log_joint.detach(), duplicates(keys), self.keys.shape[1])
         packed = take_rows(torch.cat([self.packed, other.packed], dim=1), best)
         frozen = None
         if self.frozen is not None and other.frozen is not None:
@@ -93,7 +93,7 @@ def _population(runs: JointRuns, sample: Sample, b: int, packed: Tensor) -> Popu
     assert layout is not None
     space = layout.space
     frozen = runs.frozen(sample, b) if runs.layouts.masked else None
-    joint = runs.log_joint(sample)[b].detach()
+    joint = runs.log_joint(sample)[b]
     return Population(space, packed, space.keys(packed), joint, frozen)
 
 
@@ -123,7 +123,8 @@ def _choose(
         if population is None:
             parents.append(None)
             continue
-        index = evolution.parents(population.log_joint, evolution.num_parents)
+        log_joint = population.log_joint.detach()
+        index = evolution.parents(log_joint, evolution.num_parents)
         states, frozen = population.space.unpack(take_rows(population.packed, index)), None
         if evolution.crossover is not None:
             states = evolution.crossover(states)
@@ -134,7 +135,7 @@ def _choose(
                 population.space,
                 states,
                 Packed(population.packed),  # type: ignore[arg-type]
-                population.log_joint,
+                log_joint,
                 population.keys,
                 frozen,
             )

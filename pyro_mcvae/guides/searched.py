@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -116,9 +117,14 @@ class Layouts:
     masked: bool
     bank: list[Tensor | None]
 
-    @property
+    @cached_property
     def searched(self) -> list[tuple[int, Layout]]:
         return [(b, layout) for b, layout in enumerate(self.blocks) if layout is not None]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The discrete sites that have states."""
+        return frozenset(name for _, layout in self.searched for name in layout.sites)
 
 
 def find_layouts(

@@ -162,10 +162,23 @@ class TruncatedPosterior(StateBuffers):
 
     def search(self, runs: JointRuns, populations: Populations) -> Populations:
         """One E-step, which is not stored."""
-        with torch.no_grad():
-            if self.proposals is not None:
-                populations = propose(runs, populations, self.proposals)
-            return evolve(runs, populations, self.evolution)
+        if self.proposals is not None:
+            populations = propose(runs, populations, self.proposals)
+        return evolve(runs, populations, self.evolution)
+
+    def searches_little(self, runs: JointRuns) -> bool:
+        r"""
+        Whether a step had best keep the graph of all S + C states that it looks at.
+
+        A pass backward costs two passes forward: at once that makes 3 (S + C), and one more pass
+        through the S best alone, after a search without a graph, S + C + 3 S. The first needs a
+        look at whether all densities are finite, for which another device than the CPU would have
+        to be waited for.
+        """
+        count = self.evolution.num_evaluations if self.training else 0
+        known = self.proposals is None and not runs.layouts.masked
+        on_cpu = all(x is None or x.device.type == "cpu" for x in runs.layouts.bank)
+        return known and on_cpu and 2 * count <= self.num_states
 
     def check_data(self, sample: Sample) -> None:
         """Warn once if a plate without indices shows other observations than before."""

@@ -274,6 +274,53 @@ def test_gradient_is_the_exact_one_over_the_set():
         assert torch.allclose(found[name], gradient)
 
 
+@programs
+def test_one_graph_of_all_candidates_has_the_gradient_of_a_pass_through_the_best(name, monkeypatch):
+    model, other, count, _ = PROGRAMS[name]
+    guide = TruncatedPosterior(model, count, EvolutionaryUpdate(1, 1), guide=other)
+    elbo = TraceTruncated_ELBO(vectorize_particles=name != "locals")
+    found, passes = [], []
+    elbo.loss(model, guide)
+    before = {n: b.clone() for n, b in guide.named_buffers()}
+    for little in (guide.searches_little, lambda runs: False):
+        monkeypatch.setattr(guide, "searches_little", little)
+        guide.load_state_dict(before)
+        pyro.set_rng_seed(1)
+        loss = elbo.loss_and_grads(model, guide)
+        found.append({"loss": torch.tensor(loss), **gradients(), **dict(guide.named_buffers())})
+        passes.append(elbo.num_runs)
+    masked = name in ("ragged", "semi-supervised")  # whose candidates are more
+    assert passes[0] == passes[1] - (not masked)
+    torch.testing.assert_close(*found)
+
+
+def test_states_without_a_gradient_are_passed_over():
+    """The rate of no latents is zero, whose logarithm has no gradient."""
+    x = torch.tensor([[2.0, 0.0, 1.0], [1.0, 3.0, 1.0]])
+
+    def model():
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Bernoulli(0.4 * torch.ones(3)).to_event(1))
+            rate = z @ param("weight", 3, 3).exp()
+            pyro.sample("x", dist.Poisson(rate).to_event(1), obs=x)
+
+    guide = TruncatedPosterior(model, 7, EvolutionaryUpdate(1, 2, 1, mutation=UniformFlips()))
+    guide.fit()
+    guide.states_data.copy_(torch.arange(7).reshape(1, 7, 1))  # a bit for each entry
+    elbo = TraceTruncated_ELBO()
+    with pyro.validation_enabled(False):
+        elbo.loss_and_grads(model, guide)
+    assert elbo.num_runs == 3
+    found = gradients()["weight"]
+    states = ((guide.states_data >> torch.arange(3)) & 1).double()
+    rate = states @ pyro.param("weight").exp()
+    joint = dist.Bernoulli(0.4 * torch.ones(3)).log_prob(states).sum(-1)
+    likelihood = dist.Poisson(rate.clamp_min(1e-9)).log_prob(x.unsqueeze(1)).sum(-1)
+    joint = (joint + likelihood).masked_fill(rate.sum(-1) == 0, -torch.inf)
+    (-joint.logsumexp(1).sum()).backward()
+    torch.testing.assert_close(found, gradients()["weight"])
+
+
 @pytest.mark.parametrize("top", [1, 3])
 def test_gradient_through_top_states_and_a_sampled_rest_is_unbiased(top):
     guide = TruncatedPosterior(vector, 12)
@@ -303,7 +350,10 @@ def test_passes_through_the_model_are_counted():
     for evolution, runs, states in (
         (EvolutionaryUpdate(3, 2, 4, mutation=UniformFlips()), 1 + 4 + 1, 6 + 4 * 6 + 6),
         (EvolutionaryUpdate(3, 2, 4, mutation=InformedFlips()), 1 + 8 + 1, 6 + 4 * (3 + 6) + 6),
-        (EvolutionaryUpdate(num_generations=0), 2, 12),
+        # Few children: all that was looked at has a graph, and no further pass is needed.
+        (EvolutionaryUpdate(1, 3, 1, mutation=UniformFlips()), 1 + 1, 6 + 3),
+        (EvolutionaryUpdate(1, 3, 1, mutation=InformedFlips()), 1 + 2, 6 + 1 + 3),
+        (EvolutionaryUpdate(num_generations=0), 1, 6),
     ):
         guide = TruncatedPosterior(counted, 6, evolution)
         elbo = TraceTruncated_ELBO()

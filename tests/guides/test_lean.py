@@ -47,6 +47,10 @@ def _bernoullis():
     yield "masked", [rows], lambda: dist.Bernoulli(logits=rows).expand([4, 3]).mask(_MASK)
     masked = dist.Bernoulli(logits=rows).expand([4, 3]).mask(_MASK).to_event(1)
     yield "masked, expanded", [rows], lambda: masked.expand([5, 4])
+    # Without a mode that is one there is nothing to take from the states.
+    yield "sparse", [rows], lambda: dist.Bernoulli(logits=-rows.exp()).to_event(1).expand([5, 4])
+    yield "sparse, masked", [rows], lambda: dist.Bernoulli(logits=-rows.exp()).mask(_MASK)
+    yield "even", [one], lambda: dist.Bernoulli(logits=0 * one).expand([5, 4, 3]).to_event(2)
     yield "detached", [rows], lambda: dist.Bernoulli(logits=rows * rows.detach()).expand([5, 4, 3])
 
 
