@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +31,27 @@ class SiteShape:
 def as_shape(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``value.reshape(shape)``, without a step in the graph where it changes nothing."""
     return value if value.shape == shape else value.reshape(shape)
+
+
+class _Place(NamedTuple):
+    """
+    Where a site stands in the vectors of its block.
+
+    :ivar inner: the shape of what one vector holds of it, events last.
+    :ivar order: its leading and plate dims, the block's first.
+    """
+
+    begin: int
+    end: int
+    inner: tuple[int, ...]
+    order: list[int]
+
+
+def _permuted(value: Tensor, order: list[int]) -> Tensor:
+    """The first dims in another order."""
+    if order == list(range(len(order))):
+        return value
+    return value.permute(*order, *range(len(order), value.dim()))
 
 
 class Packing:
@@ -58,37 +80,34 @@ class Packing:
 
     def __init__(self, sites: Mapping[str, SiteShape], dims: list[tuple[int, ...]]) -> None:
         self.sites = dict(sites)
-        self._axes: dict[str, tuple[list[int], list[int]]] = {}
-        self._ranges: dict[str, tuple[int, int]] = {}
+        self._places: dict[str, _Place] = {}
         self._widths = [0] * len(dims)
         self._shapes: list[tuple[int, ...]] = [()] * len(dims)
         for name, site in self.sites.items():
             nesting = len(site.batch_shape)
             own = [1 + nesting + d for d in dims[site.block]]
             rest = [a for a in range(1, nesting + 1) if a not in own]
-            width = math.prod(site.batch_shape[a - 1] for a in rest) * math.prod(site.event_shape)
+            sizes = tuple(site.batch_shape[a - 1] for a in rest)
             begin = self._widths[site.block]
-            self._axes[name] = own, rest
-            self._ranges[name] = begin, begin + width
-            self._widths[site.block] = begin + width
+            end = begin + math.prod(sizes) * math.prod(site.event_shape)
+            order = [0, *own, *rest]
+            self._places[name] = _Place(begin, end, sizes + site.event_shape, order)
+            self._widths[site.block] = end
             self._shapes[site.block] = tuple(site.batch_shape[a - 1] for a in own)
 
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
         """Coordinates by site to ``[leading, *plates, D]``."""
         parts: list[list[Tensor]] = [[] for _ in self._widths]
         for name, site in self.sites.items():
-            own, rest = self._axes[name]
-            value, inner = values[name], site.batch_shape + site.event_shape
+            place, value = self._places[name], values[name]
+            inner = site.batch_shape + site.event_shape
             if value.dim() != 1 + len(inner) or value.shape[1:] != inner:
                 batch = value.shape[: value.dim() - len(site.event_shape)]
                 # Not -1, which could be anything where an event is empty, as that of dist.Unit.
                 leading = math.prod(batch) // math.prod(site.batch_shape)
                 value = value.reshape(leading, *inner)
-            order = [0, *own, *rest]
-            if order != sorted(order):
-                value = value.permute(*order, *range(len(order), value.dim()))
-            width = self._ranges[name][1] - self._ranges[name][0]
-            shape = (value.shape[0], *self._shapes[site.block], width)
+            value = _permuted(value, place.order)
+            shape = (value.shape[0], *self._shapes[site.block], place.end - place.begin)
             parts[site.block].append(as_shape(value, shape))
         blocks = [p[0] if len(p) == 1 else torch.cat(p, dim=-1) for p in parts]
         if len(blocks) == 1:
@@ -106,18 +125,12 @@ class Packing:
         blocks = self._split(packed)
         values = {}
         for name, site in self.sites.items():
-            own, rest = self._axes[name]
-            begin, end = self._ranges[name]
-            sizes = [site.batch_shape[a - 1] for a in rest]
-            part = blocks[site.block]
-            if end - begin < part.shape[-1]:
-                part = part[..., begin:end]
-            part = as_shape(part, (*part.shape[:-1], *sizes, *site.event_shape))
-            order = [0, *own, *rest]
-            back = [order.index(a) for a in range(len(order))]
-            if back != sorted(back):
-                part = part.permute(*back, *range(len(order), part.dim()))
-            values[name] = part.to(site.dtype)
+            place, part = self._places[name], blocks[site.block]
+            if place.end - place.begin < part.shape[-1]:
+                part = part[..., place.begin : place.end]
+            part = as_shape(part, (*part.shape[:-1], *place.inner))
+            back = [place.order.index(a) for a in range(len(place.order))]
+            values[name] = _permuted(part, back).to(site.dtype)
         return values
 
     def _split(self, packed: Tensor) -> list[Tensor]:

@@ -65,16 +65,17 @@ class Sample:
         :param pick: maps a term and its run's index to a batch-shaped tensor, or 0 to leave out.
         :returns: shape ``[K, *plates]`` (or ``[K, elements]``).
         """
-        totals: list[list[Any]] = [[None] * len(self.runs) for _ in self.blocks]
+        dims = self._dims
+        totals: list[list[Any]] = [[None] * len(self.runs) for _ in dims]
         for i, (run, block_of) in enumerate(zip(self.runs, self.block_of, strict=True)):
             for term in run.terms:
                 b = block_of[term.key]
                 value = 0 if b is None else pick(term, i)
                 if b is not None and isinstance(value, Tensor):
-                    part, total = run.sum_to(value, self.blocks[b].dims), totals[b][i]
+                    part, total = run.sum_to(value, dims[b]), totals[b][i]
                     totals[b][i] = part if total is None else total + part
         return self._side_by_side(
-            [self._stack(t, b) for t, b in zip(totals, self.blocks, strict=True)]
+            [self._stack(t, shape) for t, shape in zip(totals, self._shapes, strict=True)]
         )
 
     @cached_property
@@ -102,7 +103,8 @@ class Sample:
     def again(self, runs: list[Run]) -> Sample:
         """A sample of further runs that show the same sites and plates as these."""
         sample = Sample(runs, self.block_of, self.structure)
-        sample.__dict__["_frames"] = self._frames  # the cached property's place
+        for name in ("_frames", "_dims", "_shapes"):  # the cached properties' places
+            sample.__dict__[name] = getattr(self, name)
         return sample
 
     def global_values(self) -> dict[str, Tensor]:
@@ -143,11 +145,19 @@ class Sample:
             return {}
         return {plate_key(f): f for t in self.runs[0].terms for f in plate_frames(t.site)}
 
-    def _shape(self, block: Block) -> tuple[int, ...]:
-        return tuple(self._frames[k].size for k in block.plates if k.dim is not None)
+    @cached_property
+    def _dims(self) -> list[tuple[int, ...]]:
+        """For each block its plates' batch dims."""
+        return [b.dims for b in self.blocks]
 
-    def _stack(self, parts: list[Any], block: Block) -> Tensor:
-        shape = (self.runs[0].leading or 1, *self._shape(block))
+    @cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """For each block its plates' sizes."""
+        frames = self._frames
+        return [tuple(frames[k].size for k in b.plates if k.dim is not None) for b in self.blocks]
+
+    def _stack(self, parts: list[Any], sizes: tuple[int, ...]) -> Tensor:
+        shape = (self.runs[0].leading or 1, *sizes)
         like = next((p for p in parts if p is not None), torch.zeros(()))
         full = [
             like.new_zeros(shape) if p is None else p if p.shape == shape else p.expand(shape)
@@ -165,6 +175,5 @@ class Sample:
         if len(self.blocks) == 1:
             return [value]
         lead = value.shape[:-1]
-        shapes = [self._shape(b) for b in self.blocks]
-        parts = value.split([math.prod(s) for s in shapes], dim=-1)
-        return [p.reshape(lead + s) for p, s in zip(parts, shapes, strict=True)]
+        parts = value.split([math.prod(s) for s in self._shapes], dim=-1)
+        return [p.reshape(lead + s) for p, s in zip(parts, self._shapes, strict=True)]
