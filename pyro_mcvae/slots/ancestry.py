@@ -55,7 +55,11 @@ def _derive(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozens
         if wider == closed:
             break
         closed = wider
-    ancestors = {key: frozenset().union(*(closed[p] for p in ps)) for key, ps in direct.items()}
+    # A factor of the guide with a score function stands for draws that are not seen: anything may
+    # depend on them.
+    unseen = {t.key.name for t in run.terms if t.in_guide and t.site["is_observed"]}
+    hidden = frozenset(unseen & slot_run.scored.keys())
+    ancestors = {key: hidden.union(*(closed[p] for p in ps)) for key, ps in direct.items()}
     _check_uncoupled(slot_run, ancestors, find_coupled(programs, run.subsamples))
     return ancestors
 

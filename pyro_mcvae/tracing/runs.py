@@ -346,7 +346,9 @@ def guide_term(site: Any, key: FactorKey | None = None) -> Term:
     """The log density of a scored site of the guide; ``key`` where it is known already."""
     parts = sites.score_parts(site)
     log_prob = sites.masked(site, parts.log_prob)
-    if parts.entropy_term is parts.log_prob:
+    if parts.entropy_term is parts.log_prob or site["is_observed"]:
+        # What is observed in a guide, a factor, is a function of the draws and of parameters: it
+        # has a gradient of its own, whether or not a score function comes with it.
         entropy = log_prob
     elif is_identically_zero(parts.entropy_term):
         entropy = 0

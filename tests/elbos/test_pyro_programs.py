@@ -7,7 +7,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.infer import TraceEnum_ELBO
 from pyro.infer.reparam import TransformReparam
+from torch.distributions import constraints
 
 from pyro_mcvae import (
     MALA,
@@ -18,6 +20,7 @@ from pyro_mcvae import (
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
 )
+from tests.estimates import assert_mean
 
 CHAINS = {
     "sis": lambda **k: TraceSIS_ELBO(8, ULA(0.02), multi_sample=True, **k),
@@ -278,3 +281,96 @@ def test_distributions_that_mask_themselves(family, how, coordinates, objective)
         error = bounds.std() / count**0.5
         assert bounds.mean() < exact + 4.5 * error
         assert bounds.mean() > exact - 4.5 * error - slack
+
+
+class UnseenDraw:
+    """
+    A guide that draws a bit by itself and says its density by a factor, beside a site as usual.
+
+    Everything is enumerated: the ELBO, and the bound of two particles.
+    """
+
+    size = 400
+
+    def __init__(self):
+        self.x = torch.tensor(1.3)
+        self.start = {"b": torch.tensor(0.4), "c": torch.tensor(0.7)}
+
+    def model(self):
+        with pyro.plate("data", self.size):
+            b = pyro.sample("b", dist.Bernoulli(0.3))
+            c = pyro.sample("c", dist.Bernoulli(0.5))
+            pyro.sample("x", dist.Normal(b + 2 * c, 1.0), obs=self.x.expand(self.size))
+
+    def guide(self):
+        unit = constraints.unit_interval
+        prob = {n: pyro.param(f"{n}_prob", v, constraint=unit) for n, v in self.start.items()}
+        with pyro.plate("data", self.size):
+            bit = (torch.rand(self.size) < prob["b"]).to(self.x)
+            pyro.sample("b", dist.Delta(bit))
+            pyro.factor("density", dist.Bernoulli(prob["b"]).log_prob(bit), has_rsample=False)
+            pyro.sample("c", dist.Bernoulli(prob["c"]))
+
+    def exact_gradient(self, num_particles):
+        """Per datum, with respect to the unconstrained parameters."""
+        logits = {n: v.logit().requires_grad_() for n, v in self.start.items()}
+        bits = torch.tensor([0.0, 1.0])
+        b, c = torch.meshgrid(bits, bits, indexing="ij")
+        log_q = dist.Bernoulli(logits=logits["b"]).log_prob(b)
+        log_q = (log_q + dist.Bernoulli(logits=logits["c"]).log_prob(c)).flatten()
+        log_p = dist.Bernoulli(torch.tensor(0.3)).log_prob(b) + math.log(0.5)
+        log_w = (log_p + dist.Normal(b + 2 * c, 1.0).log_prob(self.x)).flatten() - log_q
+        bound, q = log_w, log_q.exp()
+        if num_particles == 2:
+            bound = torch.logaddexp(log_w[:, None], log_w) - math.log(2.0)
+            q = q[:, None] * q
+        grads = torch.autograd.grad((q * bound).sum(), list(logits.values()))
+        return dict(zip(logits, grads, strict=True))
+
+
+@pytest.mark.parametrize("objective", ["sgvb", "iwae 1", "iwae 2", "rb", "rb sampled"])
+def test_a_factor_of_the_guide_stands_for_draws_that_are_not_seen(objective):
+    programs = UnseenDraw()
+    elbo = {
+        "sgvb": lambda: TraceSGVB_ELBO(),
+        "iwae 1": lambda: TraceIWAE_ELBO(1),
+        "iwae 2": lambda: TraceIWAE_ELBO(2),
+        "rb": lambda: TraceRaoBlackwell_ELBO(2, num_samples=0),
+        "rb sampled": lambda: TraceRaoBlackwell_ELBO(0, num_samples=1),
+    }[objective]()
+    found = []
+    for _ in range(60):
+        elbo.loss_and_grads(programs.model, programs.guide)
+        params = dict(pyro.get_param_store().named_parameters())
+        found.append({n: -params[f"{n}_prob"].grad / programs.size for n in programs.start})
+        for p in params.values():
+            p.grad = None
+    for name, exact in programs.exact_gradient(2 if objective == "iwae 2" else 1).items():
+        assert abs(exact) > 0.03
+        assert_mean(torch.stack([step[name] for step in found]), exact)
+
+
+@pytest.mark.parametrize("has_rsample", [False, True])
+def test_a_factor_of_the_guide_counts_as_under_trace_enum(has_rsample):
+    # The classification loss of Pyro's scANVI: of no draw, and learned.
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(3))
+
+    def guide():
+        logits = pyro.param("logits", torch.tensor([1.5, -0.2]))
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Bernoulli(logits=logits[0]), infer={"enumerate": "parallel"})
+            value = dist.Bernoulli(logits=logits[1]).log_prob(torch.ones(3))
+            pyro.factor("classification", -0.7 * value, has_rsample=has_rsample)
+
+    grads, losses = [], []
+    for elbo in (TraceEnum_ELBO(max_plate_nesting=1), TraceRaoBlackwell_ELBO(2, num_samples=0)):
+        losses.append(elbo.loss_and_grads(model, guide))
+        param = dict(pyro.get_param_store().named_parameters())["logits"]
+        grads.append(param.grad)
+        param.grad = None
+    assert math.isclose(*losses, rel_tol=1e-9)
+    assert torch.allclose(*grads)
+    assert (grads[0].abs() > 0.1).all()
