@@ -9,6 +9,7 @@ whitened by the guide. Distributions whose noise is not explicit (Gamma, Dirichl
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from functools import cached_property
 from typing import Any, Literal
@@ -138,7 +139,7 @@ class UnconstrainedCoordinate(Coordinate):
         # A mask takes density out of the weight, but the draw still has it.
         fn = self.fn = _without_masks(fn)
         self.reparameterized = fn.has_rsample
-        self.transform = biject_to(fn.support)
+        self.transform = biject_to(_support(fn))
         self.event_shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)[
             len(fn.batch_shape) :
         ]
@@ -158,6 +159,42 @@ class UnconstrainedCoordinate(Coordinate):
         log_det = self.transform.log_abs_det_jacobian(coordinate, value)
         extra = self.fn.event_dim - self.transform.codomain.event_dim
         return self.fn.log_prob(value) + sum_event(log_det, extra)
+
+
+class CircularCoordinate(UnconstrainedCoordinate):
+    """
+    An angle, wound off to the real line.
+
+    The density of a von Mises distribution is one on the circle, and repeats itself on the line, on
+    which a model need not. So the program sees the angle in [-pi, pi), wherever the coordinate is:
+    then everything repeats itself, and a chain on the line is one on the circle.
+    """
+
+    def value(self, coordinate: Tensor) -> Tensor:
+        return (coordinate + math.pi).remainder(2 * math.pi) - math.pi
+
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        return self.fn.log_prob(value)
+
+
+def _is_circular(fn: Any) -> bool:
+    while not isinstance(fn, _CIRCULAR):
+        base = getattr(fn, "base_dist", None)
+        if base is None or isinstance(fn, torch.distributions.TransformedDistribution):
+            return False
+        fn = base
+    return True
+
+
+_CIRCULAR = (torch.distributions.VonMises, dist.SineBivariateVonMises, dist.SineSkewed)
+
+
+def _support(fn: Any) -> Any:
+    """The support, of a mixture that of its components."""
+    support = fn.support
+    # Newer versions of torch check a mixture's values by a constraint that has no bijection.
+    mixture = getattr(torch.distributions.constraints, "MixtureSameFamilyConstraint", ())
+    return support.base_constraint if isinstance(support, mixture) else support
 
 
 def _without_masks(fn: Any) -> Any:
@@ -221,4 +258,4 @@ def coordinate_of(fn: Any, coordinates: Coordinates = "noise") -> Coordinate:
         found = noise_of(fn)
         if found is not None:
             return NoiseCoordinate(fn, found)
-    return UnconstrainedCoordinate(fn)
+    return CircularCoordinate(fn) if _is_circular(fn) else UnconstrainedCoordinate(fn)

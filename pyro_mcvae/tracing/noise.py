@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pyro import distributions as dist
+from pyro.ops.tensor_utils import safe_normalize
 from torch import Tensor
 
 __all__ = [
@@ -188,6 +189,16 @@ def _low_rank_normal(fn: Any) -> Noise:
         return fn.loc + low + diagonal.sqrt() * eps[..., rank:]
 
     return Noise(StandardNormal(fn.loc), torch.Size([rank + fn.event_shape[0]]), transform)
+
+
+@register_noise(dist.ProjectedNormal)
+def _projected_normal(fn: Any) -> Noise:
+    # As many numbers as the value has entries, of which one is lost: not one to one.
+    return Noise(
+        StandardNormal(fn.concentration),
+        fn.event_shape,
+        lambda eps: safe_normalize(fn.concentration + eps),
+    )
 
 
 @register_noise(*_pair("Independent"), torch.distributions.Independent)

@@ -22,7 +22,7 @@ from pyro_mcvae import (
     UnderdampedLangevin,
     log_evidence,
 )
-from tests.estimates import called
+from tests.estimates import assert_mean, called
 from tests.models import (
     BetaBernoulli,
     ConjugateGaussian,
@@ -495,3 +495,30 @@ def test_bad_options_are_named(options, message):
     exact = ConjugateGaussian(N=5)
     with pytest.raises(ValueError, match=message):
         log_evidence(exact.model, exact.guide, **options)
+
+
+@pytest.mark.parametrize(
+    "kernel", [RandomWalk(1.0), HMC(0.4, 4), MALA(0.2)], ids=["rw", "hmc", "mala"]
+)
+def test_chains_of_angles_stay_on_the_circle(kernel):
+    # The density of an angle repeats itself on the line; what the model makes of it does not.
+    size = 400
+    prior = dist.VonMises(torch.tensor(1.0), torch.tensor(0.5))
+    x = torch.tensor(2.9)
+
+    def model():
+        with pyro.plate("data", size):
+            z = pyro.sample("z", prior)
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x.expand(size))
+
+    def guide():
+        with pyro.plate("data", size):
+            pyro.sample("z", dist.VonMises(torch.tensor(3.0), torch.tensor(1.0)))
+
+    grid = (torch.arange(4000) + 0.5) / 4000 * 2 * math.pi - math.pi
+    exact = (prior.log_prob(grid) + dist.Normal(grid, 1.0).log_prob(x)).logsumexp(0)
+    exact = exact + math.log(2 * math.pi / 4000)
+    found = log_evidence(
+        model, guide, num_particles=20, schedule=15, kernel=kernel, keep_log_weight=True
+    )
+    assert_mean((found.log_weight - exact).exp().mean(0), 1.0)

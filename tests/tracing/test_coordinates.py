@@ -1,6 +1,7 @@
 """Coordinates of a draw: densities by change of variables, draws, and gradients of the map."""
 
 import functools
+import math
 
 import pyro.distributions as dist
 import pytest
@@ -529,3 +530,39 @@ def test_a_registered_function_may_decline():
 def test_registering_in_a_test_left_no_trace():
     assert isinstance(coordinate_of(dist.Exponential(scale())), UnconstrainedCoordinate)
     assert isinstance(coordinate_of(NOISE["normal"]()), NoiseCoordinate)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "event", "expanded", "masked"])
+def test_angles_go_round(wrap):
+    fn = dist.VonMises(torch.tensor([0.5, 1.0, -2.0]), torch.tensor(2.0))
+    fn = {
+        "plain": lambda: fn,
+        "event": lambda: fn.to_event(1),
+        "expanded": lambda: fn.expand([2, 3]),
+        "masked": lambda: fn.mask(torch.tensor([True, False, True])),
+    }[wrap]()
+    coordinate = coordinate_of(fn)
+    at = coordinate.draw()
+    for turns in (0, 1, -3):
+        moved = at + 2 * math.pi * turns
+        value = coordinate.value(moved)
+        assert torch.allclose(value, at)
+        assert (value.abs() <= math.pi).all()
+        assert torch.allclose(coordinate.log_base(moved, value), coordinate.log_base(at, at))
+
+
+@pytest.mark.parametrize("transform", ["projected", "mixture"])
+def test_draws_and_density_of_directions_and_mixtures(transform):
+    size = 4000
+    if transform == "projected":
+        fn = dist.ProjectedNormal(torch.tensor([0.8, -0.3])).expand([size])
+    else:
+        parts = dist.HalfNormal(torch.tensor([0.5, 2.0]).expand(size, 2))
+        fn = dist.MixtureSameFamily(dist.Categorical(torch.ones(size, 2)), parts)
+    coordinate = coordinate_of(fn)
+    value = coordinate.value(coordinate.draw()).reshape(size, -1)
+    drawn = fn.sample().reshape(size, -1)
+    for i in range(value.shape[1]):
+        assert stats.ks_2samp(value[:, i].numpy(), drawn[:, i].numpy()).pvalue > 1e-3
+    if transform == "mixture":  # from the whole line
+        assert (coordinate.value(torch.full((size,), -3.0)) > 0).all()
