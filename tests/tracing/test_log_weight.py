@@ -540,10 +540,13 @@ def test_a_guide_of_point_masses_has_no_coordinates(vectorize):
 
 @modes
 def test_a_distribution_without_coordinates_is_named(vectorize):
-    def program():
-        pyro.sample("v", dist.ProjectedNormal(torch.ones(3)))
+    class Directions(dist.ProjectedNormal):
+        """May draw in another way than its parent."""
 
-    with pytest.raises(ValueError, match=r"guide site 'v' \(ProjectedNormal\).*register_noise"):
+    def program():
+        pyro.sample("v", Directions(torch.ones(3)))
+
+    with pytest.raises(ValueError, match=r"guide site 'v' \(Directions\).*register_noise"):
         refused(program, program, vectorize)()
     assert not poutine.runtime._PYRO_STACK
 
