@@ -172,7 +172,7 @@ def test_estimators_begin_alike(rao_blackwell: Callable[[str], dict[str, Any]]) 
 
 @pytest.mark.slow
 def test_moving_mnist(data: Path, tmp_path: Path) -> None:
-    flags = ["--data-root", str(data), "--images", "8", "--batch", "8", "--epochs", "1"]
+    flags = ["--full", "--data-root", str(data), "--batch", "200", "--epochs", "1"]
     run("rao_blackwell/moving_mnist.py", *flags, "--out", str(tmp_path), "--methods", "NVIL")
     (row,) = rows(tmp_path / "moving_mnist.csv")
     assert (row["method"], row["epoch"]) == ("NVIL", "1")
