@@ -15,6 +15,7 @@ counted. Run it on a machine that does nothing else.
 
 import argparse
 import json
+import math
 import platform
 from pathlib import Path
 from typing import Any
@@ -27,19 +28,19 @@ from tests.benchmarks import suite
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: the step by hand in milliseconds and megabytes, and ratios."""
-    ratios = list(rows[0]["ratios"])
-    head = ["case", "by hand", *ratios[:-1], "memory by hand", "ratio"]
+    pairs = list(rows[0]["ratios"])
+    times, memory = ([p for p in pairs if p.startswith("memory") is m] for m in (False, True))
     captured = "captured" in rows[0]["milliseconds"]
-    if captured:
-        head.append("captured")
+    head = ["step", "by hand", *times, "memory by hand", *(p.split(": ")[1] for p in memory)]
+    head += ["captured"] * captured
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
-        times, memory = row["milliseconds"], row["megabytes"]
-        line = [row["name"], f"{times['by hand']:.2f} ms"]
-        line += [f"{row['ratios'][n]:.2f}" if n in row["ratios"] else "" for n in ratios[:-1]]
-        line += [f"{memory['by hand']:.0f} MB", f"{row['ratios']['memory']:.2f}"]
+        found = {p: f"{ratio:.2f}" for p, ratio in row["ratios"].items()}
+        line = [row["name"], f"{row['milliseconds']['by hand']:.1f} ms"]
+        line += [found.get(p, "") for p in times]
+        line += [f"{row['megabytes']['by hand']:.0f} MB", *(found[p] for p in memory)]
         if captured:
-            line.append(f"{times['captured']:.2f} ms" if "captured" in times else "")
+            line.append(f"{row['milliseconds'].get('captured', math.nan):.2f} ms")
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

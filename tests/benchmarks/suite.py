@@ -62,12 +62,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        size = f"-{self.size}" if self.objective != "SGVB" else ""
-        checks = ", validation" if self.validation else ""
-        return (
-            f"{self.objective}{size}, batch {self.batch}, latent {self.latent}, {self.decoder}, "
-            f"{self.device}{checks}"
-        )
+        """The objective, and what differs from its other rows."""
+        names = {"RB": "Rao-Blackwell, k = {}", "Truncated": "Truncated, {} states", "SGVB": "SGVB"}
+        name = names.get(self.objective, f"{self.objective}-{{}}").format(self.size)
+        usual = Case("", latent=10) if self.objective == "RB" else Case("")
+        sizes = {n: (getattr(self, n), getattr(usual, n)) for n in ("batch", "latent")}
+        parts = [f"{n} {now}" for n, (now, before) in sizes.items() if now != before]
+        parts += ["convolutions"] * (self.decoder == "conv") + ["validation"] * self.validation
+        return "; ".join([name, ", ".join(parts)] if parts else [name])
 
 
 def cases(device: str, quick: bool = False) -> Iterator[Case]:
@@ -251,6 +253,7 @@ def run(case: Case, count: int, limit: float = math.inf) -> dict[str, Any]:
     pyro.clear_param_store()
     found = medians({n: make() for n, make in made.items()}, count, case.device, limit)
     ratios = {f"{a} / {b}": found[a] / found[b] for a, b in RATIOS if {a, b} <= found.keys()}
-    ratios["memory"] = megabytes["SVI"] / megabytes["by hand"]
+    for side in ("SVI", "module"):
+        ratios[f"memory: {side} / by hand"] = megabytes[side] / megabytes["by hand"]
     about = {**asdict(case), "name": case.name}
     return {**about, "milliseconds": found, "megabytes": megabytes, "ratios": ratios}
