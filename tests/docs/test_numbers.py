@@ -73,8 +73,11 @@ def script(command: str) -> Path | None:
     if not found:
         return None
     name = found[2] or found[3]
-    name = name.replace(".", "/") + ".py" if found[1] else name
-    places = [ROOT / folder / name for folder in ("", "tutorials", "tests/benchmarks")]
+    names = [name]
+    if found[1]:
+        names = [name.replace(".", "/") + end for end in (".py", "/__main__.py")]
+    folders = ("", "tutorials", "tests/benchmarks")
+    places = [ROOT / folder / name for folder in folders for name in names]
     assert any(path.exists() for path in places), command
     return next(path for path in places if path.exists())
 
