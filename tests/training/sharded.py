@@ -120,6 +120,7 @@ def main(out):
             place = f"file://{out / f'group{num_ranks}'}"
             torch.distributed.init_process_group("gloo", place, None, num_ranks, rank)
             torch.save(work(out, rank), out / f"{num_ranks}-rank{rank}.pt")
+            torch.distributed.barrier()  # nobody leaves before all have what was sent
             torch.distributed.destroy_process_group()
 
 
