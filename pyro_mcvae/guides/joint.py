@@ -32,7 +32,7 @@ from pyro_mcvae.tracing.checks import check_sites
 from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch, Supply
 from pyro_mcvae.tracing.runs import Programs, Run, Term
 from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import is_latent, subsampling_scale
+from pyro_mcvae.tracing.sites import LEADING, is_latent, subsampling_scale
 from pyro_mcvae.tracing.structure import FactorKey
 from pyro_mcvae.tracing.tracer import Tracer
 
@@ -78,6 +78,10 @@ class JointRuns:
             self.guide_trace = run_guide(guide, args, kwargs)
         self._guide_terms = [runs.guide_term(s) for s in runs.scored(self.guide_trace)]
         self.rows: list[Rows | None] = [None] * len(layouts.blocks)
+        # What is known of runs that show the same sites and plates, at which numbers of states.
+        self._known: Sample | None = None
+        self._known_by: Any = None
+        self._counts: set[int] = set()
         #: Whether all densities were finite, of those that have a graph.
         self.finite = True
         #: How many passes through the model were made, and at how many states of a datum in all.
@@ -120,8 +124,14 @@ class JointRuns:
 
         if together:
             found = [self._vectorized(draw(None), count)]
-            shared = self.layouts.structure.global_sites
-            self._tracer.alike.check(self._plain, found[0], shared, _STATES)
+            shown = _shown(found[0])
+            known = self._known if shown == self._known_by else None
+            if known is None or count not in self._counts:
+                shared = self.layouts.structure.global_sites
+                self._tracer.alike.check(self._plain, found[0], shared, _STATES)
+                self._counts.add(count)
+            if known is not None:
+                return known.again(found)
         else:
             found = [self._once(draw(i), None) for i in range(count)]
         structures = [self._tracer.structures.of(self._programs, run, again=False) for run in found]
@@ -131,7 +141,11 @@ class JointRuns:
                 f"{self.layouts.structure.blocks}, now {structures[0].blocks}): make another "
                 f"TruncatedPosterior for a program of another structure"
             )
-        return Sample(found, [s.block_of for s in structures], structures[0])
+        sample = Sample(found, [s.block_of for s in structures], structures[0])
+        if together and not structures[0].coupled:
+            # Without the run itself, whose tensors would stay alive.
+            self._known, self._known_by = sample.again([]), shown
+        return sample
 
     def log_joint(self, sample: Sample) -> list[Tensor]:
         """
@@ -242,6 +256,22 @@ class JointRuns:
             for term in terms:
                 runs._check_batch_dims(term, nesting)
         return run
+
+
+def _shown(run: Run) -> Any:
+    """The sites and plates of a run, but for the number of states."""
+    return run.unbatched, [
+        (
+            t.key,
+            t.site["is_observed"],
+            [
+                (f.name, f.dim, f.size, f.counter, f.full_size)
+                for f in t.site["cond_indep_stack"]
+                if f.name != LEADING
+            ],
+        )
+        for t in run.terms
+    ]
 
 
 def _no_density(site: Any) -> Term:

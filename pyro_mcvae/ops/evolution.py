@@ -200,7 +200,7 @@ class EvolutionaryUpdate:
         states ``[E, P, C, D]`` will do.
     :param crossover: :class:`OnePointCrossover`, None, or a function of states ``[E, P, D]``.
     :raises ValueError: for numbers that are no ints of at least 1 (``num_generations``: of at
-        least 0).
+        least 0), and for operators that cannot be called.
 
     Example::
 
@@ -219,6 +219,16 @@ class EvolutionaryUpdate:
         for name, least in (("num_parents", 1), ("num_children", 1), ("num_generations", 0)):
             value = getattr(self, name)
             check_count(name, value, least)
+        for name, example in (
+            ("parents", "FitnessProportional()"),
+            ("mutation", "UniformFlips()"),
+            ("crossover", "None or OnePointCrossover()"),
+        ):
+            value = getattr(self, name)
+            if not callable(value) and not (name == "crossover" and value is None):
+                raise ValueError(
+                    f"{name} must be an operator such as {example}, or a function, got {value!r}"
+                )
 
     @property
     def num_evaluations(self) -> int:

@@ -132,6 +132,10 @@ class Mutation(ABC):
     def scores(self, parents: Parents) -> Tensor:
         """Log propensities of the moves, broadcast to ``[E, P, M]``."""
 
+    def _is_even(self, space: StateSpace) -> bool:
+        """Whether all moves have the same propensity, so that any noise draws them evenly."""
+        return False
+
     def __call__(self, parents: Parents, count: int) -> Tensor:
         """
         :param int count: children of each parent.
@@ -140,8 +144,10 @@ class Mutation(ABC):
         space, states = parents.space, parents.states
         allowed = parents.allowed()
         scores = self.scores(parents).expand(allowed.shape)
-        # Gumbel noise.
-        noise = -(-torch.rand_like(scores).log()).log()
+        noise = torch.rand_like(scores)
+        if not self._is_even(space):
+            # Gumbel noise, which has the order of uniform noise.
+            noise = -(-noise.log()).log()
         # Gumbel-top-k: distinct moves with the propensities of a draw without replacement.
         scores = (scores + noise).masked_fill(~allowed, -torch.inf)
         moves = scores.topk(min(count, space.num_moves), dim=-1, sorted=False).indices
@@ -167,6 +173,10 @@ class UniformFlips(Mutation):
 
     def scores(self, parents: Parents) -> Tensor:
         return _share(parents)
+
+    def _is_even(self, space: StateSpace) -> bool:
+        # Not where a subclass has propensities of its own.
+        return space.binary and type(self).scores is UniformFlips.scores
 
 
 class SparseFlips(Mutation):

@@ -42,7 +42,8 @@ def measure(
             z = pyro.sample("z", dist.Bernoulli(logits=logits).to_event(1))
             pyro.sample("x", dist.Normal(decoder(z), log_sigma.exp()).to_event(1), obs=x[index])
 
-    guide = TruncatedPosterior(model, S, EvolutionaryUpdate(*update, mutation=mutation))
+    evolution = EvolutionaryUpdate(*update, mutation=mutation or InformedFlips())
+    guide = TruncatedPosterior(model, S, evolution)
     elbo = TraceTruncated_ELBO(num_gradient_states=gradient_states, max_plate_nesting=1)
     module = elbo(model, guide)
     optimizer = torch.optim.Adam([*decoder.parameters(), logits, log_sigma], lr=1e-3)

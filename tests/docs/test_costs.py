@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import pyro_mcvae as mc
 
 PAGE = Path(__file__).parents[2] / "docs" / "choose.md"
-SIZES = {"K": 5, "P": 3, "L": 2, "k": 2, "n": 2, "S": 6, "C": 8}
+SIZES = {"K": 5, "P": 3, "L": 2, "k": 2, "n": 2, "S": 6, "C": 8, "c": 2}
 DATA, DIM = 4, 6
 
 
@@ -80,7 +80,7 @@ class Programs(nn.Module):
                 pyro.sample("z", dist.Normal(loc, scale.exp()).to_event(1))
 
 
-K, P, L, k, n, S, C = SIZES.values()
+K, P, L, k, n, S, C, c = SIZES.values()
 MANY = {"vectorize_particles": True, "max_plate_nesting": 1}
 OBJECTIVES: dict[str, Callable[[], Any]] = {
     "SGVB": lambda: mc.TraceSGVB_ELBO(P, **MANY),
@@ -98,6 +98,7 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
         k, n, baseline=mc.IndependentDraw(), max_plate_nesting=1
     ),
     "Truncated": lambda: mc.TraceTruncated_ELBO(max_plate_nesting=1),
+    "Truncated, few children": lambda: mc.TraceTruncated_ELBO(max_plate_nesting=1),
 }
 DISCRETE = ("Rao-Blackwell", "Truncated")
 
@@ -130,8 +131,9 @@ def value(formula: str) -> float:
 def counted(name: str) -> tuple[float, float, float]:
     programs = Programs(name.startswith(DISCRETE))
     guide: Any = programs.guide
-    if name == "Truncated":
-        evolution = mc.EvolutionaryUpdate(2, C // 2, 1, mutation=mc.UniformFlips())
+    if name.startswith("Truncated"):
+        children = c if "few" in name else C
+        evolution = mc.EvolutionaryUpdate(2, children // 2, 1, mutation=mc.UniformFlips())
         guide = mc.TruncatedPosterior(programs.model, S, evolution, max_plate_nesting=1)
     loss = OBJECTIVES[name]()(programs.model, guide)
     x = torch.randn(DATA, DIM)

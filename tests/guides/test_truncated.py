@@ -25,6 +25,8 @@ from pyro_mcvae import (
     UniformParents,
 )
 from pyro_mcvae.ops.evolution import duplicates
+from pyro_mcvae.ops.mutation import Parents
+from pyro_mcvae.ops.states import StateSpace
 
 N, H = 8, 4
 X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -231,6 +233,30 @@ def test_an_operator_of_ones_own():
     assert_distinct(guide)
 
 
+class AlwaysTheFirst(UniformFlips):
+    """Nearly always: these propensities need Gumbel noise."""
+
+    def scores(self, parents):
+        return 50.0 * (torch.arange(parents.space.num_moves) == 0)
+
+
+def test_uniform_moves_and_those_of_a_subclass_have_their_propensities():
+    space = StateSpace([2] * 6)
+    states = torch.zeros(20_000, 1, 6, dtype=torch.uint8)
+    keys = space.keys(space.pack(states))
+    parents = Parents(space, states, states, torch.zeros(20_000, 1), keys)
+    # Two of six moves without replacement.
+    share = UniformFlips()(parents, 2).flatten(1, 2).double().mean((0, 1))
+    assert ((share - 1 / 6).abs() < 4.5 * (5 / 36 / 40_000) ** 0.5).all()
+    assert AlwaysTheFirst()(parents, 1)[..., 0].all()
+
+
+@pytest.mark.parametrize("name", ["parents", "mutation", "crossover"])
+def test_operators_must_be_functions(name):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got 'uniform'"):
+        EvolutionaryUpdate(**{name: "uniform"})
+
+
 def no_site():
     with pyro.plate("data", N):
         pyro.sample("x", dist.Normal(0.0, 1.0), obs=X[:, 0])
@@ -340,8 +366,6 @@ def test_no_e_steps_and_no_states_in_evaluation_mode():
 
 
 def test_duplicates_by_key_are_those_by_value():
-    from pyro_mcvae.ops.states import StateSpace
-
     space = StateSpace([2, 3, 5, 300])
     states = torch.stack([torch.randint(n, (6, 40)) for n in space.sizes], dim=-1)
     assert torch.equal(space.unpack(space.pack(states)).long(), states)
