@@ -159,6 +159,12 @@ class StateBuffers(nn.Module):
                 self.register_buffer(name, made)
             else:
                 self._shards[name] = shard, made
+        if bank is not None and bank.device != self._states(layout).device:
+            # Loaded before there were states of its own, which would have been where draws are.
+            if shard is None:
+                self._buffers[name] = self.get_buffer(name).to(bank.device)
+            else:
+                self._shards[name] = shard, self._shards[name][1].to(bank.device)
 
     def _shapes(self) -> dict[str, Any]:
         """What is kept, to see whether it has changed its form."""

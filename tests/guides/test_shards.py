@@ -276,3 +276,17 @@ def test_of_several_plates_each_may_be_dealt_out(on, shard):
         assert [n for n, _ in guide.named_buffers()] == [
             f"states_{n}" for n in sizes if n not in shard
         ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_loaded_states_go_where_the_model_draws(on, num_ranks):
+    own = on(0, num_ranks)
+    first = TruncatedPosterior(model, 4)
+    first.posterior(X[own], own)
+    state = first.state_dict()
+    guide = TruncatedPosterior(model, 4, shard="data")
+    guide.load_state_dict(state)
+    layouts = guide._layouts(model, guide._own, (X[own], own), {})
+    # As another device than that of the loaded states, which no machine lacks.
+    guide._prepare(layouts.blocks[0], layouts.bank[0].to("meta"))
+    assert guide._states(layouts.blocks[0]).device.type == "meta"
