@@ -28,7 +28,7 @@ from tests.benchmarks import suite
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: the step by hand in milliseconds and megabytes, and ratios."""
-    pairs = list(rows[0]["ratios"])
+    pairs = list(dict.fromkeys(pair for row in rows for pair in row["ratios"]))
     times, memory = ([p for p in pairs if p.startswith("memory") is m] for m in (False, True))
     captured = "captured" in rows[0]["milliseconds"]
     head = ["step", "by hand", *times, "memory by hand", *(p.split(": ")[1] for p in memory)]

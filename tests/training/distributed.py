@@ -170,6 +170,7 @@ def main(out):
     path = Path(out) / "run.pt"
     found["continued"] = [continued(path, again) for again in (False, True)]
     torch.save(found, Path(out) / f"rank{rank}.pt")
+    torch.distributed.barrier()  # nobody leaves before all have what was sent
     torch.distributed.destroy_process_group()
 
 
