@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import mse_loss, softplus
 
+from pyro_mcvae.tracing import density
 from pyro_mcvae.tracing.precision import without_autocast
 from pyro_mcvae.tracing.runs import Term
 from pyro_mcvae.tracing.sites import masked, subsampling_scale, unscaled_log_prob
@@ -135,7 +136,7 @@ def _all_ordinary(logits: Tensor) -> bool:
     then no two large terms cancel, and a copy of all states is saved. Looked at on the CPU only;
     another device would have to be waited for.
     """
-    if logits.device.type != "cpu" or not logits.numel():
+    if not density.costs_nothing_to_read(logits) or not logits.numel():
         return False
     low, high = torch.aminmax(logits.detach())
     return float(low) > -1e30 and float(high) <= 0.0

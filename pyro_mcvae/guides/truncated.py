@@ -24,6 +24,7 @@ from pyro_mcvae.guides.searched import Layouts, find_layouts
 from pyro_mcvae.guides.shards import check_names
 from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.evolution import EvolutionaryUpdate
+from pyro_mcvae.tracing import density
 from pyro_mcvae.tracing.sample import Sample
 from pyro_mcvae.tracing.sites import is_scored, is_subsampled
 from pyro_mcvae.tracing.tracer import Tracer
@@ -177,8 +178,8 @@ class TruncatedPosterior(StateBuffers):
         """
         count = self.evolution.num_evaluations if self.training else 0
         known = self.proposals is None and not runs.layouts.masked
-        on_cpu = all(x is None or x.device.type == "cpu" for x in runs.layouts.bank)
-        return known and on_cpu and 2 * count <= self.num_states
+        read = all(x is None or density.costs_nothing_to_read(x) for x in runs.layouts.bank)
+        return known and read and 2 * count <= self.num_states
 
     def check_data(self, sample: Sample) -> None:
         """Warn once if a plate without indices shows other observations than before."""

@@ -18,7 +18,13 @@ from pyro_mcvae.kernels.base import State, finite
 from pyro_mcvae.tracing.log_weight import Evaluation, LogWeight
 from pyro_mcvae.tracing.runs import Programs, Run
 
-__all__ = ["ChainDensity", "check_continuous", "named", "outside_inference_mode"]
+__all__ = [
+    "ChainDensity",
+    "check_continuous",
+    "costs_nothing_to_read",
+    "named",
+    "outside_inference_mode",
+]
 
 # A chain that diverges gets no further than this: programs there raise errors of their own (an
 # infinite mean, say) for all data at once. Such a state has weight zero, so that it is rejected by
@@ -142,10 +148,11 @@ class ChainDensity:
 
 def _may_read(value: Tensor) -> bool:
     """Whether a value may be looked at: it costs nothing, or validation does so anyway."""
-    return _costs_nothing_to_read(value) or is_validation_enabled()
+    return costs_nothing_to_read(value) or is_validation_enabled()
 
 
-def _costs_nothing_to_read(value: Tensor) -> bool:
+def costs_nothing_to_read(value: Tensor) -> bool:
+    """Whether the host may look at a value without waiting for its device."""
     return not value.is_cuda
 
 

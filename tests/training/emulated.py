@@ -109,7 +109,7 @@ class Torch:
 
 def as_on_a_device(monkeypatch):
     """Leave out what is read on the CPU alone, where nobody has to wait for it."""
-    monkeypatch.setattr(density, "_costs_nothing_to_read", lambda value: False)
+    monkeypatch.setattr(density, "costs_nothing_to_read", lambda value: False)
 
 
 def emulate(monkeypatch):
