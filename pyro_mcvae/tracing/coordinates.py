@@ -140,9 +140,9 @@ class UnconstrainedCoordinate(Coordinate):
         fn = self.fn = _without_masks(fn)
         self.reparameterized = fn.has_rsample
         self.transform = biject_to(_support(fn))
-        self.event_shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)[
-            len(fn.batch_shape) :
-        ]
+        shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)
+        # A tuple where torch 2.5 adds the shapes of an expanded distribution.
+        self.event_shape = torch.Size(shape[len(fn.batch_shape) :])
 
     def draw(self) -> Tensor:
         value = self.fn.rsample() if self.fn.has_rsample else self.fn.sample()
