@@ -176,6 +176,19 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 f"with rsample, or TraceIWAE_ELBO, which scores such sites"
             )
 
+        hidden = [
+            t.key.name
+            for t in log_weight.first.sample.runs[0].terms
+            if t.in_guide and t.site["is_observed"] and isinstance(t.score, Tensor)
+        ]
+        if gradient != "none" and hidden:
+            raise ValueError(
+                f"{objective} follows draws along gradients, but the guide's factor '{hidden[0]}' "
+                f"says has_rsample=False, that it comes with draws that have none: pass "
+                f"has_rsample=True if it is a function of reparameterized draws and parameters, or "
+                f"use TraceIWAE_ELBO, which scores it"
+            )
+
     def _surrogate(self, density: ChainDensity, chain: Chain) -> Tensor:
         """Per datum, a tensor with the gradient: ``[*plates]``."""
         if self.gradient_estimator == "reweighted":

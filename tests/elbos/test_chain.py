@@ -1,6 +1,7 @@
 """What SIS and AIS share: the ways to the same gradient, the record of a step, bad input."""
 
 import copy
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -312,3 +313,24 @@ def test_a_move_to_where_something_is_not_finite_is_rejected(kernel, barrier, re
             p.grad = None
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-9), (one, other)
+
+
+@pytest.mark.parametrize("estimator", ["full", "reweighted"])
+def test_factors_of_the_guide_that_hide_draws_are_refused(estimator):
+    weight = torch.tensor(0.3, requires_grad=True)
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x, reparameterized):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(x * weight, 1.0))
+            pyro.factor("penalty", weight * x, has_rsample=reparameterized)
+
+    x = torch.tensor([0.4, -1.0])
+    elbo = TraceSIS_ELBO(2, ULA(0.1), gradient_estimator=estimator)
+    elbo.loss_and_grads(model, partial(guide, reparameterized=True), x)
+    with pytest.raises(ValueError, match=r"factor 'penalty' says has_rsample=False"):
+        elbo.loss_and_grads(model, partial(guide, reparameterized=False), x)
