@@ -122,10 +122,8 @@ def _pair(*names: str) -> list[type]:
     return [cls for cls in dict.fromkeys(found) if cls is not None]
 
 
-@register_noise(*_pair("Normal", "Laplace", "Cauchy", "Logistic"))
-def _location_scale(fn: Any) -> Noise:
-    plain = _pair(type(fn).__name__)[0]
-    standard = StandardNormal(fn.loc) if plain is dist.Normal else _standard(plain, fn.loc)
+def _scaled(fn: Any, standard: Any) -> Noise:
+    """Of location-scale families."""
     return Noise(
         standard,
         fn.event_shape,
@@ -133,6 +131,13 @@ def _location_scale(fn: Any) -> Noise:
         lambda: fn.scale.log(),
         lambda value: (value - fn.loc) / fn.scale,
     )
+
+
+@register_noise(*_pair("Normal", "Laplace", "Cauchy", "Logistic"))
+def _location_scale(fn: Any) -> Noise:
+    plain = _pair(type(fn).__name__)[0]
+    standard = StandardNormal(fn.loc) if plain is dist.Normal else _standard(plain, fn.loc)
+    return _scaled(fn, standard)
 
 
 @register_noise(*_pair("StudentT"))
@@ -141,13 +146,7 @@ def _student_t(fn: Any) -> Noise | None:
     if fn.df.requires_grad or any(fn.df.stride(d) for d in range(fn.df.dim()) if fn.df.size(d) > 1):
         return None  # the noise's density would depend on parameters, or on the datum
     standard = _standard(dist.StudentT, fn.loc, fn.df[(0,) * fn.df.dim()])
-    return Noise(
-        standard,
-        fn.event_shape,
-        lambda eps: fn.loc + fn.scale * eps,
-        lambda: fn.scale.log(),
-        lambda value: (value - fn.loc) / fn.scale,
-    )
+    return _scaled(fn, standard)
 
 
 @register_noise(*_pair("Uniform"))
