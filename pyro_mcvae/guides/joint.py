@@ -78,10 +78,9 @@ class JointRuns:
             self.guide_trace = run_guide(guide, args, kwargs)
         self._guide_terms = [runs.guide_term(s) for s in runs.scored(self.guide_trace)]
         self.rows: list[Rows | None] = [None] * len(layouts.blocks)
-        # What is known of runs that show the same sites and plates, at which numbers of states.
+        # What is known of runs that show the same sites and plates.
         self._known: Sample | None = None
         self._known_by: Any = None
-        self._counts: set[int] = set()
         #: Whether all densities were finite, of those that have a graph.
         self.finite = True
         #: How many passes through the model were made, and at how many states of a datum in all.
@@ -126,12 +125,10 @@ class JointRuns:
             found = [self._vectorized(draw(None), count)]
             shown = _shown(found[0])
             known = self._known if shown == self._known_by else None
-            if known is None or count not in self._counts:
-                shared = self.layouts.structure.global_sites
-                self._tracer.alike.check(self._plain, found[0], shared, _STATES)
-                self._counts.add(count)
             if known is not None:
                 return known.again(found)
+            shared = self.layouts.structure.global_sites
+            self._tracer.alike.check(self._plain, found[0], shared, _STATES)
         else:
             found = [self._once(draw(i), None) for i in range(count)]
         structures = [self._tracer.structures.of(self._programs, run, again=False) for run in found]
