@@ -5,57 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_mcvae.tracing.handlers import Minibatch
-from pyro_mcvae.tracing.precision import full_precision, without_autocast
+from pyro_mcvae.tracing.handlers import Minibatch, Recorder
+from pyro_mcvae.tracing.precision import without_autocast
 from pyro_mcvae.tracing.sites import is_random
 
 __all__ = ["StatesHandler"]
 
 
-class StatesHandler(Messenger):
+class StatesHandler(Recorder):
     """
-    Supplies states, the guide's draws and the minibatch, and records the sites.
-
-    What ``Supply`` around Pyro's ``trace`` and ``replay`` does, at the cost of one handler: the
-    model runs several times in a step, often on few data, and each handler sees every message.
+    Supplies states too, and completes the minibatch.
 
     :param guide_trace: the draws of the latents that have no states.
     :param subsamples: the minibatch; completed by what the model draws.
     :param draw: called for the other random sites, returns a value or None to let Pyro draw.
-    :ivar trace: the sites of the run.
     """
 
     def __init__(
         self, guide_trace: Trace, subsamples: Minibatch, draw: Callable[[Any], Tensor | None]
     ) -> None:
-        super().__init__()
-        self.trace = Trace()
-        self._given = guide_trace.nodes
-        self._subsamples, self._draw = subsamples, draw
+        super().__init__(guide_trace, subsamples)
+        self._draw = draw
 
-    def _process_message(self, msg: Any) -> None:
-        if msg["type"] != "sample":
-            return
-        if site_is_subsample(msg):
-            self._subsamples.supply(msg)
-            return
-        msg["fn"] = full_precision(msg["fn"])
-        if msg["is_observed"]:
-            return
-        given = self._given.get(msg["name"])
-        if given is not None:
-            if given["type"] != "sample" or given["is_observed"]:
-                kind = "observed" if given["type"] == "sample" else f"a {given['type']}"
+    def supply(self, msg: Any, drawn: Any) -> None:
+        if drawn is not None:
+            if drawn["type"] != "sample" or drawn["is_observed"]:
+                kind = "observed" if drawn["type"] == "sample" else f"a {drawn['type']}"
                 raise RuntimeError(
                     f"site '{msg['name']}' is drawn by the model, and is {kind} in guide=: draw it "
                     f"there too, by pyro.sample without obs=, or give it another name"
                 )
-            msg["value"], msg["infer"], msg["done"] = given["value"], given["infer"], True
+            super().supply(msg, drawn)
         elif not msg["done"] and msg["value"] is None and is_random(msg):
             with without_autocast():
                 value = self._draw(msg)
@@ -63,9 +47,6 @@ class StatesHandler(Messenger):
                 msg["value"], msg["done"] = value, True
 
     def _postprocess_message(self, msg: Any) -> None:
-        if msg["type"] != "sample":
-            return
-        if site_is_subsample(msg):
-            self._subsamples.keep(msg)
-        if not msg["infer"].get("_do_not_trace"):
-            self.trace.add_node(msg["name"], **msg)
+        if msg["type"] == "sample" and site_is_subsample(msg):
+            self.subsamples.keep(msg)
+        super()._postprocess_message(msg)

@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import site_is_subsample
 
-from pyro_mcvae.tracing.handlers import LeadingPlate, Minibatch
-from pyro_mcvae.tracing.precision import full_precision
+from pyro_mcvae.tracing.handlers import LeadingPlate, Recorder
 from pyro_mcvae.tracing.runs import (
     Programs,
     Run,
@@ -47,7 +44,7 @@ def run_again(
     :returns: the new execution, and whether it has the sites and plates of ``run``.
     """
     guide_trace = with_changes(run.guide_trace, changes)
-    handler = _Again(guide_trace, run.subsamples)
+    handler = Recorder(guide_trace, run.subsamples)
     with handler, entered(leading):
         programs.model(*programs.args, **programs.kwargs)
     terms = _terms(run, guide_trace, handler.trace)
@@ -58,34 +55,6 @@ def run_again(
         found = Run(guide_trace, handler.trace, terms, run.nesting, run.leading)
     found.subsamples, found.unbatched = run.subsamples, run.unbatched
     return found, same
-
-
-class _Again(Messenger):
-    """
-    Supplies latents and minibatch and records the sites: what Pyro's ``replay`` and ``trace`` do,
-    at the cost of one handler, which counts in a chain that runs a model at each of its steps.
-    """
-
-    def __init__(self, guide_trace: Trace, subsamples: Minibatch) -> None:
-        super().__init__()
-        self.trace = Trace()
-        self._latents = guide_trace.nodes
-        self._subsamples = subsamples
-
-    def _process_message(self, msg: Any) -> None:
-        if msg["type"] != "sample":
-            return
-        if site_is_subsample(msg):
-            self._subsamples.supply(msg)
-            return
-        msg["fn"] = full_precision(msg["fn"])
-        latent = None if msg["is_observed"] else self._latents.get(msg["name"])
-        if latent is not None and latent["type"] == "sample":
-            msg["value"], msg["infer"], msg["done"] = latent["value"], latent["infer"], True
-
-    def _postprocess_message(self, msg: Any) -> None:
-        if msg["type"] == "sample" and not msg["infer"].get("_do_not_trace"):
-            self.trace.add_node(msg["name"], **msg)
 
 
 def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> list[Term] | None:

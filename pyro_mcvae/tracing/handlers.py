@@ -9,6 +9,7 @@ import torch
 from pyro.poutine.broadcast_messenger import BroadcastMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame, IndepMessenger
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from pyro_mcvae.tracing.sites import (
     reparameterized,
 )
 
-__all__ = ["LeadingPlate", "Minibatch", "ScoreFunctionSites", "Supply"]
+__all__ = ["LeadingPlate", "Minibatch", "Recorder", "ScoreFunctionSites", "Supply"]
 
 
 class LeadingPlate(IndepMessenger):
@@ -136,6 +137,49 @@ class Supply(Messenger):
     def _pyro_post_sample(self, msg: Any) -> None:
         if site_is_subsample(msg):
             self.subsamples.keep(msg)
+
+
+class Recorder(Messenger):
+    """
+    Supplies the minibatch and the guide's draws to a model, and records its sites.
+
+    What :class:`Supply` around Pyro's ``trace`` and ``replay`` does, at the cost of one handler: a
+    model that runs several times in a step, often on few data, shows every message to each handler.
+    Distributions that a network under autocast has made compute in single precision.
+
+    :param guide_trace: the draws.
+    :param subsamples: the minibatch.
+    :ivar trace: the sites of the run.
+    """
+
+    def __init__(self, guide_trace: Trace, subsamples: Minibatch) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.subsamples = subsamples
+        self._drawn = guide_trace.nodes
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample":
+            return
+        if site_is_subsample(msg):
+            self.subsamples.supply(msg)
+            return
+        msg["fn"] = full_precision(msg["fn"])
+        if not msg["is_observed"]:
+            self.supply(msg, self._drawn.get(msg["name"]))
+
+    def supply(self, msg: Any, drawn: Any) -> None:
+        """
+        Give a latent its value.
+
+        :param drawn: what the guide has of that name, or None.
+        """
+        if drawn is not None and drawn["type"] == "sample":
+            msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
+
+    def _postprocess_message(self, msg: Any) -> None:
+        if msg["type"] == "sample" and not msg["infer"].get("_do_not_trace"):
+            self.trace.add_node(msg["name"], **msg)
 
 
 class ScoreFunctionSites(Messenger):
