@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_mcvae.tracing.handlers import Minibatch, Supply
 from pyro_mcvae.tracing.runs import Programs, Run, nesting_of, terms_of
-from pyro_mcvae.tracing.sites import is_delta, is_latent, is_scored, masked_entries
+from pyro_mcvae.tracing.sites import is_delta, is_latent, is_scored, layers, masked_entries
 
 __all__ = ["dream", "dreamt_values", "is_factor", "recognize"]
 
@@ -32,11 +32,7 @@ class _Dreaming(Messenger):
 
 def is_factor(fn: Any) -> bool:
     """Whether a distribution is a factor of the density that draws nothing."""
-    while fn is not None:
-        if isinstance(fn, dist.Unit):
-            return True
-        fn = getattr(fn, "base_dist", None)
-    return False
+    return any(isinstance(layer, dist.Unit) for layer in layers(fn))
 
 
 def dream(programs: Programs, subsamples: Minibatch) -> Trace:

@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_mcvae.ops.gumbel import one_hot
 from pyro_mcvae.ops.states import COUNT_LIMIT, StateSpace
 from pyro_mcvae.tracing.packing import Packing, SiteShape
-from pyro_mcvae.tracing.sites import PlateKey
+from pyro_mcvae.tracing.sites import PlateKey, layers
 
 __all__ = ["Layout", "Rows", "SiteSpec", "existing_entries", "site_spec"]
 
@@ -124,10 +124,9 @@ def existing_entries(site: Any) -> Tensor | None:
     fn, value = site["fn"], site["value"]
     # Batch-shaped at its own level: what is an event of the site may be batch further inside.
     masks = [(site["mask"], fn.event_dim)]
-    while fn is not None:
-        if isinstance(fn, dist.torch_distribution.MaskedDistribution):
-            masks.append((fn._mask, fn.event_dim))
-        fn = getattr(fn, "base_dist", None)
+    for layer in layers(fn):
+        if isinstance(layer, dist.torch_distribution.MaskedDistribution):
+            masks.append((layer._mask, layer.event_dim))
     exists = None
     for mask, events in masks:
         if mask is not None and mask is not True:

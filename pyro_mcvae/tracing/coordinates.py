@@ -27,7 +27,7 @@ from pyro_mcvae.tracing.noise import (
     sum_event,
 )
 from pyro_mcvae.tracing.precision import without_autocast
-from pyro_mcvae.tracing.sites import is_masked
+from pyro_mcvae.tracing.sites import is_masked, layers
 
 __all__ = [
     "Coordinate",
@@ -237,11 +237,7 @@ class ValueCoordinate(Coordinate):
 
 def _forbids_rsample(fn: Any) -> bool:
     """Whether has_rsample_(False) was said of this very distribution, as of a rough model's."""
-    while fn is not None:
-        if vars(fn).get("has_rsample") is False:
-            return True
-        fn = getattr(fn, "base_dist", None)
-    return False
+    return any(vars(layer).get("has_rsample") is False for layer in layers(fn))
 
 
 def coordinate_of(fn: Any, coordinates: Coordinates = "noise") -> Coordinate:

@@ -16,6 +16,8 @@ from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDi
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_mcvae.tracing.sites import layers
+
 __all__ = ["is_elementary", "moves_ends", "transforms_of"]
 
 _WRAPPERS = (torch.distributions.Independent, ExpandedDistribution, MaskedDistribution)
@@ -112,6 +114,5 @@ def is_elementary(transform: Any) -> bool:
 
 def transforms_of(fn: Any) -> Iterator[Any]:
     """All transforms of a distribution, also below wrappers."""
-    while fn is not None:
-        yield from getattr(fn, "transforms", ())
-        fn = getattr(fn, "base_dist", None)
+    for layer in layers(fn):
+        yield from getattr(layer, "transforms", ())

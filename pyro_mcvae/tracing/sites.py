@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ __all__ = [
     "is_random",
     "is_scored",
     "is_subsampled",
+    "layers",
     "masked_entries",
     "masks_of",
     "plate_frames",
@@ -97,32 +98,26 @@ def is_latent(site: Site) -> bool:
     return is_scored(site) and not site["is_observed"]
 
 
+def layers(fn: Any) -> Iterator[Any]:
+    """A distribution and those that it is made of, one inside of the other, outermost first."""
+    while fn is not None:
+        yield fn
+        fn = getattr(fn, "base_dist", None)
+
+
 def is_delta(fn: Any) -> bool:
     """Whether a distribution is a point mass, also under ``to_event``, ``mask`` or ``expand``."""
-    while not isinstance(fn, dist.Delta):
-        base = getattr(fn, "base_dist", None)
-        if base is None:
-            return False
-        fn = base
-    return True
+    return any(isinstance(layer, dist.Delta) for layer in layers(fn))
 
 
 def is_masked(fn: Any) -> bool:
     """Whether a distribution masks itself, which its site does not show."""
-    while fn is not None:
-        if isinstance(fn, MaskedDistribution):
-            return True
-        fn = getattr(fn, "base_dist", None)
-    return False
+    return any(isinstance(layer, MaskedDistribution) for layer in layers(fn))
 
 
 def is_straight_through(fn: Any) -> bool:
     """Whether draws carry their relaxed value in an attribute, which copies of them lose."""
-    while fn is not None:
-        if isinstance(fn, _STRAIGHT_THROUGH):
-            return True
-        fn = getattr(fn, "base_dist", None)
-    return False
+    return any(isinstance(layer, _STRAIGHT_THROUGH) for layer in layers(fn))
 
 
 def changed_draw(change: Callable[..., Tensor], *draws: Tensor) -> Tensor:
