@@ -1,15 +1,28 @@
 """Monte Carlo objectives for Pyro: drop-in losses for latent-variable models."""
 
-from pyro_mcvae.baselines.monte_carlo_em import MonteCarloEM
-from pyro_mcvae.baselines.wake_sleep import WakeSleep
-from pyro_mcvae.control_variates.relaxed import REBAR, RELAX, GumbelSoftmax
-from pyro_mcvae.control_variates.score_function import (
+from pyro_mcvae.chains.hmc import HMC
+from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.langevin import MALA, ULA, GaussianReverse
+from pyro_mcvae.chains.random_walk import RandomWalk
+from pyro_mcvae.chains.schedules import (
+    FixedSchedule,
+    LearnedSchedule,
+    LinearSchedule,
+    SigmoidSchedule,
+)
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSize
+from pyro_mcvae.chains.underdamped import UnderdampedLangevin
+from pyro_mcvae.comparisons.monte_carlo_em import MonteCarloEM
+from pyro_mcvae.comparisons.wake_sleep import WakeSleep
+from pyro_mcvae.coordinates.noise import Noise, register_noise
+from pyro_mcvae.discrete.control_variates import (
     NVIL,
     Baseline,
     IndependentDraw,
     LeaveOneOut,
     SummedMean,
 )
+from pyro_mcvae.discrete.relaxed_control_variates import REBAR, RELAX, GumbelSoftmax
 from pyro_mcvae.elbos.ais import TraceAIS_ELBO
 from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
@@ -28,29 +41,27 @@ from pyro_mcvae.evaluation.low_dimensional import (
 from pyro_mcvae.evaluation.refine import refine
 from pyro_mcvae.evaluation.report import Report, report
 from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
-from pyro_mcvae.guides.closed_form import BernoulliPrior, GaussianNoise
-from pyro_mcvae.guides.posterior import StatePosterior
-from pyro_mcvae.guides.proposals import PriorDraws
-from pyro_mcvae.guides.truncated import TruncatedPosterior
-from pyro_mcvae.kernels.base import Kernel
-from pyro_mcvae.kernels.hmc import HMC
-from pyro_mcvae.kernels.langevin import MALA, ULA, GaussianReverse
-from pyro_mcvae.kernels.random_walk import RandomWalk
-from pyro_mcvae.kernels.underdamped import UnderdampedLangevin
-from pyro_mcvae.ops.evolution import (
+from pyro_mcvae.training.batches import RankBatches
+from pyro_mcvae.training.capture import capture
+from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
+from pyro_mcvae.truncated.closed_form import BernoulliPrior, GaussianNoise
+from pyro_mcvae.truncated.evolution import (
     EvolutionaryUpdate,
     FitnessProportional,
     GreedyParents,
     OnePointCrossover,
     UniformParents,
 )
-from pyro_mcvae.ops.mutation import InformedFlips, Mutation, Parents, SparseFlips, UniformFlips
-from pyro_mcvae.schedules import FixedSchedule, LearnedSchedule, LinearSchedule, SigmoidSchedule
-from pyro_mcvae.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSize
-from pyro_mcvae.tracing.noise import Noise, register_noise
-from pyro_mcvae.training.batches import RankBatches
-from pyro_mcvae.training.capture import capture
-from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
+from pyro_mcvae.truncated.guide import TruncatedPosterior
+from pyro_mcvae.truncated.mutation import (
+    InformedFlips,
+    Mutation,
+    Parents,
+    SparseFlips,
+    UniformFlips,
+)
+from pyro_mcvae.truncated.posterior import StatePosterior
+from pyro_mcvae.truncated.proposals import PriorDraws
 
 __all__ = [
     "HMC",

@@ -1,9 +1,11 @@
 """The layout is the architecture: imports go down only, and importing changes nothing.
 
-floor 0  arithmetic on tensors (torch only)
-floor 1  what a pair of Pyro programs does
-floor 2  objectives
-floor 3  judgement, and what stands around a training loop
+floor 0     arithmetic on tensors (torch only): ops, chains
+floors 1-5  a pair of Pyro programs as a log weight: programs run, structure sorts, checks stop,
+            particles run side by side, coordinates move
+floor 6     sums over discrete sites, and searches of their states
+floor 7     objectives
+floor 8     judgement, and what stands around a training loop
 """
 
 import ast
@@ -23,18 +25,19 @@ import pyro_mcvae
 # The first part of a module's path below the package, and its floor.
 FLOORS = {
     "ops": 0,
-    "schedules": 0,
-    "step_size": 0,
-    "kernels": 0,
-    "annealing": 0,
-    "tracing": 1,
-    "slots": 1,
-    "guides": 1,
-    "elbos": 2,
-    "control_variates": 2,
-    "baselines": 2,
-    "evaluation": 3,
-    "training": 3,
+    "chains": 0,
+    "programs": 1,
+    "structure": 2,
+    "checks": 3,
+    "particles": 4,
+    "coordinates": 5,
+    "discrete": 6,
+    "truncated": 6,
+    "elbos": 7,
+    "comparisons": 7,
+    "compiled": 8,
+    "evaluation": 8,
+    "training": 8,
 }
 # Downward, and yet forbidden: the judge stands beside the judged, on the floors below both.
 STRANGERS = {("evaluation", "elbos")}
@@ -145,10 +148,10 @@ def test_imports_go_down_only() -> None:
 CLEAN = {
     "__init__.py": "from house.elbos import Loss",
     "ops.py": "import math\nimport torch",
-    "tracing/__init__.py": "from .runs import run",
-    "tracing/runs.py": "import pyro\nfrom house.ops import mean\nfrom ..ops import total",
-    "elbos.py": "from house.tracing import runs\nfrom pyro.infer import ELBO",
-    "evaluation.py": "from house import tracing\ndef show():\n    import arviz",
+    "programs/__init__.py": "from .runs import run",
+    "programs/runs.py": "import pyro\nfrom house.ops import mean\nfrom ..ops import total",
+    "elbos.py": "from house.programs import runs\nfrom pyro.infer import ELBO",
+    "evaluation.py": "from house import programs\ndef show():\n    import arviz",
 }
 
 
@@ -167,18 +170,26 @@ def test_checker_accepts_a_clean_package(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("tracing/up.py", "import house.elbos", "house.tracing.up:1 imports house.elbos: up"),
-        ("tracing/up.py", "from .. import elbos", "imports house.elbos: up, from floor 1"),
-        ("tracing/up.py", "def f():\n    from ..elbos import Loss", "up:2 imports house.elbos: up"),
-        ("tracing/up.py", "from house import Loss", "imports house: up"),
-        ("tracing/__init__.py", "from ..elbos import Loss", "house.tracing:1 imports house.elbos"),
+        ("programs/up.py", "import house.elbos", "house.programs.up:1 imports house.elbos: up"),
+        ("programs/up.py", "from .. import elbos", "imports house.elbos: up, from floor 1"),
+        (
+            "programs/up.py",
+            "def f():\n    from ..elbos import Loss",
+            "up:2 imports house.elbos: up",
+        ),
+        ("programs/up.py", "from house import Loss", "imports house: up"),
+        (
+            "programs/__init__.py",
+            "from ..elbos import Loss",
+            "house.programs:1 imports house.elbos",
+        ),
         ("elbos.py", "from house.evaluation import judge", "imports house.evaluation: up"),
         ("evaluation.py", "from house.elbos import Loss", "may not know each other"),
         ("ops.py", "from pyro.ops import stats", "floor 0 is torch only"),
         ("ops.py", "def f():\n    import numpy", "floor 0 is torch only"),
         ("elbos.py", "import arviz", "import it where it is used"),
         ("evaluation.py", "try:\n    import matplotlib.pyplot\nexcept: pass", "where it is used"),
-        ("tracing/runs.py", "from house.tracing import run", "cycle: house.tracing"),
+        ("programs/runs.py", "from house.programs import run", "cycle: house.programs"),
         ("plots.py", "", "house.plots stands on no floor: give 'plots' one in FLOORS"),
     ],
 )

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.langevin import MALA
+from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.elbos.base import ELBOOptions
 from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainGradient
-from pyro_mcvae.kernels.base import Kernel
-from pyro_mcvae.kernels.langevin import MALA
-from pyro_mcvae.schedules import Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -50,7 +50,7 @@ class TraceAIS_ELBO(ChainELBO):
     :param int num_steps: K; 5 if neither it nor a schedule is given.
     :param Kernel kernel: an adjusted one, :class:`MALA` (default), :class:`HMC` or
         :class:`RandomWalk`, or one's own.
-    :param schedule: a :class:`~pyro_mcvae.schedules.Schedule` or a tensor from 0 to 1;
+    :param schedule: a :class:`~pyro_mcvae.chains.schedules.Schedule` or a tensor from 0 to 1;
         :class:`LinearSchedule` by default.
     :param int num_particles: independent chains, whose W are averaged; at least 2 for the
         baseline, unless K is 1.

@@ -15,11 +15,11 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.tracing.checks import nonfinite_sites
-from pyro_mcvae.tracing.handlers import Supply
-from pyro_mcvae.tracing.precision import without_autocast
-from pyro_mcvae.tracing.runs import Programs, Run, run_pair
-from pyro_mcvae.tracing.tracer import Tracer
+from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.programs.contract import nonfinite_sites
+from pyro_mcvae.programs.execution import Programs, Run, run_pair
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.precision import without_autocast
 
 __all__ = ["Bounds", "ELBOOptions", "Estimate", "MonteCarloELBO"]
 
@@ -108,20 +108,20 @@ class MonteCarloELBO(ELBO):
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
 
     Example, an objective of one's own: the bound of the best of K particles, which takes
-    ``self._tracer`` for the weights of a step and leaves plates, scales, subsampling, global
+    ``self._sampler`` for the weights of a step and leaves plates, scales, subsampling, global
     latents and both of Pyro's interfaces to the package::
 
         >>> import pyro, torch
         >>> import pyro.distributions as dist
-        >>> from pyro_mcvae.elbos.plain import local_bounds, local_estimate
+        >>> from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
         >>> class TraceVRMax_ELBO(MonteCarloELBO):
         ...     def _estimate(self, programs):
-        ...         sample = self._tracer.sample(programs)
+        ...         sample = self._sampler.sample(programs)
         ...         best = sample.log_weight.max(0).values
         ...         return local_estimate(sample, best.detach(), best)
         ...
         ...     def _bounds(self, programs):
-        ...         sample = self._tracer.sample(programs)
+        ...         sample = self._sampler.sample(programs)
         ...         return local_bounds(sample, sample.log_weight.max(0).values)
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
@@ -153,7 +153,7 @@ class MonteCarloELBO(ELBO):
             strict_enumeration_warning=strict_enumeration_warning,
             retain_graph=retain_graph,
         )
-        self._tracer = Tracer(
+        self._sampler = ParticleSampler(
             num_particles,
             vectorize_particles,
             max_plate_nesting,
@@ -176,7 +176,9 @@ class MonteCarloELBO(ELBO):
         kwargs: dict[str, Any],
     ) -> tuple[Trace, Trace]:
         # Pyro's hook for one particle, abstract in ELBO; its helpers may still call it.
-        guide_trace, model_trace = run_pair(Programs(model, guide, args, kwargs), Supply())
+        guide_trace, model_trace = run_pair(
+            Programs(model, guide, args, kwargs), SubstituteMessenger()
+        )
         return model_trace, guide_trace
 
     def loss(

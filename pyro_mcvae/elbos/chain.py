@@ -12,23 +12,23 @@ import pyro
 import torch
 from torch import Tensor, nn
 
-from pyro_mcvae.annealing import Chain, accept_score, anneal
-from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
-from pyro_mcvae.elbos.plain import local_bounds, local_estimate
-from pyro_mcvae.kernels.base import Kernel
-from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
-from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
-from pyro_mcvae.schedules import Schedule, as_schedule
-from pyro_mcvae.step_size import AdaptiveStepSize, StepSize
-from pyro_mcvae.tracing.density import (
+from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
+from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.schedules import Schedule, as_schedule
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize
+from pyro_mcvae.coordinates.chain_density import (
     ChainDensity,
     check_continuous,
     named,
     outside_inference_mode,
 )
-from pyro_mcvae.tracing.finder import StructureFinder
-from pyro_mcvae.tracing.log_weight import LogWeight
-from pyro_mcvae.tracing.runs import Programs
+from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
+from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
+from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.structure.finder import StructureFinder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,7 +115,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
         # Roots tell whether a guide is mean-field, which then need not be run again.
-        self._tracer.structures = StructureFinder(joint, find_roots=True)
+        self._sampler.structures = StructureFinder(joint, find_roots=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy trains its own parts, which the store must not take for the original's.
@@ -154,7 +154,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         needs_gradient = self.kernel.needs_gradient
         with torch.set_grad_enabled(gradient != "none" or needs_gradient):
             log_weight = LogWeight(
-                self._tracer,
+                self._sampler,
                 programs,
                 self.coordinates,
                 differentiable=True,

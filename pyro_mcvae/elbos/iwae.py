@@ -11,20 +11,20 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
-from pyro_mcvae.elbos.path_gradient import PathGradient
-from pyro_mcvae.elbos.plain import (
+from pyro_mcvae.elbos.elbo_terms import (
     elbo_bounds,
     elbo_costs,
     elbo_estimate,
     local_bounds,
     local_estimate,
 )
+from pyro_mcvae.elbos.path_gradient import PathGradient
 from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp
-from pyro_mcvae.tracing.finder import StructureFinder
-from pyro_mcvae.tracing.handlers import ScoreFunctionSites
-from pyro_mcvae.tracing.runs import Programs
-from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import is_random
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.messengers import ScoreFunctionSites
+from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.structure.finder import StructureFinder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -145,7 +145,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         self.joint = joint
         self._told = False
         self._path = PathGradient(gradient_estimator, num_particles)
-        self._tracer.structures = StructureFinder(joint, self._path.needs_roots)
+        self._sampler.structures = StructureFinder(joint, self._path.needs_roots)
 
     def _estimate(self, programs: Programs) -> Estimate:
         sample = self._sample(programs)
@@ -163,13 +163,13 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             return elbo_bounds(sample, [elbo_costs(run.terms) for run in sample.runs])
         return local_bounds(sample, log_mean_exp(sample.log_weight))
 
-    def _sample(self, programs: Programs) -> Sample:
+    def _sample(self, programs: Programs) -> WeightedParticles:
         inside: Callable[[frozenset[str]], Messenger] | None = None
         if self.gradient_estimator == "vimco":
             inside = ScoreFunctionSites
-        return self._tracer.sample(programs, inside)
+        return self._sampler.sample(programs, inside)
 
-    def _tell_of_averaging(self, sample: Sample) -> None:
+    def _tell_of_averaging(self, sample: WeightedParticles) -> None:
         drawn = any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide)
         if drawn and self.num_particles > 1 and not self._told:
             self._told = True
@@ -179,7 +179,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
                 self.num_particles,
             )
 
-    def _surrogate(self, sample: Sample) -> Tensor:
+    def _surrogate(self, sample: WeightedParticles) -> Tensor:
         """Per datum, a tensor whose gradient estimates that of the bound: ``[*plates]``."""
         surrogate = self._path.surrogate(sample)
         if any(isinstance(t.score, Tensor) and sample.is_local(t) for t in sample.runs[0].terms):

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.elbos.plain import Cost, elbo_costs
+from pyro_mcvae.elbos.elbo_terms import Cost, elbo_costs
 from pyro_mcvae.ops.importance import log_mean_exp, normalized_weights
-from pyro_mcvae.tracing.ends import is_elementary, moves_ends, transforms_of
-from pyro_mcvae.tracing.runs import Term
-from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import (
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Term
+from pyro_mcvae.programs.moving_supports import is_elementary, moves_support, transforms_of
+from pyro_mcvae.programs.sites import (
     inner_scale,
     is_masked,
     is_random,
@@ -54,7 +54,7 @@ class PathGradient:
             self.estimator = "reparam"
         self.needs_roots = self.estimator != "reparam"
 
-    def costs(self, sample: Sample) -> list[list[Cost]]:
+    def costs(self, sample: WeightedParticles) -> list[list[Cost]]:
         """The plain ELBO's costs of each run, for one particle, where every weight is 1."""
         return [
             [
@@ -66,7 +66,7 @@ class PathGradient:
             for i, run in enumerate(sample.runs)
         ]
 
-    def surrogate(self, sample: Sample) -> Tensor:
+    def surrogate(self, sample: WeightedParticles) -> Tensor:
         """Per datum, a tensor with the estimator's gradient: ``[*plates]``."""
         chosen = [
             {t.key.name for t in run.terms if self._applies(sample, t, i)}
@@ -89,7 +89,7 @@ class PathGradient:
         # A weight of zero would otherwise meet a log weight of minus infinity: 0 * inf is NaN.
         return (weight * torch.where(weight > 0, log_weight, 0.0)).sum(0)
 
-    def _applies(self, sample: Sample, term: Term, i: int) -> bool:
+    def _applies(self, sample: WeightedParticles, term: Term, i: int) -> bool:
         return (
             self.needs_roots
             and term.in_guide
@@ -100,12 +100,12 @@ class PathGradient:
             and term.site["value"].requires_grad
             and not is_masked(term.site["fn"])
             and not is_straight_through(term.site["fn"])
-            and not moves_ends(term.site["fn"])
+            and not moves_support(term.site["fn"])
             and (self.estimator != "auto" or not _is_flow(term.site["fn"]))
         )
 
     @staticmethod
-    def _square_weights(sample: Sample, chosen: list[set[str]], weight: Tensor) -> None:
+    def _square_weights(sample: WeightedParticles, chosen: list[set[str]], weight: Tensor) -> None:
         parts = sample.split(weight)
         for i, run in enumerate(sample.runs):
             for term in run.terms:

@@ -9,19 +9,19 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_mcvae.control_variates.score_function import (
+from pyro_mcvae.discrete.control_variates import (
     Baseline,
     LearnedBaseline,
     SiteSignal,
     no_baseline,
 )
+from pyro_mcvae.discrete.enumerated import ScoredSite, SlotRun
+from pyro_mcvae.discrete.slot_sampler import SlotSampler
+from pyro_mcvae.discrete.slots import SiteOptions
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
-from pyro_mcvae.elbos.plain import Cost, elbo_bounds, elbo_costs, elbo_estimate
+from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
-from pyro_mcvae.slots.enumerated import ScoredSite, SlotRun
-from pyro_mcvae.slots.slot_tracer import SlotTracer
-from pyro_mcvae.slots.slots import SiteOptions
-from pyro_mcvae.tracing.runs import Programs, Run, is_messenger
+from pyro_mcvae.programs.execution import Programs, Run, is_messenger
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -132,11 +132,11 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             num_categories, num_samples, budget, baseline, entropy == "exact"
         )
         self._told: set[str] = set()
-        self._slots = SlotTracer(
+        self._slots = SlotSampler(
             self.site_options,
             num_particles,
             self.vectorize_particles,
-            self._tracer.declared_nesting,
+            self._sampler.declared_nesting,
             self._tell,
         )
 
@@ -166,7 +166,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     def _bounds(self, programs: Programs) -> Bounds:
         if is_messenger(programs):
             runs = self._without_slots(programs)
-            sample = self._tracer.arrange(programs, runs)
+            sample = self._sampler.arrange(programs, runs)
             return elbo_bounds(sample, [elbo_costs(r.terms) for r in runs])
         slot_runs = self._slot_runs(programs)
         costs = []
@@ -176,24 +176,24 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             for c, value in zip(slot_run.costs, sums.expected(), strict=True):
                 values[c.term.key] = values[c.term.key] + value * (c.scale / c.term.plate_scale)
             costs.append([Cost(t, values[t.key], 0) for t in slot_run.run.terms])
-        sample = self._tracer.arrange(programs, [r.run for r in slot_runs])
+        sample = self._sampler.arrange(programs, [r.run for r in slot_runs])
         return elbo_bounds(sample, costs)
 
     def _slot_runs(self, programs: Programs) -> list[SlotRun]:
         slot_runs = self._slots.runs(programs)
         if slot_runs[0].run.leading is not None:
-            self._tracer.structures.check_particles(programs, slot_runs[0].run)
+            self._sampler.structures.check_particles(programs, slot_runs[0].run)
         return slot_runs
 
     def _sums(self, programs: Programs, slot_run: SlotRun) -> SlotSums:
         sums = SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
         run = slot_run.run
         if any(t.log_prob.dim() > run.nesting for t in run.terms):
-            self._tracer.alike.check(programs, run, particles=_SLOTS)
+            self._sampler.alike.check(programs, run, particles=_SLOTS)
         return sums
 
     def _without_slots(self, programs: Programs) -> list[Run]:
-        runs = self._tracer.independent(programs)
+        runs = self._sampler.independent(programs)
         for term in runs[0].terms:
             if isinstance(term.score, Tensor):
                 raise ValueError(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.kl import analytic_kl_sites
-from pyro_mcvae.elbos.plain import Cost, elbo_bounds, elbo_costs, elbo_estimate
-from pyro_mcvae.tracing.runs import Programs, Run
+from pyro_mcvae.programs.execution import Programs, Run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -73,16 +73,16 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         self.analytic_kl = analytic_kl
 
     def _estimate(self, programs: Programs) -> Estimate:
-        runs = self._tracer.independent(programs)
+        runs = self._sampler.independent(programs)
         for run in runs:
             if any(isinstance(t.score, Tensor) for t in run.terms):
                 # Which costs a score multiplies depends on whether a plate's elements meet.
-                self._tracer.structures.of(programs, run)
+                self._sampler.structures.of(programs, run)
         return elbo_estimate(runs, [self._costs(run) for run in runs], self.num_particles)
 
     def _bounds(self, programs: Programs) -> Bounds:
-        runs = self._tracer.independent(programs)
-        return elbo_bounds(self._tracer.arrange(programs, runs), [self._costs(r) for r in runs])
+        runs = self._sampler.independent(programs)
+        return elbo_bounds(self._sampler.arrange(programs, runs), [self._costs(r) for r in runs])
 
     def _costs(self, run: Run) -> list[Cost]:
         costs = elbo_costs(run.terms)

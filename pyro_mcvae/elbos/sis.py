@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.langevin import ULA
+from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.elbos.base import ELBOOptions
 from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainGradient
-from pyro_mcvae.kernels.base import Kernel
-from pyro_mcvae.kernels.langevin import ULA
-from pyro_mcvae.schedules import Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,7 +59,7 @@ class TraceSIS_ELBO(ChainELBO):
     :param int num_steps: K; 5 if neither it nor a schedule is given.
     :param Kernel kernel: an unadjusted one, :class:`ULA` (default) or
         :class:`UnderdampedLangevin`, or one's own.
-    :param schedule: a :class:`~pyro_mcvae.schedules.Schedule` or a tensor from 0 to 1;
+    :param schedule: a :class:`~pyro_mcvae.chains.schedules.Schedule` or a tensor from 0 to 1;
         :class:`LinearSchedule` by default.
     :param int num_particles: independent chains, whose W are averaged.
     :param bool multi_sample: average :math:`\exp W` inside of the logarithm instead, which is

@@ -11,13 +11,13 @@ from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
-from pyro_mcvae.elbos.plain import local_bounds, local_estimate
-from pyro_mcvae.guides.search import take_rows
-from pyro_mcvae.guides.truncated import TruncatedPosterior
+from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import normalized_weights
-from pyro_mcvae.tracing.runs import Programs
-from pyro_mcvae.tracing.sample import Sample
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.truncated.guide import TruncatedPosterior
+from pyro_mcvae.truncated.search import take_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -90,7 +90,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
 
     def _estimate(self, programs: Programs) -> Estimate:
         guide = _truncated(programs.guide)
-        runs = guide.begin(programs.model, self._tracer, programs.args, programs.kwargs)
+        runs = guide.begin(programs.model, self._sampler, programs.args, programs.kwargs)
         training = torch.is_grad_enabled()
         if training and guide.training:
             guide.agree(runs)
@@ -128,7 +128,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
 
     def _bounds(self, programs: Programs) -> Bounds:
         guide = _truncated(programs.guide)
-        runs = guide.begin(programs.model, self._tracer, programs.args, programs.kwargs)
+        runs = guide.begin(programs.model, self._sampler, programs.args, programs.kwargs)
         populations, sample = guide.evaluate(runs)
         if guide.training:
             populations = guide.search(runs, populations)
@@ -181,7 +181,7 @@ def _truncated(guide: Any) -> TruncatedPosterior:
     return unwrapped
 
 
-def _joined(sample: Sample, log_joint: list[Tensor | None]) -> Tensor:
+def _joined(sample: WeightedParticles, log_joint: list[Tensor | None]) -> Tensor:
     """The bound of each datum: ``[*plates]``, or ``[elements]`` for several blocks."""
     parts = []
     for joint, own in zip(log_joint, sample.split(sample.log_weight.detach()), strict=True):
@@ -191,7 +191,10 @@ def _joined(sample: Sample, log_joint: list[Tensor | None]) -> Tensor:
 
 
 def _weighted(
-    sample: Sample, weights: list[Tensor | None], log_joint: list[Tensor | None], bound: Tensor
+    sample: WeightedParticles,
+    weights: list[Tensor | None],
+    log_joint: list[Tensor | None],
+    bound: Tensor,
 ) -> Tensor:
     """Per datum a tensor with the gradient of the bound, like ``bound``; densities ``[E, k]``."""
     parts = []

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_mcvae.kernels.base import Kernel
-from pyro_mcvae.kernels.hmc import HMC
+from pyro_mcvae.chains.hmc import HMC
+from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.schedules import Schedule, as_schedule
+from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.schedules import Schedule, as_schedule
-from pyro_mcvae.step_size import AdaptiveStepSize
 
 __all__ = ["DEFAULT_STEPS", "LEAVE_OUT", "Annealing", "make_annealing"]
 

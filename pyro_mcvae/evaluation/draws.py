@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.tracing.runs import Run, Term
-from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import is_latent, plate_frames
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Run, Term
+from pyro_mcvae.programs.sites import is_latent, plate_frames
 
 __all__ = ["PosteriorDraws", "SiteDraws", "site_draws"]
 
@@ -62,7 +62,7 @@ class SiteDraws:
     coords: dict[str, Tensor] = field(default_factory=dict)
 
 
-def site_draws(sample: Sample) -> SiteDraws:
+def site_draws(sample: WeightedParticles) -> SiteDraws:
     """
     What a sample's runs drew, in the shapes of a run without particles.
 
@@ -111,7 +111,11 @@ def _dims(site: Any) -> tuple[str, ...]:
 
 
 def _stack(
-    sample: Sample, name: str, site: Any, event_dim: int, pick: Callable[[Run, str], Tensor]
+    sample: WeightedParticles,
+    name: str,
+    site: Any,
+    event_dim: int,
+    pick: Callable[[Run, str], Tensor],
 ) -> Tensor:
     parts = []
     for run in sample.runs:

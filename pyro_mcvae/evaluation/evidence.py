@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.schedules import Schedule
+from pyro_mcvae.coordinates.chain_density import outside_inference_mode
 from pyro_mcvae.evaluation.annealing import make_annealing
-from pyro_mcvae.evaluation.untouched import untouched
-from pyro_mcvae.evaluation.weigher import Weigher
+from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
-from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.schedules import Schedule
-from pyro_mcvae.tracing.density import outside_inference_mode
-from pyro_mcvae.tracing.runs import Programs
+from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["LogEvidence", "log_evidence"]
 
@@ -175,7 +175,7 @@ def log_evidence(
     :param guide: its guide.
     :param args: their arguments; keyword arguments likewise.
     :param int num_particles: how many weights each datum has, K.
-    :param schedule: a :class:`~pyro_mcvae.schedules.Schedule`, a tensor from 0 to 1, or the
+    :param schedule: a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor from 0 to 1, or the
         number of linear steps; 10 if only a kernel is given.
     :param Kernel kernel: for chains; :class:`HMC` with 3 leapfrog steps if only a schedule is
         given.
@@ -223,11 +223,11 @@ def log_evidence(
     annealing = make_annealing(schedule, kernel, coordinates, warmup)
     programs = Programs(model, guide, args, kwargs)
     with (
-        untouched(model, guide, seed=seed),
+        evaluation_mode(model, guide, seed=seed),
         outside_inference_mode(programs) as programs,
         torch.no_grad(),
     ):
-        weigher = Weigher(
+        importance_sampler = ImportanceSampler(
             programs,
             annealing,
             joint,
@@ -235,28 +235,31 @@ def log_evidence(
             max_plate_nesting,
             strict_enumeration_warning,
         )
-        return estimate(weigher, num_particles, chunk_size, keep_log_weight)
+        return estimate(importance_sampler, num_particles, chunk_size, keep_log_weight)
 
 
 def estimate(
-    weigher: Weigher, num_particles: int, chunk_size: int | None, keep_log_weight: bool = False
+    importance_sampler: ImportanceSampler,
+    num_particles: int,
+    chunk_size: int | None,
+    keep_log_weight: bool = False,
 ) -> LogEvidence:
-    """The evidence by a :class:`~pyro_mcvae.evaluation.weigher.Weigher`."""
+    """The evidence by a :class:`~pyro_mcvae.evaluation.importance_sampler.ImportanceSampler`."""
     summary, kept, acceptance = WeightSummary(num_particles), [], []
-    for count in weigher.chunks(num_particles, chunk_size):
-        if weigher.annealing is None:
-            sample = weigher.draw(count)
+    for count in importance_sampler.chunks(num_particles, chunk_size):
+        if importance_sampler.annealing is None:
+            sample = importance_sampler.draw(count)
             log_weight, runs = sample.log_weight, sample.runs
         else:
-            chain, density = weigher.chain(count)
+            chain, density = importance_sampler.chain(count)
             log_weight, runs = chain.log_weight, density.runs
             if chain.infos:
                 acceptance.append(count * torch.stack([i.acceptance.mean() for i in chain.infos]))
-        weigher.check(log_weight, runs)
+        importance_sampler.check(log_weight, runs)
         summary.add(log_weight)
         if keep_log_weight:
             kept.append(log_weight)
-    pilot, dtype = weigher.pilot, weigher.pilot.log_weight.dtype
+    reference, dtype = importance_sampler.reference, importance_sampler.reference.log_weight.dtype
     found = LogEvidence(
         summary.log_mean.to(dtype),
         summary.standard_error.to(dtype),
@@ -264,14 +267,14 @@ def estimate(
         summary.pareto_k.to(dtype),
         summary.mean_log.to(dtype),
         num_particles,
-        pilot.plate_names,
-        pilot.scale,
-        weigher.shared(),
-        weigher.given,
+        reference.plate_names,
+        reference.scale,
+        importance_sampler.shared(),
+        importance_sampler.given,
         torch.cat(kept) if kept else None,
     )
-    if weigher.annealing is None:
+    if importance_sampler.annealing is None:
         return found
     mean = torch.stack(acceptance).sum(0) / num_particles if acceptance else None
-    step_size = weigher.annealing.kernel.step_size().detach().clone()
+    step_size = importance_sampler.annealing.kernel.step_size().detach().clone()
     return replace(found, acceptance=mean, step_size=step_size)

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.schedules import Schedule
+from pyro_mcvae.coordinates.chain_density import outside_inference_mode
 from pyro_mcvae.evaluation.annealing import make_annealing
 from pyro_mcvae.evaluation.arguments import as_arguments, check_call, check_function
+from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
-from pyro_mcvae.evaluation.untouched import untouched
-from pyro_mcvae.evaluation.weigher import Weigher
-from pyro_mcvae.kernels.base import Kernel
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.schedules import Schedule
-from pyro_mcvae.tracing.density import outside_inference_mode
-from pyro_mcvae.tracing.runs import Programs
+from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["log_evidence_loader"]
 
@@ -89,13 +89,13 @@ def log_evidence_loader(
     _check_loader(batches)
     annealing = make_annealing(schedule, kernel, coordinates, warmup)
     found = []
-    with untouched(model, guide, seed=seed), torch.no_grad():
+    with evaluation_mode(model, guide, seed=seed), torch.no_grad():
         for batch in _shown(batches, progress):
             args, kwargs = as_arguments(batch if to_args is None else to_args(batch), device)
             given = Programs(model, guide, args, kwargs)
             check_call((model, guide), args, kwargs)
             with outside_inference_mode(given) as programs:
-                weigher = Weigher(
+                importance_sampler = ImportanceSampler(
                     programs,
                     annealing,
                     joint,
@@ -103,8 +103,10 @@ def log_evidence_loader(
                     max_plate_nesting,
                     strict_enumeration_warning,
                 )
-                _check_batches(weigher)
-                found.append(estimate(weigher, num_particles, chunk_size, keep_log_weight))
+                _check_batches(importance_sampler)
+                found.append(
+                    estimate(importance_sampler, num_particles, chunk_size, keep_log_weight)
+                )
     if not found:
         raise ValueError("there was no batch: the loader is empty, or was used up before")
     return _side_by_side(found, plate)
@@ -146,8 +148,8 @@ def _shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
     return tqdm(batches, desc="log evidence", leave=False)
 
 
-def _check_batches(weigher: Weigher) -> None:
-    if any(not block.plates for block in weigher.pilot.blocks):
+def _check_batches(importance_sampler: ImportanceSampler) -> None:
+    if any(not block.plates for block in importance_sampler.reference.blocks):
         raise ValueError(
             "the latents of these programs are weighed over all data of a batch at once, and the "
             "evidence of several batches is not the sum of theirs: call log_evidence on the full "

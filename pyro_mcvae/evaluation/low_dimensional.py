@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.evaluation.untouched import untouched
-from pyro_mcvae.evaluation.weigher import Weigher
-from pyro_mcvae.kernels.base import Kernel, Target
-from pyro_mcvae.kernels.hmc import HMC
+from pyro_mcvae.chains.hmc import HMC
+from pyro_mcvae.chains.kernel import Kernel, Target
+from pyro_mcvae.chains.step_size import AdaptiveStepSize
+from pyro_mcvae.coordinates.chain_density import ChainDensity, named, outside_inference_mode
+from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp
 from pyro_mcvae.ops.kernel_density import KernelDensity
-from pyro_mcvae.step_size import AdaptiveStepSize
-from pyro_mcvae.tracing.density import ChainDensity, named, outside_inference_mode
-from pyro_mcvae.tracing.log_weight import LogWeight
-from pyro_mcvae.tracing.runs import Programs
+from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["LowDimensionalEvidence", "low_dimensional_evidence"]
 
@@ -156,29 +156,33 @@ def low_dimensional_evidence(
     kernel = _prepared(kernel)
     programs = Programs(model, guide, args, kwargs)
     with (
-        untouched(model, guide, seed=seed),
+        evaluation_mode(model, guide, seed=seed),
         outside_inference_mode(programs) as programs,
         torch.no_grad(),
     ):
-        weigher = Weigher(programs, None, joint, vectorize_particles, max_plate_nesting)
-        chains = _Chains(weigher, kernel, num_chains)
+        importance_sampler = ImportanceSampler(
+            programs, None, joint, vectorize_particles, max_plate_nesting
+        )
+        chains = _Chains(importance_sampler, kernel, num_chains)
         chains.move(warmup, adapt=True)
         kernel.eval()
         positions, log_joints = chains.move(num_draws)
-        return _estimate(weigher, chains, positions, log_joints)
+        return _estimate(importance_sampler, chains, positions, log_joints)
 
 
 class _Chains:
     """The chains of one minibatch, in its posterior."""
 
-    def __init__(self, weigher: Weigher, kernel: Kernel, num_chains: int) -> None:
+    def __init__(
+        self, importance_sampler: ImportanceSampler, kernel: Kernel, num_chains: int
+    ) -> None:
         self._kernel = kernel
         with torch.set_grad_enabled(kernel.needs_gradient):
-            log_weight = weigher.log_weight(num_chains, differentiable=True)
+            log_weight = importance_sampler.log_weight(num_chains, differentiable=True)
         _check_latents(log_weight)
         density = ChainDensity(log_weight, kernel.needs_gradient)
         self._state = density.start()
-        weigher.check(self._state.log_weight, density.runs)
+        importance_sampler.check(self._state.log_weight, density.runs)
         self.active = log_weight.active
         self._target = Target(density, log_weight.first.log_weight.new_ones(()), self.active)
         self.acceptance = self._target.beta
@@ -210,7 +214,7 @@ class _Chains:
 
 
 def _estimate(
-    weigher: Weigher, chains: _Chains, positions: Tensor, log_joints: Tensor
+    importance_sampler: ImportanceSampler, chains: _Chains, positions: Tensor, log_joints: Tensor
 ) -> LowDimensionalEvidence:
     count, num_chains = positions.shape[:2]
     half = num_chains // 2
@@ -237,10 +241,10 @@ def _estimate(
         r_hat,
         chains.acceptance,
         chains.step_size,
-        weigher.pilot.plate_names,
-        weigher.pilot.scale,
-        weigher.shared(),
-        weigher.given,
+        importance_sampler.reference.plate_names,
+        importance_sampler.reference.scale,
+        importance_sampler.shared(),
+        importance_sampler.given,
     )
 
 

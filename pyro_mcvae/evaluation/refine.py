@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_mcvae.chains.kernel import Kernel, Target
+from pyro_mcvae.chains.schedules import Schedule
+from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
+from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation.annealing import LEAVE_OUT, make_annealing
 from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
-from pyro_mcvae.evaluation.untouched import untouched
-from pyro_mcvae.evaluation.weigher import Weigher
+from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
-from pyro_mcvae.kernels.base import Kernel, Target
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.schedules import Schedule
-from pyro_mcvae.tracing.density import ChainDensity, outside_inference_mode
-from pyro_mcvae.tracing.log_weight import LogWeight
-from pyro_mcvae.tracing.runs import Programs
+from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["refine"]
 
@@ -115,11 +115,11 @@ def refine(
         )
     programs = Programs(model, guide, args, kwargs)
     with (
-        untouched(model, guide, seed=seed),
+        evaluation_mode(model, guide, seed=seed),
         outside_inference_mode(programs) as programs,
         torch.no_grad(),
     ):
-        weigher = Weigher(
+        importance_sampler = ImportanceSampler(
             programs,
             annealing,
             joint,
@@ -127,22 +127,26 @@ def refine(
             max_plate_nesting,
             strict_enumeration_warning,
         )
-        return _collect(weigher, num_samples, num_particles, num_transitions, chunk_size)
+        return _collect(importance_sampler, num_samples, num_particles, num_transitions, chunk_size)
 
 
 def _collect(
-    weigher: Weigher, num_samples: int, candidates: int, transitions: int, chunk_size: int | None
+    importance_sampler: ImportanceSampler,
+    num_samples: int,
+    candidates: int,
+    transitions: int,
+    chunk_size: int | None,
 ) -> PosteriorDraws:
     summary = WeightSummary(num_samples * candidates)
     parts, done = [], 0
-    whole = next(weigher.chunks(num_samples * candidates, chunk_size))
+    whole = next(importance_sampler.chunks(num_samples * candidates, chunk_size))
     # A draw needs all of its candidates at once.
-    size = 1 if weigher.holds_draws else max(1, whole // candidates)
+    size = 1 if importance_sampler.holds_draws else max(1, whole // candidates)
     while done < num_samples:
-        if weigher.holds_draws and done:
-            weigher.renew()
+        if importance_sampler.holds_draws and done:
+            importance_sampler.renew()
         count = min(size, num_samples - done)
-        parts.append(_Refined(weigher, count, candidates, transitions, summary))
+        parts.append(_Refined(importance_sampler, count, candidates, transitions, summary))
         done += count
     sites = [part.sites for part in parts]
     draws = PosteriorDraws({n: torch.cat([s.latents[n] for s in sites]) for n in sites[0].latents})
@@ -153,10 +157,10 @@ def _collect(
     accepted = [part.acceptance for part in parts if part.acceptance is not None]
     draws.acceptance = torch.cat(accepted) if accepted else None
     draws.step_size = None
-    if weigher.annealing is not None:
-        draws.step_size = weigher.annealing.kernel.step_size().detach().clone()
+    if importance_sampler.annealing is not None:
+        draws.step_size = importance_sampler.annealing.kernel.step_size().detach().clone()
     draws.observed, draws.dims, draws.coords = sites[0].observed, sites[0].dims, sites[0].coords
-    draws.plates = weigher.pilot.plate_names
+    draws.plates = importance_sampler.reference.plate_names
     draws.pareto_k = summary.pareto_k.to(draws.log_weight.dtype)
     if candidates > 1:
         _warn(draws.pareto_k)
@@ -176,22 +180,22 @@ class _Refined:
 
     def __init__(
         self,
-        weigher: Weigher,
+        importance_sampler: ImportanceSampler,
         count: int,
         candidates: int,
         transitions: int,
         summary: WeightSummary,
     ) -> None:
-        annealing, density = weigher.annealing, None
+        annealing, density = importance_sampler.annealing, None
         if annealing is None:
-            at = weigher.log_weight(count * candidates)
+            at = importance_sampler.log_weight(count * candidates)
             log_weight, position, infos = at.first.log_weight, at.coordinates, []
             runs = at.first.sample.runs
         else:
-            chain, density = weigher.chain(count * candidates, last_transition=True)
+            chain, density = importance_sampler.chain(count * candidates, last_transition=True)
             at, log_weight, infos = density.log_weight, chain.log_weight, chain.infos
             position, runs = chain.state.position, density.runs
-        weigher.check(log_weight, runs)
+        importance_sampler.check(log_weight, runs)
         summary.add(log_weight)
         chosen = _choose(log_weight.reshape(count, candidates, *log_weight.shape[1:]))
         position = _take(position, chosen)
@@ -200,7 +204,7 @@ class _Refined:
             acceptance = sum(info.acceptance for info in infos) / len(infos)
             self.acceptance = _take(torch.as_tensor(acceptance), chosen)
         if transitions and density is not None:
-            position = _move(density, weigher, position, chosen, transitions)
+            position = _move(density, importance_sampler, position, chosen, transitions)
         self.sites = site_draws(_evaluate(at, position).sample)
 
 
@@ -226,16 +230,20 @@ def _take(value: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _move(
-    density: ChainDensity, weigher: Weigher, position: Tensor, chosen: Tensor, transitions: int
+    density: ChainDensity,
+    importance_sampler: ImportanceSampler,
+    position: Tensor,
+    chosen: Tensor,
+    transitions: int,
 ) -> Tensor:
     """Further transitions that leave the posterior invariant."""
-    assert weigher.annealing is not None
+    assert importance_sampler.annealing is not None
     free = density.log_weight.free
     free = None if free is None else _take(free, chosen)
     target = Target(density, position.new_ones(()), free)
     state = density(position)
     for _ in range(transitions):
-        state, _ = weigher.annealing.kernel.step(state, target)
+        state, _ = importance_sampler.annealing.kernel.step(state, target)
     return state.position
 
 

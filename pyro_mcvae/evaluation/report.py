@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.schedules import Schedule
+from pyro_mcvae.coordinates.chain_density import outside_inference_mode
 from pyro_mcvae.evaluation.annealing import make_annealing
+from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
-from pyro_mcvae.evaluation.untouched import untouched
-from pyro_mcvae.evaluation.weigher import Weigher
-from pyro_mcvae.kernels.base import Kernel
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.schedules import Schedule
-from pyro_mcvae.tracing.density import outside_inference_mode
-from pyro_mcvae.tracing.runs import Programs
-from pyro_mcvae.tracing.sites import is_random
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.sites import is_random
 
 __all__ = ["Report", "report"]
 
@@ -204,11 +204,11 @@ def report(
     annealing = make_annealing(schedule, kernel, coordinates, warmup)
     programs = Programs(model, guide, args, kwargs)
     with (
-        untouched(model, guide, seed=seed),
+        evaluation_mode(model, guide, seed=seed),
         outside_inference_mode(programs) as programs,
         torch.no_grad(),
     ):
-        weigher = Weigher(
+        importance_sampler = ImportanceSampler(
             programs,
             None,
             joint,
@@ -216,12 +216,12 @@ def report(
             max_plate_nesting,
             strict_enumeration_warning,
         )
-        plain = evidence = estimate(weigher, num_particles, chunk_size)
+        plain = evidence = estimate(importance_sampler, num_particles, chunk_size)
         if annealing is not None:
-            chains = weigher.on(weigher.programs)
+            chains = importance_sampler.on(importance_sampler.programs)
             chains.annealing = annealing
             evidence = estimate(chains, num_particles, chunk_size)
-        sites = [t.site for t in weigher.pilot.runs[0].terms if t.in_guide]
+        sites = [t.site for t in importance_sampler.reference.runs[0].terms if t.in_guide]
         discrete = tuple(s["name"] for s in sites if is_random(s) and s["fn"].support.is_discrete)
         return Report(evidence, plain, discrete)
 

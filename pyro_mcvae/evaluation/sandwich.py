@@ -10,9 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.annealing import anneal_back
+from pyro_mcvae.chains.annealing import anneal_back
+from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.schedules import Schedule
+from pyro_mcvae.coordinates.chain_density import outside_inference_mode
 from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, Annealing, make_annealing
 from pyro_mcvae.evaluation.arguments import check_function
+from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.simulation import (
     Simulation,
     ToArgs,
@@ -20,15 +25,10 @@ from pyro_mcvae.evaluation.simulation import (
     guide_values,
     simulate,
 )
-from pyro_mcvae.evaluation.untouched import untouched
-from pyro_mcvae.evaluation.weigher import Weigher
-from pyro_mcvae.kernels.base import Kernel
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import log_mean_exp
-from pyro_mcvae.schedules import Schedule
-from pyro_mcvae.tracing.density import outside_inference_mode
-from pyro_mcvae.tracing.noise import NoCoordinateError
-from pyro_mcvae.tracing.runs import Programs, is_messenger
+from pyro_mcvae.programs.errors import NoCoordinateError
+from pyro_mcvae.programs.execution import Programs, is_messenger
 
 __all__ = ["Sandwich", "sandwich"]
 
@@ -179,11 +179,11 @@ def sandwich(
             f"reach: use the AutoGuide that it stands for, such as AutoNormal"
         )
     with (
-        untouched(model, guide, seed=seed),
+        evaluation_mode(model, guide, seed=seed),
         outside_inference_mode(programs) as programs,
         torch.no_grad(),
     ):
-        weigher = Weigher(
+        importance_sampler = ImportanceSampler(
             programs,
             annealing,
             joint,
@@ -193,51 +193,58 @@ def sandwich(
         )
         lower, upper = [], []
         for _ in range(num_simulations):
-            simulation = simulate(weigher.programs, weigher.pilot, weigher.held, to_args)
-            both = _both_ways(weigher, simulation, annealing, num_particles, chunk_size)
+            simulation = simulate(
+                importance_sampler.programs,
+                importance_sampler.reference,
+                importance_sampler.held,
+                to_args,
+            )
+            both = _both_ways(importance_sampler, simulation, annealing, num_particles, chunk_size)
             lower.append(both[0])
             upper.append(both[1])
         return Sandwich(
             torch.stack(lower),
             torch.stack(upper),
             num_particles,
-            weigher.pilot.plate_names,
-            weigher.given,
+            importance_sampler.reference.plate_names,
+            importance_sampler.given,
             annealing.kernel.step_size().detach().clone(),
         )
 
 
 def _both_ways(
-    user: Weigher,
+    user: ImportanceSampler,
     simulation: Simulation,
     annealing: Annealing,
     num_particles: int,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    weigher = user.on(simulation.programs)
-    values = guide_values(simulation.programs, weigher.pilot, simulation.latents)
-    _choose_coordinates(weigher, annealing, values)
+    importance_sampler = user.on(simulation.programs)
+    values = guide_values(simulation.programs, importance_sampler.reference, simulation.latents)
+    _choose_coordinates(importance_sampler, annealing, values)
     lower, upper = [], []
-    for count in weigher.chunks(num_particles, chunk_size):
-        chain, forward = weigher.chain(count)
-        weigher.check(chain.log_weight, forward.runs)
+    for count in importance_sampler.chunks(num_particles, chunk_size):
+        chain, forward = importance_sampler.chain(count)
+        importance_sampler.check(chain.log_weight, forward.runs)
         lower.append(chain.log_weight)
-        density = weigher.density(count, latents=values)
+        density = importance_sampler.density(count, latents=values)
         check_density(simulation, density.log_weight.first.sample.runs[0])
         start = density.start()
         free = density.log_weight.free
         back = anneal_back(
             start, annealing.betas.to(start.log_weight.device), annealing.kernel, density, free
         )
-        weigher.check(-back, density.runs)
+        importance_sampler.check(-back, density.runs)
         upper.append(back)
     return log_mean_exp(torch.cat(lower)), -log_mean_exp(-torch.cat(upper))
 
 
-def _choose_coordinates(weigher: Weigher, annealing: Annealing, values: dict[str, Tensor]) -> None:
+def _choose_coordinates(
+    importance_sampler: ImportanceSampler, annealing: Annealing, values: dict[str, Tensor]
+) -> None:
     """Unconstrained latents, where the noise that made a given value is not known."""
     try:
-        weigher.density(1, latents=values)
+        importance_sampler.density(1, latents=values)
     except NoCoordinateError:
         if annealing.coordinates == "latent":
             raise

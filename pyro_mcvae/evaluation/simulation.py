@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from pyro_mcvae.evaluation.arguments import as_arguments
-from pyro_mcvae.tracing import scout
-from pyro_mcvae.tracing.handlers import Supply
-from pyro_mcvae.tracing.runs import Programs, Run, model_term
-from pyro_mcvae.tracing.sample import Sample
-from pyro_mcvae.tracing.sites import inner_scale, is_delta, is_latent, is_random, is_scored
-from pyro_mcvae.tracing.structure import FactorKey
-from pyro_mcvae.tracing.substitute import substitute
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Programs, Run, model_term
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_random, is_scored
+from pyro_mcvae.programs.substitute import substitute
+from pyro_mcvae.structure import dependencies
 
 __all__ = ["Simulation", "check_density", "guide_values", "simulate"]
 
@@ -41,7 +41,7 @@ class Simulation:
 
 
 def simulate(
-    programs: Programs, pilot: Sample, held: frozenset[str], to_args: ToArgs | None
+    programs: Programs, reference: WeightedParticles, held: frozenset[str], to_args: ToArgs | None
 ) -> Simulation:
     """
     Draw latents from the prior, then observations.
@@ -53,12 +53,12 @@ def simulate(
     :raises ValueError: for models that no data can be drawn from, naming the site; and where it is
         not clear how the data reach the programs.
     """
-    nodes = pilot.runs[0].model_trace.nodes
+    nodes = reference.runs[0].model_trace.nodes
     for name, site in nodes.items():
         if is_scored(site):
             _check_generative(name, site)
     values = {n: nodes[n]["value"] for n in held if n in nodes}
-    with Supply(pilot.subsamples, values), poutine.trace() as tracer:
+    with SubstituteMessenger(reference.subsamples, values), poutine.trace() as tracer:
         poutine.uncondition(programs.model)(*programs.args, **programs.kwargs)
     drawn = {n: s["value"] for n, s in tracer.trace.nodes.items() if is_scored(s)}
     data = {n: drawn[n] for n, s in nodes.items() if is_scored(s) and s["is_observed"]}
@@ -72,7 +72,7 @@ def simulate(
             f"the arguments (to_args=lambda data: args, if guide and model do not read the data "
             f"from them)"
         )
-        found = substitute(programs, nodes, data, pilot.subsamples, remedy)
+        found = substitute(programs, nodes, data, reference.subsamples, remedy)
     found = replace(found, model=poutine.condition(found.model, data=data))
     return Simulation(found, latents, tracer.trace)
 
@@ -118,7 +118,7 @@ def _check_generative(name: str, site: Any) -> None:
 
 
 def guide_values(
-    programs: Programs, pilot: Sample, latents: dict[str, Tensor]
+    programs: Programs, reference: WeightedParticles, latents: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """
     The values of the guide's random sites at which its latents are the given ones.
@@ -129,14 +129,16 @@ def guide_values(
     :param pilot: an execution of both programs.
     :raises ValueError: naming an auxiliary site that holds anything else.
     """
-    run = pilot.runs[0]
+    run = reference.runs[0]
     sites = {n: s for n, s in run.guide_trace.nodes.items() if is_latent(s)}
     random = [n for n, s in sites.items() if is_random(s)]
     found = {n: latents[n] for n in random if n in latents}
     missing = [n for n in random if n not in latents]
     if not missing:
         return found
-    parents = scout.find_dependencies(programs, frozenset(random), pilot.subsamples).factors
+    parents = dependencies.find_dependencies(
+        programs, frozenset(random), reference.subsamples
+    ).factors
     for name in missing:
         follow = [
             n

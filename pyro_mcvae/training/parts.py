@@ -13,11 +13,11 @@ from pyro.optim import PyroOptim
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_mcvae.baselines.chain_states import ChainStates
-from pyro_mcvae.guides.closed_form import ClosedForm
-from pyro_mcvae.guides.truncated import TruncatedPosterior
+from pyro_mcvae.comparisons.chain_states import ChainStates
 from pyro_mcvae.ops.ranks import num_ranks, rank
 from pyro_mcvae.training.store import Part, PyroOptimPart, Undo
+from pyro_mcvae.truncated.closed_form import ClosedForm
+from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 __all__ = ["ModulePart", "as_parts"]
 

@@ -15,7 +15,7 @@ import math
 import torch
 
 from pyro_mcvae import MALA, ULA, LinearSchedule, UnderdampedLangevin
-from pyro_mcvae.annealing import accept_score, anneal, evaluator
+from pyro_mcvae.chains.annealing import accept_score, anneal, evaluator
 from pyro_mcvae.ops.importance import leave_one_out_mean
 from tests.models import ProbabilisticPCA
 

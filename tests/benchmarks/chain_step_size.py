@@ -19,7 +19,7 @@ from pyro.infer import SVI
 from torch import Tensor, nn
 
 from pyro_mcvae import ULA, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO, UnderdampedLangevin
-from pyro_mcvae.step_size import AdaptiveStepSize, LearnedStepSize
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize
 from tests.models import ProbabilisticPCA
 
 TARGETS = (0.6, 0.7, 0.8, 0.9, 0.95)

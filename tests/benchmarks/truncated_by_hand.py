@@ -13,9 +13,14 @@ import torch
 from torch.nn.functional import softplus
 
 from pyro_mcvae import UniformFlips
-from pyro_mcvae.ops.evolution import FitnessProportional, distinct_states, duplicates, keep_best
-from pyro_mcvae.ops.mutation import Packed, PackedParents
-from pyro_mcvae.ops.states import StateSpace
+from pyro_mcvae.truncated.evolution import (
+    FitnessProportional,
+    distinct_states,
+    duplicates,
+    keep_best,
+)
+from pyro_mcvae.truncated.mutation import Packed, PackedParents
+from pyro_mcvae.truncated.states import StateSpace
 
 
 class ByHand:

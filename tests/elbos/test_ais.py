@@ -22,7 +22,7 @@ from tests.elbos.chain_gradients import (
 )
 from tests.estimates import assert_gradient, take_gradients
 from tests.models import ConjugateGaussian
-from tests.tracing.zoo import EXAMPLES
+from tests.zoo import EXAMPLES
 
 SMOOTH = [n for n in EXAMPLES if EXAMPLES[n]().smooth and n != "implicit"]
 smooth = pytest.mark.parametrize("name", SMOOTH)

@@ -18,7 +18,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
-from pyro_mcvae.step_size import AdaptiveStepSize, LearnedStepSize
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize
 from tests.estimates import assert_mean
 from tests.models import (
     ConjugateGaussian,
@@ -28,7 +28,7 @@ from tests.models import (
     NestedGaussian,
     ProbabilisticPCA,
 )
-from tests.tracing.zoo import EXAMPLES, data, param
+from tests.zoo import EXAMPLES, data, param
 
 KERNELS = {
     "ULA": (TraceSIS_ELBO, lambda: ULA(0.1)),

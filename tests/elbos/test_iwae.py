@@ -11,7 +11,7 @@ from pyro.infer import Trace_ELBO
 
 from pyro_mcvae import TraceIWAE_ELBO
 from pyro_mcvae.ops.importance import log_mean_exp
-from pyro_mcvae.tracing.runs import Programs
+from pyro_mcvae.programs.execution import Programs
 from tests.estimates import assert_gradient, assert_mean, gradients, take_gradients, values
 from tests.models import (
     BetaBernoulli,

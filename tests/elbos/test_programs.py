@@ -294,7 +294,7 @@ def pair(name):
 @pytest.mark.parametrize(
     ("vectorize", "objective"),
     [
-        # Looped chains take long; tests/tracing/test_log_weight.py compares them with vectorised.
+        # Looped chains take long; coordinates/test_log_weight.py compares them with vectorised.
         pytest.param(v, o, id=f"{way}-{o}", marks=[pytest.mark.slow] * (o in CHAINS and not v))
         for v, way in ((False, "looped"), (True, "vectorized"))
         for o in OBJECTIVES

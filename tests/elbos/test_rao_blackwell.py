@@ -340,7 +340,7 @@ def test_countable_sites(kind, estimator):
 
 @pytest.mark.parametrize("estimator", ["k1", "budget2", "k1-loo", "k1-plus", "k1-exact-entropy"])
 def test_vectors_with_too_many_values_to_list(estimator, monkeypatch):
-    monkeypatch.setattr("pyro_mcvae.tracing.supports._MAX_JOINT", 1)
+    monkeypatch.setattr("pyro_mcvae.programs.supports._MAX_JOINT", 1)
 
     class Vector(Discrete):
         def exact(self):

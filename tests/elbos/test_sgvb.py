@@ -10,7 +10,7 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch.distributions import kl_divergence
 
 from pyro_mcvae import TraceSGVB_ELBO
-from pyro_mcvae.tracing.runs import Programs
+from pyro_mcvae.programs.execution import Programs
 from tests.estimates import assert_gradient, assert_mean, gradients, take_gradients, values
 from tests.models import (
     BetaBernoulli,

@@ -16,7 +16,7 @@ from pyro_mcvae import (
 )
 from tests.elbos.chain_gradients import assert_slopes, bound, gradients, learning, parameters_of
 from tests.models import GammaPoisson
-from tests.tracing.zoo import EXAMPLES
+from tests.zoo import EXAMPLES
 
 SMOOTH = [n for n in EXAMPLES if EXAMPLES[n]().smooth and n != "implicit"]
 smooth = pytest.mark.parametrize("name", SMOOTH)

@@ -9,7 +9,7 @@ import torch
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from torch import nn
 
-import pyro_mcvae.evaluation.weigher as weigher_module
+import pyro_mcvae.evaluation.importance_sampler as weigher_module
 from pyro_mcvae import (
     HMC,
     MALA,

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae import MALA, log_evidence, report
-from pyro_mcvae.evaluation import weigher as weigher_module
+from pyro_mcvae.evaluation import importance_sampler as weigher_module
 from tests.models import ProbabilisticPCA
 
 

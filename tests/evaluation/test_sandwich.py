@@ -17,8 +17,8 @@ from pyro.infer.autoguide import (
 )
 
 from pyro_mcvae import HMC, MALA, ULA, RandomWalk, sandwich
-from pyro_mcvae.annealing import anneal_back, evaluator
-from pyro_mcvae.schedules import LinearSchedule
+from pyro_mcvae.chains.annealing import anneal_back, evaluator
+from pyro_mcvae.chains.schedules import LinearSchedule
 
 
 def model(x):

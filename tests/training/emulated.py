@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from pyro_mcvae.tracing import density, memory
+from pyro_mcvae.coordinates import chain_density
+from pyro_mcvae.structure import cache
 from pyro_mcvae.training import graph
 from tests.training.syncs import Syncs
 
@@ -52,7 +53,7 @@ def record(made, stream):
     """Stands for torch.cuda.graph: nothing has happened afterwards."""
     rng = torch.get_rng_state()
     with (
-        mock.patch.object(memory, "_capturing", return_value=True),
+        mock.patch.object(cache, "_capturing", return_value=True),
         Syncs() as syncs,
         Recorder() as recorder,
     ):
@@ -109,7 +110,7 @@ class Torch:
 
 def as_on_a_device(monkeypatch):
     """Leave out what is read on the CPU alone, where nobody has to wait for it."""
-    monkeypatch.setattr(density, "costs_nothing_to_read", lambda value: False)
+    monkeypatch.setattr(chain_density, "costs_nothing_to_read", lambda value: False)
 
 
 def emulate(monkeypatch):

@@ -1,0 +1,1 @@
+"""Annealed chains on tensors: kernels, schedules, step sizes, the recursions of SIS and AIS."""

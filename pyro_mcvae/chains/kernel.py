@@ -1,0 +1,224 @@
+"""What every Markov kernel shares: states with cached gradients, targets, acceptance."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize, as_step_size
+
+__all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite"]
+
+
+class State(NamedTuple):
+    r"""
+    Where chains stand, with everything that was computed there.
+
+    :ivar position: shape ``[*batch, D]``.
+    :ivar log_base: the log density at :math:`\beta = 0`, shape ``[*batch]``.
+    :ivar log_weight: log w, shape ``[*batch]``.
+    :ivar grad_base: the gradient of ``log_base``, shape ``[*batch, D]``; None if not computed.
+    :ivar grad_weight: the gradient of ``log_weight``, likewise.
+    :ivar momentum: for kernels that keep one between transitions, shape ``[*batch, D]``.
+    """
+
+    position: Tensor
+    log_base: Tensor
+    log_weight: Tensor
+    grad_base: Tensor | None = None
+    grad_weight: Tensor | None = None
+    momentum: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    r"""
+    One annealed density, :math:`\log \gamma_\beta = \log \text{base} + \beta \log w`.
+
+    :ivar evaluate: computes the :class:`State` at a position.
+    :ivar beta: the inverse temperature, a scalar.
+    :ivar free: 1 where a coordinate may move and 0 where it may not, broadcastable to positions;
+        None if all may.
+    """
+
+    evaluate: Callable[[Tensor], State]
+    beta: Tensor
+    free: Tensor | None = None
+
+    def log_density(self, state: State) -> Tensor:
+        """Shape ``[*batch]``."""
+        if not self.beta.requires_grad:
+            return state.log_base + self.beta * state.log_weight
+        # A learned schedule's gradient would be 0 * inf at a state of zero density.
+        usable = state.log_weight.isfinite()
+        density = state.log_base + self.beta * torch.where(usable, state.log_weight, 0.0)
+        return torch.where(usable, density, -math.inf)
+
+    def gradient(self, state: State) -> Tensor:
+        """
+        Shape ``[*batch, D]``; zero where the coordinate may not move.
+        """
+        if state.grad_base is None or state.grad_weight is None:
+            raise ValueError("this kernel uses gradients: set needs_gradient = True in its class")
+        gradient = state.grad_base + self.beta * state.grad_weight
+        return gradient if self.free is None else gradient * self.free
+
+    def noise(self, state: State) -> Tensor:
+        """Standard normal noise in the shape of the position, zero where it may not move."""
+        noise = torch.randn_like(state.position)
+        return noise if self.free is None else noise * self.free
+
+
+def finite(gradient: Tensor) -> Tensor:
+    """
+    A gradient with zeros where it is not finite: there a chain moves by its noise alone. A function
+    of the position all the same, so that forward and reverse moves agree on it.
+    """
+    return torch.where(gradient.isfinite(), gradient, 0.0)
+
+
+class Proposal(NamedTuple):
+    r"""
+    :ivar state: the proposed state.
+    :ivar log_ratio: :math:`\log m(z' \to z) - \log m(z \to z')`, shape ``[*batch]``; the reverse
+        move's log density minus the forward one's.
+    :ivar log_reverse: the same with another reverse kernel than m, where a kernel has one.
+    """
+
+    state: State
+    log_ratio: Tensor
+    log_reverse: Tensor | None = None
+
+
+class Info(NamedTuple):
+    r"""
+    What happened in one transition.
+
+    :ivar log_ratio: what an unadjusted move adds to the log weight, shape ``[*batch]``.
+    :ivar acceptance: :math:`\alpha`, detached, shape ``[*batch]``; for unadjusted kernels the
+        probability that the move would have been accepted with.
+    :ivar accepted: which moves were accepted; None for unadjusted kernels.
+    :ivar log_prob: the log probability of what was decided, :math:`\log \alpha` or
+        :math:`\log (1 - \alpha)`, with its gradient; None for unadjusted kernels.
+    """
+
+    log_ratio: Tensor
+    acceptance: Tensor
+    accepted: Tensor | None = None
+    log_prob: Tensor | None = None
+
+
+class Kernel(nn.Module, ABC):
+    r"""
+    Base class of Markov kernels.
+
+    A kernel of one's own writes :meth:`propose`. With ``adjusted = True`` its proposals are
+    accepted with probability
+
+    .. math::
+        \alpha = \min\Big(1, \frac{\gamma(z')\, m(z' \to z)}{\gamma(z)\, m(z \to z')}\Big),
+
+    each datum by itself, which leaves the target invariant; such kernels serve
+    :class:`~pyro_mcvae.TraceAIS_ELBO`. Unadjusted ones always move, and serve
+    :class:`~pyro_mcvae.TraceSIS_ELBO`, whose weights account for the error.
+
+    :cvar bool adjusted: whether moves are accepted or rejected.
+    :cvar bool needs_gradient: whether :meth:`propose` asks the target for gradients.
+    :cvar float initial_step_size: where an adaptive step size starts by default.
+    :cvar float target_acceptance: what it adapts to by default.
+
+    :param step_size: a number, a tensor of shape ``[D]``, or a
+        :class:`~pyro_mcvae.chains.step_size.StepSize`; None adapts.
+    :raises ValueError: if the step size is not positive.
+
+    A proposal must be a differentiable function of the state and of continuous noise: gradients
+    of bounds pass through it. A discrete choice inside of it would need a score-function term.
+
+    Example, the preconditioned Crank-Nicolson proposal, which needs no gradient and leaves the
+    standard normal base of noise coordinates invariant in any dimension::
+
+        >>> class CrankNicolson(Kernel):
+        ...     adjusted = True
+        ...     needs_gradient = False
+        ...
+        ...     def propose(self, state, target):
+        ...         step, noise = self.step_size().clamp(max=1), target.noise(state)
+        ...         new = target.evaluate((1 - step**2).sqrt() * state.position + step * noise)
+        ...         return Proposal(new, self._log_normal(state) - self._log_normal(new))
+        ...
+        ...     def _log_normal(self, state):
+        ...         return -0.5 * state.position.square().sum(-1)
+        >>> from pyro_mcvae.chains.annealing import evaluator
+        >>> normal = evaluator(lambda z: (-0.5 * z.square().sum(-1), torch.zeros(z.shape[:-1])))
+        >>> target = Target(normal, torch.tensor(1.0))
+        >>> state, info = CrankNicolson(0.5).step(normal(torch.zeros(3, 2)), target)
+        >>> state.position.shape, info.acceptance
+        (torch.Size([3, 2]), tensor([1., 1., 1.]))
+    """
+
+    adjusted: bool = False
+    needs_gradient: bool = True
+    initial_step_size: float = 0.1
+    target_acceptance: float = 0.8
+
+    def __init__(self, step_size: float | Tensor | StepSize | None = None) -> None:
+        super().__init__()
+        self.step_size = as_step_size(step_size)
+        if isinstance(self.step_size, AdaptiveStepSize):
+            self.step_size.complete(self.initial_step_size, self.target_acceptance)
+
+    @abstractmethod
+    def propose(self, state: State, target: Target) -> Proposal:
+        """Propose a move, and say how much likelier its reverse is."""
+
+    def step(self, state: State, target: Target) -> tuple[State, Info]:
+        """
+        One transition.
+
+        :param State state: where the chains stand.
+        :param Target target: the density to move in.
+        :returns: the new state and an :class:`Info`.
+        """
+        proposal = self.propose(state, target)
+        log_ratio = proposal.log_ratio
+        if not self.adjusted:
+            with torch.no_grad():
+                change = self._log_change(proposal, state, target)
+            if proposal.log_reverse is not None:
+                log_ratio = proposal.log_reverse
+            return proposal.state, Info(log_ratio, change.clamp(max=0.0).exp())
+        log_accept = self._log_change(proposal, state, target).clamp(max=0.0)
+        acceptance = log_accept.detach().exp()
+        accepted = torch.rand_like(acceptance) < acceptance
+        pairs = zip(proposal.state, state, strict=True)
+        new = State(*(_select(accepted, a, b) for a, b in pairs))  # type: ignore[arg-type]
+        return new, Info(log_ratio, acceptance, accepted, _log_prob(accepted, log_accept))
+
+    @staticmethod
+    def _log_change(proposal: Proposal, state: State, target: Target) -> Tensor:
+        """The logarithm of the Metropolis ratio."""
+        change = target.log_density(proposal.state) - target.log_density(state)
+        change = change + proposal.log_ratio
+        # A state of zero density, or NaN: nobody should go there.
+        return torch.where(change.isnan(), -math.inf, change)
+
+
+def _select(accepted: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:
+    if new is None or old is None:
+        return None
+    extra = new.dim() - accepted.dim()
+    return torch.where(accepted.reshape(accepted.shape + (1,) * extra), new, old)
+
+
+def _log_prob(accepted: Tensor, log_accept: Tensor) -> Tensor:
+    """log alpha, or log(1 - alpha) where rejected."""
+    # Each branch is given a harmless argument where the other is taken: 0 * inf is NaN.
+    if_accepted = torch.where(accepted, log_accept, 0.0)
+    if_rejected = torch.where(accepted, -1.0, log_accept)
+    return torch.where(accepted, if_accepted, torch.log(-torch.expm1(if_rejected)))

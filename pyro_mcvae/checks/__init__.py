@@ -1,0 +1,1 @@
+"""What may stop a run, and never changes a number."""

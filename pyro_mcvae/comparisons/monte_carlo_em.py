@@ -1,0 +1,287 @@
+"""Monte Carlo EM by Hamiltonian Monte Carlo per datum, for programs with continuous latents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_mcvae.chains.annealing import Chain
+from pyro_mcvae.chains.hmc import HMC
+from pyro_mcvae.chains.kernel import Kernel, State, Target
+from pyro_mcvae.chains.step_size import AdaptiveStepSize
+from pyro_mcvae.comparisons.chain_states import ChainStates
+from pyro_mcvae.coordinates.chain_density import ChainDensity
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar
+from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
+from pyro_mcvae.elbos.elbo_terms import local_estimate
+from pyro_mcvae.ops.checks import check_count, check_flag
+from pyro_mcvae.particles.sampler import Draw
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Programs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["MonteCarloEM"]
+
+
+@dataclass
+class _Draw:
+    """
+    Posterior draws of a minibatch that serve several updates.
+
+    :ivar call: the model, the guide and the arguments that they were drawn for.
+    :ivar left: how many updates they still serve.
+    """
+
+    sample: WeightedParticles
+    call: tuple[Any, ...]
+    left: int
+
+
+class MonteCarloEM(ChainELBO):
+    r"""
+    Monte Carlo expectation maximisation [1], a baseline of Kingma and Welling [2, appendix E].
+
+    The model's parameters follow the complete-data likelihood at draws from the posterior,
+
+    .. math::
+        \nabla_\theta \log p_\theta(x_n)
+            = E_{p_\theta(z \mid x_n)} \nabla_\theta \log p_\theta(x_n, z)
+            \approx \frac{1}{K} \sum_k \nabla_\theta \log p_\theta(x_n, z_{nk}),
+
+    which are made by ``num_steps`` transitions of a Markov kernel that leaves the posterior
+    invariant: per datum, each accepted or rejected by itself. The gradient is exact in expectation
+    if the chains have reached the posterior, and biased towards where they began otherwise.
+
+    * **Where a chain begins.** At a draw of the guide, which knows the latents and whose noise is
+      the chain's coordinate. The guide's own parameters follow the plain ELBO, so that chains
+      begin better as training goes on; a guide without parameters, such as the prior,
+      makes it the classic algorithm. With ``persistent=True`` the chain of each datum goes on
+      where it stood at the last visit (and begins at the guide's draw at the first), which
+      forgets the guide, at the cost of memory for a state per datum. Data are then
+      known by the indices of their plates, so that these must name them:
+      ``pyro.plate("data", N, subsample=indices)`` for minibatches from a loader, or
+      ``subsample_size=``; never ``pyro.plate("data", len(x))`` around varying minibatches. The
+      chains are saved and loaded with ``state_dict()``; in a distributed run each rank has its own.
+    * **Several updates per draw.** A draw costs many times an update. With
+      ``updates_per_draw=5``, as in [2], steps 2 to 5 after a draw use it again: call ``svi.step``
+      five times with the same arguments. Where a plate draws its own minibatch, that minibatch
+      is held; where the arguments change (other tensors, or written to), new draws are made.
+    * **Global latents** are drawn from their guide and trained by the ELBO, unless ``joint=True``
+      moves them with the local ones.
+
+    The value reported is the plain ELBO of the guide, before its draws are moved: a lower
+    bound that compares with the other objectives', though it is not what is maximised. With a poor
+    guide (a prior) it says little: judge the model by its evidence.
+
+    :param int num_steps: transitions per draw.
+    :param Kernel kernel: an adjusted one; ``HMC`` with 10 leapfrog steps by default, whose step
+        size adapts to an acceptance of 0.9, and of which every move takes 0.7 to 1 times.
+    :param int num_particles: independent chains per datum, averaged.
+    :param int updates_per_draw: steps that use a draw.
+    :param bool persistent: go on where the chain of each datum stood.
+    :param str coordinates: ``"noise"`` of the guide, or ``"latent"``, the (unconstrained) latents;
+        ``"latent"`` by default for persistent chains, which then do not move as the guide is
+        trained, and ``"noise"`` otherwise.
+    :param bool joint: move global latents together with local ones; without subsampled plates
+        only.
+    :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
+        and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
+    :ivar last_step: acceptance and step size of the last draw, a
+        :class:`~pyro_mcvae.elbos.chain.ChainRecord`; its ``log_weight`` is the guide's.
+    :raises ValueError: for counts below 1, an unadjusted kernel; at the first step for discrete
+        latents, for programs in which no latent can be weighed by itself, and with ``persistent``
+        for several separate plates of data or sequential ones.
+
+    [1] Wei, Tanner (1990), *A Monte Carlo Implementation of the EM Algorithm*.
+    [2] Kingma, Welling (2014), *Auto-Encoding Variational Bayes*.
+
+    Example::
+
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> def model(x):
+        ...     loc = pyro.param("loc", torch.tensor(0.0))
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(loc, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def prior(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(0.0, 1.0))
+        >>> elbo = MonteCarloEM(persistent=True)
+        >>> svi = SVI(model, prior, pyro.optim.Adam({"lr": 0.2}), loss=elbo)
+        >>> losses = [svi.step(torch.tensor([1.0, 2.0, 3.0])) for _ in range(40)]
+        >>> bool(abs(pyro.param("loc") - 2.0) < 0.7)
+        True
+    """
+
+    _adjusted = True
+
+    def __init__(
+        self,
+        num_steps: int = 1,
+        kernel: Kernel | None = None,
+        num_particles: int = 1,
+        updates_per_draw: int = 1,
+        persistent: bool = False,
+        coordinates: ChainCoordinates | None = None,
+        joint: bool = False,
+        **options: Unpack[ELBOOptions],
+    ) -> None:
+        check_count("num_steps", num_steps)
+        check_count("updates_per_draw", updates_per_draw)
+        check_flag("persistent", persistent)
+        check_flag("joint", joint)
+        if kernel is None:
+            kernel = HMC(AdaptiveStepSize(target_acceptance=0.9), num_leapfrog=10, jitter=0.3)
+        if coordinates is None:
+            coordinates = "latent" if persistent else "noise"
+        super().__init__(
+            num_steps,
+            kernel,
+            None,
+            num_particles,
+            False,
+            coordinates,
+            "reweighted",  # chains without a graph; the weights are all equal here
+            joint,
+            False,
+            **options,
+        )
+        self.updates_per_draw = updates_per_draw
+        self.states = ChainStates() if persistent else None
+        self._draw: _Draw | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes its own draws: these hold the graph of the last step.
+        return {**self.__dict__, "_draw": None}
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self._draw = None  # made by another state
+        super()._load_from_state_dict(*args)
+
+    def _estimate(self, programs: Programs) -> Estimate:
+        draw = self._draw
+        if torch.is_grad_enabled() and draw is not None and _same_call(draw, programs):
+            sample = self._sampler.model_again(programs, draw.sample)
+            if sample is not None:
+                return self._update_again(programs, draw, sample)
+        return super()._estimate(programs)
+
+    def _update_again(self, programs: Programs, draw: _Draw, sample: WeightedParticles) -> Estimate:
+        """A step at earlier draws; its value is the guide's ELBO of the same minibatch, anew."""
+        with torch.no_grad():
+            particles = sample.num_particles
+            free: list[Draw] = [_leave_to_pyro] * (particles if sample.runs[1:] else 1)
+            fresh = self._sampler.resample(programs, draw.sample, free, particles)
+            bound = fresh.log_weight.mean(0)
+            estimate = local_estimate(fresh, bound, bound)
+        local = (sample.scale * _model_log_prob(sample).mean(0)).sum()
+        shared = sum(t.log_prob.sum() * t.plate_scale for t in sample.global_terms())
+
+        def finish() -> None:
+            draw.left -= 1
+
+        surrogate = as_scalar(local + shared)
+        return replace(
+            estimate, surrogate=surrogate, runs=[*fresh.runs, *sample.runs], finish=finish
+        )
+
+    def _surrogate(self, density: ChainDensity, chain: Chain) -> Tensor:
+        sample = density.log_weight.at_rest(chain.state.position)
+        self._latest = sample, density.log_weight
+        return density.log_weight.guide_elbo().mean(0) + _model_log_prob(sample).mean(0)
+
+    def _run(self, density: ChainDensity) -> Chain:
+        first = density.log_weight.first
+        log_weight = first.log_weight.detach()
+        if density.gradient == "none":
+            state = State(density.log_weight.coordinates, first.log_base, log_weight)
+            return Chain(log_weight, state, state, [], [])
+        start = density.start()
+        if self.states is not None:
+            start = density(self.states.resume(first.sample, start.position))
+        target = Target(density, log_weight.new_ones(()), density.log_weight.free)
+        state, infos = start, []
+        with torch.no_grad():
+            for _ in range(self.num_steps):
+                state, info = self.kernel.step(state, target)
+                infos.append(info)
+        self.last_step = ChainRecord(
+            torch.stack([info.acceptance.mean() for info in infos]),
+            self.kernel.step_size().detach().clone(),
+            target.beta,
+            log_weight,
+        )
+        return Chain(log_weight, start, state, infos, [])
+
+    def _adapt(self, chain: Chain) -> None:
+        """After a step that succeeded: adapt, and keep where the chains stand."""
+        super()._adapt(chain)
+        sample, log_weight = self._latest
+        del self._latest
+        if self.states is not None:
+            self.states.keep(sample, chain.state.position)
+        self._draw = None
+        if self.updates_per_draw > 1:
+            self._draw = _Draw(sample, _call(log_weight._programs), self.updates_per_draw - 1)
+
+    def _wrong_kernel(self, name: str) -> str:
+        return (
+            f"MonteCarloEM needs a kernel that leaves the posterior invariant, which {name} does "
+            f"not: use HMC, MALA or RandomWalk"
+        )
+
+    def _refuse_learned_parts(self) -> None:
+        learned = [name for name, p in self.named_parameters() if p.requires_grad]
+        if learned:
+            raise ValueError(
+                f"MonteCarloEM runs its chains without a graph, so {', '.join(learned)} would get "
+                f"no gradient: use a fixed step size, or AdaptiveStepSize"
+            )
+
+
+def _leave_to_pyro(msg: Any) -> None:
+    """Supplies no value."""
+
+
+def _model_log_prob(sample: WeightedParticles) -> Tensor:
+    """log p(x, z) of the local latents, shape ``[K, *plates]``."""
+    return sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+
+
+def _call(programs: Programs) -> tuple[Any, ...]:
+    leaves = tree_leaves((programs.args, programs.kwargs))
+    versions = [_version(leaf) for leaf in leaves]
+    return programs.model, programs.guide, leaves, versions
+
+
+def _version(leaf: Any) -> int | None:
+    # A tensor that was written to holds other data.
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
+
+
+def _same_call(draw: _Draw, programs: Programs) -> bool:
+    if draw.left < 1:
+        return False
+    model, guide, leaves, versions = _call(programs)
+    old_model, old_guide, old_leaves, old_versions = draw.call
+    return (
+        model == old_model
+        and guide == old_guide
+        and versions == old_versions
+        and len(leaves) == len(old_leaves)
+        and all(_same_leaf(a, b) for a, b in zip(leaves, old_leaves, strict=True))
+    )
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    return type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b

@@ -1,1 +1,0 @@
-"""Control variates of score functions, which Rao-Blackwellized gradients subtract from costs."""

@@ -1,0 +1,227 @@
+"""The log weight of a pair of programs as a density that chains move in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.runtime import _PYRO_STACK
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from pyro_mcvae.chains.kernel import State, finite
+from pyro_mcvae.coordinates.log_weight import Evaluation, LogWeight
+from pyro_mcvae.programs.execution import Programs, Run
+
+__all__ = [
+    "ChainDensity",
+    "check_continuous",
+    "costs_nothing_to_read",
+    "named",
+    "outside_inference_mode",
+]
+
+# A chain that diverges gets no further than this: programs there raise errors of their own (an
+# infinite mean, say) for all data at once. Such a state has weight zero, so that it is rejected by
+# adjusted kernels and reported by unadjusted ones.
+_FAR = 1e6
+
+
+class ChainDensity:
+    r"""
+    :math:`(\log \text{base}, \log w)` with their gradients, as a function from positions to states.
+
+    :param LogWeight log_weight: made by ``LogWeight(..., differentiable=True)``, where gradients
+        are enabled if ``needs_gradient`` or ``gradient`` asks for them.
+    :param bool needs_gradient: whether the kernel asks for gradients.
+    :param str gradient: ``"full"``, states keep their graphs; ``"reweighted"``, only the first draw
+        does; or ``"none"``.
+    :param bool recompute: run each evaluation again in the backward pass.
+    """
+
+    def __init__(
+        self,
+        log_weight: LogWeight,
+        needs_gradient: bool,
+        gradient: str = "none",
+        recompute: bool = False,
+    ) -> None:
+        self.log_weight = log_weight
+        self.gradient = gradient
+        self._kernel_gradient = needs_gradient
+        self._recompute = recompute and gradient == "full"
+        self._latest = log_weight.first
+
+    @property
+    def runs(self) -> list[Run]:
+        """The first and the last evaluation, to name a site that is not finite."""
+        first = self.log_weight.first
+        latest = [] if self._latest is first else self._latest.sample.runs
+        return [*first.sample.runs, *latest]
+
+    def start(self) -> State:
+        """The first draw."""
+        if self._kernel_gradient and self.log_weight.entangled:
+            # Forward and reverse moves must follow one gradient: the partial derivatives.
+            return self(self.log_weight.coordinates)
+        with torch.set_grad_enabled(self.gradient != "none" or self._kernel_gradient):
+            state = self._state(self.log_weight.coordinates, self.log_weight.first)
+            if not (_may_read(state.position) and _is_finite(state)):
+                state, _ = _mended(state)
+            return self._kept(state)
+
+    def __call__(self, position: Tensor) -> State:
+        if not self._recompute:
+            return self._evaluate(position)
+        # Handlers around the loss are gone when the backward pass runs the programs again.
+        contexts = nullcontext(), _Handlers()
+        state: State = checkpoint(
+            self._evaluate, position, use_reentrant=False, context_fn=lambda: contexts
+        )
+        return state
+
+    def _evaluate(self, position: Tensor) -> State:
+        full = self.gradient == "full"
+        with torch.set_grad_enabled(full or self._kernel_gradient):
+            if not full:
+                position = position.detach()
+            if self._kernel_gradient and not position.requires_grad:
+                position = position.clone().requires_grad_()
+            near, reads = position.detach().abs() <= _FAR, _may_read(position)
+            all_near = reads and bool(near.all())
+            # A tensor of its own: transforms remember what they made of one that they know, and its
+            # graph, in which a recomputation of the same evaluation would meet itself.
+            own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
+            state = self._at(position, own)
+            if all_near and _is_finite(state):
+                return self._kept(state)
+            state, regular = _mended(state, near.all(-1))
+            if full and reads and not regular.all():
+                state = self._with_constants(state, regular)
+            return self._kept(state)
+
+    def _at(self, position: Tensor, moved: Tensor) -> State:
+        at = self.log_weight(moved)
+        state = self._state(position, at)
+        # Last, since a checkpoint may run this again for the gradients of the line above, and what
+        # that made would be kept.
+        self._latest = at
+        return state
+
+    def _with_constants(self, state: State, regular: Tensor) -> State:
+        """
+        The same state, as a constant at the data where something is not finite.
+
+        A rejected move there would leave 0 * NaN in the gradient of every parameter.
+        """
+        first, home = self._latest, self.log_weight.coordinates.detach()
+        position = torch.where(regular.unsqueeze(-1), state.position, home)
+        again, _ = _mended(self._at(position, position))
+        self._latest = first
+        fields: dict[str, Tensor] = {}
+        for name, old in state._asdict().items():
+            if old is not None and name != "position":
+                where = regular.reshape(regular.shape + (1,) * (old.dim() - regular.dim()))
+                fields[name] = torch.where(where, getattr(again, name), old.detach())
+        return state._replace(**fields)
+
+    def _state(self, position: Tensor, at: Evaluation) -> State:
+        """What the programs say there, finite or not."""
+        if not self._kernel_gradient:
+            return State(position, at.log_base, at.log_weight)
+        full, reweighted = self.gradient == "full", self.gradient == "reweighted"
+        again = reweighted and at is self.log_weight.first
+        found = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
+        return State(position, at.log_base, at.log_weight, *found)
+
+    def _kept(self, state: State) -> State:
+        """With a graph only where the bound's gradient goes through it."""
+        if self.gradient == "full":
+            return state
+        return State(*(None if t is None else t.detach() for t in state))  # type: ignore[arg-type]
+
+
+def _may_read(value: Tensor) -> bool:
+    """Whether a value may be looked at: it costs nothing, or validation does so anyway."""
+    return costs_nothing_to_read(value) or is_validation_enabled()
+
+
+def costs_nothing_to_read(value: Tensor) -> bool:
+    """Whether the host may look at a value without waiting for its device."""
+    return not value.is_cuda
+
+
+def _is_finite(state: State) -> bool:
+    """Whether everything is finite; a sum that overflows is taken for what is not."""
+    sums = [t.detach().sum() for t in state[1:] if t is not None]
+    return math.isfinite(sum(sums[1:], sums[0]).item())
+
+
+def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
+    """
+    The state without steps that are not finite, and the data at which it was so already.
+
+    :param near: at which data the position is one where the programs have been run.
+    """
+    regular = state.log_weight.detach().isfinite() & state.log_base.detach().isfinite()
+    if near is not None:
+        state = state._replace(log_weight=torch.where(near, state.log_weight, -math.inf))
+    if state.grad_base is not None and state.grad_weight is not None:
+        total = (state.grad_base + state.grad_weight).detach()
+        regular = regular & total.isfinite().all(-1)
+        state = state._replace(
+            grad_base=finite(state.grad_base), grad_weight=finite(state.grad_weight)
+        )
+    return state, regular
+
+
+class _Handlers:
+    """Pyro's handlers as they were when this was made; may be entered again."""
+
+    def __init__(self) -> None:
+        self._then = list(_PYRO_STACK)
+        self._now: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._now = list(_PYRO_STACK)
+        _PYRO_STACK[:] = self._then
+
+    def __exit__(self, *error: object) -> None:
+        _PYRO_STACK[:] = self._now
+
+
+def check_continuous(log_weight: LogWeight, objective: str) -> None:
+    """
+    Check that every latent can be moved along gradients.
+
+    :raises ValueError: naming the discrete sites.
+    """
+    if log_weight.discrete:
+        raise ValueError(
+            f"{objective} moves latents along gradients, but the guide's site"
+            f"{named(log_weight.discrete)} discrete: sum discrete sites with "
+            f"TraceRaoBlackwell_ELBO, weigh them with TraceIWAE_ELBO, or marginalise them "
+            f"in the model"
+        )
+
+
+def named(names: tuple[str, ...]) -> str:
+    """Sites and their verb, as in "s 'a', 'b' are", to follow "site"."""
+    quoted = ", ".join(f"'{n}'" for n in names)
+    return f" {quoted} is" if len(names) == 1 else f"s {quoted} are"
+
+
+@contextmanager
+def outside_inference_mode(programs: Programs) -> Iterator[Programs]:
+    """Chains differentiate, which inference mode forbids: leave it, with copies of the data."""
+    if not torch.is_inference_mode_enabled():
+        yield programs
+        return
+    with torch.inference_mode(False):
+        args, kwargs = tree_map_only(Tensor, Tensor.clone, (programs.args, programs.kwargs))
+        yield Programs(programs.model, programs.guide, args, kwargs)

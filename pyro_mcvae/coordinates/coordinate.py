@@ -1,0 +1,252 @@
+r"""
+Coordinates of a guide's draws: what a chain moves, a search changes, or a sum enumerates.
+
+A reparameterized distribution draws :math:`z = T(\epsilon)` from noise with a fixed density. In
+*noise* coordinates the noise is the state: its density is known, it is unconstrained, and it is
+whitened by the guide. Distributions whose noise is not explicit (Gamma, Dirichlet) use
+*unconstrained* values instead, and discrete ones the *value* itself.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from pyro import distributions as dist
+from torch import Tensor
+from torch.distributions import biject_to
+
+from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
+from pyro_mcvae.programs.errors import NoCoordinateError
+from pyro_mcvae.programs.precision import without_autocast
+from pyro_mcvae.programs.sites import is_masked, layers
+
+__all__ = [
+    "Coordinate",
+    "NoiseCoordinate",
+    "UnconstrainedCoordinate",
+    "ValueCoordinate",
+    "coordinate_of",
+]
+
+Coordinates = Literal["noise", "latent", "value"]
+
+
+class Coordinate(ABC):
+    """
+    A parameterization of one guide site's draw.
+
+    :ivar event_shape: the shape of the coordinate of one batch element.
+    :ivar reparameterized: whether gradients may pass through draws, to the guide's parameters.
+    """
+
+    event_shape: torch.Size
+    reparameterized: bool = True
+
+    @abstractmethod
+    def draw(self) -> Tensor:
+        """A draw of the coordinate such that ``value(draw())`` follows the site's distribution."""
+
+    @abstractmethod
+    def value(self, coordinate: Tensor) -> Tensor:
+        """The site's value at a coordinate."""
+
+    @abstractmethod
+    def at(self, value: Tensor) -> Tensor:
+        """
+        The coordinate of a given value, the inverse of :meth:`value`.
+
+        :raises NoCoordinateError: if it is not known.
+        """
+
+    @abstractmethod
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        """The density of the coordinate under the guide, batch-shaped."""
+
+
+class NoiseCoordinate(Coordinate):
+    r"""
+    Noise of independent standard variables: :math:`z = T(\epsilon)`, with T the guide's.
+
+    :param fn: the site's distribution, for its batch shape.
+    :param Noise noise: how its draws are made.
+    """
+
+    def __init__(self, fn: Any, noise: Noise) -> None:
+        self.batch_shape = fn.batch_shape
+        self.reparameterized = not _forbids_rsample(fn)
+        self.noise = noise
+        self.event_shape = noise.event_shape
+        self._masked = is_masked(fn)
+        # The noise and its density at the last call of log_prob, which log_base then shares.
+        self._latest: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def normal(self) -> bool:
+        """Whether the density of the noise is the standard normal one."""
+        return isinstance(self.noise.standard, StandardNormal)
+
+    def draw(self) -> Tensor:
+        with torch.no_grad():
+            return self.noise.standard.sample(self.batch_shape + self.event_shape)
+
+    def value(self, coordinate: Tensor) -> Tensor:
+        with without_autocast():
+            return self.noise.transform(coordinate)
+
+    def at(self, value: Tensor) -> Tensor:
+        if self.noise.inverse is None:
+            raise NoCoordinateError("the noise that a given value was made of is not known")
+        return self.noise.inverse(value)
+
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        if self._latest is not None and self._latest[0] is coordinate:
+            return self._latest[1]
+        return sum_event(self.noise.standard.log_prob(coordinate), len(self.event_shape))
+
+    def log_prob(self, coordinate: Tensor) -> Tensor | None:
+        r"""
+        :math:`\log q(T(\epsilon)) = \log \text{base}(\epsilon) - \log |\det T'|`, the site's
+        density, where the determinant does not depend on the noise: cheaper than the distribution's
+        own, and without the way through the value. None elsewhere, and where the distribution masks
+        itself, of which the noise knows nothing.
+        """
+        if self.noise.log_scale is None or self._masked:
+            return None
+        self._latest = None
+        self._latest = coordinate, self.log_base(coordinate, coordinate)
+        return self._latest[1] - self._log_det
+
+    @cached_property
+    def _log_det(self) -> Tensor:
+        assert self.noise.log_scale is not None
+        log_scale = self.noise.log_scale().expand(self.batch_shape + self.event_shape)
+        return sum_event(log_scale, len(self.event_shape))
+
+
+class UnconstrainedCoordinate(Coordinate):
+    """The value itself, mapped to the real line where its support is constrained."""
+
+    def __init__(self, fn: Any) -> None:
+        # A mask takes density out of the weight, but the draw still has it.
+        fn = self.fn = _without_masks(fn)
+        self.reparameterized = fn.has_rsample
+        self.transform = biject_to(_support(fn))
+        shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)
+        # A tuple where torch 2.5 adds the shapes of an expanded distribution.
+        self.event_shape = torch.Size(shape[len(fn.batch_shape) :])
+
+    def draw(self) -> Tensor:
+        value = self.fn.rsample() if self.fn.has_rsample else self.fn.sample()
+        # An alias: a flow knows the density of the tensor that it drew, without a gradient to it.
+        return self.transform.inv(value.view_as(value))
+
+    def value(self, coordinate: Tensor) -> Tensor:
+        return self.transform(coordinate)
+
+    def at(self, value: Tensor) -> Tensor:
+        return self.transform.inv(value)
+
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        log_det = self.transform.log_abs_det_jacobian(coordinate, value)
+        extra = self.fn.event_dim - self.transform.codomain.event_dim
+        return self.fn.log_prob(value) + sum_event(log_det, extra)
+
+
+class CircularCoordinate(UnconstrainedCoordinate):
+    """
+    An angle, wound off to the real line.
+
+    The density of a von Mises distribution is one on the circle, and repeats itself on the line, on
+    which a model need not. So the program sees the angle in [-pi, pi), wherever the coordinate is:
+    then everything repeats itself, and a chain on the line is one on the circle.
+    """
+
+    def value(self, coordinate: Tensor) -> Tensor:
+        return (coordinate + math.pi).remainder(2 * math.pi) - math.pi
+
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        return self.fn.log_prob(value)
+
+
+def _is_circular(fn: Any) -> bool:
+    while not isinstance(fn, _CIRCULAR):
+        base = getattr(fn, "base_dist", None)
+        if base is None or isinstance(fn, torch.distributions.TransformedDistribution):
+            return False
+        fn = base
+    return True
+
+
+_CIRCULAR = (torch.distributions.VonMises, dist.SineBivariateVonMises, dist.SineSkewed)
+
+
+def _support(fn: Any) -> Any:
+    """The support, of a mixture that of its components."""
+    support = fn.support
+    # Newer versions of torch check a mixture's values by a constraint that has no bijection.
+    mixture = getattr(torch.distributions.constraints, "MixtureSameFamilyConstraint", ())
+    return support.base_constraint if isinstance(support, mixture) else support
+
+
+def _without_masks(fn: Any) -> Any:
+    """The distribution of what is drawn, with the density of masked entries, too."""
+    if not is_masked(fn):
+        return fn
+    if isinstance(fn, dist.torch_distribution.MaskedDistribution):
+        return _without_masks(fn.base_dist)
+    if isinstance(fn, torch.distributions.Independent):
+        base = _without_masks(fn.base_dist)
+        return dist.Independent(base, fn.reinterpreted_batch_ndims)
+    if isinstance(fn, dist.torch_distribution.ExpandedDistribution):
+        return _without_masks(fn.base_dist).expand(fn.batch_shape)
+    raise NoCoordinateError(
+        f"{type(fn).__name__} transforms a distribution that masks itself: mask the result, as in "
+        f"{type(fn).__name__}(...).mask(...)"
+    )
+
+
+class ValueCoordinate(Coordinate):
+    """The value itself, as it is."""
+
+    def __init__(self, fn: Any) -> None:
+        self.fn = fn
+        self.event_shape = fn.event_shape
+
+    def draw(self) -> Tensor:
+        with torch.no_grad():
+            return self.fn.sample()
+
+    def value(self, coordinate: Tensor) -> Tensor:
+        return coordinate
+
+    def at(self, value: Tensor) -> Tensor:
+        return value
+
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        return self.fn.log_prob(value)
+
+
+def _forbids_rsample(fn: Any) -> bool:
+    """Whether has_rsample_(False) was said of this very distribution, as of a rough model's."""
+    return any(vars(layer).get("has_rsample") is False for layer in layers(fn))
+
+
+def coordinate_of(fn: Any, coordinates: Coordinates = "noise") -> Coordinate:
+    """
+    The coordinate of a guide site's draws.
+
+    :param fn: the site's distribution.
+    :param coordinates: ``"noise"``; ``"latent"``, unconstrained values throughout; or
+        ``"value"``, the values themselves.
+    """
+    if coordinates == "value" or fn.support.is_discrete:
+        return ValueCoordinate(fn)
+    if coordinates == "noise":
+        found = noise_of(fn)
+        if found is not None:
+            return NoiseCoordinate(fn, found)
+    return CircularCoordinate(fn) if _is_circular(fn) else UnconstrainedCoordinate(fn)

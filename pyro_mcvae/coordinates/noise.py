@@ -1,0 +1,267 @@
+r"""
+How distributions draw: the map from standard noise, of fixed density, to the value.
+
+A registry by class, which users extend with :func:`register_noise`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from pyro import distributions as dist
+from pyro.ops.tensor_utils import safe_normalize
+from torch import Tensor
+
+from pyro_mcvae.programs.errors import NoCoordinateError
+
+__all__ = [
+    "Noise",
+    "StandardNormal",
+    "noise_of",
+    "register_noise",
+    "sum_event",
+]
+
+
+class Noise(NamedTuple):
+    r"""
+    How a distribution's draws are made: :math:`z = T(\epsilon)`.
+
+    :ivar standard: a scalar distribution on the real line, without parameters to learn.
+    :ivar event_shape: how many standard variables one batch element takes.
+    :ivar transform: T, from the noise to the value.
+    :ivar log_scale: returns log of T's derivative per standard variable, broadcastable to batch
+        and event, where T acts on each by itself and its derivative does not depend on the noise.
+    :ivar inverse: T's inverse, from the value to the noise, where there is one.
+
+    Example, for :func:`register_noise`; a log-normal distribution's::
+
+        >>> standard = dist.Normal(torch.zeros(()), torch.ones(()))
+        >>> noise = Noise(standard, torch.Size(), torch.exp, inverse=torch.log)
+        >>> noise.transform(torch.tensor(0.0)), noise.inverse(torch.tensor(1.0))
+        (tensor(1.), tensor(0.))
+    """
+
+    standard: Any
+    event_shape: torch.Size
+    transform: Callable[[Tensor], Tensor]
+    log_scale: Callable[[], Tensor] | None = None
+    inverse: Callable[[Tensor], Tensor] | None = None
+
+
+class StandardNormal:
+    """N(0, 1) in as few operations as it takes."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like.detach()
+
+    def sample(self, shape: torch.Size) -> Tensor:
+        return torch.randn(shape, dtype=self._like.dtype, device=self._like.device)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return -0.5 * (value * value + _LOG_TWO_PI)
+
+
+_LOG_TWO_PI = math.log(2 * math.pi)
+_REGISTRY: dict[type, Callable[[Any], Any]] = {}
+
+
+def register_noise(*classes: type) -> Callable[[Any], Any]:
+    """
+    Register how distributions of exactly these classes are made from noise.
+
+    Chains then move that noise; the draws of other classes move as unconstrained values. A class of
+    your own that is not registered is one of these, and works.
+
+    :param classes: exact ones, since a subclass may draw in another way than its parent.
+    :returns: a decorator for a function that maps a distribution to a :class:`Noise` (or a tuple of
+        its fields), or to None where it has no explicit noise.
+
+    Example::
+
+        >>> @register_noise(dist.Exponential)
+        ... def _exponential(fn):
+        ...     standard = dist.Normal(torch.zeros(()), torch.ones(()))
+        ...     return Noise(
+        ...         standard, fn.event_shape, lambda eps: -torch.special.log_ndtr(eps) / fn.rate
+        ...     )
+        >>> noise_of(dist.Exponential(torch.tensor([1.0, 2.0]))).transform(torch.zeros(2))
+        tensor([0.6931, 0.3466])
+    """
+
+    def decorator(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        for cls in classes:
+            _REGISTRY[cls] = function
+        return function
+
+    return decorator
+
+
+def noise_of(fn: Any) -> Noise | None:
+    """How a distribution draws, or None where its noise is not explicit."""
+    # Exact classes only: a subclass may draw in another way than its parent.
+    function = _REGISTRY.get(type(fn))
+    found = None if function is None else function(fn)
+    return None if found is None else Noise(*found)
+
+
+def _standard(cls: type, like: Tensor, *args: Tensor) -> Any:
+    like = like.detach()
+    zero, one = like.new_zeros(()), like.new_ones(())
+    return cls(*args, zero, one, validate_args=False)
+
+
+def _pair(*names: str) -> list[type]:
+    found = [getattr(module, n, None) for module in (dist, torch.distributions) for n in names]
+    return [cls for cls in dict.fromkeys(found) if cls is not None]
+
+
+def _scaled(fn: Any, standard: Any) -> Noise:
+    """Of location-scale families."""
+    return Noise(
+        standard,
+        fn.event_shape,
+        lambda eps: fn.loc + fn.scale * eps,
+        lambda: fn.scale.log(),
+        lambda value: (value - fn.loc) / fn.scale,
+    )
+
+
+@register_noise(*_pair("Normal", "Laplace", "Cauchy", "Logistic"))
+def _location_scale(fn: Any) -> Noise:
+    plain = _pair(type(fn).__name__)[0]
+    standard = StandardNormal(fn.loc) if plain is dist.Normal else _standard(plain, fn.loc)
+    return _scaled(fn, standard)
+
+
+@register_noise(*_pair("StudentT"))
+def _student_t(fn: Any) -> Noise | None:
+    # Strides of zero: one number, broadcast to the shape of loc.
+    if fn.df.requires_grad or any(fn.df.stride(d) for d in range(fn.df.dim()) if fn.df.size(d) > 1):
+        return None  # the noise's density would depend on parameters, or on the datum
+    standard = _standard(dist.StudentT, fn.loc, fn.df[(0,) * fn.df.dim()])
+    return _scaled(fn, standard)
+
+
+@register_noise(*_pair("Uniform"))
+def _uniform(fn: Any) -> Noise:
+    standard = StandardNormal(fn.low)
+    low, high = fn.low.detach(), fn.high.detach()
+    inner = torch.nextafter(low, high), torch.nextafter(high, low)
+
+    def transform(eps: Tensor) -> Tensor:
+        # Rounding puts far noise on the interval's ends, where densities are infinite.
+        value = fn.low + (fn.high - fn.low) * torch.special.ndtr(eps)
+        return value.clamp(*inner)
+
+    def inverse(value: Tensor) -> Tensor:
+        return torch.special.ndtri((value - fn.low) / (fn.high - fn.low))
+
+    return Noise(standard, fn.event_shape, transform, inverse=inverse)
+
+
+@register_noise(*_pair("MultivariateNormal"))
+def _multivariate_normal(fn: Any) -> Noise:
+    return Noise(
+        StandardNormal(fn.loc),
+        fn.event_shape,
+        lambda eps: fn.loc + (fn._unbroadcasted_scale_tril @ eps.unsqueeze(-1)).squeeze(-1),
+        inverse=lambda value: torch.linalg.solve_triangular(
+            fn._unbroadcasted_scale_tril, (value - fn.loc).unsqueeze(-1), upper=False
+        ).squeeze(-1),
+    )
+
+
+@register_noise(*_pair("LowRankMultivariateNormal"))
+def _low_rank_normal(fn: Any) -> Noise:
+    factor, diagonal = fn._unbroadcasted_cov_factor, fn._unbroadcasted_cov_diag
+    rank = factor.shape[-1]
+
+    def transform(eps: Tensor) -> Tensor:
+        low = (factor @ eps[..., :rank].unsqueeze(-1)).squeeze(-1)
+        return fn.loc + low + diagonal.sqrt() * eps[..., rank:]
+
+    return Noise(StandardNormal(fn.loc), torch.Size([rank + fn.event_shape[0]]), transform)
+
+
+@register_noise(dist.ProjectedNormal)
+def _projected_normal(fn: Any) -> Noise:
+    # As many numbers as the value has entries, of which one is lost: not one to one.
+    return Noise(
+        StandardNormal(fn.concentration),
+        fn.event_shape,
+        lambda eps: safe_normalize(fn.concentration + eps),
+    )
+
+
+@register_noise(*_pair("Independent"), torch.distributions.Independent)
+def _independent(fn: Any) -> Noise | None:
+    found = noise_of(fn.base_dist)
+    if found is None:
+        return None
+    count = fn.reinterpreted_batch_ndims
+    extra = fn.base_dist.batch_shape[len(fn.base_dist.batch_shape) - count :]
+    return found._replace(event_shape=extra + found.event_shape)
+
+
+@register_noise(
+    dist.torch_distribution.ExpandedDistribution, dist.torch_distribution.MaskedDistribution
+)
+def _wrapped(fn: Any) -> Noise | None:
+    return noise_of(fn.base_dist)
+
+
+def _flow_classes() -> list[type]:
+    # LogNormal, Gumbel and the like are transformed distributions by inheritance.
+    root = torch.distributions.TransformedDistribution
+    found = [
+        cls
+        for module in (dist, torch.distributions)
+        for cls in vars(module).values()
+        if isinstance(cls, type) and issubclass(cls, root) and cls.rsample is root.rsample
+    ]
+    return list(dict.fromkeys([root, *found]))
+
+
+@register_noise(*_flow_classes())
+def _transformed(fn: Any) -> Noise | None:
+    found = noise_of(fn.base_dist)
+    if found is None:
+        return None
+    standard, event_shape, base, _, base_inverse = found
+    count = len(fn.base_dist.batch_shape) - len(fn.batch_shape)
+    if count > 0:
+        # Transforms that mix batch elements of the base make them one event.
+        event_shape = fn.base_dist.batch_shape[-count:] + event_shape
+
+    def transform(eps: Tensor) -> Tensor:
+        value = base(eps)
+        for part in fn.transforms:
+            value = part(value)
+        return value
+
+    def inverse(value: Tensor) -> Tensor:
+        assert base_inverse is not None
+        for part in reversed(fn.transforms):
+            if not part.bijective:
+                # As an absolute value, whose noise may have had either sign.
+                raise NoCoordinateError(f"{type(part).__name__} is not one to one")
+            try:
+                value = part.inv(value)
+            except (KeyError, NotImplementedError) as error:
+                raise NoCoordinateError(f"{type(part).__name__} has no inverse") from error
+        return base_inverse(value)
+
+    return Noise(
+        standard, event_shape, transform, inverse=None if base_inverse is None else inverse
+    )
+
+
+def sum_event(value: Any, count: int) -> Tensor:
+    """Sum the last ``count`` dims."""
+    if not isinstance(value, Tensor):
+        return torch.as_tensor(value)
+    return value.sum(tuple(range(-count, 0))) if count else value

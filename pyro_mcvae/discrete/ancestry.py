@@ -1,0 +1,101 @@
+"""Which guide sites each factor of a program depends on, directly or through others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+
+from pyro_mcvae.discrete.enumerated import SlotRun
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.sites import PlateKey, is_random, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure.cache import StructureCache
+from pyro_mcvae.structure.independence import find_dependent_plates
+
+__all__ = ["Ancestry"]
+
+
+class Ancestry:
+    """
+    Finds out what depends on what, once for each structure that the programs show.
+
+    Factors for which that cannot be found out count as depending on everything.
+    """
+
+    def __init__(self) -> None:
+        self._memory: StructureCache[Mapping[FactorKey, frozenset[str]]] = StructureCache()
+
+    def of(self, programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
+        """The random guide sites behind each factor: its ancestors, and itself."""
+        if not slot_run.scored:
+            return {}
+        signature = tuple(_signature(slot_run))
+        return self._memory.of(programs, signature, lambda: _derive(programs, slot_run))
+
+
+def _signature(slot_run: SlotRun) -> Iterable[Any]:
+    for term in slot_run.run.terms:
+        frames: Iterable[CondIndepStackFrame] = plate_frames(term.site)
+        plates = frozenset((plate_key(f), is_subsampled(f)) for f in frames)
+        yield term.key, plates, term.in_guide and is_random(term.site)
+
+
+def _derive(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
+    run = slot_run.run
+    names = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
+    found = dependencies.find_dependencies(programs, names, run.subsamples)
+    _check_slots(slot_run, found)
+    direct = {t.key: found.factors.get(t.key, names) for t in run.terms}
+    closed = {name: direct[FactorKey("guide", name)] | {name} for name in names}
+    for _ in names:
+        wider = {n: frozenset().union(*(closed[p] for p in ps)) for n, ps in closed.items()}
+        if wider == closed:
+            break
+        closed = wider
+    # A factor of the guide with a score function stands for draws that are not seen: anything may
+    # depend on them.
+    unseen = {t.key.name for t in run.terms if t.in_guide and t.site["is_observed"]}
+    hidden = frozenset(unseen & slot_run.scored.keys())
+    ancestors = {key: hidden.union(*(closed[p] for p in ps)) for key, ps in direct.items()}
+    _check_uncoupled(slot_run, ancestors, find_dependent_plates(programs, run.subsamples))
+    return ancestors
+
+
+def _check_uncoupled(
+    slot_run: SlotRun,
+    ancestors: Mapping[FactorKey, frozenset[str]],
+    coupled: Mapping[FactorKey, frozenset[PlateKey]],
+) -> None:
+    """Refuse sites whose elements meet in a factor: their slots cannot be summed one by one."""
+    for key, plates in coupled.items():
+        for name in sorted(ancestors.get(key, frozenset()) & slot_run.scored.keys()):
+            frames = plate_frames(slot_run.scored[name].site)
+            shared = sorted(f.name for f in frames if plate_key(f) in plates)
+            if shared:
+                raise ValueError(
+                    f"site '{key.name}' of the {key.program} depends, in one element of plate "
+                    f"'{shared[0]}', on other elements of guide site '{name}' (as z.cumsum(-1) "
+                    f"does), so that every combination of them would have to be summed: use "
+                    f"TraceIWAE_ELBO, which weighs them together, or draw the elements in a "
+                    f"sequential plate or pyro.markov"
+                )
+
+
+def _check_slots(slot_run: SlotRun, found: dependencies.Dependencies) -> None:
+    """Refuse programs that sum or average over the slots, as ``z.mean()`` in a model does."""
+    for cost in slot_run.costs:
+        for key in cost.keys:
+            parents = found.observed.get(key, found.distributions.get(key, frozenset()))
+            for name in parents & slot_run.scored.keys():
+                symbol = slot_run.scored[name].symbol
+                if symbol is not None and len(cost.keys) == 1 and symbol not in cost.dims:
+                    raise RuntimeError(
+                        f"site '{key.name}' of the {key.program} depends on '{name}', but its "
+                        f"log_prob has lost the dimension of the slots of '{name}': index and "
+                        f"reduce from the right, as in z.sum(-1, keepdim=True), or sample the "
+                        f"site plainly by infer={{'mcvae': {{'num_categories': 0, "
+                        f"'num_samples': 1}}}}"
+                    )

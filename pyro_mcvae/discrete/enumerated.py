@@ -1,0 +1,324 @@
+"""One execution of guide and model in which discrete sites have several slots."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.infer.util import is_validation_enabled
+from pyro.ops import packed
+from pyro.ops.contract import contract_tensor_tree
+from pyro.ops.rings import LogRing
+from pyro.poutine.enum_messenger import EnumMessenger
+from pyro.poutine.trace_struct import Trace
+from pyro.util import check_model_guide_match, check_site_shape
+from torch import Tensor
+
+from pyro_mcvae.discrete.slots import SLOTS, SiteOptions, SiteSlots, SlotMessenger
+from pyro_mcvae.programs import sites
+from pyro_mcvae.programs.contract import check_sites
+from pyro_mcvae.programs.execution import Programs, Run, Term, entered, nesting_of, terms_of
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
+
+__all__ = ["ScoredSite", "SlotCost", "SlotRun", "run_slots"]
+
+
+@dataclass
+class SlotCost:
+    """
+    A summand of the ELBO, with a dimension for every slot that it depends on.
+
+    :ivar term: the site that it belongs to; for a sum over states of the model, one of its sites.
+    :ivar value: packed, detached, without the plates' N/B.
+    :ivar path: what its gradient passes through, packed like ``value``; or 0.
+    :ivar scale: N/B.
+    :ivar plates: the symbols of the plates around it.
+    :ivar keys: the factors that it was computed from.
+    """
+
+    term: Term
+    value: Tensor
+    path: Any
+    scale: Any
+    plates: frozenset[str]
+    keys: tuple[FactorKey, ...]
+
+    @property
+    def dims(self) -> frozenset[str]:
+        return frozenset(self.value._pyro_dims)  # type: ignore[attr-defined]
+
+
+@dataclass
+class ScoredSite:
+    """
+    A guide site whose distribution gets its gradient through log q of its draws.
+
+    :ivar score: log q of each slot, with its gradient, without scale and mask: ``[..., *batch]``.
+    :ivar weight: the numbers that multiply what depends on the site, packed like ``score``.
+    :ivar symbol: the symbol of the slots' dimension; None where there is one slot.
+    :ivar plates: the symbols of the plates around it.
+    :ivar dim_of: the batch dim of each symbol.
+    """
+
+    name: str
+    site: Any
+    slots: SiteSlots
+    score: Tensor
+    weight: Tensor
+    symbol: str | None
+    plates: frozenset[str]
+    dim_of: dict[str, int]
+
+    @property
+    def order(self) -> str:
+        """The symbols of the dims of ``weight``."""
+        return self.weight._pyro_dims  # type: ignore[attr-defined]
+
+    @property
+    def dims(self) -> frozenset[str]:
+        return frozenset(self.order)
+
+    def sampled(self) -> Tensor:
+        """Which slots are draws, ``[S, *batch]``."""
+        if self.slots.sampled is None or self.slots.dim is None:
+            return torch.ones_like(self.first(self.score), dtype=torch.bool)
+        return self.first(_slots_to(self.slots.sampled, self.slots.dim))
+
+    def values(self) -> Tensor:
+        """The slots' values, ``[S, *batch, *event]``."""
+        value = self.site["value"].unsqueeze(0)
+        if self.slots.dim is None:
+            return value
+        return value.transpose(0, self.slots.dim - self.site["fn"].event_dim)
+
+    def slots_first(self, value: Tensor) -> Tensor:
+        """A packed tensor as ``[S, *batch]``."""
+        value = packed.unpack(value, self.dim_of)
+        depth = self.score.dim()
+        value = value.reshape((1,) * (depth - value.dim()) + value.shape)
+        return self.first(value)
+
+    def first(self, value: Tensor) -> Tensor:
+        """A tensor in the layout of ``score`` as ``[S, *batch]``, with 1 in place of the slots."""
+        value = value.unsqueeze(0)
+        return value if self.slots.dim is None else value.transpose(0, self.slots.dim)
+
+
+@dataclass
+class SlotRun:
+    """
+    The costs and the weights of one execution.
+
+    :ivar run: its terms, as of any other run.
+    """
+
+    run: Run
+    costs: list[SlotCost]
+    scored: dict[str, ScoredSite]
+
+
+def run_slots(
+    programs: Programs,
+    options: SiteOptions,
+    supply: SubstituteMessenger,
+    nesting: int,
+    num_particles: int | None,
+    tell: Callable[[str], None],
+) -> SlotRun:
+    """
+    Run the guide with slots, then the model on its values, and take their costs apart.
+
+    :param nesting: how many batch dims belong to plates.
+    :param num_particles: the size of the particles' plate, or None for no such plate.
+    """
+    depth = nesting + (num_particles is not None)
+    leading: list[ParticlePlate | None] = [None, None]
+    if num_particles is not None:
+        leading = [ParticlePlate(num_particles, -depth) for _ in leading]
+    args, kwargs = programs.args, programs.kwargs
+    slots = SlotMessenger(options, -1 - depth, tell)
+    with supply, poutine.trace() as tracer, slots, entered(leading[0]):
+        programs.guide(*args, **kwargs)
+    guide_trace = tracer.trace
+    # The second one goes on where the first stopped to give dims away.
+    with (
+        supply,
+        poutine.trace() as tracer,
+        poutine.replay(trace=guide_trace),
+        EnumMessenger(),
+        entered(leading[1]),
+    ):
+        programs.model(*args, **kwargs)
+    model_trace = tracer.trace
+    check_sites(guide_trace, model_trace, False, model_enumeration=True)
+    if nesting_of(guide_trace, model_trace) > nesting:
+        raise ValueError("the programs have more plates than max_plate_nesting says")
+    run = Run(guide_trace, model_trace, terms_of(guide_trace, model_trace), nesting, num_particles)
+    run.subsamples = supply.subsamples
+    names = zip(("guide", "model"), leading, strict=True)
+    run.unbatched = frozenset(FactorKey(p, n) for p, lead in names if lead for n in lead.unbatched)
+    if is_validation_enabled():
+        _check(run, depth)
+    return _take_apart(run)
+
+
+def _check(run: Run, depth: int) -> None:
+    check_model_guide_match(run.model_trace, run.guide_trace, depth)
+    for term in run.terms:
+        term.site["log_prob"] = term.log_prob
+        check_site_shape(term.site, depth)
+
+
+def _take_apart(run: Run) -> SlotRun:
+    guide, model = run.guide_trace, run.model_trace
+    # The guide first: both traces share what a site knows about its dims.
+    guide.symbolize_dims()
+    scored, costs = {}, []
+    for term in run.terms:
+        if term.in_guide:
+            plates = _plates(term, guide)
+            if isinstance(term.score, Tensor):
+                scored[term.key.name] = _scored(term, plates)
+            costs.append(_guide_cost(term, plates))
+    model.symbolize_dims(guide.plate_to_symbol)
+    factors = [
+        SlotCost(t, *_cost(t, t.log_prob), t.plate_scale, _plates(t, model), (t.key,))
+        for t in run.terms
+        if not t.in_guide
+    ]
+    states = {
+        c.term.key
+        for c in factors
+        if c.term.key.name not in guide and "_enumerate_dim" in c.term.site["infer"]
+    }
+    return SlotRun(run, [*_sum_states(factors, states), *costs], scored)
+
+
+def _plates(term: Term, trace: Trace) -> frozenset[str]:
+    frames = term.site["cond_indep_stack"]
+    return frozenset(trace.plate_to_symbol[f.name] for f in frames if f.vectorized)
+
+
+def _guide_cost(term: Term, plates: frozenset[str]) -> SlotCost:
+    entropy = _exact_entropy(term)
+    if entropy is not None:
+        return SlotCost(term, *_cost(term, entropy), term.plate_scale, plates, (term.key,))
+    path: Any
+    value, path = _cost(term, -term.log_prob)
+    if not isinstance(term.entropy, Tensor):
+        path = 0
+    elif term.entropy is not term.log_prob:
+        path = _pack(term, -term.entropy)
+    return SlotCost(term, value, path, term.plate_scale, plates, (term.key,))
+
+
+def _pack(term: Term, value: Tensor) -> Tensor:
+    infer = term.site["infer"]
+    try:
+        return packed.pack(value, infer["_dim_to_symbol"])
+    except ValueError as error:
+        raise ValueError(
+            f"site '{term.key.name}' of the {term.key.program} has batch shape "
+            f"{tuple(value.shape)}, of which some dims lie in no plate: enclose it in "
+            f"pyro.plate(...), or make them an event by .to_event(...)"
+        ) from error
+
+
+def _cost(term: Term, value: Tensor) -> tuple[Tensor, Tensor]:
+    path = _pack(term, value)
+    value = path.detach()
+    value._pyro_dims = path._pyro_dims  # type: ignore[attr-defined]
+    return value, path
+
+
+def _scored(term: Term, plates: frozenset[str]) -> ScoredSite:
+    site, score = term.site, term.score
+    slots = site["infer"].get(SLOTS)
+    if slots is None:
+        slots = SiteSlots(SiteOptions(0, 1), None, None)
+    if sites.is_masked(site["fn"]) and slots.support is not None:
+        # A mask takes density out of the cost, not out of the draw.
+        score = slots.support.fn.log_prob(site["value"])
+    if slots.weight is None:
+        weight, symbol = torch.ones_like(score), None
+    else:
+        assert slots.dim is not None
+        weight = _slots_to(slots.weight.to(score.dtype), slots.dim)
+        symbol = site["infer"]["_enumerate_symbol"]
+    dim_of = {s: d for d, s in site["infer"]["_dim_to_symbol"].items()}
+    weight = _pack(term, weight.detach())
+    return ScoredSite(term.key.name, site, slots, score, weight, symbol, plates, dim_of)
+
+
+def _slots_to(value: Tensor, dim: int) -> Tensor:
+    """Move slots from the front, ``[S, *batch]``, to a batch dim, as Pyro does with values."""
+    front = -value.dim()
+    if dim < front:
+        return value.reshape(value.shape[:1] + (1,) * (front - dim) + value.shape[1:])
+    return value.transpose(dim, front)
+
+
+def _exact_entropy(term: Term) -> Tensor | None:
+    slots = term.site["infer"].get(SLOTS)
+    fn = term.site["fn"]
+    if slots is None or not slots.options.exact_entropy or sites.is_masked(fn):
+        return None
+    entropy = None if slots.support is None else slots.support.entropy()
+    return None if entropy is None else sites.masked(term.site, entropy)
+
+
+def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]:
+    """
+    Sum over the states of the model's own enumerated sites, inside of the logarithm.
+
+    The factors that depend on them become one factor for each set of connected ones, by Pyro's
+    sum-product algorithm.
+    """
+    if not states:
+        return model
+    infers = [c.term.site["infer"] for c in model if c.term.key in states]
+    dims = {infer["_enumerate_symbol"] for infer in infers}
+    factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
+    inside: list[SlotCost] = []
+    rest: list[SlotCost] = []
+    sizes: dict[str, int] = {}
+    for c in model:
+        if dims.isdisjoint(c.dims) and c.term.key not in states:
+            rest.append(c)
+            continue
+        # Masks act inside of the sum, scales outside.
+        log_prob = sites.unscaled_log_prob(c.term.site, "model")
+        if c.term.key not in states:
+            log_prob = sites.unscaled_masked(c.term.site, log_prob)
+        factor = _pack(c.term, log_prob)
+        sizes.update(zip(factor._pyro_dims, factor.shape, strict=True))  # type: ignore[attr-defined]
+        factors.setdefault(c.plates, []).append(factor)
+        inside.append(c)
+    scale = _common_scale(inside)
+    summed = contract_tensor_tree(factors, dims, ring=LogRing(dim_to_size=sizes))
+    keys = tuple(c.term.key for c in inside)
+    for plates, terms in summed.items():
+        home = next((c.term for c in inside if c.plates == plates), inside[0].term)
+        for path in terms:
+            value = path.detach()
+            value._pyro_dims = path._pyro_dims
+            rest.append(SlotCost(home, value, path, scale, plates, keys))
+    return rest
+
+
+def _common_scale(costs: list[SlotCost]) -> Any:
+    """The one scale of all factors of a sum, which multiplies its logarithm."""
+    scales = {c.term.key.name: c.term.site["scale"] for c in costs}
+    distinct = {id(s) if isinstance(s, Tensor) else s for s in scales.values()}
+    if len(distinct) != 1 or any(isinstance(s, Tensor) and s.dim() for s in scales.values()):
+        raise ValueError(
+            f"the sites {', '.join(map(repr, scales))} of the model depend on the same enumerated "
+            f"site, so they need one common scalar scale, got {list(scales.values())}: put "
+            f"poutine.scale and subsampled plates around all of them"
+        )
+    return next(iter(scales.values()))

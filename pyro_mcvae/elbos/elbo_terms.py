@@ -1,0 +1,168 @@
+"""
+The plain ELBO: of whole runs, and of the global part of a program around other bounds.
+
+Its value, its surrogate, and its score-function terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from pyro.infer.util import MultiFrameTensor
+from torch import Tensor
+
+from pyro_mcvae.elbos.base import Bounds, Estimate, as_scalar
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Run, Term
+from pyro_mcvae.programs.sites import plate_key
+
+__all__ = [
+    "Cost",
+    "elbo_bounds",
+    "elbo_costs",
+    "elbo_estimate",
+    "local_bounds",
+    "local_estimate",
+]
+
+
+class Cost(NamedTuple):
+    """
+    A summand of the ELBO that belongs to one site.
+
+    :ivar term: the site's term.
+    :ivar value: batch-shaped summand without the plates' N/B.
+    :ivar path: what its gradient passes through: ``value``, another tensor, or 0.
+    """
+
+    term: Term
+    value: Any
+    path: Any
+
+
+def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
+    """Estimator A of Kingma and Welling: log p of every model site, -log q of every guide site."""
+    costs = []
+    for t in terms:
+        if t.in_guide:
+            path = 0 if not isinstance(t.entropy, Tensor) else -t.entropy
+            costs.append(Cost(t, -t.log_prob, path))
+        else:
+            costs.append(Cost(t, t.log_prob, t.log_prob))
+    return costs
+
+
+def total_cost(costs: Iterable[Cost]) -> Any:
+    """The ELBO of one run: detached, summed, with N/B."""
+    return sum(
+        c.value.detach().sum() * c.term.plate_scale for c in costs if isinstance(c.value, Tensor)
+    )
+
+
+def elbo_estimate(runs: list[Run], costs: list[list[Cost]], num_particles: int) -> Estimate:
+    """
+    The plain ELBO and its gradient, averaged over the particles.
+
+    :param runs: one vectorised run, or one run per particle.
+    :param costs: the costs of each run.
+    """
+    value: Any = 0.0
+    surrogate: Any = 0.0
+    for run_costs in costs:
+        value = value + total_cost(run_costs)
+        if torch.is_grad_enabled():
+            surrogate = surrogate + elbo_surrogate(run_costs)
+    return Estimate(as_scalar(value) / num_particles, as_scalar(surrogate) / num_particles, runs)
+
+
+def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
+    """The plain ELBO per datum, averaged over the particles."""
+    values = [{c.term.key: c.value for c in run_costs} for run_costs in costs]
+    shared = sum(
+        c.value.sum() * c.term.plate_scale
+        for i, run_costs in enumerate(costs)
+        for c in run_costs
+        if sample.block_of[i][c.term.key] is None and isinstance(c.value, Tensor)
+    )
+    shared = as_scalar(shared) / sample.num_particles
+    if not sample.blocks:
+        return Bounds(shared.new_zeros(0), 1.0, shared, ())
+    per_datum = sample.local_sum(lambda t, i: values[i][t.key]).mean(0)
+    return Bounds(per_datum, sample.scale, shared, sample.plate_names)
+
+
+def local_estimate(sample: WeightedParticles, bound: Tensor, surrogate: Tensor) -> Estimate:
+    """
+    A bound on the local latents' evidence, with the plain ELBO of everything global around it.
+
+    :param bound: the bound of each datum, detached, shape ``[*plates]``.
+    :param surrogate: a tensor of that shape with the gradient of the bound.
+    """
+    shared = elbo_costs(sample.global_terms())
+    local = sample.scale * bound
+    value = as_scalar(total_cost(shared) + local.sum())
+    if not torch.is_grad_enabled():
+        return Estimate(value, value, sample.runs)
+    outside = elbo_surrogate(shared, _downstream(sample, local))
+    return Estimate(value, (sample.scale * surrogate).sum() + outside, sample.runs)
+
+
+def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
+    """The same per datum."""
+    shared = as_scalar(total_cost(elbo_costs(sample.global_terms())))
+    return Bounds(bound, sample.scale, shared.to(bound), sample.plate_names)
+
+
+def _downstream(sample: WeightedParticles, bound: Tensor) -> MultiFrameTensor:
+    """The blocks' scaled bounds with their plates, as costs downstream of global sites."""
+    costs = MultiFrameTensor()
+    for b, part in enumerate(sample.split(bound)):
+        frames = sample.block_frames(b)
+        sizes: dict[int, int] = {f.dim: f.size for f in frames if f.dim is not None}
+        depth = max((-d for d in sizes), default=0)
+        costs.add((frames, part.reshape([sizes.get(d, 1) for d in range(-depth, 0)])))
+    return costs
+
+
+def elbo_surrogate(costs: list[Cost], extra: MultiFrameTensor | None = None) -> Any:
+    """
+    A scalar with the ELBO's gradient: pathwise, plus score-function terms.
+
+    :param extra: further detached costs with their plates, downstream of every site, that enter
+        the score-function terms only.
+    """
+    paths = sum(c.path.sum() * c.term.plate_scale for c in costs if isinstance(c.path, Tensor))
+    return paths + score_function_term(costs, extra)
+
+
+def score_function_term(costs: list[Cost], extra: MultiFrameTensor | None = None) -> Any:
+    r"""
+    :math:`\sum_i R_i \log q(z_i)` over the sites without reparameterization.
+
+    :math:`R_i` sums the costs over the plates that do not enclose the site: what lies in other
+    elements of its own plates does not depend on it (Pyro's plate-wise Rao-Blackwellization), but
+    where the elements were found to meet.
+    """
+    scored = [c.term for c in costs if isinstance(c.term.score, Tensor)]
+    if not scored:
+        return 0.0
+    downstream = MultiFrameTensor() if extra is None else MultiFrameTensor(*extra.items())
+    for c in costs:
+        if isinstance(c.value, Tensor):
+            value = _padded(c.value.detach() * c.term.plate_scale, c.term)
+            frames = c.term.site["cond_indep_stack"]
+            apart = [f for f in frames if plate_key(f) not in c.term.coupled]
+            for f in frames:
+                if f not in apart and f.dim is not None and value.dim() >= -f.dim:
+                    value = value.sum(f.dim, keepdim=True)
+            downstream.add((tuple(apart), value))
+    return sum((downstream.sum_to(t.site["cond_indep_stack"]) * t.score).sum() for t in scored)
+
+
+def _padded(value: Tensor, term: Term) -> Tensor:
+    depth = max((-f.dim for f in term.site["cond_indep_stack"] if f.dim is not None), default=0)
+    return (
+        value.reshape((1,) * (depth - value.dim()) + value.shape) if depth > value.dim() else value
+    )

@@ -1,0 +1,86 @@
+"""Evaluation leaves no trace: modes, parameters, buffers and random streams stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from pyro_mcvae.programs.modules import find_modules
+
+__all__ = ["evaluation_mode"]
+
+# What Pyro's parameter store consists of.
+_TABLES = "_params", "_param_to_name", "_constraints"
+
+
+@contextmanager
+def evaluation_mode(*programs: Callable[..., Any], seed: int | None = None) -> Iterator[None]:
+    """
+    Evaluate programs without changing them.
+
+    Modules that the programs are, hold or refer to are in evaluation mode inside: dropout and batch
+    statistics would make another density of each run. Parameters that were not in the parameter
+    store before are removed from it.
+
+    :param seed: seeds the generators inside and sets them back afterwards; None uses the present
+        random stream.
+    :raises ValueError: for modules with lazy parameters that have no shape yet.
+    """
+    _check_seed(seed)
+    roots = find_modules(*programs)
+    _refuse_lazy(roots)
+    modes = [(m, m.training) for root in roots for m in root.modules()]
+    store = pyro.get_param_store()
+    # Not by deleting names afterwards: two of them may be of one parameter, which the store forgets
+    # at the first.
+    tables = [getattr(store, name) for name in _TABLES]
+    before = [dict(table) for table in tables]
+    generators = _generators() if seed is not None else None
+    try:
+        for root in roots:
+            root.eval()
+        if seed is not None:
+            pyro.set_rng_seed(seed)
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for table, kept in zip(tables, before, strict=True):
+            table.clear()
+            table.update(kept)
+        if generators is not None:
+            _set_generators(generators)
+
+
+def _check_seed(seed: Any) -> None:
+    whole = hasattr(seed, "__index__") and not isinstance(seed, bool | torch.Tensor)
+    # NumPy's generator, which Pyro seeds too, takes no other.
+    if seed is not None and not (whole and 0 <= seed < 1 << 32):
+        raise ValueError(f"seed must be an int from 0 to 2**32 - 1, or None, got {seed!r}")
+
+
+def _refuse_lazy(roots: list[nn.Module]) -> None:
+    for root in roots:
+        for name, parameter in root.named_parameters():
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"parameter '{name}' of {type(root).__name__} has no shape yet: the module "
+                    f"never ran. Run it once on data (as training does) before it is evaluated"
+                )
+
+
+def _generators() -> tuple[Any, Any]:
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    return pyro.util.get_rng_state(), cuda
+
+
+def _set_generators(state: tuple[Any, Any]) -> None:
+    pyro.util.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state_all(state[1])

@@ -1,1 +1,0 @@
-"""Guides that are not written by hand: truncated posteriors and the states that they keep."""

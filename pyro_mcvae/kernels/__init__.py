@@ -1,1 +1,0 @@
-"""Markov kernels on annealed targets, without Pyro: proposals, and how they are accepted."""

@@ -1,0 +1,1 @@
+"""The one place that runs programs with leading dimensions, and the weights of such runs."""

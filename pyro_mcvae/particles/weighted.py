@@ -1,0 +1,180 @@
+"""The particles of one step: their log weights per datum, and how these map back to sites."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from torch import Tensor
+
+from pyro_mcvae.programs.execution import Run, Term
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.messengers import Minibatch
+from pyro_mcvae.programs.sites import is_subsampled, plate_frames, plate_key
+from pyro_mcvae.structure.blocks import Block, Structure
+
+__all__ = ["WeightedParticles"]
+
+
+@dataclass
+class WeightedParticles:
+    r"""
+    Runs of both programs that share one minibatch and their global latents.
+
+    The log weights have shape ``[K, *plates]``, one per particle and datum, where a program has
+    one block. With several blocks (sequential plates, or separate data plates) the blocks'
+    elements are laid side by side: ``[K, elements]``. Either way each entry is independent of the
+    others given the global latents, and an objective need not know which case it is.
+
+    :ivar runs: one vectorised run, or one run per particle.
+    :ivar block_of: for each run, the block of each factor (None: global).
+    """
+
+    runs: list[Run]
+    block_of: list[Mapping[FactorKey, int | None]]
+    structure: Structure
+
+    @property
+    def subsamples(self) -> Minibatch:
+        """The minibatch that all runs share: the indices of each plate."""
+        return self.runs[0].subsamples
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.structure.blocks
+
+    @property
+    def plate_names(self) -> tuple[str, ...]:
+        """The names of the plates of :attr:`log_weight`; empty for several blocks side by side."""
+        if len(self.blocks) != 1:
+            return ()
+        return tuple(p.name for p in self.blocks[0].plates if p.dim is not None)
+
+    @property
+    def num_particles(self) -> int:
+        return self.runs[0].leading or len(self.runs)
+
+    def local_sum(self, pick: Callable[[Term, int], Any]) -> Tensor:
+        """
+        Sum a quantity of the local terms per particle and datum.
+
+        :param pick: maps a term and its run's index to a batch-shaped tensor, or 0 to leave out.
+        :returns: shape ``[K, *plates]`` (or ``[K, elements]``).
+        """
+        dims = self._dims
+        totals: list[list[Any]] = [[None] * len(self.runs) for _ in dims]
+        for i, (run, block_of) in enumerate(zip(self.runs, self.block_of, strict=True)):
+            for term in run.terms:
+                b = block_of[term.key]
+                value = 0 if b is None else pick(term, i)
+                if b is not None and isinstance(value, Tensor):
+                    part, total = run.sum_to(value, dims[b]), totals[b][i]
+                    totals[b][i] = part if total is None else total + part
+        return self._side_by_side(
+            [self._stack(t, shape) for t, shape in zip(totals, self._shapes, strict=True)]
+        )
+
+    @cached_property
+    def log_weight(self) -> Tensor:
+        r"""log p(x_n, z_n) - log q(z_n | x_n), without subsampling's N/B: ``[K, *plates]``."""
+        return self.local_sum(lambda t, i: -t.log_prob if t.in_guide else t.log_prob)
+
+    @cached_property
+    def scale(self) -> float | Tensor:
+        """N/B of each entry's plates; a float where it is the same for all."""
+        frames = self._frames
+        scales = [
+            math.prod(
+                f.full_size / f.size for f in map(frames.get, b.plates) if f and is_subsampled(f)
+            )
+            for b in self.blocks
+        ]
+        if len(set(scales)) == 1:
+            return scales[0]
+        sizes = [t.numel() for t in self.split(self.log_weight[0])]
+        return torch.cat(
+            [self.log_weight.new_full((n,), s) for n, s in zip(sizes, scales, strict=True)]
+        )
+
+    def again(self, runs: list[Run]) -> WeightedParticles:
+        """A sample of further runs that show the same sites and plates as these."""
+        sample = WeightedParticles(runs, self.block_of, self.structure)
+        for name in ("_frames", "_dims", "_shapes"):  # the cached properties' places
+            sample.__dict__[name] = getattr(self, name)
+        return sample
+
+    def global_values(self) -> dict[str, Tensor]:
+        """The draws of the guide's global sites."""
+        nodes = self.runs[0].guide_trace.nodes
+        return {name: nodes[name]["value"] for name in self.structure.global_sites.guide}
+
+    def is_local(self, term: Term) -> bool:
+        """Whether a term of the first run belongs to a block."""
+        return self.block_of[0][term.key] is not None
+
+    def global_terms(self) -> list[Term]:
+        """The terms outside of every block, from the first run (they are the same in all)."""
+        return [t for t in self.runs[0].terms if not self.is_local(t)]
+
+    def block_frames(self, b: int) -> tuple[CondIndepStackFrame, ...]:
+        """The plates of a block in this step, with their sizes."""
+        return tuple(self._frames[key] for key in self.blocks[b].plates)
+
+    def align(self, value: Tensor, term: Term, i: int) -> Tensor:
+        """
+        A block's part of ``[K, *plates]`` in the shape that multiplies a site's value in run i.
+
+        :param value: the part of the term's block, from :meth:`split`.
+        """
+        run, b = self.runs[i], self.block_of[i][term.key]
+        assert b is not None
+        return run.align(
+            value if run.leading is not None else value[i],
+            self.blocks[b].dims,
+            term.site["value"],
+            term.site["fn"].event_dim,
+        )
+
+    @cached_property
+    def _frames(self) -> dict[Any, CondIndepStackFrame]:
+        if not any(b.plates for b in self.blocks):
+            return {}
+        return {plate_key(f): f for t in self.runs[0].terms for f in plate_frames(t.site)}
+
+    @cached_property
+    def _dims(self) -> list[tuple[int, ...]]:
+        """For each block its plates' batch dims."""
+        return [b.dims for b in self.blocks]
+
+    @cached_property
+    def _shapes(self) -> list[tuple[int, ...]]:
+        """For each block its plates' sizes."""
+        frames = self._frames
+        return [tuple(frames[k].size for k in b.plates if k.dim is not None) for b in self.blocks]
+
+    def _stack(self, parts: list[Any], sizes: tuple[int, ...]) -> Tensor:
+        shape = (self.runs[0].leading or 1, *sizes)
+        like = next((p for p in parts if p is not None), torch.zeros(()))
+        full = [
+            like.new_zeros(shape) if p is None else p if p.shape == shape else p.expand(shape)
+            for p in parts
+        ]
+        return full[0] if len(full) == 1 else torch.cat(full)
+
+    def _side_by_side(self, parts: list[Tensor]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([p.reshape(p.shape[0], -1) for p in parts], dim=1)
+
+    def split(self, value: Tensor) -> list[Tensor]:
+        """``[K, *plates]`` (or ``[K, elements]``) as one tensor per block."""
+        if len(self.blocks) == 1:
+            return [value]
+        lead = value.shape[:-1]
+        parts = value.split([math.prod(s) for s in self._shapes], dim=-1)
+        return [p.reshape(lead + s) for p, s in zip(parts, self._shapes, strict=True)]

@@ -1,0 +1,126 @@
+"""Checks of runs, whose errors name the site and say what to do instead."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from pyro.poutine.trace_struct import Trace
+
+from pyro_mcvae.programs.execution import Run
+from pyro_mcvae.programs.sites import is_latent, nonfinite_report, plate_frames
+
+__all__ = [
+    "check_declared",
+    "check_nesting",
+    "check_plates",
+    "check_sites",
+    "nonfinite_sites",
+]
+
+
+def check_sites(
+    guide_trace: Trace,
+    model_trace: Trace,
+    strict_enumeration: bool,
+    model_enumeration: bool = False,
+) -> None:
+    """
+    Check that the guide draws what the model needs, and nothing else.
+
+    :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
+    :param bool model_enumeration: allow model sites that are marked for enumeration.
+    :raises ValueError: naming the site and what to do.
+    """
+    guide, model = guide_trace.nodes, model_trace.nodes
+    for name, site in model.items():
+        if not is_latent(site):
+            continue
+        if name not in guide:
+            kind = site["infer"].get("enumerate")
+            if kind == "parallel" and model_enumeration:
+                continue
+            if kind:
+                raise ValueError(_enumerated(name, "model"))
+            raise ValueError(
+                f"site '{name}' of the model is neither observed nor drawn by the guide: add "
+                f"pyro.sample('{name}', ...) to the guide, or pass obs= in the model"
+            )
+    for name, site in guide.items():
+        if not is_latent(site):
+            continue
+        if strict_enumeration and site["infer"].get("enumerate"):
+            raise ValueError(_enumerated(name, "guide"))
+        if site["infer"].get("is_auxiliary") or (name in model and is_latent(model[name])):
+            continue
+        where = "is observed in the model" if name in model else "is missing from the model"
+        raise ValueError(
+            f"site '{name}' of the guide {where}: remove it from the guide, or mark it with "
+            f"infer={{'is_auxiliary': True}} if it is an auxiliary variable of the guide"
+        )
+
+
+def _enumerated(name: str, program: str) -> str:
+    return (
+        f"site '{name}' of the {program} is marked for enumeration, which this objective does "
+        f"not do: use pyro.infer.TraceEnum_ELBO, or sample the site by removing "
+        f"infer={{'enumerate': ...}} (in the guide also: strict_enumeration_warning=False)"
+    )
+
+
+def check_declared(run: Run) -> None:
+    """
+    Check that every batch dim of a run without particles belongs to a plate.
+
+    :raises ValueError: naming a site with other dims, which would be mistaken for particles.
+    """
+    for term in run.terms:
+        shape = tuple(term.log_prob.shape)
+        if any(size != 1 for size in shape[: max(0, len(shape) - run.nesting)]):
+            raise ValueError(
+                f"site '{term.key.name}' of the {term.key.program} has batch shape {shape}, of "
+                f"which some dims lie in no plate: enclose it in pyro.plate(...), or make them an "
+                f"event by .to_event(...)"
+            )
+
+
+def check_plates(run: Run) -> None:
+    """
+    Check that a run without particles has no other batch dims than those of the plates around each
+    site, as Pyro does while its validation is enabled.
+
+    :raises ValueError: naming a site outside of the plate that its shape needs.
+    """
+    for term in run.terms:
+        shape, declared = tuple(term.log_prob.shape), {f.dim for f in plate_frames(term.site)}
+        if any(shape[d] != 1 and d not in declared for d in range(-len(shape), 0)):
+            raise ValueError(
+                f"site '{term.key.name}' of the {term.key.program} has batch shape {shape}, of "
+                f"which some dims lie in no plate around it: enclose it in pyro.plate(...), in the "
+                f"model and in the guide, or make them an event by .to_event(...)"
+            )
+
+
+def check_nesting(value: Any) -> None:
+    """
+    :raises ValueError: unless ``max_plate_nesting`` is a number of batch dims, or infinity.
+    """
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    if not (number and value >= 0 and (value == math.inf or value == int(value))):
+        raise ValueError(
+            f"max_plate_nesting must be the number of batch dims that the programs' plates occupy, "
+            f"an int of at least 0, got {value!r}: leave it out to have it found"
+        )
+
+
+def nonfinite_sites(runs: list[Run]) -> list[str]:
+    """A line for every site whose log density is not finite, over all runs."""
+    lines = []
+    for run in runs:
+        for term in run.terms:
+            line = nonfinite_report(term.site, term.key.program, torch.as_tensor(term.log_prob))
+            if line is not None and line not in lines:
+                lines.append(line)
+    return lines

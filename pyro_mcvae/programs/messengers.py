@@ -1,0 +1,212 @@
+"""Pyro messengers: the plate of the particles, and values supplied to a run of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from pyro.poutine.broadcast_messenger import BroadcastMessenger
+from pyro.poutine.indep_messenger import CondIndepStackFrame, IndepMessenger
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_mcvae.programs.moving_supports import moves_support
+from pyro_mcvae.programs.precision import full_precision, without_autocast
+from pyro_mcvae.programs.sites import (
+    LEADING,
+    is_masked,
+    is_random,
+    is_straight_through,
+    reparameterized,
+)
+
+__all__ = ["Minibatch", "ParticlePlate", "Recorder", "ScoreFunctionSites", "SubstituteMessenger"]
+
+
+class ParticlePlate(IndepMessenger):
+    """
+    The outermost plate that adds the leading dimension to every site but those of ``skip``.
+
+    Unlike :class:`pyro.plate` it leaves global sites alone: they are drawn once for all particles.
+
+    :ivar unbatched: the sites whose distribution had no leading dimension of its own.
+    """
+
+    def __init__(self, size: int, dim: int, skip: frozenset[str] = frozenset()) -> None:
+        super().__init__(LEADING, size, dim)
+        self.depth = dim
+        self.skip = skip
+        self.unbatched: set[str] = set()
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample" or site_is_subsample(msg) or msg["name"] in self.skip:
+            return
+        if self.dim is not None and len(getattr(msg["fn"], "batch_shape", ())) < -self.dim:
+            self.unbatched.add(msg["name"])
+        frame = CondIndepStackFrame(self.name, self.dim, self.size, self.counter)
+        msg["cond_indep_stack"] = (frame, *msg["cond_indep_stack"])
+        BroadcastMessenger._pyro_sample(msg)
+
+
+class Minibatch(dict[str, Tensor]):
+    """
+    The indices of each plate of a step, by the plate's name.
+
+    :ivar sizes: the plates' full sizes. A plate may be of another size in another run, as one over
+        objects whose number is drawn: it then takes indices of its own, unless they are a choice.
+    """
+
+    def __init__(self, of: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(of or {})
+        self.sizes: dict[str, int] = dict(of.sizes) if isinstance(of, Minibatch) else {}
+
+    def supply(self, msg: Any) -> None:
+        """Give a plate's message the indices that are known."""
+        name, fn = msg["name"], msg["fn"]
+        if name not in self:
+            return
+        size = self.sizes.get(name, fn.size)
+        # A value that is not done is the user's own choice, perhaps another one in each run.
+        if fn.size != size and (msg["value"] is None or msg["done"]):
+            if len(self[name]) == size:
+                return
+            raise ValueError(
+                f"plate '{name}' has size {fn.size}, but its minibatch of {len(self[name])} was "
+                f"chosen from {size} in another run of the same step: give it one size in both "
+                f"programs, which does not depend on latents"
+            )
+        msg["value"], msg["done"] = self[name], True
+
+    def keep(self, msg: Any) -> None:
+        """Remember the indices of a plate's message."""
+        if msg["name"] in self:
+            return
+        if len(msg["value"]) == 0:
+            raise ValueError(
+                f"plate '{msg['name']}' has an empty minibatch (0 of {msg['fn'].size} data); "
+                f"pass at least one datum, for example by dropping an empty last batch"
+            )
+        self[msg["name"]] = msg["value"]
+        self.sizes[msg["name"]] = msg["fn"].size
+
+
+class SubstituteMessenger(Messenger):
+    """
+    Supplies values to sites of a run, and keeps the minibatch that the run draws.
+
+    Every further run of a step enters the same object, so that it sees the same minibatch.
+    Distributions that a network under autocast has made compute in single precision.
+
+    :param values: a value for each site to be fixed, by name.
+    :param draw: called for the other random sites, returns a value or None to let Pyro draw.
+    :param cut: the guide's draws reach the model without their gradient to the guide, but for the
+        sites named here and in ``values``; None to let all through.
+    """
+
+    def __init__(
+        self,
+        subsamples: Minibatch | None = None,
+        values: Mapping[str, Tensor] | None = None,
+        draw: Callable[[Any], Tensor | None] | None = None,
+        cut: frozenset[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.subsamples = Minibatch() if subsamples is None else subsamples
+        self.values = values or {}
+        self.draw = draw
+        self.cut = cut
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            self.subsamples.supply(msg)
+            return
+        msg["fn"] = full_precision(msg["fn"])
+        if msg["done"] or msg["is_observed"] or msg["value"] is not None:
+            return
+        if msg["name"] in self.values:
+            msg["value"], msg["done"] = self.values[msg["name"]], True
+        elif self.draw is not None and is_random(msg):
+            with without_autocast():
+                value = self.draw(msg)
+            if value is not None:
+                msg["value"], msg["done"] = value, True
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg):
+            self.subsamples.keep(msg)
+
+
+class Recorder(Messenger):
+    """
+    Supplies the minibatch and the guide's draws to a model, and records its sites.
+
+    What :class:`SubstituteMessenger` around Pyro's ``trace`` and ``replay`` does, at the cost of
+    one handler: a model that runs several times in a step, often on few data, shows every message
+    to each handler.
+    Distributions that a network under autocast has made compute in single precision.
+
+    :param guide_trace: the draws.
+    :param subsamples: the minibatch.
+    :ivar trace: the sites of the run.
+    """
+
+    def __init__(self, guide_trace: Trace, subsamples: Minibatch) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.subsamples = subsamples
+        self._drawn = guide_trace.nodes
+
+    def _process_message(self, msg: Any) -> None:
+        if msg["type"] != "sample":
+            return
+        if site_is_subsample(msg):
+            self.subsamples.supply(msg)
+            return
+        msg["fn"] = full_precision(msg["fn"])
+        if not msg["is_observed"]:
+            self.supply(msg, self._drawn.get(msg["name"]))
+
+    def supply(self, msg: Any, drawn: Any) -> None:
+        """
+        Give a latent its value.
+
+        :param drawn: what the guide has of that name, or None.
+        """
+        if drawn is not None and drawn["type"] == "sample":
+            msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
+
+    def _postprocess_message(self, msg: Any) -> None:
+        if msg["type"] == "sample" and not msg["infer"].get("_do_not_trace"):
+            self.trace.add_node(msg["name"], **msg)
+
+
+class ScoreFunctionSites(Messenger):
+    """
+    Takes reparameterization away from the guide's random sites but those of ``skip``.
+
+    Says so in ``infer={"mcvae": {"score_function": True}}``: wrapped distributions do not let
+    ``has_rsample`` be set.
+    """
+
+    def __init__(self, skip: frozenset[str]) -> None:
+        super().__init__()
+        self.skip = skip
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["done"] or not is_random(msg) or msg["name"] in self.skip:
+            return
+        # A distribution that masks itself would mask the score too; it keeps its own gradient, as
+        # does one whose score has another mean than 0.
+        fn = msg["fn"]
+        keeps = is_masked(fn) or is_straight_through(fn) or moves_support(fn)
+        if reparameterized(msg) and not keeps:
+            # A clone: flows cache the inverse of the very tensor that they drew, without a
+            # gradient path to their parameters, which the score function needs.
+            with torch.no_grad():
+                msg["value"] = msg["fn"].sample().clone()
+            msg["done"] = True
+            own = {**msg["infer"].get("mcvae", {}), "score_function": True}
+            msg["infer"] = {**msg["infer"], "mcvae": own}

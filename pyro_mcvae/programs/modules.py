@@ -1,0 +1,62 @@
+"""The modules that programs are made of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from pyro import poutine
+from torch import nn
+
+__all__ = ["find_modules"]
+
+
+# How far a program's closures, attributes and lists are followed to the modules that it uses.
+_DEPTH = 4
+_LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch))
+
+
+def find_modules(*programs: Callable[..., Any]) -> list[nn.Module]:
+    """The modules that programs are, or reach through closures, globals that they name, bound
+    objects, attributes and containers."""
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(value: Any, depth: int) -> None:
+        if id(value) in seen or depth > _DEPTH:
+            return
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found[id(value)] = value
+        for part in _parts(value):
+            visit(part, depth + 1)
+
+    for program in programs:
+        visit(program, 0)
+        visit(poutine.unwrap(program), 0)
+    return list(found.values())
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, list | tuple):
+        yield from value
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, _LEAVES):
+        return
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        scope = getattr(value, "__globals__", {})
+        yield from (scope[name] for name in code.co_names if name in scope)
+    for cell in getattr(value, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            continue  # not filled yet
+    yield from (getattr(value, name, None) for name in ("__self__", "__func__", "__wrapped__"))
+    if type(value).__module__ not in ("builtins", "types"):
+        yield from vars(value).values() if hasattr(value, "__dict__") else ()

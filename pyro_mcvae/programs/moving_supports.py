@@ -1,0 +1,118 @@
+"""
+Whether a guide's parameters move the ends of a distribution's support.
+
+Score functions and the estimators that leave out the score's mean (``stl``, ``dreg``) rest on
+:math:`E_q[\\nabla \\log q] = 0`, which holds where the support is the same for all parameters. Of
+``Uniform(low, high)`` with learned ends the score is :math:`1 / (high - low)` everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_mcvae.programs.sites import layers
+
+__all__ = ["is_elementary", "moves_support", "transforms_of"]
+
+_WRAPPERS = (torch.distributions.Independent, ExpandedDistribution, MaskedDistribution)
+_TRANSFORMED = torch.distributions.TransformedDistribution
+
+
+def moves_support(fn: Any) -> bool:
+    """
+    Whether the support's ends have a gradient to parameters.
+
+    Of transformed distributions that do not say their own support: whether a bounded base meets a
+    transform that may move its ends.
+    """
+    while isinstance(fn, _WRAPPERS):
+        fn = fn.base_dist
+    if isinstance(fn, _TRANSFORMED) and type(fn).support is _TRANSFORMED.support:
+        return _moved_by_transforms(fn)
+    return any(t.requires_grad for t in _bounds(_support(fn)))
+
+
+def _moved_by_transforms(fn: Any) -> bool:
+    base = fn.base_dist
+    if moves_support(base):
+        return True
+    bounded = not _is_real(_support(base))
+    for transform in fn.transforms:
+        if bounded and _may_learn(transform):
+            return True
+        if not _is_real(transform.codomain):
+            bounded = True
+        elif not _is_real(transform.domain):
+            bounded = False  # its ends are at infinity now
+    return False
+
+
+def _support(fn: Any) -> Any:
+    try:
+        return fn.support
+    except NotImplementedError:
+        return constraints.real
+
+
+def _bounds(constraint: Any) -> Iterator[Tensor]:
+    """The tensors that a constraint is made of."""
+    if isinstance(constraint, Tensor):
+        yield constraint
+    elif isinstance(constraint, list | tuple):
+        for part in constraint:
+            yield from _bounds(part)
+    elif isinstance(constraint, constraints.Constraint):
+        for part in vars(constraint).values():
+            yield from _bounds(part)
+
+
+def _is_real(constraint: Any) -> bool:
+    while hasattr(constraint, "base_constraint"):
+        constraint = constraint.base_constraint
+    return constraint is constraints.real
+
+
+def _may_learn(transform: Any) -> bool:
+    """Whether a transform has parameters; of flows it is taken for granted."""
+    if not is_elementary(transform):
+        return True
+    return any(
+        (isinstance(value, Tensor) and value.requires_grad)
+        for part in _parts(transform)
+        for value in vars(part).values()
+    )
+
+
+def _parts(transform: Any) -> Iterator[Any]:
+    inner = _inner(transform)
+    if not inner:
+        yield transform
+    for part in inner:
+        yield from _parts(part)
+
+
+def _inner(transform: Any) -> list[Any]:
+    """The transforms that a transform is made of."""
+    if type(transform).__name__ == "_InverseTransform":
+        return [transform.inv]
+    base = getattr(transform, "base_transform", None)
+    return list(getattr(transform, "parts", None) or ([] if base is None else [base]))
+
+
+def is_elementary(transform: Any) -> bool:
+    """Whether a transform is made of torch's closed-form ones."""
+    return type(transform).__module__ == "torch.distributions.transforms" and all(
+        is_elementary(part) for part in _inner(transform)
+    )
+
+
+def transforms_of(fn: Any) -> Iterator[Any]:
+    """All transforms of a distribution, also below wrappers."""
+    for layer in layers(fn):
+        yield from getattr(layer, "transforms", ())

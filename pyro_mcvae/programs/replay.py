@@ -1,0 +1,132 @@
+"""A model run again at other values of its latents, in one handler, with what its sites showed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import TorchDistributionMixin
+from pyro.poutine.trace_struct import Trace
+
+from pyro_mcvae.programs.execution import (
+    Programs,
+    Run,
+    Term,
+    collect,
+    entered,
+    guide_term,
+    model_term,
+    scored,
+    with_changes,
+)
+from pyro_mcvae.programs.messengers import ParticlePlate, Recorder
+
+__all__ = ["replay_model"]
+
+
+def replay_model(
+    programs: Programs,
+    run: Run,
+    changes: Mapping[str, Mapping[str, Any]],
+    leading: ParticlePlate | None = None,
+) -> tuple[Run, bool]:
+    """
+    Run the model with other values of the guide's draws, on the same minibatch.
+
+    An execution that shows the sites and plates of ``run`` is of its structure, and what was found
+    or checked there still holds; only the densities are computed. Any other is collected in full.
+
+    :param run: an execution of both programs; its guide depends on none of its draws.
+    :param changes: by guide site, the fields that change.
+    :param leading: the particles' plate for the model.
+    :returns: the new execution, and whether it has the sites and plates of ``run``.
+    """
+    guide_trace = with_changes(run.guide_trace, changes)
+    handler = Recorder(guide_trace, run.subsamples)
+    with handler, entered(leading):
+        programs.model(*programs.args, **programs.kwargs)
+    terms = _terms(run, guide_trace, handler.trace)
+    same = terms is not None
+    if terms is None:
+        found = collect(guide_trace, handler.trace, run.nesting, run.leading)
+    else:
+        found = Run(guide_trace, handler.trace, terms, run.nesting, run.leading)
+    found.subsamples, found.unbatched = run.subsamples, run.unbatched
+    return found, same
+
+
+def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> list[Term] | None:
+    """The terms of sites like those of ``run``, or None where the sites are others."""
+    sites = list(scored(model_trace))
+    before = [t for t in run.terms if not t.in_guide]
+    if len(sites) != len(before):
+        return None
+    terms = []
+    for old, site in zip(before, sites, strict=True):
+        if not _alike(old.site, site):
+            return None
+        with _checked_before(old.site, site):
+            term = model_term(site, old.key)
+        if term.log_prob.shape != old.log_prob.shape:
+            return None
+        terms.append(term)
+    nodes = guide_trace.nodes
+    return terms + [guide_term(nodes[t.key.name], t.key) for t in run.terms if t.in_guide]
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two sites have the same name and plates."""
+    stacks = a["cond_indep_stack"], b["cond_indep_stack"]
+    return (
+        a["name"] == b["name"]
+        and a["is_observed"] == b["is_observed"]
+        and len(stacks[0]) == len(stacks[1])
+        and all(
+            f.name == g.name and f.dim == g.dim and f.size == g.size and f.counter == g.counter
+            for f, g in zip(*stacks, strict=True)
+        )
+    )
+
+
+@contextmanager
+def _checked_before(old: Any, site: Any) -> Iterator[None]:
+    """
+    Leave out Pyro's validation of a value that has passed it: the same tensor, as an observation
+    is, with the same support. Parameters are validated as always, when a distribution is made.
+    """
+    fn = site["fn"]
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    if (
+        site["value"] is not old["value"]
+        or not isinstance(fn, TorchDistributionMixin)
+        or not fn.__dict__.get("_validate_args", type(fn)._validate_args)
+        or not _same_support(old["fn"].support, site["fn"].support)
+    ):
+        yield
+        return
+    own = fn.__dict__.get("_validate_args")
+    fn._validate_args = False
+    try:
+        yield
+    finally:
+        if own is None:
+            del fn._validate_args
+        else:
+            fn._validate_args = own
+
+
+def _same_support(a: Any, b: Any) -> bool:
+    while isinstance(a, _INDEPENDENT) and isinstance(b, _INDEPENDENT):
+        if a.reinterpreted_batch_ndims != b.reinterpreted_batch_ndims:
+            return False
+        a, b = a.base_constraint, b.base_constraint
+    # Constraints with parameters (an interval) are new objects each time: to be checked again.
+    return a is b
+
+
+_INDEPENDENT = type(
+    torch.distributions.constraints.independent(torch.distributions.constraints.real, 1)
+)

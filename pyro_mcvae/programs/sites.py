@@ -1,0 +1,259 @@
+"""Facts about one site of a Pyro trace: what it is, its plates, its scale, its log density."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from pyro import distributions as dist
+from pyro.distributions.score_parts import ScoreParts
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_mcvae.programs.precision import without_autocast
+from pyro_mcvae.programs.relaxed import relaxed_log_prob
+
+__all__ = [
+    "LEADING",
+    "RELAXED",
+    "PlateKey",
+    "changed_draw",
+    "is_delta",
+    "is_latent",
+    "is_masked",
+    "is_random",
+    "is_scored",
+    "is_subsampled",
+    "layers",
+    "masked_entries",
+    "masks_of",
+    "plate_frames",
+    "plate_key",
+    "reparameterized",
+    "subsampling_scale",
+]
+
+Site = Mapping[str, Any]
+
+# The plate of the particles; the name that Pyro's own vectorised objectives give it.
+LEADING = "num_particles_vectorized"
+# Marks sites whose value is a relaxation of a discrete one.
+RELAXED = "_mcvae_relaxed"
+
+
+class PlateKey(NamedTuple):
+    """A plate as it is known from one minibatch to the next: without its size."""
+
+    name: str
+    dim: int | None
+    counter: int
+
+
+def plate_key(frame: CondIndepStackFrame) -> PlateKey:
+    """The key of a frame; ``dim`` is None and ``counter`` counts in sequential plates."""
+    return PlateKey(frame.name, frame.dim, frame.counter)
+
+
+def plate_frames(site: Site) -> frozenset[CondIndepStackFrame]:
+    """The user's plates around a site, the particles' plate left out."""
+    return frozenset(f for f in site["cond_indep_stack"] if f.name != LEADING)
+
+
+def is_subsampled(frame: CondIndepStackFrame) -> bool:
+    """Whether the plate's minibatch is smaller than the plate."""
+    return frame.full_size is not None and frame.full_size != frame.size
+
+
+def subsampling_scale(site: Site) -> float:
+    """The part of ``site["scale"]`` that comes from plates: the product of N / B."""
+    scale = 1.0
+    for frame in site["cond_indep_stack"]:
+        if is_subsampled(frame):
+            scale = scale * frame.full_size / frame.size
+    return scale
+
+
+def is_scored(site: Site) -> bool:
+    """Whether a site carries a log density: a sample statement, not a plate's subsample."""
+    return (
+        site["type"] == "sample"
+        and not site_is_subsample(site)
+        and not site["infer"].get("_deterministic", False)
+        and not (site["is_observed"] and _is_record(site["fn"]))
+    )
+
+
+def _is_record(fn: Any) -> bool:
+    """Whether an observed site only records a value, as one that was reparameterized does."""
+    return isinstance(fn, MaskedDistribution) and fn._mask is False and is_delta(fn)
+
+
+def is_latent(site: Site) -> bool:
+    """Whether a site is a sample statement that is not observed."""
+    return is_scored(site) and not site["is_observed"]
+
+
+def layers(fn: Any) -> Iterator[Any]:
+    """A distribution and those that it is made of, one inside of the other, outermost first."""
+    while fn is not None:
+        yield fn
+        fn = getattr(fn, "base_dist", None)
+
+
+def is_delta(fn: Any) -> bool:
+    """Whether a distribution is a point mass, also under ``to_event``, ``mask`` or ``expand``."""
+    return any(isinstance(layer, dist.Delta) for layer in layers(fn))
+
+
+def is_masked(fn: Any) -> bool:
+    """Whether a distribution masks itself, which its site does not show."""
+    return any(isinstance(layer, MaskedDistribution) for layer in layers(fn))
+
+
+def is_straight_through(fn: Any) -> bool:
+    """Whether draws carry their relaxed value in an attribute, which copies of them lose."""
+    return any(isinstance(layer, _STRAIGHT_THROUGH) for layer in layers(fn))
+
+
+def changed_draw(change: Callable[..., Tensor], *draws: Tensor) -> Tensor:
+    """What a function makes of draws, and of what straight-through ones were before rounding."""
+    made = change(*draws)
+    relaxed = [getattr(d, "_unquantize", None) for d in draws]
+    if all(r is not None for r in relaxed):
+        made._unquantize = change(*relaxed)  # type: ignore[attr-defined]
+    return made
+
+
+_STRAIGHT_THROUGH = (
+    dist.RelaxedBernoulliStraightThrough,
+    dist.RelaxedOneHotCategoricalStraightThrough,
+)
+
+
+def is_random(site: Site) -> bool:
+    """Whether a guide site draws randomness: latent and no point mass."""
+    return is_latent(site) and not is_delta(site["fn"])
+
+
+def reparameterized(site: Site) -> bool:
+    """Whether a guide site passes gradients through its draw."""
+    scored = site["infer"].get("mcvae", {}).get("score_function", False)
+    return bool(getattr(site["fn"], "has_rsample", False)) and not scored
+
+
+def inner_scale(site: Site) -> Any:
+    """The user's own ``poutine.scale``: what remains of the site's scale without its plates."""
+    scale, plates = site["scale"], subsampling_scale(site)
+    if isinstance(scale, Tensor):
+        return scale / plates if plates != 1.0 else scale
+    ratio = scale / plates
+    # N/B is multiplied in another order by Pyro: a rounding error is no scale of the user's.
+    return 1.0 if abs(ratio - 1.0) < 1e-9 else ratio
+
+
+def masked(site: Site, log_prob: Any) -> Any:
+    """A site's log density with the user's scale and mask, without the plates' N/B."""
+    return scale_and_mask(log_prob, inner_scale(site), site["mask"])
+
+
+def unscaled_masked(site: Site, log_prob: Any) -> Any:
+    """A site's log density with the user's mask alone."""
+    return scale_and_mask(log_prob, 1.0, site["mask"])
+
+
+def masks_of(site: Site) -> list[Any]:
+    """The masks of a site and of its distribution, from the outermost one; maybe False."""
+    masks = [site["mask"]]
+    fn = site["fn"]
+    while isinstance(fn, ExpandedDistribution | MaskedDistribution):
+        masks.append(getattr(fn, "_mask", None))
+        fn = fn.base_dist
+    return [m for m in masks if m is not None and m is not True]
+
+
+def masked_entries(site: Site) -> Tensor | None:
+    """What of a site's batch its masks leave in the density; None if all is."""
+    found = masks_of(site)
+    if not found:
+        return None
+    value = site["value"]  # None in a message that is not drawn yet
+    device = getattr(value, "device", None)
+    return reduce(torch.logical_and, (torch.as_tensor(m, device=device) for m in found))
+
+
+def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> Tensor:
+    """
+    ``fn.log_prob`` of a site's value (or of ``value``), without scale and mask.
+
+    :raises ValueError: naming the site where the distribution refuses the value.
+    """
+    value = site["value"] if value is None else value
+    if site["infer"].get(RELAXED):
+        return relaxed_log_prob(site["fn"], value)
+    try:
+        with without_autocast():
+            return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
+    except (ValueError, RuntimeError) as error:
+        raise _density_error(site, program, error) from error
+    except (KeyError, NotImplementedError) as error:
+        raise _no_inverse(site, program, error) from error
+
+
+def score_parts(site: Site) -> ScoreParts:
+    """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked."""
+    known = site["infer"].get("mcvae", {}).get("log_prob")
+    if known is not None:
+        # From the noise that the value was made of; see NoiseCoordinate.log_prob.
+        return ScoreParts(known, 0, known)
+    if site["infer"].get(RELAXED):
+        log_prob = unscaled_log_prob(site, "guide")
+        return ScoreParts(log_prob, 0, log_prob)
+    if is_random(site) and not reparameterized(site):
+        # Not the distribution's own: rejection samplers know the parts of their own draws only.
+        log_prob = unscaled_log_prob(site, "guide")
+        return ScoreParts(log_prob, log_prob, 0)
+    try:
+        with without_autocast():
+            return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
+    except (ValueError, RuntimeError) as error:
+        raise _density_error(site, "guide", error) from error
+    except (KeyError, NotImplementedError) as error:
+        raise _no_inverse(site, "guide", error) from error
+
+
+def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
+    return ValueError(
+        f"cannot compute log_prob at site '{site['name']}' of the {program} "
+        f"({type(site['fn']).__name__}): {error}\nA flow without an inverse knows the density of "
+        f"its own draws only: use an invertible one, or, for chains, coordinates='noise'."
+    )
+
+
+def _density_error(site: Site, program: str, error: Exception) -> Exception:
+    shape = tuple(getattr(site["value"], "shape", ()))
+    remedy = (
+        "The guide's draw lies outside the support of the model's distribution: give the guide "
+        "a distribution with that support (or an AutoGuide, which transforms to it)."
+        if "within the support" in str(error) and program == "model" and is_latent(site)
+        else "Check the value, the distribution's shape and the plates around the site."
+    )
+    return type(error)(
+        f"cannot compute log_prob at site '{site['name']}' of the {program} "
+        f"({type(site['fn']).__name__}, value of shape {shape}): {error}\n{remedy}"
+    )
+
+
+def nonfinite_report(site: Site, program: str, log_prob: Tensor) -> str | None:
+    """One line that counts a site's NaN and infinite log densities, or None where all is finite."""
+    nans, infs = int(torch.isnan(log_prob).sum()), int(torch.isinf(log_prob).sum())
+    if not nans and not infs:
+        return None
+    return (
+        f"site '{site['name']}' of the {program} ({type(site['fn']).__name__}): "
+        f"{nans} NaN and {infs} infinite of {log_prob.numel()} log_prob entries"
+    )

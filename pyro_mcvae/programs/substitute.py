@@ -1,0 +1,197 @@
+"""Puts other data in the place of the observed ones in the arguments of a call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pyro_mcvae.programs.execution import Programs
+
+__all__ = ["substitute"]
+
+_DREAM_ARGS = "say by dream_args how the guide's arguments follow from the dream"
+
+
+def substitute(
+    programs: Programs,
+    sites: Mapping[str, Any],
+    values: Mapping[str, Tensor],
+    subsamples: Mapping[str, Tensor],
+    remedy: str = _DREAM_ARGS,
+) -> Programs:
+    """
+    The same call with other data in its arguments.
+
+    An argument holds the data of a site if it is the observed tensor or shares its memory (rows,
+    columns, another shape of it), or if the observed tensor is a copy of it, or of the rows that
+    the site's plates have drawn from it. Arguments are copied, never written to.
+
+    :param sites: the model's observed sites, by name.
+    :param values: the new value for each of them.
+    :param subsamples: the indices of each plate.
+    :param remedy: what to do where it is not clear how the arguments hold the data.
+    :raises ValueError: naming a site whose data are in no argument, or not in one place.
+    """
+    call = (programs.args, programs.kwargs)
+    leaves = _distinct(t for t in tree_leaves(call) if isinstance(t, Tensor) and _is_strided(t))
+    shared: dict[str, Tensor] = {}
+    new: dict[int, Tensor] = {}
+    _refuse_twice(sites, values, remedy)
+    for name, value in values.items():
+        old = torch.as_tensor(sites[name]["value"])
+        if any(_overlap(old, leaf) for leaf in leaves):
+            shared[name] = value
+            continue
+        leaf, rows = _copied_from(name, sites[name], leaves, subsamples, remedy)
+        new[id(leaf)] = _replaced(new.get(id(leaf), leaf.detach()), rows, value)
+    new.update(_rewritten(leaves, sites, shared, remedy))
+    args, kwargs = tree_map_only(Tensor, lambda t: new.get(id(t), t), call)
+    return replace(programs, args=args, kwargs=kwargs)
+
+
+def _distinct(tensors: Iterator[Tensor]) -> list[Tensor]:
+    return list({id(t): t for t in tensors}.values())
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() > 0
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins and ends in its storage, in elements."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    start = int(tensor.storage_offset())
+    return start, start + 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    if not _is_strided(a) or a.dtype != b.dtype:
+        return False
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    (begin, end), (other_begin, other_end) = _span(a), _span(b)
+    return begin < other_end and other_begin < end
+
+
+def _rewritten(
+    leaves: list[Tensor], sites: Mapping[str, Any], values: Mapping[str, Tensor], remedy: str
+) -> dict[int, Tensor]:
+    """Copies of the leaves that share memory with observed tensors, with the new values there."""
+    found: dict[int, Tensor] = {}
+    for group in _groups(leaves, [sites[name]["value"] for name in values]):
+        begin = min(_span(t)[0] for t in group)
+        end = max(_span(t)[1] for t in group)
+        # One copy for all, so that views of each other stay views of each other.
+        flat = group[0].detach().as_strided((end - begin,), (1,), begin).clone()
+        for name, value in values.items():
+            old = sites[name]["value"]
+            if any(old is t for t in group):
+                _refuse_repeats(name, old, remedy)
+                place = flat.as_strided(old.shape, old.stride(), old.storage_offset() - begin)
+                place.copy_(value)
+        for leaf in leaves:
+            if any(leaf is t for t in group):
+                found[id(leaf)] = flat.as_strided(
+                    leaf.shape, leaf.stride(), leaf.storage_offset() - begin
+                )
+    return found
+
+
+def _groups(leaves: list[Tensor], observed: list[Tensor]) -> list[list[Tensor]]:
+    """Tensors connected by shared memory, as far as observed ones are among them."""
+    groups: list[list[Tensor]] = []
+    for old in observed:
+        around = [leaf for leaf in leaves if _overlap(old, leaf)]
+        touching = [g for g in groups if any(_overlap(t, s) for t in [old, *around] for s in g)]
+        groups = [g for g in groups if not any(g is t for t in touching)]
+        groups.append([old, *around, *(t for g in touching for t in g)])
+    return groups
+
+
+# Which rows of which dims of a tensor: all of it where there are none.
+Rows = list[tuple[int, Tensor]]
+
+
+def _copied_from(
+    name: str, site: Any, leaves: list[Tensor], subsamples: Mapping[str, Tensor], remedy: str
+) -> tuple[Tensor, Rows]:
+    """The argument of which an observed tensor is a copy, and the rows of it."""
+    found = []
+    for leaf in leaves:
+        for rows in _selections(leaf, site, subsamples):
+            if _same(_select(leaf, rows), site["value"]):
+                found.append((leaf, rows))
+                break
+    if len(found) != 1:
+        where = f"may come from {len(found)} of them" if found else "are in none of them"
+        raise ValueError(
+            f"the guide must see drawn data in place of those of site '{name}', which are looked "
+            f"for in the programs' arguments, but {where}: pass the observed tensor itself to "
+            f"model and guide as an argument, or {remedy}"
+        )
+    return found[0]
+
+
+def _selections(leaf: Tensor, site: Any, subsamples: Mapping[str, Tensor]) -> Iterator[Rows]:
+    """What of a leaf an observed tensor may be made of: all, or the rows of the site's plates."""
+    yield []
+    frames = [f for f in site["cond_indep_stack"] if f.name in subsamples and f.dim is not None]
+    frames.sort(key=lambda f: f.dim)
+    axes = [[d for d in range(leaf.dim()) if leaf.shape[d] == f.full_size] for f in frames]
+    for dims in itertools.product(*axes) if frames else ():
+        if list(dims) == sorted(set(dims)):
+            pairs = zip(dims, frames, strict=True)
+            yield [(d, subsamples[f.name].to(leaf.device)) for d, f in pairs]
+
+
+def _select(leaf: Tensor, rows: Rows) -> Tensor:
+    for d, index in rows:
+        leaf = leaf.index_select(d, index)
+    return leaf
+
+
+def _replaced(leaf: Tensor, rows: Rows, value: Tensor) -> Tensor:
+    """A copy of a leaf with other values in its rows."""
+    if not rows:
+        return value.to(leaf.dtype).reshape(leaf.shape)
+    (d, index), *rest = rows
+    return leaf.index_copy(d, index, _replaced(leaf.index_select(d, index), rest, value))
+
+
+def _same(part: Tensor, value: Any) -> bool:
+    value = torch.as_tensor(value)
+    if part.numel() != value.numel():
+        return False
+    part, value = part.to(value).reshape(-1), value.reshape(-1)
+    equal = part == value
+    if value.is_floating_point():
+        equal = equal | (part.isnan() & value.isnan())
+    return bool(equal.all())
+
+
+def _refuse_twice(sites: Mapping[str, Any], values: Mapping[str, Tensor], remedy: str) -> None:
+    seen: dict[Any, str] = {}
+    for name in values:
+        old = torch.as_tensor(sites[name]["value"])
+        place = old.data_ptr(), old.shape, old.stride(), old.dtype
+        if place in seen and old.numel():
+            raise ValueError(
+                f"sites '{seen[place]}' and '{name}' observe the same tensor, for which the model "
+                f"draws two values: pass each its own tensor, or {remedy}"
+            )
+        seen[place] = name
+
+
+def _refuse_repeats(name: str, old: Tensor, remedy: str) -> None:
+    if any(step == 0 and size > 1 for size, step in zip(old.shape, old.stride(), strict=True)):
+        raise ValueError(
+            f"site '{name}' observes an expanded tensor of shape {tuple(old.shape)}, whose entries "
+            f"share memory, but the model draws a value for each: pass a tensor that is not "
+            f"expanded (.contiguous()), or {remedy}"
+        )

@@ -1,1 +1,0 @@
-"""Discrete sites with several values side by side, for Rao-Blackwellized sums."""

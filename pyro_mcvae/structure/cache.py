@@ -1,0 +1,123 @@
+"""What was found out about programs, as long as there is no sign that they have changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from pyro import poutine
+from torch.utils._pytree import tree_leaves
+
+from pyro_mcvae.programs.execution import Programs
+
+__all__ = ["StructureCache"]
+
+_logger = logging.getLogger(__name__)
+
+# Programs of stochastic structure can show ever new structures; the oldest are forgotten.
+_MAX_STRUCTURES = 256
+# How many pairs of programs share one objective before the one used longest ago is forgotten.
+_MAX_PAIRS = 8
+# After so many uses what was found is looked at again, then after twice as many, up to the second.
+_AGAIN, _AT_LEAST_EVERY = 16, 1024
+
+T = TypeVar("T")
+
+
+class StructureCache(Generic[T]):
+    """
+    Findings about pairs of programs, by the sites and plates that a run of them shows.
+
+    The same sites can come to depend on each other in another way. Flags (bool and str arguments,
+    attributes, closures) count as signs of that; for what else may decide it (a counter, say) the
+    programs are looked at again from time to time.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[tuple[Any, Any], dict[Hashable, _Finding[T]]]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Programs are often local functions, which cannot be pickled; they are looked at again.
+        return {"_pairs": []}
+
+    def of(
+        self, programs: Programs, signature: Hashable, find: Callable[[], T], again: bool = True
+    ) -> T:
+        """
+        What ``find`` finds out about the programs.
+
+        :param signature: what a run of them shows.
+        :param bool again: whether this is a use that may look again. One in the middle of a step
+            may not: a checkpoint would run it a second time without that look.
+        """
+        found = self._of_pair((programs.model, programs.guide))
+        key = signature, tuple(_choices(programs))
+        finding = found.get(key)
+        if finding is None:
+            if len(found) >= _MAX_STRUCTURES:
+                found.pop(next(iter(found)))
+            finding = found[key] = _Finding(find())
+        elif again and finding.used_often():
+            seen = find()
+            if seen != finding.value:
+                _logger.warning(
+                    "the programs show the same sites as before, but their dependencies have "
+                    "changed: say so by a bool or str argument or attribute, on which they are "
+                    "looked at again at once, or use a new loss object"
+                )
+            finding.value = seen
+        return finding.value
+
+    def _of_pair(self, pair: tuple[Any, Any]) -> dict[Hashable, _Finding[T]]:
+        for i, (known, found) in enumerate(self._pairs):
+            if known == pair:
+                if i:
+                    self._pairs.insert(0, self._pairs.pop(i))
+                return found
+        self._pairs.insert(0, (pair, {}))
+        del self._pairs[_MAX_PAIRS:]
+        return self._pairs[0][1]
+
+
+class _Finding(Generic[T]):
+    def __init__(self, value: T) -> None:
+        self.value = value
+        self._uses, self._next = 1, _AGAIN
+
+    def used_often(self) -> bool:
+        """Count one use; whether it is time to look again."""
+        self._uses += 1
+        if self._uses < self._next or _capturing():
+            return False
+        self._next += min(self._next, _AT_LEAST_EVERY)
+        return True
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is being made of this step, which must not look at values."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _choices(programs: Programs) -> Iterator[Any]:
+    """The flags that the programs can see: arguments, attributes of their object, closures."""
+    # None is no leaf of a tree for some versions of torch.
+    for value in tree_leaves((list(programs.args), programs.kwargs)):
+        yield value if isinstance(value, _FLAGS) else type(value)
+    yield tuple(programs.kwargs)
+    for program in (programs.model, programs.guide):
+        function = poutine.unwrap(program)
+        owner = getattr(function, "__self__", function)
+        for name, value in getattr(owner, "__dict__", {}).items():
+            if isinstance(value, _FLAGS):
+                yield name, value
+        for cell in getattr(function, "__closure__", None) or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue  # not filled yet
+            yield value if isinstance(value, _FLAGS) else None
+
+
+_FLAGS = (bool, str, type(None))

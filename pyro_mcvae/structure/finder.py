@@ -1,0 +1,219 @@
+"""Finds the structure of a pair of programs from their runs, once for each structure they show."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from pyro_mcvae.programs.execution import Programs, Run, Term
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.sites import (
+    LEADING,
+    PlateKey,
+    is_delta,
+    is_latent,
+    is_subsampled,
+    plate_frames,
+    plate_key,
+    reparameterized,
+)
+from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure.blocks import (
+    Factor,
+    Frames,
+    Structure,
+    derive_structure,
+    needs_dependencies,
+)
+from pyro_mcvae.structure.cache import StructureCache
+from pyro_mcvae.structure.collapsed import find_collapsed
+from pyro_mcvae.structure.independence import find_dependent_plates
+
+__all__ = ["StructureFinder"]
+
+_logger = logging.getLogger(__name__)
+
+
+class StructureFinder:
+    """
+    The blocks of the programs behind a run, remembered by the sites and plates that it shows.
+
+    Where the plates alone do not tell what depends on what, the programs are run once more with
+    dependencies traced, for each structure that they show.
+
+    :param bool joint: one weight over everything.
+    :param bool find_roots: also find out which guide sites depend on no other draw.
+    """
+
+    def __init__(self, joint: bool = False, find_roots: bool = False) -> None:
+        self.joint = joint
+        self.find_roots = find_roots
+        self._memory: StructureCache[Structure] = StructureCache()
+
+    def of(self, programs: Programs, run: Run, again: bool = True) -> Structure:
+        """
+        The blocks of the programs that made this run.
+
+        :param bool again: whether the run begins a step, when what was found before may be looked
+            at again.
+        """
+        signature = (_may_have_lost_particles(run), *_signature(run))
+        found = self._memory.of(programs, signature, lambda: self._derive(programs, run), again)
+        if found.coupled:
+            for term in run.terms:
+                term.coupled = found.coupled.get(term.key, frozenset())
+        return found
+
+    def check_particles(self, programs: Programs, run: Run) -> None:
+        """
+        Check that a vectorised run has kept its particles apart.
+
+        :raises RuntimeError: naming a site that averages over them.
+        """
+        if _may_have_lost_particles(run):
+            self.of(programs, run, again=False)  # whose derivation checks it
+
+    def _derive(self, programs: Programs, run: Run) -> Structure:
+        frames = {t.key: plate_frames(t.site) for t in run.terms}
+        latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
+        # A guide of point masses alone is weighed per datum as well.
+        random = [t for t in latents if not is_delta(t.site["fn"])] or latents
+        if any(_data_lead(t, run) for t in run.terms):
+            dependencies.find_nesting(
+                programs, strict_enumeration=False
+            )  # raises for undeclared dims
+        order = [t.key.name for t in random]
+        names = frozenset(order)
+        coupled = {} if self.joint else find_dependent_plates(programs, run.subsamples)
+        frames = _without_coupled(frames, coupled)
+        factors = {key: Factor(f, None) for key, f in frames.items()}
+        ask = not self.joint and needs_dependencies(factors, names)
+        ask |= _may_have_lost_particles(run)
+        masked_by: dict[str, frozenset[str]] = {}
+        found: dependencies.Dependencies | None = None
+        if ask or (self.find_roots and len(names) > 1):
+            found = dependencies.find_dependencies(programs, names, run.subsamples)
+            factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
+            masked_by = {k.name: f for k, f in found.masks.items() if f and k.program == "guide"}
+            _check_broadcast(
+                run,
+                {
+                    t.key: found.distributions.get(t.key, frozenset())
+                    if _data_lead(t, run)
+                    else found.observed.get(t.key, found.distributions.get(t.key, frozenset()))
+                    for t in run.terms
+                },
+            )
+        elif len(names) == 1:
+            factors = {
+                key: Factor(f, names if key.program == "guide" else None)
+                for key, f in frames.items()
+            }
+        structure = derive_structure(factors, order, self.joint)
+        # What lies in no plate is what a model may integrate for all data at once.
+        alone = frozenset(n for n in names if not frames[FactorKey("guide", n)])
+        bypass = find_collapsed(programs, run, names, found) if alone else None
+        paths = {t.key.name for t in random if reparameterized(t.site)}
+        roots = {
+            name
+            for name in names
+            if (parents := factors[FactorKey("guide", name)].parents) is not None
+            and not (parents & paths) - {name}
+        }
+        # The second factor of a draw's gradient must not meet a score function behind the draw.
+        for t in run.terms:
+            if t.in_guide and isinstance(t.score, Tensor):
+                behind = factors[t.key].parents
+                roots -= names if behind is None else behind
+        return replace(
+            structure,
+            roots=frozenset(roots),
+            mean_field=_mean_field(factors, names),
+            masked_by=masked_by,
+            coupled=coupled,
+            bypass=bypass,
+        )
+
+
+def _without_coupled(
+    frames: Mapping[FactorKey, Frames], coupled: Mapping[FactorKey, frozenset[PlateKey]]
+) -> dict[FactorKey, Frames]:
+    """
+    The plates across whose elements each factor is a product.
+
+    A factor whose elements depend on each other's latents stands outside of the plate, in effect.
+    """
+    for key, plates in coupled.items():
+        _logger.warning(
+            f"site '{key.name}' of the {key.program} lets the elements of plate "
+            f"{', '.join(repr(p.name) for p in plates)} depend on each other's latents (as "
+            f"z.cumsum(-1) does), so these share one weight"
+        )
+    none: frozenset[PlateKey] = frozenset()
+    return {
+        key: frozenset(f for f in found if plate_key(f) not in coupled.get(key, none))
+        for key, found in frames.items()
+    }
+
+
+def _may_have_lost_particles(run: Run) -> bool:
+    """Whether a distribution that could depend on a latent does not vary with the particles."""
+    several = sum(t.in_guide and is_latent(t.site) for t in run.terms) > 1
+    return any(t.key in run.unbatched and (several or t.site["is_observed"]) for t in run.terms)
+
+
+def _data_lead(term: Term, run: Run) -> bool:
+    """Whether an observed value has the particles' dim: computed from latents, or undeclared."""
+    value, event_dim = term.site["value"], getattr(term.site["fn"], "event_dim", 0)
+    return (
+        run.leading is not None
+        and term.site["is_observed"]
+        and value.dim() - event_dim > run.nesting
+        and value.shape[value.dim() - event_dim - run.nesting - 1] != 1
+    )
+
+
+def _check_broadcast(run: Run, parents: Mapping[FactorKey, frozenset[str]]) -> None:
+    """Refuse programs that average over the particles, as z.mean() in a model does."""
+    batched = {t.key.name for t in run.terms if t.in_guide and _leads(t)}
+    for term in run.terms:
+        lost = (parents.get(term.key, frozenset()) & batched) - {term.key.name}
+        if term.key in run.unbatched and lost:
+            raise RuntimeError(
+                f"site '{term.key.name}' of the {term.key.program} depends on "
+                f"{', '.join(map(repr, sorted(lost)))}, but its distribution has lost the "
+                f"dimension of the {run.leading} vectorised particles: pass "
+                f"vectorize_particles=False, or reduce over named dims from the right, as in "
+                f"z.sum(-1, keepdim=True)"
+            )
+
+
+def _leads(term: Term) -> bool:
+    return any(f.name == LEADING for f in term.site["cond_indep_stack"])
+
+
+def _mean_field(factors: Mapping[FactorKey, Factor], names: frozenset[str]) -> bool:
+    """Whether the guide is its random sites alone, none of which depends on another."""
+    return all(
+        key.name in names and factor.parents == frozenset({key.name})
+        for key, factor in factors.items()
+        if key.program == "guide"
+    )
+
+
+def _signature(run: Run) -> Iterator[Any]:
+    """What decides the structure: sites, their plates, and which plates are subsampled."""
+    for term in run.terms:
+        site = term.site
+        frames = tuple(
+            (f.name, f.dim, f.counter, is_subsampled(f))
+            for f in site["cond_indep_stack"]
+            if f.name != LEADING
+        )
+        latent = not site["is_observed"]
+        kind = latent, latent and term.in_guide and is_delta(site["fn"]), reparameterized(site)
+        yield term.key, frames, kind

@@ -1,0 +1,163 @@
+"""
+Which factors let the elements of a plate depend on each other's latents.
+
+A plate says that its elements are independent, and Pyro does not hold a program to it: a random
+walk drawn as ``z.cumsum(-1)`` in a plate of steps, or states whose neighbours meet in ``z[1:] -
+z[:-1]``, are trained by the plain ELBO all the same. A weight per element would be no weight, and
+its bound no bound. So the programs are run at draws of which half of a plate's elements are
+exchanged, and the densities of the other half must stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_mcvae.programs.execution import (
+    Programs,
+    guide_term,
+    model_term,
+    possible_terms,
+    run_pair,
+    scored,
+)
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
+from pyro_mcvae.programs.sites import PlateKey, changed_draw, is_random, plate_frames, plate_key
+from pyro_mcvae.structure.dependencies import isolated
+
+__all__ = ["find_dependent_plates"]
+
+Values = dict[str, Tensor]
+Densities = dict[FactorKey, tuple[Any, Tensor]]
+
+
+def find_dependent_plates(
+    programs: Programs, subsamples: Mapping[str, Tensor]
+) -> dict[FactorKey, frozenset[PlateKey]]:
+    """
+    For each factor the plates, of those around it, across which it depends on random guide sites.
+
+    Programs that fail at exchanged draws (of which the number of elements depends on a draw, say)
+    yield nothing. Batch normalisation does not count: its use is to let data depend on each other.
+
+    :param subsamples: the minibatch to look at.
+    """
+    try:
+        with torch.no_grad(), pyro.validation_enabled(False):
+            return _find(programs, subsamples)
+    except Exception:
+        return {}
+
+
+def _find(
+    programs: Programs, subsamples: Mapping[str, Tensor]
+) -> dict[FactorKey, frozenset[PlateKey]]:
+    with isolated():
+        first = run_pair(programs, SubstituteMessenger(Minibatch(subsamples)))[0]
+        second = run_pair(programs, SubstituteMessenger(Minibatch(subsamples)))[0]
+    latents = {n: s for n, s in first.nodes.items() if is_random(s) and n in second.nodes}
+    values = {n: s["value"] for n, s in latents.items()}
+    others = {n: _another(s, second.nodes[n]["value"]) for n, s in latents.items()}
+    found: dict[FactorKey, frozenset[PlateKey]] = {}
+    before: Densities | None = None
+    for frame in sorted({f for s in latents.values() for f in plate_frames(s)}, key=str):
+        if frame.dim is None or frame.size < 2:
+            continue
+        before = before or _densities(programs, subsamples, values)
+        for half in (_half(frame.size), ~_half(frame.size)):
+            moved = {
+                n: _exchanged(s, frame, half, values[n], others[n]) for n, s in latents.items()
+            }
+            after = _densities(programs, subsamples, moved)
+            for key in _changed(before, after, frame, ~half):
+                found[key] = found.get(key, frozenset()) | {plate_key(frame)}
+    if not found or before is None:
+        return found
+    # Noise from a generator that is not torch's own changes densities at the same latents, too.
+    again = _densities(programs, subsamples, values)
+    return {key: plates for key, plates in found.items() if _same(before[key], again.get(key))}
+
+
+def _another(site: Any, drawn: Tensor) -> Tensor:
+    """Another value for each element: a second draw, which may be the same where it is discrete."""
+    value, support = site["value"], site["fn"].support
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    if support is constraints.boolean:
+        return 1 - value
+    if support is constraints.one_hot:
+        return value.roll(1, -1)
+    if isinstance(support, _INTERVAL):
+        low, size = support.lower_bound, support.upper_bound - support.lower_bound + 1
+        return (low + (value - low + 1) % size).to(value.dtype)
+    if isinstance(support, _COUNTS):
+        return value + 1
+    return drawn
+
+
+_INTERVAL = type(constraints.integer_interval(0, 1))
+_COUNTS = type(constraints.nonnegative_integer)
+
+
+def _half(size: int) -> Tensor:
+    """The Thue-Morse sequence: not periodic, so that it parts neighbours at whatever distance."""
+    index, parity = torch.arange(size), torch.zeros(size, dtype=torch.bool)
+    for bit in range(size.bit_length()):
+        parity = parity ^ ((index >> bit) & 1).bool()
+    return parity
+
+
+def _exchanged(
+    site: Any, frame: CondIndepStackFrame, half: Tensor, value: Tensor, other: Tensor
+) -> Tensor:
+    depth = site["fn"].event_dim - (frame.dim or 0)
+    if frame not in plate_frames(site) or value.shape != other.shape or value.dim() < depth:
+        return value
+    where = half.to(value.device).reshape((-1,) + (1,) * (depth - 1))
+    return changed_draw(lambda a, b: torch.where(where, a, b), other, value)
+
+
+def _densities(programs: Programs, subsamples: Mapping[str, Tensor], values: Values) -> Densities:
+    """The log density of every factor at given latents; the same random stream at each call."""
+    with isolated():
+        guide_trace, model_trace = run_pair(
+            programs, SubstituteMessenger(Minibatch(subsamples), values)
+        )
+        terms = [model_term(site) for site in scored(model_trace)]
+        if len(values) > 1:  # one site alone depends on no other
+            terms += possible_terms(guide_term, guide_trace)
+    return {t.key: (t.site, t.log_prob) for t in terms}
+
+
+def _changed(
+    before: Densities, after: Densities, frame: CondIndepStackFrame, kept: Tensor
+) -> Iterator[FactorKey]:
+    """The factors whose density differs at elements of a plate whose own latents are the same."""
+    for key, (site, old) in before.items():
+        new = after[key][1] if key in after else old
+        dim = frame.dim or 0
+        if frame not in plate_frames(site) or old.shape != new.shape or old.dim() < -dim:
+            continue
+        if old.shape[dim] != frame.size:
+            continue
+        at = kept.to(old.device).nonzero().squeeze(-1)
+        if not _close(old.index_select(dim, at), new.index_select(dim, at)):
+            yield key
+
+
+def _same(before: tuple[Any, Tensor], again: tuple[Any, Tensor] | None) -> bool:
+    if again is None or again[1].shape != before[1].shape:
+        return False
+    return _close(before[1], again[1])
+
+
+def _close(old: Tensor, new: Tensor) -> bool:
+    tolerance = 1e-9 if old.dtype == torch.float64 else 1e-4
+    return torch.allclose(old, new, rtol=tolerance, atol=tolerance, equal_nan=True)

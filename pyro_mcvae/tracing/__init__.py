@@ -1,1 +1,0 @@
-"""Pyro plumbing: the log weight of a pair of programs, per datum, with any leading dimensions."""

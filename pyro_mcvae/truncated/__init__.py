@@ -1,0 +1,1 @@
+"""Truncated posteriors: sets of discrete states for every datum, and their evolutionary search."""

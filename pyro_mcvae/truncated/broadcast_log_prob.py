@@ -1,0 +1,223 @@
+r"""
+Log densities of Normal and Bernoulli sites that compute once what is the same for all states.
+
+A distribution broadcasts its parameters against each other, and plates expand them further: the
+scale of a Gaussian decoder, one number, takes the shape ``[S, N, pixels]``, and ``log_prob`` takes
+its logarithm and its square that often. Here parameters are taken back to the size that they had:
+
+.. math::
+    \log N(x; \mu, \sigma) = -\frac{1}{2 \sigma^2} \sum_d (x_d - \mu_d)^2
+        - \sum_d \log (\sqrt{2 \pi} \sigma), \qquad
+    \log B(z; l) = \sum_d (z_d - m_d) l_d - \sum_d \log (1 + e^{-|l_d|}), \quad m_d = [l_d > 0] .
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro import distributions as dist
+from pyro.distributions.torch_distribution import MaskedDistribution
+from torch import Tensor
+from torch.distributions.utils import probs_to_logits
+from torch.nn.functional import mse_loss, softplus
+
+from pyro_mcvae.coordinates import chain_density
+from pyro_mcvae.programs.execution import Term
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.precision import without_autocast
+from pyro_mcvae.programs.sites import masked, subsampling_scale, unscaled_log_prob
+
+__all__ = ["broadcast_log_prob", "broadcast_term"]
+
+
+def broadcast_log_prob(fn: Any, value: Tensor) -> Tensor | None:
+    """
+    ``fn.log_prob(value)`` of a Normal or a Bernoulli, under ``to_event`` and ``mask`` or not.
+
+    :param fn: a distribution.
+    :param ~torch.Tensor value: broadcastable to its shape.
+    :returns: the same up to rounding, with the same gradients; None for any other distribution.
+    :raises ValueError: where the distribution validates its values and refuses this one.
+
+    Example::
+
+        >>> fn = dist.Normal(torch.zeros(5, 3), 2.0).to_event(1)
+        >>> broadcast_log_prob(fn, torch.ones(3)).shape
+        torch.Size([5])
+    """
+    base, events, mask = fn, 0, None
+    while isinstance(base, torch.distributions.Independent):
+        base, events = base.base_dist, events + base.reinterpreted_batch_ndims
+    if type(base) is MaskedDistribution and isinstance(base._mask, Tensor):
+        base, mask = base.base_dist, _as_given(base._mask)
+    form = _FORMS.get(type(base))
+    if form is None or not value.is_floating_point():
+        return None
+    if base._validate_args:
+        base._validate_sample(value)
+    shape = _broadcast(value.shape, base.batch_shape)
+    if mask is not None:
+        # What is missing may be NaN, whose gradient no later mask would stop.
+        value = torch.where(mask, value, torch.zeros_like(value))
+    with without_autocast():
+        found: Tensor = form(base, value, shape[len(shape) - events :], mask)
+    batch = shape[: len(shape) - events]
+    return found if found.shape == batch else found.expand(batch)
+
+
+def broadcast_term(site: Any) -> Term:
+    """What :func:`~pyro_mcvae.programs.execution.model_term` returns, broadcast where it can be."""
+    log_prob = None
+    if not site["infer"] and not site["args"] and not site["kwargs"]:
+        try:
+            log_prob = broadcast_log_prob(site["fn"], site["value"])
+        except ValueError:
+            log_prob = None  # The ordinary way raises the error that names the site.
+    if log_prob is None:
+        log_prob = unscaled_log_prob(site, "model")
+    key = FactorKey("model", site["name"])
+    return Term(key, site, masked(site, log_prob), subsampling_scale(site))
+
+
+def _normal(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
+    scale = _as_given(base.scale)
+    dims = list(range(-len(event), 0))
+    squares = _squares(base.loc, value)
+    normaliser = scale.log() + math.log(math.sqrt(2 * math.pi))
+    if mask is not None:
+        squares, normaliser = _there(squares, mask), _there(normaliser, mask)
+    normaliser = _sum(normaliser, event)
+    # One scale for a whole event divides its sum.
+    if dims and all(n == 1 for n in scale.shape[-len(dims) :]):
+        squares = squares.sum(dims)
+        variance = scale.reshape(scale.shape[: scale.dim() - len(dims)]).square()
+        return torch.addcdiv(normaliser.neg(), squares, variance, value=-0.5)
+    squares = squares / scale.square()
+    return -0.5 * (squares.sum(dims) if dims else squares) - normaliser
+
+
+def _squares(a: Tensor, b: Tensor) -> Tensor:
+    """The squared difference: of all ways to write it that with the fewest passes, both ways."""
+    if a.dtype != b.dtype:
+        return (a - b).square()
+    a, b = torch.broadcast_tensors(a, b)
+    return mse_loss(a, b, reduction="none")
+
+
+def _bernoulli(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
+    if "logits" in base.__dict__:
+        logits = _as_given(base.logits)
+    else:
+        logits = probs_to_logits(_as_given(base.probs), is_binary=True)
+    if _all_ordinary(logits):
+        normaliser = softplus(logits)
+        if mask is not None:
+            value, normaliser = _there(value, mask), _there(normaliser, mask)
+        return _product(value, logits, event) - _sum(normaliser, event)
+    # Zero times an infinite logit is zero here.
+    most = torch.finfo(logits.dtype).max / 4
+    logits = logits.clamp(-most, most)
+    # Relative to the most probable value: no two large terms cancel.
+    mode = logits > 0
+    normaliser = softplus(torch.where(mode, -logits, logits))
+    less = value - mode.to(value)
+    if mask is not None:
+        less, normaliser = _there(less, mask), _there(normaliser, mask)
+    total = _product(less, logits, event) - _sum(normaliser, event)
+    return torch.where(total < -most / 2, -torch.inf, total)
+
+
+def _all_ordinary(logits: Tensor) -> bool:
+    """
+    Whether all values are rather zero than one, as under sparse priors, and none is impossible:
+    then no two large terms cancel, and a copy of all states is saved. Looked at on the CPU only;
+    another device would have to be waited for.
+    """
+    if not chain_density.costs_nothing_to_read(logits) or not logits.numel():
+        return False
+    low, high = torch.aminmax(logits.detach())
+    return float(low) > -1e30 and float(high) <= 0.0
+
+
+def _product(value: Tensor, logits: Tensor, event: torch.Size) -> Tensor:
+    """``(value * logits).sum`` over event dims; a matrix product where one vector serves all."""
+    size = logits.shape[-1] if logits.dim() else 1
+    vector = len(event) == 1 and value.dim() > 1 and size == logits.numel() == value.shape[-1]
+    # Where products of float32 may be rounded, sums of log densities may not.
+    if vector and torch.get_float32_matmul_precision() == "highest" and value.dtype == logits.dtype:
+        return torch.mv(value.reshape(-1, size), logits.reshape(size)).reshape(value.shape[:-1])
+    less = value * logits
+    return less.sum(list(range(-len(event), 0))) if event else less
+
+
+def _there(value: Tensor, mask: Tensor) -> Tensor:
+    """Zero where the mask says that nothing is there."""
+    return torch.where(mask, value, torch.zeros_like(value))
+
+
+_FORMS: dict[type, Callable[[Any, Tensor, torch.Size, Tensor | None], Tensor]] = {
+    # Subclasses may have another density, and are left to it.
+    dist.Normal: _normal,
+    dist.Bernoulli: _bernoulli,
+    torch.distributions.Normal: _normal,
+    torch.distributions.Bernoulli: _bernoulli,
+}
+
+
+def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
+    """``torch.broadcast_shapes``, which takes longer than the density of a small minibatch."""
+    if a == b:
+        return a
+    depth = max(len(a), len(b))
+    left, right = (1,) * (depth - len(a)) + a, (1,) * (depth - len(b)) + b
+    return torch.Size(n if m == 1 else m for m, n in zip(left, right, strict=True))
+
+
+def _sum(value: Tensor, event: torch.Size) -> Tensor:
+    """The sum over event dims, along some of which the value is the same and has size one."""
+    if not event:
+        return value
+    own = value.shape[-len(event) :]
+    repeats = math.prod(n for n, had in zip(event, own, strict=True) if had == 1)
+    if all(n == 1 for n in own):
+        value = value.reshape(value.shape[: value.dim() - len(event)])
+    else:
+        value = value.sum(list(range(-len(event), 0)))
+    return value if repeats == 1 else repeats * value
+
+
+def _as_given(parameter: Tensor) -> Tensor:
+    """A parameter with size one in the dims along which it was expanded."""
+    sizes, strides = parameter.shape, parameter.stride()
+    shape = [1 if stride == 0 else size for size, stride in zip(sizes, strides, strict=True)]
+    if tuple(shape) == sizes:
+        return parameter
+    source = parameter._base
+    if (
+        source is not None
+        # A detached parameter, too, may be a view.
+        and source.requires_grad == parameter.requires_grad
+        and source.numel() == math.prod(shape)
+        and source.is_contiguous()
+        and source.storage_offset() == parameter.storage_offset()
+        and _is_contiguous(shape, strides)
+    ):
+        # Not through the expansion, whose gradient would be as large as it.
+        return source.reshape(shape)
+    for dim, (size, own) in enumerate(zip(sizes, shape, strict=True)):
+        if own != size:
+            parameter = parameter.narrow(dim, 0, 1)
+    return parameter
+
+
+def _is_contiguous(shape: list[int], strides: tuple[int, ...]) -> bool:
+    wanted = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1:
+            if stride != wanted:
+                return False
+            wanted *= size
+    return True

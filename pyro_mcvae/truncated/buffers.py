@@ -1,0 +1,275 @@
+"""The states of a truncated posterior: packed, one tensor for each data plate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_mcvae.ops import ranks
+from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.shards import Shard
+from pyro_mcvae.truncated.evolution import distinct_states
+from pyro_mcvae.truncated.joint import JointRuns
+from pyro_mcvae.truncated.layout import Layout, Rows
+from pyro_mcvae.truncated.search import Populations
+from pyro_mcvae.truncated.shards import (
+    Shards,
+    as_names,
+    check_owned,
+    check_same,
+    gather_states,
+    key_of,
+    parse_key,
+    shard_of,
+)
+from pyro_mcvae.truncated.states import StateSpace
+
+__all__ = ["StateBuffers"]
+
+# The rows of a chunk of the first states, so that unpacked ones never fill the memory.
+_CHUNK = 1 << 24
+
+
+class StateBuffers(nn.Module):
+    """
+    Keeps S distinct states for each datum, ``[N, S, bytes]``; made when a block is first seen.
+
+    All states are buffers. Those of one process only are none: DistributedDataParallel, which gives
+    every process the buffers of the first, must not see them.
+
+    :param int num_states: S.
+    :param shard: the names of the data plates that are dealt out over the processes.
+    :raises ValueError: if ``num_states`` is not an int of at least 1, or ``shard`` has no names.
+    """
+
+    def __init__(self, num_states: int, shard: str | Iterable[str] | None = None) -> None:
+        super().__init__()
+        check_count("num_states", num_states)
+        self.num_states = num_states
+        self.shard = as_names(shard)
+        self._agreed: set[str] = set()
+        self._shards: Shards = {}
+
+    def agree(self, runs: JointRuns) -> None:
+        """Take the first states of rank 0: each rank of a distributed run has drawn others."""
+        for _, layout in runs.layouts.searched:
+            name = self._buffer(layout)
+            if name not in self._agreed and name not in self._shards:
+                self._agreed.add(name)
+                ranks.from_first_rank(self._states(layout))
+
+    def _minibatch(self, layout: Layout, rows: Rows) -> Tensor:
+        """The packed states of a minibatch, ``[E, S, bytes]``."""
+        kept = self._states(layout)
+        return kept.index_select(0, self._place(layout, rows).to(kept.device))
+
+    def store(self, runs: JointRuns, populations: Populations, shared: bool = False) -> None:
+        """
+        Keep the states of a minibatch.
+
+        :param bool shared: where every rank has all states, keep also those of the other ranks'
+            minibatches, and let them have these.
+        """
+        for b, layout in runs.layouts.searched:
+            population, rows = populations[b], runs.rows[b]
+            if population is not None and rows is not None:
+                kept = self._states(layout)
+                index = self._place(layout, rows).to(kept.device)
+                # Where the model gave NaN nothing was learned about the states.
+                usable = ~population.log_joint.isnan().any(1).to(kept.device)
+                before = kept.index_select(0, index)
+                packed = torch.where(usable[:, None, None], population.packed.to(kept), before)
+                if shared and self._buffer(layout) not in self._shards:
+                    index, packed = map(ranks.concat_over_ranks, (index, packed))
+                index, packed = _settle(index, packed)
+                with torch.no_grad():
+                    kept.index_copy_(0, index, packed)
+
+    def gather_states(self) -> dict[str, Tensor]:
+        """
+        All states of the plates that are dealt out, on rank 0 and in its CPU's memory. Every rank
+        of a distributed run must call this.
+
+        :returns: by the name that their buffer has in a single process, ``[N, S, bytes]``; nothing
+            on the other ranks.
+        :raises ValueError: if the ranks keep states of different plates.
+        """
+        return gather_states(self._shards)
+
+    def gather_into(self, state: dict[str, Any], prefix: str) -> None:
+        """Put all states into a module's ``state_dict``, in the place of those of one rank."""
+        whole = self.gather_states()
+        for name, (shard, _) in self._shards.items():
+            del state[prefix + key_of(name, shard)]
+        state.update({prefix + name: kept for name, kept in whole.items()})
+
+    def copy_shards(self) -> Any:
+        """What is kept of the plates that are dealt out, for :meth:`restore_shards`."""
+        return [(name, *found, found[1].clone()) for name, found in self._shards.items()]
+
+    def restore_shards(self, copied: Any) -> None:
+        """Keep it again, in the tensors in which it was."""
+        self._shards = {name: (shard, kept) for name, shard, kept, _ in copied}
+        for _, _, kept, value in copied:
+            kept.copy_(value)
+
+    def _buffer(self, layout: Layout) -> str:
+        return f"states_{layout.name}"
+
+    def _states(self, layout: Layout) -> Tensor:
+        name = self._buffer(layout)
+        return self._shards[name][1] if name in self._shards else self.get_buffer(name)
+
+    def _place(self, layout: Layout, rows: Rows) -> Tensor:
+        """Where the rows of a minibatch are among those that are kept here."""
+        name = self._buffer(layout)
+        if name not in self._shards:
+            return rows.index
+        shard = self._shards[name][0]
+        check_owned(layout.plates[shard.axis].name, shard, rows.index)
+        return shard.place(rows.index)
+
+    def _prepare(self, layout: Layout, bank: Tensor | None) -> None:
+        """Make the first states of a block, or check those that were loaded."""
+        name, space = self._buffer(layout), layout.space
+        if self.num_states > space.cardinality:
+            raise ValueError(
+                f"num_states={self.num_states}, but {', '.join(map(repr, layout.sites))} of plate "
+                f"'{layout.plates[-1].name}' have {space.cardinality} states in all: pass "
+                f"num_states={space.cardinality}, which is exact inference"
+            )
+        shard, kept = shard_of(layout, self.shard), self._shards.get(name)
+        if kept is not None:
+            self._check(layout, kept[0].whole(kept[1]))
+            check_same(layout.plates[kept[0].axis].name, kept[0], shard)
+        elif name in self._buffers:
+            found = self.get_buffer(name)
+            self._check(layout, tuple(found.shape))
+            if shard is not None:
+                self._shards[name] = shard, shard.take(found).clone()
+                del self._buffers[name]
+        else:
+            assert bank is not None
+            rows = layout.num_data if shard is None else shard.num_rows
+            made = _first_states(space, bank, rows, self.num_states)
+            if shard is None:
+                self.register_buffer(name, made)
+            else:
+                self._shards[name] = shard, made
+        if bank is not None and bank.device != self._states(layout).device:
+            # Loaded before there were states of its own, which would have been where draws are.
+            if shard is None:
+                self._buffers[name] = self.get_buffer(name).to(bank.device)
+            else:
+                self._shards[name] = shard, self._shards[name][1].to(bank.device)
+
+    def _shapes(self) -> dict[str, Any]:
+        """What is kept, to see whether it has changed its form."""
+        buffers = {name: kept for name, kept in self._buffers.items() if kept is not None}
+        return {name: (None, kept.shape) for name, kept in buffers.items()} | {
+            name: (shard, kept.shape) for name, (shard, kept) in self._shards.items()
+        }
+
+    def _check(self, layout: Layout, found: tuple[int, ...]) -> None:
+        wanted = (layout.num_data, self.num_states, layout.space.num_bytes)
+        if found[1:] == wanted[1:] and found != wanted:
+            raise ValueError(
+                f"plate '{layout.plates[-1].name}' has {wanted[0]} data, and states are kept "
+                f"for {found[0]}. For minibatches pass their indices, pyro.plate("
+                f"'{layout.plates[-1].name}', {found[0]}, subsample=index); for other data "
+                f"(held out, say) make another TruncatedPosterior"
+            )
+        if found != wanted:
+            raise ValueError(
+                f"the states of plate {layout.name!r} have shape {found} (data, states, "
+                f"bytes), and the model needs {wanted}: they were made for other data or "
+                f"another num_states; make a new TruncatedPosterior"
+            )
+
+    def forget(self) -> None:
+        """Drop all states, as if the guide had never been called; the next call makes others."""
+        for name in [n for n in self._buffers if n.startswith("states_")]:
+            del self._buffers[name]
+        self._agreed, self._shards = set(), {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StateBuffers:
+        super()._apply(fn, recurse)
+        self._shards = {name: (shard, fn(kept)) for name, (shard, kept) in self._shards.items()}
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, (shard, kept) in self._shards.items():
+            destination[prefix + key_of(name, shard)] = kept
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *found: list[str]
+    ) -> None:
+        # States are made at the first call, which a loaded guide may not have had.
+        rest = {}
+        for key, value in state_dict.items():
+            name = key[len(prefix) :]
+            if not key.startswith(prefix + "states_"):
+                rest[key] = value
+            elif (parsed := parse_key(name)) is not None:
+                error = self._load_shard(*parsed, value)
+                found[-1].extend([error] if error else [])
+            elif "." in name or not self._load_whole(name, value):
+                rest[key] = value
+        super()._load_from_state_dict(rest, prefix, metadata, strict, *found)
+
+    def _load_whole(self, name: str, value: Tensor) -> bool:
+        """Load the states of all data; False where they go to a buffer."""
+        if name in self._shards:
+            shard, kept = self._shards[name]
+            if shard.whole(kept) == tuple(value.shape):
+                kept.copy_(shard.take(value))
+                return True
+            del self._shards[name]
+        if ranks.num_ranks() > 1 and name in {f"states_{n.replace('.', '_')}" for n in self.shard}:
+            # At once, before DistributedDataParallel makes a note of a buffer of all states.
+            shard = Shard((len(value),), 0, ranks.rank(), ranks.num_ranks())
+            self._shards[name] = shard, shard.take(value).clone()
+            self._buffers.pop(name, None)
+            return True
+        if name not in self._buffers or self.get_buffer(name).shape != value.shape:
+            self.register_buffer(name, torch.empty_like(value))
+        return False
+
+    def _load_shard(self, name: str, shard: Shard, value: Tensor) -> str:
+        """Load states that a rank has saved by itself; what is wrong with them."""
+        if (shard.rank, shard.num_ranks) != (ranks.rank(), ranks.num_ranks()):
+            return (
+                f"'{name}' are the states of rank {shard.rank} of {shard.num_ranks}, and this is "
+                f"rank {ranks.rank()} of {ranks.num_ranks()}: each rank loads what it saved, or "
+                f"any number of ranks what save_checkpoint wrote"
+            )
+        self._buffers.pop(name, None)
+        before = self._shards.get(name)
+        if before is not None and before[0] == shard and before[1].shape == value.shape:
+            before[1].copy_(value)
+        else:
+            self._shards[name] = shard, value.detach().clone()
+        return ""
+
+
+def _first_states(space: StateSpace, bank: Tensor, rows: int, count: int) -> Tensor:
+    """Distinct states for each row, drawn from the model's, packed."""
+    step = max(1, _CHUNK // max(1, 2 * count * len(space)))
+    parts = [torch.empty(0, count, space.num_bytes, dtype=torch.uint8, device=bank.device)]
+    for begin in range(0, rows, step):
+        pick = torch.randint(len(bank), (min(step, rows - begin), count), device=bank.device)
+        parts.append(space.pack(distinct_states(space, bank[pick], count)))
+    return torch.cat(parts)
+
+
+def _settle(index: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """A datum that stands twice in a minibatch gets the states of its first row."""
+    ordered, order = index.sort(stable=True)
+    position = torch.arange(len(index), device=index.device)
+    again = torch.nn.functional.pad(ordered[1:] == ordered[:-1], (1, 0))
+    first = position.masked_fill(again, 0).cummax(0).values
+    return ordered, packed.index_select(0, order[first])

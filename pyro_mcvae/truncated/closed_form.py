@@ -1,0 +1,193 @@
+"""Parameters with a closed form under truncated posteriors, from the statistics of an epoch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.ops.ranks import num_ranks, sum_over_ranks
+from pyro_mcvae.truncated.layout import existing_entries
+from pyro_mcvae.truncated.posterior import StatePosterior
+
+__all__ = ["BernoulliPrior", "ClosedForm", "GaussianNoise"]
+
+
+class ClosedForm(ABC):
+    """
+    A parameter set to its optimum, given the posteriors of an epoch.
+
+    Call :meth:`add` with the posterior of each minibatch, and :meth:`update` at the epoch's end.
+
+    :param str site: the name of the site.
+    :param ~torch.Tensor parameter: what the model uses, changed in place; it must not be trained
+        by an optimizer as well.
+    :raises ValueError: if the parameter requires gradients.
+    """
+
+    def __init__(self, site: str, parameter: Tensor) -> None:
+        if parameter.requires_grad:
+            raise ValueError(
+                f"the parameter of site '{site}' has a closed form and requires gradients: keep it "
+                f"from the optimizer, as a buffer or by parameter.requires_grad_(False)"
+            )
+        self.site, self.parameter = site, parameter
+        self.total: Any = 0.0
+        self.count: Any = 0.0
+
+    def add(self, posterior: StatePosterior) -> None:
+        """Add a minibatch's statistics, but for those that are not finite."""
+        total, count = self._statistics(posterior)
+        usable = total.isfinite()
+        self.total = self.total + torch.where(usable, total, 0.0)
+        self.count = self.count + torch.where(usable, count, 0.0)
+
+    def update(self) -> None:
+        """
+        Set the parameter, and begin another epoch.
+
+        In a distributed run the statistics are those of all ranks, and every rank must call this.
+
+        :raises ValueError: before any :meth:`add`.
+        """
+        with torch.no_grad():
+            total, count = self.over_ranks()
+            # What was never observed keeps its value.
+            value = self._value(total / count.clamp_min(1e-12))
+            self.parameter.copy_(torch.where(count > 0, value, self.parameter))
+        self.total = self.count = 0.0
+
+    def over_ranks(self) -> tuple[Tensor, Tensor]:
+        """The statistics of all ranks of a distributed run: sum and number."""
+        if num_ranks() == 1 and not isinstance(self.count, Tensor):
+            raise ValueError(f"site '{self.site}' has no statistics yet: call add(posterior) first")
+        # A rank may have had no data of this site.
+        zero = torch.zeros_like(self.parameter)
+        return sum_over_ranks(zero + self.total), sum_over_ranks(zero + self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The parameter, and the statistics of the epoch so far."""
+        return {"parameter": self.parameter, "total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """
+        Set them.
+
+        :raises ValueError: for a parameter of another shape; nothing is changed then.
+        """
+        if state["parameter"].shape != self.parameter.shape:
+            raise ValueError(
+                f"the parameter of site '{self.site}' has shape {tuple(self.parameter.shape)}, "
+                f"and was saved with {tuple(state['parameter'].shape)}"
+            )
+        with torch.no_grad():
+            self.parameter.copy_(state["parameter"])
+        found = state["total"], state["count"]
+        self.total, self.count = (
+            v.to(self.parameter) if isinstance(v, Tensor) else v for v in found
+        )
+
+    @abstractmethod
+    def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
+        """Sum and number, in the parameter's shape."""
+
+    def _value(self, mean: Tensor) -> Tensor:
+        return mean
+
+
+class BernoulliPrior(ClosedForm):
+    r"""
+    :math:`\pi = \frac{1}{N} \sum_n \langle z_n \rangle`, the probabilities of a Bernoulli site.
+
+    :param str site: a Bernoulli site that the truncated posterior searches.
+    :param ~torch.Tensor parameter: the probabilities, of the site's event shape (or a scalar, the
+        same for all entries).
+    :param float floor: keeps the probabilities between ``floor`` and ``1 - floor``.
+    :raises ValueError: if the parameter requires gradients.
+
+    Example::
+
+        >>> pi = torch.full((4,), 0.5)
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Bernoulli(pi).to_event(1))
+        ...         pyro.sample("x", dist.Normal(z, 0.1).to_event(1), obs=x)
+        >>> x = torch.eye(4)[:2]
+        >>> guide = TruncatedPosterior(model, num_states=16)
+        >>> prior = BernoulliPrior("z", pi, floor=0.01)
+        >>> prior.add(guide.posterior(x))
+        >>> prior.update()
+        >>> pi
+        tensor([0.5000, 0.5000, 0.0100, 0.0100])
+    """
+
+    def __init__(self, site: str, parameter: Tensor, floor: float = 1e-4) -> None:
+        super().__init__(site, parameter)
+        self.floor = floor
+
+    def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
+        site = posterior.site(self.site)
+        mean = posterior.marginals()[self.site]
+        exists = existing_entries(site)
+        weight = torch.ones_like(mean) if exists is None else exists[0].to(mean).expand_as(mean)
+        return _to(mean * weight, self.parameter), _to(weight, self.parameter)
+
+    def _value(self, mean: Tensor) -> Tensor:
+        return mean.clamp(self.floor, 1 - self.floor)
+
+
+class GaussianNoise(ClosedForm):
+    r"""
+    :math:`\sigma^2 = \langle (x - \mu(z))^2 \rangle`, averaged over data and observed entries.
+
+    Entries that are masked out (missing) are neither summed nor counted.
+
+    :param str site: an observed Normal site, possibly under ``to_event`` and ``mask``.
+    :param ~torch.Tensor parameter: the standard deviation, a scalar or of the site's event shape.
+    :param float floor: the least standard deviation.
+    :raises ValueError: if the parameter requires gradients; by ``add``, for a site that is not
+        Normal.
+
+    Example::
+
+        >>> sigma = torch.tensor(1.0)
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Bernoulli(0.5))
+        ...         pyro.sample("x", dist.Normal(10 * z, sigma), obs=x)
+        >>> x = torch.tensor([10.5, 9.5, -0.5, 0.5])
+        >>> noise = GaussianNoise("x", sigma)
+        >>> noise.add(TruncatedPosterior(model, num_states=2).posterior(x))
+        >>> noise.update()
+        >>> sigma
+        tensor(0.5000)
+    """
+
+    def __init__(self, site: str, parameter: Tensor, floor: float = 1e-3) -> None:
+        super().__init__(site, parameter)
+        self.floor = floor
+
+    def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
+        site, fn = posterior.site(self.site), posterior.site(self.site)["fn"]
+        while hasattr(fn, "base_dist"):
+            fn = fn.base_dist
+        if not isinstance(fn, torch.distributions.Normal):
+            raise ValueError(f"site '{self.site}' is {type(fn).__name__}, and not Normal")
+        mean = posterior.mean_of((site["value"] - fn.loc).square(), site["fn"].event_dim)
+        exists = existing_entries(site)
+        weight = torch.ones_like(mean)
+        if exists is not None:
+            # The mask of data does not depend on the states; the value may lack their dimension.
+            exists = exists[0] if exists.dim() > mean.dim() else exists
+            weight = exists.to(mean).expand_as(mean)
+        return _to(torch.where(weight > 0, mean, 0.0), self.parameter), _to(weight, self.parameter)
+
+    def _value(self, mean: Tensor) -> Tensor:
+        return mean.sqrt().clamp_min(self.floor)
+
+
+def _to(value: Tensor, parameter: Tensor) -> Tensor:
+    """Sum over what the parameter does not distinguish."""
+    return value.sum_to_size(parameter.shape)

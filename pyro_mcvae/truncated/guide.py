@@ -1,0 +1,324 @@
+"""Truncated posteriors: a set of discrete states for every datum, as a Pyro guide."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pyro
+import torch
+from pyro import distributions as dist
+from pyro import poutine
+from pyro.infer.util import is_validation_enabled
+from torch import Tensor
+
+from pyro_mcvae.coordinates import chain_density
+from pyro_mcvae.ops import ranks
+from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.sites import is_scored, is_subsampled
+from pyro_mcvae.truncated.buffers import StateBuffers
+from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
+from pyro_mcvae.truncated.joint import JointRuns
+from pyro_mcvae.truncated.posterior import StatePosterior
+from pyro_mcvae.truncated.proposals import PriorDraws, Proposals, propose
+from pyro_mcvae.truncated.search import Populations, evaluate, evolve
+from pyro_mcvae.truncated.searched_sites import Layouts, find_layouts
+from pyro_mcvae.truncated.shards import check_names
+
+__all__ = ["TruncatedPosterior"]
+
+
+class TruncatedPosterior(StateBuffers):
+    r"""
+    A guide for the discrete latents of a data plate: for each datum a set
+    :math:`\Phi_n` of S distinct states and, on it, the exact posterior's proportions [1, 2],
+
+    .. math::
+        q_n(z) = \frac{p(x_n, z)}{\sum_{z' \in \Phi_n} p(x_n, z')}, \quad z \in \Phi_n, \qquad
+        F = \sum_n \log \sum_{z \in \Phi_n} p(x_n, z) \le \sum_n \log p(x_n) .
+
+    No encoder, no relaxation and no sampling: :class:`TraceTruncated_ELBO` improves the sets by
+    evolutionary search, and the model by the gradient of F. With :math:`S = \prod_d K_d` states,
+    all that there are, F is the exact log evidence.
+
+    The guide finds the discrete sites and their plates by running the model, like an AutoGuide:
+    one or several sites in one plate, sites in plates nested inside of the data plate (their
+    values belong to the datum's state), several data plates side by side. Bernoulli, categorical,
+    one-hot and count sites are searched (counts without an upper bound: below 65,536). Which data a
+    minibatch holds is read from the plate: give it indices, ``pyro.plate("data", N,
+    subsample=index)``, or let it draw them by ``subsample_size``. Entries that are masked out have
+    no density and keep the value zero. Every other latent is drawn by ``guide``, once per step,
+    and enters as in the plain ELBO; one draw of a datum's latents serves all of its states, so
+    that they may not depend on its discrete ones.
+
+    As a function of the model's arguments it is a Pyro guide like others, which draws from q_n,
+    for :class:`~pyro.infer.Predictive` say; :meth:`posterior` answers what is asked of a posterior.
+
+    The states are buffers, eight Bernoulli entries to the byte: they move with ``.to``, and are
+    saved and loaded by ``state_dict``. In training mode a step of :class:`TraceTruncated_ELBO`
+    searches; ``guide.eval()`` keeps the states as they are. In a distributed run each rank searches
+    for its own minibatch, and the ranks exchange what they found at every training step: all of
+    them have all states, so that any assignment of data to ranks will do, and a checkpoint loads
+    on any number of them.
+
+    With ``shard="data"`` each of R ranks keeps the states of its own data of that plate only, the
+    indices r, r + R, r + 2R, ...: 1/R of the memory, and nothing to exchange. All calls on a rank,
+    :meth:`posterior` and :meth:`fit` too, must then be for these data, as ``RankBatches(N,
+    batch_size, fixed=True)`` deals them out; others are refused. :func:`save_checkpoint` gathers
+    the states in one file, which loads on any number of ranks; a ``state_dict`` has those of its
+    rank alone, and other ranks refuse it. In a single process nothing is different.
+
+    :param model: the model.
+    :param int num_states: S, the same for all data.
+    :param EvolutionaryUpdate evolution: the search of one step.
+    :param guide: a guide for the latents that are not searched, called with the model's
+        arguments: a function, or an AutoGuide of the model with the discrete sites hidden.
+    :param proposals: further candidates of each step: :class:`PriorDraws`, or a function of the
+        model's arguments (an encoder, say) that returns values ``[C, *batch, *event]`` of each
+        discrete site.
+    :param shard: the name of the data plate (or several names, of plates side by side) whose states
+        are dealt out over the ranks of a distributed run; by default each rank has all states.
+    :param bool vectorize: run the model once for all states, in a leading batch dim.
+    :param max_plate_nesting: how many batch dims the programs' plates occupy; found out if left
+        out.
+    :raises ValueError: if ``num_states`` is not an int of at least 1. On the first call: for a
+        model without discrete sites or with continuous ones that ``guide`` does not draw, for
+        discrete sites that no data plate encloses, if ``num_states`` exceeds the number of states,
+        and for a ``shard`` that is no data plate. On any call: for a changed number of data, and
+        indices that are out of range or, with ``shard``, another rank's.
+
+    [1] Lücke, Forster (2019), *k-means as a variational EM approximation of Gaussian mixture
+    models*; Lücke (2019), *Truncated Variational Expectation Maximization*.
+    [2] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
+    with Binary Latents*.
+
+    Example::
+
+        >>> weight = torch.nn.Parameter(torch.randn(4, 6))
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(4)).to_event(1))
+        ...         pyro.sample("x", dist.Normal(z @ weight, 0.5).to_event(1), obs=x)
+        >>> x = torch.randn(10, 6)
+        >>> guide = TruncatedPosterior(model, num_states=16)  # 2^4: exact inference
+        >>> elbo = TraceTruncated_ELBO()(model, guide)
+        >>> optimizer = torch.optim.Adam([weight], lr=0.05)
+        >>> for _ in range(20):
+        ...     optimizer.zero_grad()
+        ...     loss = elbo(x)
+        ...     loss.backward()
+        ...     optimizer.step()
+        >>> guide.posterior(x).marginals()["z"].shape
+        torch.Size([10, 4])
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        num_states: int = 64,
+        evolution: EvolutionaryUpdate | None = None,
+        guide: Callable[..., Any] | None = None,
+        proposals: PriorDraws | Proposals | None = None,
+        *,
+        shard: str | Iterable[str] | None = None,
+        vectorize: bool = True,
+        max_plate_nesting: float = math.inf,
+    ) -> None:
+        super().__init__(num_states, shard)
+        if evolution is not None and not isinstance(evolution, EvolutionaryUpdate):
+            raise ValueError(f"evolution must be an EvolutionaryUpdate, got {evolution!r}")
+        # In tuples: a model that is a module would become a part of this one.
+        self._model = (model,)
+        self.evolution = EvolutionaryUpdate() if evolution is None else evolution
+        self.guide = guide
+        self.proposals = proposals
+        self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
+        self._found: list[tuple[Any, Layouts]] = []
+        self._seen: dict[str, Tensor] = {}
+        self._warned = False
+        self._own = ParticleSampler(2, vectorize, max_plate_nesting)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Of a copy or a pickle the structure is found again.
+        return {**self.__dict__, "_found": []}
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        return self._model[0]
+
+    # What an objective asks -----------------------------------------------------------------
+
+    def begin(
+        self, model: Callable[..., Any], sampler: ParticleSampler, args: Any, kwargs: Any
+    ) -> JointRuns:
+        """A step's joint density; finds the structure and makes the first states if need be."""
+        layouts = self._layouts(model, sampler, args, kwargs)
+        return JointRuns(sampler, layouts, model, self.guide, args, kwargs)
+
+    def evaluate(self, runs: JointRuns) -> tuple[Populations, WeightedParticles]:
+        """The states of a minibatch as they are, with their log joint."""
+        return evaluate(runs, self._minibatch, self.num_states)
+
+    def search(self, runs: JointRuns, populations: Populations) -> Populations:
+        """One E-step, which is not stored."""
+        if self.proposals is not None:
+            populations = propose(runs, populations, self.proposals)
+        return evolve(runs, populations, self.evolution)
+
+    def searches_little(self, runs: JointRuns) -> bool:
+        r"""
+        Whether a step had best keep the graph of all S + C states that it looks at.
+
+        A pass backward costs two passes forward: at once that makes 3 (S + C), and one more pass
+        through the S best alone, after a search without a graph, S + C + 3 S. The first needs a
+        look at whether all densities are finite, for which another device than the CPU would have
+        to be waited for.
+        """
+        count = self.evolution.num_evaluations if self.training else 0
+        known = self.proposals is None and not runs.layouts.masked
+        read = all(x is None or chain_density.costs_nothing_to_read(x) for x in runs.layouts.bank)
+        return known and read and 2 * count <= self.num_states
+
+    def check_data(self, sample: WeightedParticles) -> None:
+        """Warn once if a plate without indices shows other observations than before."""
+        first, last = sample.runs[0], sample.runs[-1]
+        seen = {}
+        for name, site in first.model_trace.nodes.items():
+            if not is_scored(site) or not site["is_observed"]:
+                continue
+            value = site["value"].detach()
+            # Data that are computed from the states are no sign of other data.
+            own = value.dim() - site["fn"].event_dim <= first.nesting
+            own = own and torch.equal(value, last.model_trace.nodes[name]["value"])
+            if own and not any(is_subsampled(f) for f in site["cond_indep_stack"]):
+                value = value.flatten().double().nan_to_num()
+                place = torch.linspace(1.0, 2.0, len(value), dtype=value.dtype, device=value.device)
+                seen[name] = (value * place).sum()
+        for name, now in seen.items():
+            before = self._seen.get(name)
+            if before is not None and not torch.equal(before, now.cpu()) and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"site '{name}' is observed with other values than before, in plates without "
+                    f"indices: states belong to a datum by its place, so other data in the same "
+                    f"places inherit them. For minibatches pass their indices, pyro.plate(..., N, "
+                    f"subsample=index); for held-out data make another TruncatedPosterior; data "
+                    f"that are drawn anew for the same places are fine",
+                    stacklevel=3,
+                )
+            self._seen[name] = now.cpu()
+
+    # What a user asks -----------------------------------------------------------------------
+
+    def fit(self, *args: Any, num_steps: int = 1, **kwargs: Any) -> Tensor:
+        """
+        E-steps alone: the states improve, the parameters stay (for held-out data, say).
+
+        :param args: the model's arguments.
+        :param int num_steps: how many.
+        :returns: the free energy of each datum, shape ``[*plates]``, in nats.
+        """
+        for _ in range(num_steps):
+            with _apart(), torch.no_grad():
+                runs = self.begin(self.model, self._own, args, kwargs)
+                populations, sample = self.evaluate(runs)
+                if is_validation_enabled():
+                    self.check_data(sample)
+                self.store(runs, self.search(runs, populations))
+        return self.posterior(*args, **kwargs).free_energy
+
+    def posterior(self, *args: Any, **kwargs: Any) -> StatePosterior:
+        """
+        The truncated posterior of the data of one call, under the present parameters and, where
+        ``guide`` draws other latents, given one new draw of them.
+
+        :param args: the model's arguments.
+        """
+        return self._posterior(args, kwargs, {})
+
+    def _posterior(self, args: Any, kwargs: Any, subsamples: dict[str, Tensor]) -> StatePosterior:
+        with _apart(), torch.no_grad():
+            runs = self.begin(self.model, self._own, args, kwargs)
+            runs.subsamples.update(subsamples)
+            populations, sample = self.evaluate(runs)
+        return StatePosterior(runs, populations, sample)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """
+        Draw from the truncated posterior, as a guide: an auxiliary site for the index of the
+        state in each data plate, and a point mass at each discrete site.
+
+        :returns: the values by site.
+        """
+        values: dict[str, Tensor] = {}
+        if self.guide is not None:
+            self.guide(*args, **kwargs)
+        posterior = self._posterior(args, kwargs, {})
+        made = posterior.make_plates()
+        # Around this guide another minibatch may be set: that of the other particles of a step.
+        chosen = {name: made[name]._indices for name in posterior.subsamples if name in made}
+        if any(not torch.equal(posterior.subsamples[n].to(at), at) for n, at in chosen.items()):
+            posterior = self._posterior(args, kwargs, chosen)
+        for b, layout in posterior.runs.layouts.searched:
+            with ExitStack() as stack:
+                for key in layout.plates:
+                    stack.enter_context(made[key.name])
+                logits = posterior.block_weights(b).log()
+                index = pyro.sample(
+                    f"_{layout.name}_state",
+                    dist.Categorical(logits=logits),
+                    infer={"is_auxiliary": True},
+                )
+            for name in layout.sites:
+                values[name] = posterior.emit(b, name, index, made)
+        return values
+
+    # States ---------------------------------------------------------------------------------
+
+    def _layouts(
+        self, model: Callable[..., Any], sampler: ParticleSampler, args: Any, kwargs: Any
+    ) -> Layouts:
+        # A guide may have been called before its process joined others.
+        key = (
+            model,
+            self.guide,
+            sampler,
+            *((ranks.rank(), ranks.num_ranks()) if self.shard else ()),
+        )
+        for known, layouts in self._found:
+            if known == key:
+                return layouts
+        layouts = find_layouts(sampler, model, self.guide, args, kwargs)
+        check_names(self.shard, [layout for _, layout in layouts.searched])
+        for b, layout in layouts.searched:
+            self._prepare(layout, layouts.bank[b])
+        # An objective's and one's own questions; others come and go.
+        self._found = [(key, layouts), *self._found[:3]]
+        return layouts
+
+    def forget(self) -> None:
+        """Drop all states, as if the guide had never been called; the next call makes others."""
+        super().forget()
+        self._found, self._seen = [], {}
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        before = self._shapes()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        if before != self._shapes():
+            self._found = []
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Hide runs from outer handlers, and outer plates, whose dim they may take, from runs."""
+    allocator = poutine.runtime._DIM_ALLOCATOR
+    stack, allocator._stack = allocator._stack, []
+    try:
+        with poutine.block():
+            yield
+    finally:
+        allocator._stack = stack

@@ -1,0 +1,288 @@
+"""The joint density of a model as a function of its discrete states, everything else fixed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.infer.util import is_validation_enabled
+from pyro.util import check_site_shape
+from torch import Tensor
+
+from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs import execution
+from pyro_mcvae.programs.contract import check_sites
+from pyro_mcvae.programs.execution import Programs, Run, Term
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.messengers import Minibatch, ParticlePlate, SubstituteMessenger
+from pyro_mcvae.programs.sites import LEADING, is_latent, subsampling_scale
+from pyro_mcvae.structure import dependencies
+from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
+from pyro_mcvae.truncated.data_index import find_data_index
+from pyro_mcvae.truncated.layout import Rows
+from pyro_mcvae.truncated.messenger import StatesHandler
+from pyro_mcvae.truncated.possible import (
+    frozen_entries,
+    impossible_states,
+    inside_support,
+    spec_of,
+)
+from pyro_mcvae.truncated.searched_sites import (
+    Layouts,
+    SearchMessenger,
+    StatesError,
+    run_guide,
+    with_searched,
+)
+
+__all__ = ["JointRuns", "Leaves"]
+
+# The values of a site in each run, as leaves of the graph.
+Leaves = dict[tuple[str, int], Tensor]
+
+_STATES = "states side by side: pass vectorize_particles=False, or "
+
+
+def _draw_nothing(*args: Any, **kwargs: Any) -> None:
+    """The guide of a model all of whose latents are searched."""
+
+
+class JointRuns:
+    r"""
+    :math:`\log p(x, z, w) - \log q(w)` of one step at any states z of its discrete sites.
+
+    The minibatch and the other latents w, which ``guide`` draws, are the same in every run.
+
+    :param tracer: knows how to vectorise, and keeps what was learned of the programs.
+    :param layouts: from :func:`find_layouts`.
+    :ivar rows: for each block the data of the minibatch; known after the first run.
+    """
+
+    def __init__(
+        self,
+        sampler: ParticleSampler,
+        layouts: Layouts,
+        model: Callable[..., Any],
+        guide: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._sampler, self.layouts = sampler, layouts
+        self._programs = Programs(model, SearchMessenger(model, guide), args, kwargs)
+        # In which the model draws the discrete sites itself, in whatever dims it runs.
+        self._plain = Programs(model, guide or _draw_nothing, args, kwargs)
+        self.args, self.kwargs = args, kwargs
+        self.subsamples = Minibatch()
+        with SubstituteMessenger(self.subsamples):
+            self.guide_trace = run_guide(guide, args, kwargs)
+        self._guide_terms = [execution.guide_term(s) for s in execution.scored(self.guide_trace)]
+        self.rows: list[Rows | None] = [None] * len(layouts.blocks)
+        # What is known of runs that show the same sites and plates.
+        self._known: WeightedParticles | None = None
+        self._known_by: Any = None
+        #: Whether all densities were finite, of those that have a graph.
+        self.finite = True
+        #: How many passes through the model were made, and at how many states of a datum in all.
+        self.num_runs, self.num_states = 0, 0
+
+    def run(
+        self,
+        load: Callable[[int], Tensor] | list[Tensor | None] | None,
+        count: int,
+        leaves: Leaves | None = None,
+    ) -> WeightedParticles:
+        """
+        Run the model.
+
+        :param load: for each block its states ``[E, C, D]``, or a function that gives them once
+            the rows of the minibatch are known; None to draw them from the model.
+        :param count: how many, C.
+        :param leaves: filled with the sites' values, as leaves of the graph.
+        """
+        self.num_runs, self.num_states = self.num_runs + 1, self.num_states + count
+        together = self._sampler.vectorize
+        values: dict[str, Tensor] = {}
+
+        def draw(at: int | None) -> Callable[[Any], Tensor | None]:
+            def supply(msg: Any) -> Tensor | None:
+                name = msg["name"]
+                if load is None:
+                    return None
+                if name not in values:
+                    self._load(msg, load, values)
+                value = values[name] if at is None else values[name][at]
+                value = value.reshape(msg["fn"].batch_shape + msg["fn"].event_shape)
+                value = inside_support(value, msg, spec_of(self.layouts, name))
+                if leaves is not None and value.is_floating_point():
+                    value = value.detach().requires_grad_()
+                    leaves[name, at or 0] = value
+                return value
+
+            return supply
+
+        if together:
+            found = [self._vectorized(draw(None), count)]
+            shown = _shown(found[0])
+            known = self._known if shown == self._known_by else None
+            if known is not None:
+                return known.again(found)
+            shared = self.layouts.structure.global_sites
+            self._sampler.alike.check(self._plain, found[0], shared, _STATES)
+        else:
+            found = [self._once(draw(i), None) for i in range(count)]
+        structures = [
+            self._sampler.structures.of(self._programs, run, again=False) for run in found
+        ]
+        if structures[0].blocks != self.layouts.structure.blocks:
+            raise StatesError(
+                f"the program shows other plates or sites than at its first call (then "
+                f"{self.layouts.structure.blocks}, now {structures[0].blocks}): make another "
+                f"TruncatedPosterior for a program of another structure"
+            )
+        sample = WeightedParticles(found, [s.block_of for s in structures], structures[0])
+        if together and not structures[0].coupled:
+            # Without the run itself, whose tensors would stay alive.
+            self._known, self._known_by = sample.again([]), shown
+        return sample
+
+    def log_joint(self, sample: WeightedParticles) -> list[Tensor]:
+        """
+        For each block the log joint of its states, shape ``[E, C]``.
+
+        Minus infinity where a state lies outside of the support, or differs from another one in
+        entries only that are masked out: of such states one counts, that with zeros there.
+        """
+        parts = []
+        total = self.mask_impossible(sample, sample.log_weight)
+        if total.requires_grad:
+            self.finite = self.finite and bool(total.isfinite().all())
+        for part in sample.split(total):
+            parts.append(part.flatten(1).t())
+        return parts
+
+    def frozen(self, sample: WeightedParticles, b: int) -> Tensor:
+        """The entries of a block that are masked out in each state, ``[E, C, D]``."""
+        layout, rows = self.layouts.blocks[b], self.rows[b]
+        assert layout is not None
+        assert rows is not None
+        return frozen_entries(layout, rows, sample)
+
+    def mask_impossible(self, sample: WeightedParticles, log_weight: Tensor) -> Tensor:
+        """``log_weight``, minus infinity at the states that do not exist."""
+        bad = impossible_states(self.layouts, sample)
+        return log_weight if bad is None else log_weight.masked_fill(bad, -torch.inf)
+
+    def _load(
+        self,
+        msg: Any,
+        load: Callable[[int], Tensor] | list[Tensor | None],
+        values: dict[str, Tensor],
+    ) -> None:
+        for b, layout in self.layouts.searched:
+            if msg["name"] in layout.sites:
+                if self.rows[b] is None:
+                    # Where the states are: a copy from the host would have to be waited for.
+                    device = next(x.device for x in self.layouts.bank if x is not None)
+                    self.rows[b] = find_data_index(layout, msg, self.subsamples, device)
+                rows = self.rows[b]
+                states = load(b) if callable(load) else load[b]
+                assert rows is not None
+                assert states is not None
+                values.update(layout.values(states, rows))
+                return
+        raise StatesError(
+            f"site '{msg['name']}' was not in the model at its first call: make another "
+            f"TruncatedPosterior for a program of another structure"
+        )
+
+    def _vectorized(self, draw: Callable[[Any], Tensor | None], count: int) -> Run:
+        try:
+            return self._once(draw, count)
+        except StatesError:
+            raise
+        except Exception as error:
+            with dependencies.isolated(), torch.no_grad():
+                # Raises the program's own error, if it has one without states side by side too.
+                self._sampler._single(self._programs, SubstituteMessenger())
+            raise RuntimeError(
+                f"the model cannot be run with {count} states side by side in batch dim "
+                f"{-self.layouts.nesting - 1}, though it runs with one. Pass "
+                f"vectorize_particles=False, or make it broadcast over leading dims (index from "
+                f"the right, as in z[..., 0]). The error was: {type(error).__name__}: {error}"
+            ) from error
+
+    def _once(self, draw: Callable[[Any], Tensor | None], count: int | None) -> Run:
+        nesting, structure = self.layouts.nesting, self.layouts.structure
+        plate, guide_trace = None, self.guide_trace
+        if count is not None:
+            plate = ParticlePlate(count, -nesting - 1, structure.global_sites.model)
+            skip = structure.global_sites.guide
+            local = [t.site for t in self._guide_terms if t.key.name not in skip]
+            if local:
+                guide_trace = execution.with_changes(
+                    guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}
+                )
+        handler = StatesHandler(guide_trace, self.subsamples, draw)
+        with handler, execution.entered(plate):
+            self._programs.model(*self.args, **self.kwargs)
+        model_trace, names = handler.trace, self.layouts.names
+        gone = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
+        if gone:
+            raise StatesError(
+                f"site '{gone[0]}' is not drawn by the model, or observed, though it was a latent "
+                f"at the first call: make another TruncatedPosterior for the other program"
+            )
+        both = with_searched(guide_trace, model_trace, names)
+        terms = [broadcast_term(s) for s in execution.scored(model_trace)]
+        # In the order of the first call, in which the blocks are numbered.
+        searched = [_no_density(s) for n, s in both.nodes.items() if n in names]
+        run = Run(both, model_trace, terms + self._guide_terms + searched, nesting, count)
+        run.subsamples = self.subsamples
+        if plate is not None:
+            run.unbatched = frozenset(FactorKey("model", n) for n in plate.unbatched)
+        if is_validation_enabled():
+            check_sites(both, model_trace, self._sampler.strict_enumeration)
+            if execution.nesting_of(model_trace) > nesting:
+                raise StatesError(
+                    f"the program has plates in {execution.nesting_of(model_trace)} batch dims, "
+                    f"and had {nesting} at its first call: make another TruncatedPosterior for it"
+                )
+            for term in terms:
+                term.site["log_prob"] = term.log_prob
+                check_site_shape(term.site, nesting + 1 if count is not None else nesting)
+        if count is not None:
+            for term in terms:
+                execution._check_batch_dims(term, nesting)
+        return run
+
+
+def _shown(run: Run) -> Any:
+    """The sites and plates of a run, but for the number of states."""
+    return run.unbatched, [
+        (
+            t.key,
+            t.site["is_observed"],
+            [
+                (f.name, f.dim, f.size, f.counter, f.full_size)
+                for f in t.site["cond_indep_stack"]
+                if f.name != LEADING
+            ],
+        )
+        for t in run.terms
+    ]
+
+
+def _no_density(site: Any) -> Term:
+    """The guide's term of a searched site: zero, and of no dtype that others would take."""
+    zero = torch.zeros((), dtype=torch.int8, device=site["value"].device)
+    return Term(FactorKey("guide", site["name"]), site, zero, subsampling_scale(site))
+
+
+def _expanded(site: Any, count: int, nesting: int) -> Tensor:
+    """A local draw of the guide, the same for all states."""
+    value, events = site["value"], site["fn"].event_dim
+    batch = value.shape[: value.dim() - events]
+    padded = value.reshape((1,) * (nesting - len(batch)) + value.shape)
+    return padded.unsqueeze(0).expand(count, *padded.shape)

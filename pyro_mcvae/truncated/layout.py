@@ -1,0 +1,244 @@
+"""Discrete sites of one data plate as rows of entries: which values, where, in which order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro import distributions as dist
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_mcvae.coordinates.packing import Packing, SiteShape
+from pyro_mcvae.ops.gumbel import one_hot
+from pyro_mcvae.programs.sites import PlateKey, layers
+from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
+
+__all__ = ["Layout", "Rows", "SiteSpec", "existing_entries", "site_spec"]
+
+
+@dataclass(frozen=True)
+class SiteSpec:
+    """
+    One discrete site.
+
+    :ivar size: how many values an entry has.
+    :ivar low: the value of entry 0.
+    :ivar ordinal: whether the values are counts.
+    :ivar one_hot: whether a value is a one-hot vector, one entry.
+    :ivar bounded: whether every value below ``size`` is in the support of every datum.
+    :ivar shape: the shape of the entries of one batch element.
+    :ivar batch_shape: the sizes of all plates, 1 where the site lies in none.
+    """
+
+    name: str
+    size: int
+    low: int
+    ordinal: bool
+    one_hot: bool
+    bounded: bool
+    shape: tuple[int, ...]
+    batch_shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def moves(self) -> int:
+        return 2 if self.ordinal else self.size - 1
+
+    def value(self, entries: Tensor) -> Tensor:
+        """Entries to the site's values."""
+        if self.one_hot:
+            return one_hot(entries.long(), self.size).to(self.dtype)
+        return entries.to(self.dtype) + self.low if self.low else entries.to(self.dtype)
+
+    def gains(self, entries: Tensor, gradient: Tensor | None) -> Tensor:
+        """The linearised change of log p under each move: shape ``[*entries, moves]``."""
+        if gradient is None:
+            dtype = torch.get_default_dtype()
+            return torch.zeros(*entries.shape, self.moves, dtype=dtype, device=entries.device)
+        if self.one_hot:
+            steps = torch.arange(1, self.size, device=entries.device)
+            at = (entries.long().unsqueeze(-1) + steps) % self.size
+            return gradient.gather(-1, at) - gradient.gather(-1, entries.long().unsqueeze(-1))
+        if self.ordinal:
+            return torch.stack([gradient, -gradient], dim=-1)
+        if self.size == 2:
+            return ((1 - 2 * entries.to(gradient)) * gradient).unsqueeze(-1)
+        steps = torch.arange(1, self.size, device=entries.device)
+        change = (entries.long().unsqueeze(-1) + steps) % self.size - entries.long().unsqueeze(-1)
+        return change.to(gradient) * gradient.unsqueeze(-1)
+
+
+def site_spec(site: Any, nesting: int) -> SiteSpec:
+    """
+    Describe a site of a run without leading dimensions.
+
+    :raises ValueError: naming a site whose support cannot be searched.
+    """
+    fn, support = site["fn"], site["fn"].support
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    shape = tuple(fn.event_shape)
+    low, size, ordinal, one_hot, bounded = 0, 2, False, False, True
+    if support is constraints.boolean:
+        pass
+    elif support is constraints.one_hot:
+        shape, size, one_hot = shape[:-1], shape[-1], True
+    elif isinstance(support, type(constraints.integer_interval(0, 1))):
+        bounds = [torch.as_tensor(b) for b in (support.lower_bound, support.upper_bound)]
+        low, high = int(bounds[0].min()), int(bounds[1].max())
+        size = high - low + 1
+        # Only of a categorical it is certain that all data, always, have the same bounds.
+        bounded = isinstance(_innermost(fn), torch.distributions.Categorical)
+        ordinal = not bounded and size > 2
+    elif hasattr(support, "lower_bound"):
+        low, size, ordinal, bounded = int(support.lower_bound), COUNT_LIMIT, True, False
+    else:
+        raise ValueError(
+            f"site '{site['name']}' ({type(fn).__name__}) has support {support}, in which no "
+            f"single entry can be changed: write it as Bernoulli, Categorical, OneHotCategorical "
+            f"or count sites, or draw it in guide="
+        )
+    batch = tuple(fn.batch_shape)
+    batch = (1,) * (nesting - len(batch)) + batch
+    dtype = site["value"].dtype
+    return SiteSpec(site["name"], size, low, ordinal, one_hot, bounded, shape, batch, dtype)
+
+
+def _innermost(fn: Any) -> Any:
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return fn
+
+
+def existing_entries(site: Any) -> Tensor | None:
+    """
+    Which entries of a site are not masked out, broadcast to its values; None if all exist.
+
+    A masked entry has no density: whatever its value, nothing changes, so a sum over its values
+    would count the same state several times.
+    """
+    fn, value = site["fn"], site["value"]
+    # Batch-shaped at its own level: what is an event of the site may be batch further inside.
+    masks = [(site["mask"], fn.event_dim)]
+    for layer in layers(fn):
+        if isinstance(layer, dist.torch_distribution.MaskedDistribution):
+            masks.append((layer._mask, layer.event_dim))
+    exists = None
+    for mask, events in masks:
+        if mask is not None and mask is not True:
+            mask = torch.as_tensor(mask, dtype=torch.bool, device=value.device)
+            mask = mask.reshape(mask.shape + (1,) * events)
+            exists = mask if exists is None else exists & mask
+    if exists is None:
+        return None
+    return exists.expand(torch.broadcast_shapes(exists.shape, value.shape))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """
+    The data of one minibatch.
+
+    :ivar sizes: the sizes of the block's plates in it.
+    :ivar index: which rows of all data they are, shape ``[E]``.
+    """
+
+    sizes: tuple[int, ...]
+    index: Tensor
+
+
+class Layout:
+    """
+    The entries of one block: its sites side by side, one row per element of its plates.
+
+    :param plates: the block's plates, leftmost dim first.
+    :param full_sizes: how many data each has.
+    :param sites: the discrete sites.
+    """
+
+    def __init__(
+        self, plates: tuple[PlateKey, ...], full_sizes: tuple[int, ...], sites: list[SiteSpec]
+    ) -> None:
+        self.plates, self.full_sizes = plates, full_sizes
+        self.sites = {spec.name: spec for spec in sites}
+        self.num_data = math.prod(full_sizes)
+        dims = [p.dim for p in plates if p.dim is not None]
+        self._dims = tuple(dims)
+        self._packings: dict[tuple[int, ...], tuple[Packing, Packing]] = {}
+        sizes: list[int] = []
+        ordinal: list[bool] = []
+        for spec in sites:
+            own = [
+                s
+                for d, s in zip(range(-len(spec.batch_shape), 0), spec.batch_shape, strict=True)
+                if d not in dims
+            ]
+            count = math.prod(own) * math.prod(spec.shape)
+            sizes += [spec.size] * count
+            ordinal += [spec.ordinal] * count
+        self.space = StateSpace(sizes, ordinal)
+
+    @property
+    def name(self) -> str:
+        """The plates' names, as a module's buffer may be called."""
+        return "_".join(p.name for p in self.plates).replace(".", "_")
+
+    def _packing(self, sizes: tuple[int, ...]) -> tuple[Packing, Packing]:
+        if sizes not in self._packings:
+            if len(self._packings) > 64:
+                self._packings.clear()
+            own = dict(zip(self._dims, sizes, strict=True))
+            shapes, moves = {}, {}
+            for spec in self.sites.values():
+                depth = len(spec.batch_shape)
+                batch = tuple(own.get(i - depth, n) for i, n in enumerate(spec.batch_shape))
+                shapes[spec.name] = SiteShape(0, batch, spec.shape, self.space.dtype)
+                event = (*spec.shape, spec.moves)
+                moves[spec.name] = SiteShape(0, batch, event, torch.get_default_dtype())
+            self._packings[sizes] = Packing(shapes, [self._dims]), Packing(moves, [self._dims])
+        return self._packings[sizes]
+
+    def entries(self, states: Tensor, rows: Rows) -> dict[str, Tensor]:
+        """``[E, C, D]`` to each site's entries ``[C, *batch, *shape]``."""
+        # Copied as bytes: in any later form it would be a slower copy, or many.
+        packed = states.transpose(0, 1).contiguous()
+        packed = packed.reshape(packed.shape[0], *rows.sizes, packed.shape[-1])
+        return self._packing(rows.sizes)[0].unpack(packed)
+
+    def values(self, states: Tensor, rows: Rows) -> dict[str, Tensor]:
+        """``[E, C, D]`` to each site's values ``[C, *batch, *event]``."""
+        entries = self.entries(states, rows)
+        return {name: self.sites[name].value(part) for name, part in entries.items()}
+
+    def states(self, values: Mapping[str, Tensor], rows: Rows) -> Tensor:
+        """Sites' values ``[C, *batch, *event]`` to states ``[E, C, D]``."""
+        entries = {}
+        for name, spec in self.sites.items():
+            value = values[name]
+            at = value.argmax(-1) if spec.one_hot else value - spec.low
+            entries[name] = at.clamp(0, spec.size - 1).to(self.space.dtype)
+        packed = self._packing(rows.sizes)[0].pack(entries)
+        return packed.flatten(1, -2).transpose(0, 1)
+
+    def flags(self, flags: Mapping[str, Tensor], rows: Rows) -> Tensor:
+        """Booleans by entry ``[C, *batch, *shape]`` to ``[E, C, D]``."""
+        given = {name: flag.to(torch.uint8) for name, flag in flags.items()}
+        packed = self._packing(rows.sizes)[0].pack(given)
+        return packed.flatten(1, -2).transpose(0, 1).bool()
+
+    def gains(self, states: Tensor, gradients: Mapping[str, Tensor | None], rows: Rows) -> Tensor:
+        """Gradients by site to the gain of every move: ``[E, C, M]``."""
+        entries = self.entries(states, rows)
+        parts = {}
+        for name, at in entries.items():
+            spec, gradient = self.sites[name], gradients.get(name)
+            if gradient is not None:
+                event = (spec.size,) if spec.one_hot else ()
+                gradient = gradient.reshape(*at.shape, *event)
+            parts[name] = spec.gains(at, gradient)
+        packed = self._packing(rows.sizes)[1].pack(parts)
+        return packed.flatten(1, -2).transpose(0, 1)

@@ -1,0 +1,259 @@
+r"""
+Mutations: which single entries of discrete states to change.
+
+[1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
+with Binary Latents*.
+[2] Grathwohl, Swersky, Hashemi, Duvenaud, Maddison (2021), *Oops I Took A Gradient: Scalable
+Sampling for Discrete Distributions*.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.truncated.states import StateSpace
+
+__all__ = [
+    "InformedFlips",
+    "Mutation",
+    "Packed",
+    "PackedParents",
+    "Parents",
+    "SparseFlips",
+    "UniformFlips",
+]
+
+
+@dataclass
+class Parents:
+    """
+    What a mutation may look at; :class:`Mutation` has an example.
+
+    :ivar space: the entries, their values and their moves.
+    :ivar states: the parents, shape ``[E, P, D]``.
+    :ivar population: all states, shape ``[E, S, D]``.
+    :ivar log_joint: of the population, shape ``[E, S]``.
+    :ivar keys: of the population, shape ``[E, S]``.
+    :ivar frozen: entries that do not exist (masked out), ``[E, P, D]``, or None.
+    :ivar gains: the linearised change of log p under each move, shape ``[E, P, M]``; there only if
+        the mutation asks for it with ``informed``.
+    """
+
+    space: StateSpace
+    states: Tensor
+    population: Tensor
+    log_joint: Tensor
+    keys: Tensor
+    frozen: Tensor | None = None
+    gains: Tensor | None = None
+
+    def allowed(self) -> Tensor:
+        """The moves to states that the population does not have, shape ``[E, P, M]``."""
+        device, space = self.states.device, self.space
+        own = space.keys(space.pack(self.states)).unsqueeze(-1)
+        # Pairs of states are compared at once, moves are looked up one by one.
+        if space.is_word and self.keys.shape[1] <= 16 * len(space):
+            new = ~self._neighbours(own)
+        else:
+            new = self._look_up(own)
+        if self.frozen is not None:
+            new = new & ~self.frozen[..., space.table("entry", device)]
+        return new
+
+    def _neighbours(self, own: Tensor) -> Tensor:
+        """In which entries the population has states that differ from a parent in these alone."""
+        apart = own ^ self.keys.unsqueeze(1)
+        # Zero, or a single bit: distinct states have distinct ones, so that their sum is all bits.
+        flips = (apart * ((apart & (apart - 1)) == 0)).sum(-1, keepdim=True)
+        bit = torch.arange(len(self.space), device=own.device)
+        return ((flips >> bit) & 1).bool()
+
+    def _look_up(self, own: Tensor) -> Tensor:
+        device, space = self.states.device, self.space
+        entry = space.table("entry", device)
+        current = self.states.index_select(-1, entry).long()
+        value = space.moved(current)
+        # Keys are linear in the entries.
+        keys = (own + (value - current) * space.unit_keys(device)[entry]).flatten(1)
+        known = self.keys.sort(dim=1).values
+        at = torch.searchsorted(known, keys).clamp_max(known.shape[1] - 1)
+        new = (known.gather(1, at) != keys).reshape(value.shape)
+        if any(space.ordinal):
+            new = new & (value >= 0) & (value < space.table("move size", device))
+        return new
+
+
+class Packed(NamedTuple):
+    """A population as it is stored, ``[E, S, bytes]``."""
+
+    states: Tensor
+
+
+class PackedParents(Parents):
+    """Parents whose population, which few mutations look at, is unpacked when asked for."""
+
+    @property
+    def population(self) -> Tensor:
+        found = self._population
+        return self.space.unpack(found.states) if isinstance(found, Packed) else found
+
+    @population.setter
+    def population(self, given: Tensor | Packed) -> None:
+        self._population = given
+
+
+class Mutation(ABC):
+    """
+    Makes children, each by one move, the children of one parent by different moves.
+
+    A subclass says which moves it prefers; one that changes more than single entries overrides
+    :meth:`__call__`.
+
+    :cvar bool informed: whether ``parents.gains`` is needed, which costs a backward pass.
+
+    Example, entries that are not zero move exp(3) times as often as others::
+
+        >>> class Sparser(Mutation):
+        ...     def scores(self, parents):
+        ...         on = parents.states != 0
+        ...         at = on[..., parents.space.table("entry", on.device)]
+        ...         return 3.0 * at
+        >>> update = EvolutionaryUpdate(mutation=Sparser())
+    """
+
+    informed = False
+
+    @abstractmethod
+    def scores(self, parents: Parents) -> Tensor:
+        """Log propensities of the moves, broadcast to ``[E, P, M]``."""
+
+    def _is_even(self, space: StateSpace) -> bool:
+        """Whether all moves have the same propensity, so that any noise draws them evenly."""
+        return False
+
+    def __call__(self, parents: Parents, count: int) -> Tensor:
+        """
+        :param int count: children of each parent.
+        :returns: shape ``[E, P, C, D]``; C is less than ``count`` where there are fewer moves.
+        """
+        space, states = parents.space, parents.states
+        allowed = parents.allowed()
+        scores = self.scores(parents).expand(allowed.shape)
+        noise = torch.rand_like(scores)
+        if not self._is_even(space):
+            # Gumbel noise, which has the order of uniform noise.
+            noise = -(-noise.log()).log()
+        # Gumbel-top-k: distinct moves with the propensities of a draw without replacement.
+        scores = (scores + noise).masked_fill(~allowed, -torch.inf)
+        moves = scores.topk(min(count, space.num_moves), dim=-1, sorted=False).indices
+        entry = space.table("entry", states.device)[moves]
+        current = states.gather(-1, entry).long()
+        # What is not allowed but had to be taken changes nothing, and is dropped as a repetition.
+        value = torch.where(allowed.gather(-1, moves), space.moved(current, moves), current)
+        children = states.unsqueeze(2).expand(-1, -1, moves.shape[-1], -1)
+        return children.scatter(-1, entry.unsqueeze(-1), value.unsqueeze(-1).to(states.dtype))
+
+
+class UniformFlips(Mutation):
+    """
+    A move of a uniformly drawn entry, as in [1].
+
+    [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
+    with Binary Latents*.
+
+    Example::
+
+        >>> update = EvolutionaryUpdate(mutation=UniformFlips())
+    """
+
+    def scores(self, parents: Parents) -> Tensor:
+        return _share(parents)
+
+    def _is_even(self, space: StateSpace) -> bool:
+        # Not where a subclass has propensities of its own.
+        return space.binary and type(self).scores is UniformFlips.scores
+
+
+class SparseFlips(Mutation):
+    r"""
+    Moves that lead towards the mean activity of the minibatch.
+
+    The activity of a state is the number of its entries that are not zero, and the target is its
+    mean under the truncated posteriors of the minibatch, which for a Bernoulli prior is the sum
+    of :math:`\pi` at its optimum. A child's expected activity is its parent's, moved to the target
+    by at most ``1 - 2 * floor``.
+
+    :param float floor: the least probability of either direction.
+    :raises ValueError: unless it lies in (0, 0.5].
+
+    Example::
+
+        >>> update = EvolutionaryUpdate(mutation=SparseFlips())
+    """
+
+    def __init__(self, floor: float = 0.05) -> None:
+        if not 0 < floor <= 0.5:
+            raise ValueError(f"floor must be a number in (0, 0.5], got {floor!r}")
+        self.floor = floor
+
+    def scores(self, parents: Parents) -> Tensor:
+        share = _share(parents)
+        weight = parents.log_joint.softmax(1).nan_to_num(0.0)
+        counts = (parents.population != 0).sum(-1)
+        target = (weight * counts).sum() / weight.sum().clamp_min(1e-6)
+        on = parents.states != 0
+        active = on.sum(-1, keepdim=True).to(share)
+        up = (0.5 + 0.5 * (target - active)).clamp(self.floor, 1 - self.floor)
+        at = on[..., parents.space.table("entry", on.device)]
+        idle = (on.shape[-1] - active).clamp_min(1)
+        return share + torch.where(
+            at, (1 - up).log() - active.clamp_min(1).log(), up.log() - idle.log()
+        )
+
+
+class InformedFlips(Mutation):
+    r"""
+    Moves drawn by what the gradient says about them [1]: in proportion to :math:`\exp(d / 2)`,
+
+    .. math:: d_i = (1 - 2 z_i) \, \partial \log p(x, z) / \partial z_i
+
+    for a Bernoulli entry, and likewise for one-hot entries and counts. It costs one forward and
+    backward pass at the parents. It only proposes: states are judged by their exact density.
+    Entries through which the model passes no gradient count as changing nothing.
+
+    :param float uniform: the share of parents whose children are drawn uniformly instead, so that
+        no state is out of reach where gradients mislead.
+    :raises ValueError: unless it is a share between 0 and 1.
+
+    [1] Grathwohl, Swersky, Hashemi, Duvenaud, Maddison (2021), *Oops I Took A Gradient: Scalable
+    Sampling for Discrete Distributions*.
+
+    Example::
+
+        >>> update = EvolutionaryUpdate(mutation=InformedFlips(uniform=0.2))
+    """
+
+    informed = True
+
+    def __init__(self, uniform: float = 0.1) -> None:
+        if not 0 <= uniform <= 1:
+            raise ValueError(f"uniform must be a share between 0 and 1, got {uniform!r}")
+        self.uniform = uniform
+
+    def scores(self, parents: Parents) -> Tensor:
+        share = _share(parents)
+        if parents.gains is None:
+            return share
+        gains = parents.gains.nan_to_num(0.0, 0.0, 0.0) / 2
+        blind = torch.rand(*gains.shape[:2], 1, device=gains.device) < self.uniform
+        return share + gains.masked_fill(blind, 0.0)
+
+
+def _share(parents: Parents) -> Tensor:
+    share = parents.space.table("log_share", parents.states.device)
+    return share.to(parents.log_joint.dtype)

@@ -1,0 +1,218 @@
+"""What one asks of a truncated posterior: expectations, marginals, modes, draws, entropy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import pyro
+import torch
+from pyro import distributions as dist
+from torch import Tensor
+
+from pyro_mcvae.ops.importance import normalized_weights
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.sites import plate_frames, plate_key
+from pyro_mcvae.truncated.joint import JointRuns
+from pyro_mcvae.truncated.search import Populations
+
+__all__ = ["StatePosterior"]
+
+
+class StatePosterior:
+    r"""
+    The truncated posteriors of the data of one call, :math:`q_n(z)` on S states each.
+
+    Made by :meth:`TruncatedPosterior.posterior`; without gradients.
+
+    :ivar values: for each discrete site its value in every state, ``[S, *batch, *event]``.
+
+    Example::
+
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Bernoulli(0.5))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> x = torch.tensor([0.5, 3.0])
+        >>> posterior = TruncatedPosterior(model, num_states=2).posterior(x)
+        >>> torch.allclose(posterior.marginals()["z"], (x - 0.5).sigmoid())
+        True
+        >>> posterior.map()["z"][1]
+        tensor(1.)
+    """
+
+    def __init__(
+        self, runs: JointRuns, populations: Populations, sample: WeightedParticles
+    ) -> None:
+        self.runs, self._populations, self._sample = runs, populations, sample
+        self.values: dict[str, Tensor] = {}
+        for b, layout in runs.layouts.searched:
+            population, rows = populations[b], runs.rows[b]
+            assert population is not None
+            assert rows is not None
+            self.values.update(layout.values(population.states, rows))
+
+    @property
+    def subsamples(self) -> dict[str, Tensor]:
+        """The minibatch: the indices of each plate."""
+        return self.runs.subsamples
+
+    @cached_property
+    def log_joint(self) -> Tensor:
+        """log p(x_n, z) of every state, ``[S, *plates]`` (``[S, elements]`` for several blocks)."""
+        return self.runs.mask_impossible(self._sample, self._sample.log_weight)
+
+    @property
+    def weights(self) -> Tensor:
+        """q_n(z), of the same shape, summing to one over the states."""
+        return normalized_weights(self.log_joint)
+
+    @property
+    def free_energy(self) -> Tensor:
+        """The bound on log p(x_n) of each datum: ``[*plates]``."""
+        return self.log_joint.logsumexp(0)
+
+    def entropy(self) -> Tensor:
+        """The entropy of q_n in nats: ``[*plates]``."""
+        # A weight that is rounded to more than 1 would make it negative.
+        return torch.special.entr(self.weights).sum(0).clamp_min(0.0)
+
+    def expectation(self, function: Callable[[Mapping[str, Tensor]], Tensor], b: int = 0) -> Tensor:
+        r"""
+        :math:`\langle f(z) \rangle = \sum_z q_n(z) f(z)`.
+
+        :param function: maps the sites' values, each ``[S, *batch, *event]``, to a tensor
+            ``[S, *plates, ...]``, as a decoder does.
+        :param int b: which block's weights are meant, where a program has several data plates.
+        :returns: shape ``[*plates, ...]``.
+        """
+        value = function(self.values)
+        weight = self._sample.split(self.weights)[b]
+        return (weight.reshape(weight.shape + (1,) * (value.dim() - weight.dim())) * value).sum(0)
+
+    def marginals(self) -> dict[str, Tensor]:
+        """
+        The posterior mean of each site, ``[*batch, *event]``; of a categorical site the
+        probabilities of its categories, ``[*batch, *event, K]``.
+        """
+        found = {}
+        for b, layout in self.runs.layouts.searched:
+            for name, spec in layout.sites.items():
+                value = self.values[name]
+                if not spec.ordinal and not spec.one_hot and not value.is_floating_point():
+                    value = torch.nn.functional.one_hot(value.long() - spec.low, spec.size)
+                weight = self._aligned(b, self.weights, value.dim())
+                found[name] = (weight * value).sum(0)
+        return found
+
+    def site(self, name: str) -> Any:
+        """A site of the model's trace with all states side by side."""
+        nodes = self._sample.runs[0].model_trace.nodes
+        if len(self._sample.runs) > 1:
+            raise ValueError("the states were run one by one: use vectorize=True")
+        if name not in nodes:
+            raise ValueError(f"the model has no site '{name}', but {sorted(nodes)}")
+        return nodes[name]
+
+    def mean_of(self, value: Tensor, event_dim: int, b: int = 0) -> Tensor:
+        """
+        The posterior mean of what was computed at a site.
+
+        :param value: ``[S, *batch, *event]``.
+        :returns: ``[*batch, *event]``.
+        """
+        dim = 1 + self.runs.layouts.nesting + event_dim
+        value = value.reshape((1,) * (dim - value.dim()) + value.shape)
+        return (self._aligned(b, self.weights, dim) * value).sum(0)
+
+    def map(self) -> dict[str, Tensor]:
+        """The most probable state that is known: values ``[*batch, *event]``."""
+        found = {}
+        for b, layout in self.runs.layouts.searched:
+            best = self._sample.split(self.log_joint)[b].argmax(0, keepdim=True)
+            for name in layout.sites:
+                found[name] = self._gather(b, name, best)[0]
+        return found
+
+    def sample(self, count: int) -> dict[str, Tensor]:
+        """Draws from q_n: values ``[count, *batch, *event]``."""
+        found = {}
+        for b, layout in self.runs.layouts.searched:
+            index = dist.Categorical(probs=self.block_weights(b)).sample((count,))
+            for name in layout.sites:
+                found[name] = self._gather(b, name, index)
+        return found
+
+    def block_weights(self, b: int) -> Tensor:
+        """The weights of one block's states in the shape of its batch dims, ``[*batch, S]``."""
+        weight = self._sample.split(self.weights)[b]
+        return self._batched(b, weight).movedim(0, -1)
+
+    def make_plates(self) -> dict[str, Any]:
+        """Plates of the minibatch, made outside of the model's run."""
+        made = {}
+        for frame in self._frames().values():
+            index = self.subsamples.get(frame.name)
+            made[frame.name] = pyro.plate(
+                frame.name, frame.full_size or frame.size, subsample=index, dim=frame.dim
+            )
+        return made
+
+    def emit(self, b: int, name: str, index: Tensor, made: Mapping[str, Any]) -> Tensor:
+        """A point mass at a site's value in the states of the given index."""
+        site = self._sample.runs[0].model_trace.nodes[name]
+        frames = sorted(plate_frames(site), key=lambda f: f.dim or 0)
+        value = self._gather(b, name, index, leading=False)
+        with ExitStack() as stack:
+            for frame in frames:
+                stack.enter_context(made[frame.name])
+            fn = dist.Delta(value, event_dim=site["fn"].event_dim)
+            drawn: Tensor = pyro.sample(name, fn)
+        return drawn
+
+    def _frames(self) -> dict[Any, Any]:
+        names = {n for _, layout in self.runs.layouts.searched for n in layout.sites}
+        nodes = self._sample.runs[0].model_trace.nodes
+        return {plate_key(f): f for n in names for f in plate_frames(nodes[n])}
+
+    def _batched(self, b: int, weight: Tensor) -> Tensor:
+        """``[S, *plates]`` to ``[S, *batch]``, 1 where a batch dim is not the block's."""
+        dims = self.runs.layouts.structure.blocks[b].dims
+        sizes = iter(weight.shape[1:])
+        depth = max((-d for d in dims), default=0)
+        batch = [next(sizes) if d in dims else 1 for d in range(-depth, 0)]
+        return weight.reshape(weight.shape[0], *batch)
+
+    def _aligned(self, b: int, weight: Tensor, dim: int) -> Tensor:
+        nesting = self.runs.layouts.nesting
+        weight = self._batched(b, self._sample.split(weight)[b])
+        batch = (1,) * (nesting + 1 - weight.dim()) + weight.shape[1:]
+        return weight.reshape(weight.shape[0], *batch, *(1,) * (dim - nesting - 1))
+
+    def _gather(self, b: int, name: str, index: Tensor, leading: bool = True) -> Tensor:
+        """
+        A site's values in the states of an index.
+
+        :param index: ``[K, *plates]``, or with ``leading=False`` batch-shaped, with the outside's
+            own batch dims (particles, predictions) to the left of all plates.
+        """
+        value, nesting = self.values[name], self.runs.layouts.nesting
+        if leading:
+            index = self._batched(b, index)
+            index = index.reshape(len(index), *(1,) * (nesting + 1 - index.dim()), *index.shape[1:])
+        elif index.dim() < nesting:
+            index = index.reshape((1,) * (nesting - index.dim()) + index.shape)
+        cut = index.dim() - nesting
+        outer, batch = index.shape[:cut], index.shape[cut:]
+        event = value.shape[1 + nesting :]
+        target = torch.broadcast_shapes(batch, value.shape[1 : 1 + nesting])
+        at = index.reshape(-1, *batch, *(1,) * len(event))
+        at = at.expand(-1, *target, *event)
+        found = value.expand(-1, *target, *event).gather(0, at)
+        site = self._sample.runs[0].model_trace.nodes[name]
+        depth = max(-f.dim for f in plate_frames(site) if f.dim is not None)
+        # As many batch dims as the model gives the site, where none of the outside stand before.
+        inner = target if any(n != 1 for n in outer) and not leading else target[nesting - depth :]
+        return found.reshape(*outer, *inner, *event)

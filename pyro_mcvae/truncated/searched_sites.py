@@ -1,0 +1,216 @@
+"""Which discrete sites a model has, and in which data plates their states are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from pyro import poutine
+from pyro.ops.provenance import detach_provenance
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.programs import execution
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
+from pyro_mcvae.programs.sites import is_random, plate_frames, plate_key
+from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure.blocks import Structure
+from pyro_mcvae.truncated.layout import Layout, Rows, existing_entries, site_spec
+
+__all__ = [
+    "Layouts",
+    "SearchMessenger",
+    "StatesError",
+    "find_layouts",
+    "run_guide",
+    "with_searched",
+]
+
+
+class StatesError(ValueError):
+    """The program and the states kept for its data do not fit together."""
+
+
+class SearchMessenger(Messenger):
+    """
+    A guide that draws the other latents as ``guide`` does, and the discrete ones from the model.
+
+    It stands for the truncated posterior where only its sites and plates matter.
+    """
+
+    def __init__(self, model: Callable[..., Any], guide: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.model, self.guide = model, guide
+        self._traces = Trace(), Trace()
+        self._searched: set[str] = set()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SearchMessenger) and (self.model, self.guide) == (
+            other.model,
+            other.guide,
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        guide_trace = run_guide(self.guide, args, kwargs)
+        self._searched = set()
+        with poutine.trace() as tracer, self, poutine.replay(trace=guide_trace):
+            self.model(*args, **kwargs)
+        self._traces = tracer.trace, guide_trace
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["done"] or msg["is_observed"] or msg["value"] is not None or not is_random(msg):
+            return
+        if not msg["fn"].support.is_discrete:
+            raise StatesError(
+                f"site '{msg['name']}' ({type(msg['fn']).__name__}) is continuous, and a truncated "
+                f"posterior has states of discrete sites only: pass guide=, a guide that draws the "
+                f"continuous latents (a function, or an AutoGuide of poutine.block(model, "
+                f"expose=['{msg['name']}']))"
+            )
+        self._searched.add(msg["name"])
+        with torch.no_grad():
+            msg["value"] = detach_provenance(msg["fn"].sample()).detach()
+        msg["done"] = True
+
+    def get_traces(self) -> tuple[Trace, Trace]:
+        """The model's and the guide's trace of the last call."""
+        model_trace, guide_trace = self._traces
+        return model_trace, with_searched(guide_trace, model_trace, self._searched)
+
+
+def run_guide(
+    guide: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Trace:
+    """The trace of a guide; an empty one where there is none."""
+    with poutine.trace() as tracer:
+        if guide is not None:
+            guide(*args, **kwargs)
+    return tracer.trace
+
+
+def with_searched(guide_trace: Trace, model_trace: Trace, names: Any) -> Trace:
+    """The guide's trace with the searched sites, which have no density of their own."""
+    both = guide_trace.copy()
+    for name, site in model_trace.nodes.items():
+        if name in names:
+            if name in both:
+                raise StatesError(f"site '{name}' is drawn by guide= and searched: do one of both")
+            fn = site["fn"].mask(False)
+            both.add_node(name, **{**site, "fn": fn, "mask": None, "scale": 1.0, "infer": {}})
+    return both
+
+
+@dataclass
+class Layouts:
+    """
+    What a pair of programs was found to be.
+
+    :ivar nesting: how many batch dims belong to plates.
+    :ivar blocks: for each block of the structure its layout, None where it has no discrete site.
+    :ivar masked: whether some discrete site is masked.
+    :ivar bank: draws of each block's states from the model, shape ``[states, D]``.
+    """
+
+    nesting: int
+    structure: Structure
+    blocks: list[Layout | None]
+    masked: bool
+    bank: list[Tensor | None]
+
+    @cached_property
+    def searched(self) -> list[tuple[int, Layout]]:
+        return [(b, layout) for b, layout in enumerate(self.blocks) if layout is not None]
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The discrete sites that have states."""
+        return frozenset(name for _, layout in self.searched for name in layout.sites)
+
+
+def find_layouts(
+    tracer: ParticleSampler,
+    model: Callable[..., Any],
+    guide: Callable[..., Any] | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    bank: int = 256,
+) -> Layouts:
+    """
+    Find the discrete sites of a model, their data plates and their entries.
+
+    :raises StatesError: naming what cannot have states of its own.
+    """
+    search = SearchMessenger(model, guide)
+    programs = Programs(model, search, args, kwargs)
+    with dependencies.isolated(), torch.no_grad():
+        run = tracer._single(programs, SubstituteMessenger())
+        names = sorted(search._searched, key=list(run.model_trace.nodes).index)
+        draws = [run.model_trace]
+        batch = max([run.model_trace.nodes[n]["fn"].batch_shape.numel() for n in names] or [1])
+        for _ in range(min(bank, -(-bank // batch)) - 1):
+            draws.append(
+                execution.run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1]
+            )
+    if not names:
+        raise StatesError(
+            "the model has no discrete site to search: every latent is continuous or drawn by "
+            "guide=. Use TraceSGVB_ELBO or TraceIWAE_ELBO with a guide of their own"
+        )
+    structure = tracer.structures.of(programs, run)
+    sites = [run.model_trace.nodes[n] for n in names]
+    for site in sites:
+        _check_home(site, structure)
+    frames = {plate_key(f): f for t in run.terms for f in plate_frames(t.site)}
+    blocks: list[Layout | None] = []
+    banks: list[Tensor | None] = []
+    for b, block in enumerate(structure.blocks):
+        own = [s for s in sites if structure.block_of[FactorKey("model", s["name"])] == b]
+        if not own:
+            blocks.append(None)
+            banks.append(None)
+            continue
+        full = tuple(frames[k].full_size or frames[k].size for k in block.plates)
+        layout = Layout(block.plates, full, [site_spec(s, run.nesting) for s in own])
+        sizes = tuple(frames[k].size for k in block.plates)
+        rows = Rows(sizes, torch.zeros(0))
+        drawn = [
+            layout.states({n: trace.nodes[n]["value"] for n in layout.sites}, rows)
+            for trace in draws
+        ]
+        blocks.append(layout)
+        banks.append(torch.cat(drawn).flatten(0, 1)[: max(bank, 1)])
+    masked = any(existing_entries(s) is not None for s in sites)
+    return Layouts(run.nesting, structure, blocks, masked, banks)
+
+
+def _check_home(site: Any, structure: Structure) -> None:
+    name = site["name"]
+    b = structure.block_of[FactorKey("guide", name)]
+    frames = plate_frames(site)
+    if not frames or (b is not None and not structure.blocks[b].plates):
+        raise StatesError(
+            f"site '{name}' has no data plate that separates it from the rest: states are kept per "
+            f"datum. Put the data (the site and all that depends on it) in pyro.plate('data', N, "
+            f"subsample=...), or draw the site in guide="
+        )
+    if b is None:
+        raise StatesError(
+            f"site '{name}' has no states of its own, because a subsampled plate around what "
+            f"depends on it ({', '.join(sorted(f.name for f in frames))} is around the site) does "
+            f"not enclose it: pass that plate's full data, or draw the site in guide="
+        )
+    if any(p.dim is None for p in structure.blocks[b].plates):
+        names = ", ".join(repr(p.name) for p in structure.blocks[b].plates if p.dim is None)
+        raise StatesError(
+            f"site '{name}' lies in the sequential plate {names}: states are kept for vectorised "
+            f"plates. Write `with pyro.plate(...) as index:` instead of the loop"
+        )

@@ -1,0 +1,61 @@
+"""Densities on tensors alone, whose moments and normalising constants are known."""
+
+import math
+
+import torch
+
+from pyro_mcvae.chains.annealing import evaluator
+from pyro_mcvae.chains.kernel import Target
+
+
+def standard_normal(z):
+    return -0.5 * (z.square() + math.log(2 * math.pi)).sum(-1)
+
+
+def correlated(z):
+    """Base N(0, I) in two dimensions; base + log w is a correlated Gaussian times exp(0.7)."""
+    precision = torch.tensor([[2.0, -0.8], [-0.8, 1.0]]).to(z)
+    delta = z - torch.tensor([0.5, -0.3]).to(z)
+    quadratic = ((delta @ precision) * delta).sum(-1)
+    log_gamma = -0.5 * quadratic + 0.5 * precision.logdet() - math.log(2 * math.pi) + 0.7
+    return standard_normal(z), log_gamma - standard_normal(z)
+
+
+LOG_EVIDENCE = 0.7  # of ``correlated``
+
+
+def bent(z):
+    """Skewed, with tails of another kind than a normal's; one dimension."""
+    x = z[..., 0]
+    return standard_normal(z), 0.8 * torch.sin(2 * x) - 0.1 * x**4 + 0.5 * x
+
+
+GRID = torch.linspace(-5, 5, 20001, dtype=torch.float64).unsqueeze(-1)
+
+
+def bent_target(beta):
+    return Target(evaluator(bent), torch.tensor(beta))
+
+
+def bent_weights(beta):
+    """Probabilities of the grid's points under the annealed density."""
+    log_base, log_weight = bent(GRID)
+    return (log_base + beta * log_weight).softmax(0)
+
+
+def bent_draws(count, beta):
+    """Exact draws, to the grid's precision (0.0005, evened out by a uniform)."""
+    at = torch.multinomial(bent_weights(beta), count, replacement=True)
+    return GRID[at] + 0.0005 * (torch.rand(count, 1) - 0.5)
+
+
+def bent_mean(function, beta):
+    return (bent_weights(beta) * function(GRID[:, 0])).sum()
+
+
+def frozen(monkeypatch, *noises, uniform=None):
+    """Let the kernels draw these tensors, in turn."""
+    draws = iter(noises)
+    monkeypatch.setattr(torch, "randn_like", lambda like: next(draws).expand_as(like))
+    if uniform is not None:
+        monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, uniform))

@@ -1,0 +1,352 @@
+"""The recursions of SIS and AIS: exact evidence, weights by hand, exact gradients."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from pyro_mcvae import (
+    HMC,
+    MALA,
+    ULA,
+    GaussianReverse,
+    LearnedSchedule,
+    LinearSchedule,
+    RandomWalk,
+    SigmoidSchedule,
+    UnderdampedLangevin,
+)
+from pyro_mcvae.chains.annealing import accept_score, anneal, evaluator
+from pyro_mcvae.chains.step_size import LearnedStepSize
+from pyro_mcvae.ops.importance import log_mean_exp
+from tests.chains.densities import LOG_EVIDENCE, correlated, standard_normal
+from tests.estimates import assert_mean
+
+
+class Network(torch.nn.Module):
+    """A reverse kernel of random weights; a wide one would give the weight heavy tails."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(5, 4)
+        self.linear.weight.data.normal_()
+
+    def forward(self, position, gradient, beta):
+        beta = beta.expand(position.shape[:-1] + (1,))
+        shift, scale = self.linear(torch.cat([position, gradient, beta], -1)).chunk(2, -1)
+        return 0.1 * torch.tanh(shift), -0.3 * torch.sigmoid(scale)
+
+
+UNADJUSTED = {
+    "ULA": lambda: ULA(0.25),
+    "ULA, per coordinate": lambda: ULA(torch.tensor([0.15, 0.3])),
+    "ULA, learned reverse": lambda: ULA(0.25, GaussianReverse(Network())),
+    "UnderdampedLangevin": lambda: UnderdampedLangevin(0.6, momentum=0.7),
+}
+ADJUSTED = {
+    "MALA": lambda: MALA(0.4),
+    "HMC": lambda: HMC(0.5, num_leapfrog=2),
+    "RandomWalk": lambda: RandomWalk(0.9),
+}
+KERNELS = {**UNADJUSTED, **ADJUSTED}
+SCHEDULES = {
+    "linear": lambda k: LinearSchedule(k),
+    "sigmoid": lambda k: SigmoidSchedule(k, 3.0),
+    "learned": LearnedSchedule,
+}
+kernels = pytest.mark.parametrize("make", KERNELS.values(), ids=list(KERNELS))
+adjusted = pytest.mark.parametrize("make", ADJUSTED.values(), ids=list(ADJUSTED))
+unadjusted = pytest.mark.parametrize("make", UNADJUSTED.values(), ids=list(UNADJUSTED))
+schedules = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=list(SCHEDULES))
+
+
+def chains(kernel, num_steps=4, count=20_000, schedule=LinearSchedule, density=correlated):
+    evaluate = evaluator(density, create_graph=False)
+    start = evaluate(torch.randn(count, 2))
+    with torch.no_grad():
+        return anneal(start, schedule(num_steps)(), kernel, evaluate)
+
+
+@kernels
+@schedules
+@pytest.mark.parametrize("num_steps", [1, 2, 5])
+def test_mean_weight_is_the_evidence(make, schedule, num_steps):
+    found = chains(make(), num_steps, schedule=schedule).log_weight
+    weight = (found - LOG_EVIDENCE).exp()
+    assert weight.std() < 6
+    assert_mean(weight, torch.tensor(1.0))
+    assert found.mean() < LOG_EVIDENCE  # And the bound is a bound.
+
+
+@kernels
+def test_the_evidence_does_not_need_a_good_step_size(make):
+    """Nor one that fits: only the noise of the weight changes."""
+    for scale in (0.01, 1.8):
+        kernel = make()
+        kernel.step_size.value.mul_(scale)
+        weight = (chains(kernel, 3).log_weight - LOG_EVIDENCE).exp()
+        assert_mean(weight, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("name", ["ULA", "UnderdampedLangevin", "MALA", "HMC", "RandomWalk"])
+def test_the_bound_rises_with_the_number_of_steps(name):
+    means = []
+    for num_steps in (1, 2, 4, 8, 16):
+        found = chains(KERNELS[name](), num_steps, 5000).log_weight
+        means.append(found.mean())
+    assert means == sorted(means)
+    assert means[-1] < LOG_EVIDENCE + 0.01
+
+
+@unadjusted
+def test_sis_weight_by_hand(make):
+    kernel, betas = make(), torch.tensor([0.0, 0.2, 0.7, 1.0])
+    evaluate = evaluator(correlated)
+    chain = anneal(evaluate(torch.randn(7, 2)), betas, kernel, evaluate)
+    (first_base, _), (base, weight) = map(correlated, (chain.start.position, chain.state.position))
+    moves = torch.stack([info.log_ratio for info in chain.infos]).sum(0)
+    assert torch.allclose(chain.log_weight, base + weight - first_base + moves)
+    assert len(chain.infos) == 3
+    assert chain.rest == []
+
+
+def test_each_move_is_towards_its_own_density():
+    """Step k moves with respect to gamma at beta_k: the last one at beta = 1."""
+    seen = []
+
+    class Seen(ULA):
+        def step(self, state, target):
+            seen.append(target.beta)
+            return super().step(state, target)
+
+    betas = torch.tensor([0.0, 0.2, 0.7, 1.0])
+    evaluate = evaluator(correlated)
+    anneal(evaluate(torch.randn(7, 2)), betas, Seen(0.1), evaluate)
+    assert torch.equal(torch.stack(seen), betas[1:])
+
+
+@adjusted
+@pytest.mark.parametrize("last_transition", [True, False])
+def test_ais_weight_by_hand(make, last_transition):
+    betas = torch.tensor([0.0, 0.2, 0.7, 1.0])
+    visited = []
+
+    def recorded(state, target):
+        visited.append(state.log_weight)
+        return step(state, target)
+
+    kernel, evaluate = make(), evaluator(correlated)
+    step, kernel.step = kernel.step, recorded
+    start = evaluate(torch.randn(50, 2))
+    chain = anneal(start, betas, kernel, evaluate, last_transition=last_transition)
+    if not last_transition:
+        visited.append(chain.state.log_weight)
+    increments = [d * w for d, w in zip(betas.diff(), visited, strict=True)]
+    assert torch.allclose(chain.log_weight, sum(increments))
+    assert len(chain.infos) == len(chain.rest) == (3 if last_transition else 2)
+    assert torch.allclose(chain.rest[0], increments[1] + increments[2])
+    assert torch.allclose(chain.rest[1], increments[2])
+    if last_transition:
+        assert (chain.rest[2] == 0).all()
+
+
+@adjusted
+def test_the_last_transition_changes_the_draw_only(make):
+    evaluate = evaluator(correlated)
+    start, found = evaluate(torch.randn(50, 2)), []
+    for last in (True, False):
+        torch.manual_seed(1)
+        found.append(anneal(start, LinearSchedule(3)(), make(), evaluate, last_transition=last))
+    assert torch.equal(found[0].log_weight, found[1].log_weight)
+    assert (found[0].state.position != found[1].state.position).any()
+
+
+@adjusted
+def test_one_step_of_ais_is_importance_sampling(make):
+    evaluate = evaluator(correlated)
+    start = evaluate(torch.randn(9, 2))
+    for last in (True, False):
+        chain = anneal(start, LinearSchedule(1)(), make(), evaluate, last_transition=last)
+        assert torch.equal(chain.log_weight, start.log_weight)
+
+
+COUNTS = {
+    "ULA": lambda k: k + 1,
+    "ULA, learned reverse": lambda k: k + 1,
+    "UnderdampedLangevin": lambda k: k + 1,
+    "MALA": lambda k: k,
+    "RandomWalk": lambda k: k,
+    "HMC": lambda k: 1 + 2 * (k - 1),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("num_steps", [1, 2, 6])
+def test_evaluations(name, num_steps):
+    calls = []
+
+    def counted(z):
+        calls.append(z)
+        return correlated(z)
+
+    evaluate = evaluator(counted)
+    start = evaluate(torch.randn(4, 2))
+    anneal(start, LinearSchedule(num_steps)(), KERNELS[name](), evaluate, last_transition=False)
+    assert len(calls) == COUNTS[name](num_steps)
+
+
+class Problem(torch.nn.Module):
+    """A base and a log weight with parameters, and everything else that a chain may learn."""
+
+    def __init__(self, kernel, num_steps, seed=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.loc = torch.nn.Parameter(torch.randn(2, generator=generator) / 2)
+        self.log_scale = torch.nn.Parameter(0.3 * torch.randn(2, generator=generator))
+        self.theta = torch.nn.Parameter(torch.randn(2, generator=generator))
+        self.kernel = kernel
+        self.kernel.step_size = LearnedStepSize(kernel.step_size())
+        self.schedule = LearnedSchedule(num_steps)
+        self.schedule.logits.data += 0.3 * torch.randn(num_steps, generator=generator)
+
+    def density(self, z):
+        """As in latent coordinates: the base has parameters too."""
+        standard = (z - self.loc) / self.log_scale.exp()
+        log_base = standard_normal(standard) - self.log_scale.sum()
+        log_gamma = standard_normal(z) - 0.5 * (torch.sin(2 * z) * self.theta - 0.4).sum(-1) ** 2
+        return log_base, log_gamma - log_base
+
+    def chain(self, noise):
+        evaluate = evaluator(self.density)
+        start = evaluate(self.loc + self.log_scale.exp() * noise)
+        return anneal(start, self.schedule(), self.kernel, evaluate, last_transition=False)
+
+
+def bound_of(chain, multi_sample):
+    return log_mean_exp(chain.log_weight) if multi_sample else chain.log_weight.mean(0)
+
+
+@adjusted
+@pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
+@pytest.mark.parametrize(("num_steps", "particles"), [(2, 2), (3, 2), (2, 4), (4, 2)])
+def test_ais_gradient_is_that_of_the_sum_over_all_accept_paths(
+    make, multi_sample, num_steps, particles, monkeypatch
+):
+    """The surrogate's mean over the bits has the gradient of the mean bound, at frozen noise."""
+    kernel = make()
+    kernel.step_size.value.mul_(2)
+    problem = Problem(kernel, num_steps, seed=num_steps)
+    noise = torch.randn(num_steps, particles, 2)
+    exact, estimate, total, telling = 0.0, 0.0, 0.0, 0.0
+    for path in itertools.product([0.0, 1.0], repeat=particles * (num_steps - 1)):
+        bits = iter(torch.tensor(path).reshape(num_steps - 1, particles))
+        draws = iter(noise[1:])
+        monkeypatch.setattr(torch, "randn_like", lambda like, draws=draws: next(draws))
+        monkeypatch.setattr(torch, "rand_like", lambda like, bits=bits: next(bits))
+        chain = problem.chain(noise[0])
+        log_prob = torch.stack([info.log_prob for info in chain.infos]).sum()
+        if log_prob == -math.inf:
+            continue  # No bit can be zero where alpha is 1, at this noise or close to it.
+        bound = bound_of(chain, multi_sample)
+        probability = log_prob.exp()
+        exact = exact + probability * bound
+        estimate = estimate + probability.detach() * (bound + accept_score(chain, multi_sample))
+        telling = telling + probability.detach() * bound
+        total = total + probability.item()
+    assert total == pytest.approx(1.0)
+    parameters = list(problem.parameters())
+    expected = torch.autograd.grad(exact, parameters, retain_graph=True)
+    found = torch.autograd.grad(estimate, parameters, retain_graph=True)
+    without = torch.autograd.grad(telling, parameters)
+    for a, b in zip(expected, found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-8, atol=1e-10)
+    # The score-function terms matter.
+    pairs = zip(expected, without, strict=True)
+    assert max((a - b).abs().max() for a, b in pairs) > 1e-3
+
+
+@unadjusted
+@pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
+def test_sis_gradient_is_that_of_finite_differences(make, multi_sample):
+    problem = Problem(make(), 4)
+
+    def bound(step=0.0, directions=None):
+        if directions is not None:
+            for p, d in zip(problem.parameters(), directions, strict=True):
+                p.data.add_(d, alpha=step)
+        torch.manual_seed(3)
+        return bound_of(problem.chain(torch.randn(3, 2)), multi_sample)
+
+    parameters = dict(problem.named_parameters())
+    grads = torch.autograd.grad(bound(), list(parameters.values()))
+    for at, (name, p) in enumerate(parameters.items()):
+        directions = [torch.zeros_like(q) for q in parameters.values()]
+        directions[at] = torch.randn_like(p)
+        up, down, _ = bound(1e-5, directions), bound(-2e-5, directions), bound(1e-5, directions)
+        expected = ((up - down) / 2e-5).detach()
+        slope = (grads[at] * directions[at]).sum()
+        assert torch.allclose(slope, expected, rtol=1e-5, atol=1e-8), name
+        assert slope.abs() > 1e-6, name
+
+
+@kernels
+def test_without_graphs_nothing_is_kept(make):
+    chain = chains(make(), 3, 10)
+    assert not chain.log_weight.requires_grad
+    assert chain.state.position.grad_fn is None
+
+
+@kernels
+def test_evaluators_with_and_without_graphs_agree(make):
+    found = []
+    kernel = make()
+    for create_graph in (True, False):
+        torch.manual_seed(0)
+        evaluate = evaluator(correlated, create_graph)
+        start = evaluate(torch.randn(5, 2))
+        found.append(anneal(start, LinearSchedule(3)(), kernel, evaluate).log_weight)
+    assert torch.allclose(found[0], found[1])
+
+
+@kernels
+def test_the_weight_of_frozen_coordinates(make, monkeypatch):
+    """Padding that is masked out of both densities changes nothing."""
+    if make is KERNELS["ULA, learned reverse"] or make is KERNELS["ULA, per coordinate"]:
+        pytest.skip("made for two coordinates")
+    noise = torch.randn(20, 6, 3)
+
+    def run(density, keep, free):
+        draws = iter(noise[..., :keep])
+        monkeypatch.setattr(torch, "randn_like", lambda like: next(draws))
+        monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, 0.7))
+        evaluate = evaluator(density)
+        start = evaluate(torch.ones(6, keep))
+        return anneal(start, LinearSchedule(4)(), make(), evaluate, free).log_weight
+
+    padded = run(lambda z: correlated(z[..., :2]), 3, torch.tensor([1.0, 1.0, 0.0]))
+    assert torch.allclose(padded, run(correlated, 2, None))
+
+
+def test_the_score_needs_an_adjusted_kernel_and_particles():
+    evaluate = evaluator(correlated)
+    start = evaluate(torch.randn(1, 2))
+    with pytest.raises(ValueError, match="baseline needs num_particles >= 2, got 1"):
+        accept_score(anneal(start, LinearSchedule(3)(), MALA(0.1), evaluate))
+    with pytest.raises(ValueError, match="not adjusted: its chain has no accept bits"):
+        accept_score(anneal(start, LinearSchedule(3)(), ULA(0.1), evaluate))
+
+
+def test_a_density_without_gradient_is_flat():
+    state = evaluator(lambda z: (z.sum(-1), torch.zeros(z.shape[:-1])))(torch.zeros(3, 2))
+    assert torch.equal(state.grad_base, torch.ones(3, 2))
+    assert torch.equal(state.grad_weight, torch.zeros(3, 2))
+
+
+@pytest.mark.slow
+@kernels
+@schedules
+def test_mean_weight_is_the_evidence_to_three_digits(make, schedule):
+    weight = (chains(make(), 6, 2_000_000, schedule).log_weight - LOG_EVIDENCE).exp()
+    assert weight.std() / len(weight) ** 0.5 < 3e-3
+    assert_mean(weight, torch.tensor(1.0))

@@ -1,0 +1,86 @@
+"""Hamiltonian Monte Carlo; that it leaves its target invariant is in test_base.py."""
+
+import math
+
+import pytest
+import torch
+
+from pyro_mcvae import HMC, MALA
+from pyro_mcvae.chains.annealing import evaluator
+from pyro_mcvae.chains.kernel import Target
+from tests.chains.densities import correlated, frozen
+
+
+def target(beta=0.7):
+    return Target(evaluator(correlated), torch.tensor(beta))
+
+
+@pytest.mark.parametrize("eta", [0.05, 0.5, torch.tensor([0.1, 0.6], dtype=torch.float64)])
+def test_one_leapfrog_step_is_mala_draw_by_draw(eta):
+    eta = torch.as_tensor(eta)
+    start = target().evaluate(torch.randn(100, 2))
+    found = []
+    for kernel in (MALA(eta), HMC((2 * eta).sqrt(), num_leapfrog=1)):
+        torch.manual_seed(5)
+        state, infos = start, []
+        for _ in range(4):
+            state, info = kernel.step(state, target())
+            infos.append(info)
+        found.append((state, infos))
+    (a, first), (b, second) = found
+    assert torch.allclose(a.position, b.position)
+    for i, j in zip(first, second, strict=True):
+        assert torch.equal(i.accepted, j.accepted)
+        assert torch.allclose(i.acceptance, j.acceptance)
+        assert torch.allclose(i.log_prob, j.log_prob)
+        assert torch.allclose(i.log_ratio, j.log_ratio)
+
+
+def test_the_ratio_is_that_of_the_momenta(monkeypatch):
+    momentum = torch.randn(10, 2)
+    start = target().evaluate(torch.randn(10, 2))
+    frozen(monkeypatch, momentum)
+    proposal = HMC(0.3, 4).propose(start, target())
+    # The same by a plain loop.
+    z, p = start.position, momentum
+    for _ in range(4):
+        p = p + 0.15 * gradient(z)
+        z = z + 0.3 * p
+        p = p + 0.15 * gradient(z)
+    assert torch.allclose(proposal.state.position, z)
+    expected = 0.5 * (momentum.square() - p.square()).sum(-1)
+    assert torch.allclose(proposal.log_ratio, expected)
+
+
+def gradient(z, beta=0.7):
+    z = z.detach().requires_grad_()
+    log_base, log_weight = correlated(z)
+    return torch.autograd.grad((log_base + beta * log_weight).sum(), z)[0]
+
+
+def test_jitter_breaks_orbits_that_close():
+    """Ten steps that go once around a normal distribution's orbits lead nowhere."""
+    normal = evaluator(lambda z: (-0.5 * z.square().sum(-1), torch.zeros(z.shape[:-1])))
+    around = math.sqrt(2 - 2 * math.cos(2 * math.pi / 10))
+    for jitter in (0.0, 0.3):
+        kernel, to = HMC(around, 10, jitter), Target(normal, torch.tensor(1.0))
+        state = normal(torch.full((1000, 1), 3.0))
+        for _ in range(25):
+            state, _ = kernel.step(state, to)
+        if not jitter:
+            assert torch.allclose(state.position, torch.tensor(3.0))
+        else:
+            assert abs(state.position.mean()) < 4 / math.sqrt(1000)
+            assert abs(state.position.var() - 1) < 4 * math.sqrt(2 / 1000)
+
+
+@pytest.mark.parametrize("jitter", [-0.1, 1.0, math.nan])
+def test_bad_jitter(jitter):
+    with pytest.raises(ValueError, match="jitter must be at least 0 and less than 1, got"):
+        HMC(0.1, 3, jitter)
+
+
+@pytest.mark.parametrize("num_leapfrog", [0, -1, 2.0, True, None])
+def test_bad_num_leapfrog(num_leapfrog):
+    with pytest.raises(ValueError, match="num_leapfrog must be an int of at least 1, got"):
+        HMC(0.1, num_leapfrog)

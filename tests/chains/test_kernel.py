@@ -1,0 +1,337 @@
+"""What holds for every kernel: invariance, detailed balance, selection, frozen coordinates."""
+
+import math
+
+import pytest
+import torch
+
+from pyro_mcvae import HMC, MALA, ULA, RandomWalk, UnderdampedLangevin
+from pyro_mcvae.chains.annealing import evaluator
+from pyro_mcvae.chains.kernel import Kernel, Proposal, State, Target, finite
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSize
+from tests.chains.densities import (
+    bent_draws,
+    bent_mean,
+    bent_target,
+    correlated,
+    standard_normal,
+)
+from tests.estimates import assert_mean
+
+ADJUSTED = {
+    "MALA": lambda: MALA(0.35),
+    "HMC": lambda: HMC(0.75, num_leapfrog=3),
+    "RandomWalk": lambda: RandomWalk(1.3),
+}
+KERNELS = {
+    **ADJUSTED,
+    "ULA": lambda: ULA(0.2),
+    "UnderdampedLangevin": lambda: UnderdampedLangevin(0.6, momentum=0.7),
+}
+adjusted = pytest.mark.parametrize("make", ADJUSTED.values(), ids=list(ADJUSTED))
+kernels = pytest.mark.parametrize("make", KERNELS.values(), ids=list(KERNELS))
+MOMENTS = {
+    "mean": lambda x: x,
+    "square": lambda x: x**2,
+    "cube": lambda x: x**3,
+    "sine": lambda x: torch.sin(3 * x),
+}
+
+
+def run(kernel, state, target, count):
+    infos = []
+    for _ in range(count):
+        state, info = kernel.step(state, target)
+        state = State(*(None if t is None else t.detach() for t in state))
+        infos.append(info)
+    return state, infos
+
+
+@adjusted
+@pytest.mark.parametrize("beta", [0.4, 1.0])
+def test_one_transition_leaves_the_target_invariant(make, beta):
+    target = bent_target(beta)
+    state = target.evaluate(bent_draws(200_000, beta))
+    moved, info = make().step(state, target)
+    assert 0.2 < info.accepted.double().mean() < 0.95  # Both branches count.
+    before, after = state.position[:, 0].detach(), moved.position[:, 0].detach()
+    for moment in MOMENTS.values():
+        assert_mean(moment(after) - moment(before), torch.tensor(0.0))
+
+
+@adjusted
+def test_detailed_balance(make):
+    """E f(z) g(z') is symmetric in f and g."""
+    target = bent_target(1.0)
+    state = target.evaluate(bent_draws(200_000, 1.0))
+    moved, _ = make().step(state, target)
+    before, after = state.position[:, 0].detach(), moved.position[:, 0].detach()
+    for f, g in [("mean", "cube"), ("mean", "sine"), ("square", "sine")]:
+        flow = MOMENTS[f](before) * MOMENTS[g](after) - MOMENTS[f](after) * MOMENTS[g](before)
+        assert_mean(flow, torch.tensor(0.0))
+
+
+@adjusted
+def test_a_long_run_forgets_its_start(make):
+    target = bent_target(1.0)
+    state, infos = run(make(), target.evaluate(torch.full((20_000, 1), 2.0)), target, 60)
+    assert torch.stack([i.accepted.double().mean() for i in infos]).mean() > 0.2
+    for moment in MOMENTS.values():
+        assert_mean(moment(state.position[:, 0]), bent_mean(moment, 1.0))
+
+
+@kernels
+def test_acceptance_is_the_metropolis_ratio(make):
+    kernel, target = make(), bent_target(0.7)
+    state = target.evaluate(torch.randn(50, 1))
+    torch.manual_seed(3)
+    proposal = kernel.propose(state, target)
+    ratio = target.log_density(proposal.state) - target.log_density(state) + proposal.log_ratio
+    torch.manual_seed(3)
+    moved, info = kernel.step(state, target)
+    assert torch.allclose(info.acceptance, ratio.exp().clamp(max=1))
+    assert not info.acceptance.requires_grad
+    if not kernel.adjusted:
+        assert torch.equal(moved.position, proposal.state.position)
+        assert torch.equal(info.log_ratio, proposal.log_ratio)
+        assert info.accepted is None
+        assert info.log_prob is None
+        return
+    assert 0 < info.accepted.sum() < 50
+    chosen = torch.where(info.accepted, info.acceptance, 1 - info.acceptance)
+    assert torch.allclose(info.log_prob, chosen.log())
+    # Everything that was computed at the chosen state goes with it, nothing is computed again.
+    for new, old, found in zip(proposal.state, state, moved, strict=True):
+        if found is not None:
+            bits = info.accepted.reshape(50, *[1] * (found.dim() - 1))
+            assert torch.equal(found, torch.where(bits, new, old))
+
+
+@adjusted
+def test_log_prob_of_the_decision_has_the_gradient_of_finite_differences(make):
+    def log_prob(shift):
+        def density(z):
+            log_base = standard_normal(z)
+            return log_base, -((z - shift) ** 2).sum(-1) + 0.3 * torch.sin(3 * z).sum(-1)
+
+        target = Target(evaluator(density), torch.tensor(0.8))
+        torch.manual_seed(0)
+        _, info = make().step(target.evaluate(torch.randn(40, 2)), target)
+        return info
+
+    shift = torch.tensor(0.4, requires_grad=True)
+    info = log_prob(shift)
+    assert 0 < info.accepted.sum() < 40
+    (grad,) = torch.autograd.grad(info.log_prob.sum(), shift)
+    ends = [log_prob(torch.tensor(0.4 + step)) for step in (1e-6, -1e-6)]
+    assert all(torch.equal(e.accepted, info.accepted) for e in ends)
+    expected = (ends[0].log_prob - ends[1].log_prob).sum() / 2e-6
+    assert torch.allclose(grad, expected, rtol=1e-5)
+    assert expected.abs() > 1e-2
+
+
+@adjusted
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_nobody_goes_where_the_density_is_not(make, bad):
+    def density(z):
+        inside = (z > 0).all(-1)
+        return standard_normal(z), torch.where(inside, 1.5 * z.sum(-1), bad)
+
+    target = Target(evaluator(density), torch.tensor(1.0))
+    start = target.evaluate(1 + torch.rand(500, 2))
+    state, infos = run(make(), start, target, 10)
+    assert (state.position > 0).all()
+    assert torch.stack([i.acceptance for i in infos]).isfinite().all()
+    assert torch.stack([i.log_prob for i in infos]).isfinite().all()
+    assert min(i.acceptance.min() for i in infos) == 0
+    assert (state.position != start.position).any(-1).double().mean() > 0.5
+
+
+@kernels
+def test_one_bad_datum_leaves_the_others_alone(make):
+    def density(z, bad=None):
+        factor = torch.ones(6, 1)
+        if bad is not None:
+            factor[bad] = math.nan
+        return standard_normal(z), torch.cos(z * factor).sum(-1)
+
+    position = torch.randn(4, 6, 2)
+    found = []
+    for bad in (None, 2):
+        target = Target(evaluator(lambda z, bad=bad: density(z, bad)), torch.tensor(0.5))
+        torch.manual_seed(7)
+        state, infos = run(make(), target.evaluate(position), target, 5)
+        found.append((state.position, torch.stack([i.acceptance for i in infos])))
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(found[0][0][:, others], found[1][0][:, others])
+    assert torch.equal(found[0][1][:, :, others], found[1][1][:, :, others])
+    assert found[1][0].isfinite().all()
+    assert (found[1][1][:, :, 2] == 0).all()
+
+
+@kernels
+def test_frozen_coordinates_do_not_move_and_count_for_nothing(make, monkeypatch):
+    free = torch.tensor([1.0, 0.0, 1.0])
+    draws = torch.randn(30, 4, 3)
+
+    def wide(z):
+        # The frozen coordinate has a steep density of its own, which must not matter.
+        log_base, log_weight = correlated(z[..., [0, 2]])
+        return log_base, log_weight + 50 * z[..., 1].detach() ** 0 - 50 + 0 * z[..., 1]
+
+    def moves(density, start, noises, free):
+        noises = iter(noises)
+        monkeypatch.setattr(torch, "randn_like", lambda like: next(noises))
+        monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, 0.5))
+        target = Target(evaluator(density), torch.tensor(0.6), free)
+        return run(make(), target.evaluate(start), target, 5)
+
+    start = torch.randn(4, 3)
+    state, infos = moves(wide, start, draws, free)
+    narrow, alone = moves(correlated, start[:, [0, 2]], draws[..., [0, 2]], None)
+    assert torch.equal(state.position[:, 1], start[:, 1])
+    assert torch.allclose(state.position[:, [0, 2]], narrow.position)
+    for a, b in zip(infos, alone, strict=True):
+        assert torch.allclose(a.log_ratio, b.log_ratio)
+        assert torch.allclose(a.acceptance, b.acceptance)
+    assert (state.position[:, [0, 2]] != start[:, [0, 2]]).any()
+
+
+@kernels
+@pytest.mark.parametrize("steep", [False, True])
+def test_the_gradient_of_a_frozen_coordinate_is_not_followed(make, steep):
+    slope = 1000.0 if steep else 0.0
+
+    def density(z):
+        log_base, log_weight = correlated(z[..., :2])
+        return log_base, log_weight + slope * (z[..., 2] - z[..., 2].detach())
+
+    target = Target(evaluator(density), torch.tensor(0.6), torch.tensor([1.0, 1.0, 0.0]))
+    torch.manual_seed(1)
+    state, infos = run(make(), target.evaluate(torch.ones(5, 3)), target, 3)
+    assert (state.position[:, 2] == 1).all()
+    assert (torch.stack([i.acceptance for i in infos]) > 0).all()
+
+
+@kernels
+def test_a_step_size_per_coordinate_is_a_change_of_scale(make, monkeypatch):
+    """Steps s e_i in z are steps s in z / e."""
+    scale = torch.tensor([0.5, 2.0])
+    draws = torch.randn(30, 6, 2)
+    results = []
+    for per_coordinate in (True, False):
+        noises = iter(draws)
+        monkeypatch.setattr(torch, "randn_like", lambda like, noises=noises: next(noises))
+        monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, 0.4))
+        kernel = make()
+        power = 2 if isinstance(kernel, MALA | ULA) else 1  # eta is a squared length
+        unit = torch.ones(2) if per_coordinate else scale
+        if per_coordinate:
+            kernel.step_size = FixedStepSize(kernel.step_size() * scale**power)
+        target = Target(evaluator(lambda z, unit=unit: correlated(z * unit)), torch.tensor(0.6))
+        state, infos = run(kernel, target.evaluate(torch.ones(6, 2) / unit), target, 4)
+        results.append((state.position * unit, torch.stack([i.acceptance for i in infos])))
+    assert torch.allclose(results[0][0], results[1][0])
+    assert torch.allclose(results[0][1], results[1][1])
+
+
+@kernels
+def test_leading_dimensions_are_chains_of_their_own(make, monkeypatch):
+    noises, uniform = torch.randn(10, 3, 4, 2), torch.rand(3, 4)
+    start = torch.randn(3, 4, 2)
+
+    def moved(at):
+        draws = iter(noises[at] if at == slice(None) else noises[:, at[0], at[1]])
+        monkeypatch.setattr(torch, "randn_like", lambda like: next(draws))
+        monkeypatch.setattr(torch, "rand_like", lambda like: uniform[at])
+        target = Target(evaluator(correlated), torch.tensor(0.6))
+        return run(make(), target.evaluate(start[at]), target, 3)[0].position
+
+    together = moved(slice(None))
+    assert torch.allclose(together[1, 2], moved((1, 2)))
+    assert torch.allclose(together[2, 0], moved((2, 0)))
+
+
+def test_target_density_and_gradient():
+    target = Target(evaluator(correlated), torch.tensor(0.3))
+    position = torch.randn(4, 2, requires_grad=True)
+    state = target.evaluate(position)
+    log_base, log_weight = correlated(position)
+    assert torch.allclose(target.log_density(state), log_base + 0.3 * log_weight)
+    (grad,) = torch.autograd.grad((log_base + 0.3 * log_weight).sum(), position)
+    assert torch.allclose(target.gradient(state), grad)
+
+
+def test_a_kernel_that_did_not_ask_for_gradients_is_told_so():
+    position = torch.zeros(2, 1)
+    state = State(position, position[..., 0], position[..., 0])
+    target = Target(lambda z: state, torch.tensor(1.0))
+    with pytest.raises(ValueError, match="set needs_gradient = True in its class"):
+        target.gradient(state)
+
+
+def test_gradients_that_are_not_finite_become_zero():
+    gradient = torch.tensor([1.0, math.nan, math.inf, -math.inf])
+    assert torch.equal(finite(gradient), torch.tensor([1.0, 0.0, 0.0, 0.0]))
+
+
+DEFAULTS = {ULA: 0.9, MALA: 0.8, HMC: 0.8, RandomWalk: 0.3, UnderdampedLangevin: 0.9}
+
+
+@pytest.mark.parametrize("cls", DEFAULTS, ids=lambda c: c.__name__)
+def test_the_default_step_size_starts_small_and_adapts(cls):
+    step_size = cls().step_size
+    assert isinstance(step_size, AdaptiveStepSize)
+    assert 0 < step_size() <= 0.1
+    assert step_size.target_acceptance == DEFAULTS[cls]
+    # What the user says about an adaptive one goes before the kernel's own.
+    told = cls(AdaptiveStepSize(0.4, 0.55)).step_size
+    assert told() == 0.4
+    assert told.target_acceptance == 0.55
+    learned = LearnedStepSize(0.3)
+    assert cls(learned).step_size is learned
+    assert list(cls(0.3).state_dict()) == ["step_size.value"]
+
+
+@pytest.mark.parametrize("cls", DEFAULTS, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("step_size", [0, -0.1, math.nan, math.inf, torch.tensor([1.0, 0.0])])
+def test_step_sizes_that_are_not_positive_are_refused(cls, step_size):
+    with pytest.raises(ValueError, match="step_size must be positive and finite"):
+        cls(step_size)
+
+
+@adjusted
+def test_adaptation_finds_its_target(make):
+    kernel = type(make())()
+    target = bent_target(1.0)
+    state = target.evaluate(bent_draws(500, 1.0))
+    rates = []
+    for _ in range(300):
+        state, infos = run(kernel, state, target, 1)
+        rates.append(infos[0].acceptance.mean())
+        kernel.step_size.update(rates[-1])
+    goal = kernel.step_size.target_acceptance
+    assert torch.stack(rates[-100:]).mean().item() == pytest.approx(goal, abs=0.03)
+
+
+def test_a_kernel_of_ones_own():
+    class CrankNicolson(Kernel):
+        """Leaves the base invariant by itself, so that only log w decides."""
+
+        adjusted = True
+        needs_gradient = False
+
+        def propose(self, state, target):
+            s = self.step_size()
+            new = target.evaluate((1 - s**2).sqrt() * state.position + s * target.noise(state))
+            return Proposal(new, state.log_base - new.log_base)
+
+    target = bent_target(1.0)
+    state = target.evaluate(bent_draws(100_000, 1.0))
+    moved, info = CrankNicolson(0.7).step(state, target)
+    assert 0.2 < info.accepted.double().mean() < 0.95
+    for moment in MOMENTS.values():
+        change = moment(moved.position[:, 0]) - moment(state.position[:, 0])
+        assert_mean(change.detach(), torch.tensor(0.0))
+    with pytest.raises(TypeError, match="abstract"):
+        Kernel(0.1)

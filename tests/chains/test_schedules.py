@@ -1,0 +1,164 @@
+"""Schedules: exact ends, increasing, and what is learned has a gradient."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from pyro_mcvae.chains.schedules import (
+    FixedSchedule,
+    LearnedSchedule,
+    LinearSchedule,
+    Schedule,
+    SigmoidSchedule,
+    as_schedule,
+    check_betas,
+)
+
+MAKERS = {
+    "linear": LinearSchedule,
+    "sigmoid": lambda k: SigmoidSchedule(k, slope=3.0),
+    "sigmoid, kept": lambda k: SigmoidSchedule(k, slope=3.0, learn=False),
+    "learned": LearnedSchedule,
+    "fixed": lambda k: FixedSchedule(torch.linspace(0, 1, k + 1) ** 2),
+}
+schedules = pytest.mark.parametrize("make", MAKERS.values(), ids=list(MAKERS))
+
+
+def moved(schedule):
+    """The same schedule with other values of what it learns."""
+    generator = torch.Generator().manual_seed(0)
+    for p in schedule.parameters():
+        p.data.add_(torch.randn(p.shape, generator=generator))
+    return schedule
+
+
+@schedules
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 10, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_from_exactly_0_to_exactly_1_and_increasing(make, num_steps, dtype):
+    for schedule in (make(num_steps), moved(make(num_steps))):
+        betas = schedule.to(dtype)()
+        assert betas.shape == (num_steps + 1,)
+        assert betas.dtype == dtype
+        assert betas[0] == 0
+        assert betas[-1] == 1
+        assert (betas.diff() > 0).all()
+        check_betas(betas)
+
+
+@given(slope=st.floats(1e-3, 15), num_steps=st.integers(1, 30))
+def test_sigmoid_by_hand(slope, num_steps):
+    k = torch.arange(num_steps + 1)
+    s = torch.sigmoid(slope * (2 * k / num_steps - 1))
+    expected = (s - s[0]) / (s[-1] - s[0])
+    found = SigmoidSchedule(num_steps, slope)()
+    assert torch.allclose(found, expected, atol=1e-9)
+    # Denser at both ends alike.
+    assert torch.allclose(found, 1 - found.flip(0), atol=1e-9)
+
+
+def test_a_small_slope_is_linear():
+    assert torch.allclose(SigmoidSchedule(7, slope=1e-4)(), LinearSchedule(7)(), atol=1e-8)
+    assert torch.allclose(SigmoidSchedule(4, 2.5).slope, torch.tensor(2.5))
+
+
+def test_learned_starts_linear():
+    assert torch.allclose(LearnedSchedule(6)(), LinearSchedule(6)())
+
+
+@pytest.mark.parametrize("make", [MAKERS["sigmoid"], MAKERS["learned"]], ids=["sigmoid", "learned"])
+def test_what_is_learned_has_the_gradient_of_finite_differences(make):
+    schedule = moved(make(4))
+    (parameter,) = schedule.parameters()
+    direction = torch.randn(parameter.shape)
+    weights = torch.randn(5)
+    (grad,) = torch.autograd.grad((weights * schedule()).sum(), parameter)
+    ends = []
+    for step in (1e-5, -1e-5):
+        moved_by = {n: p + step * direction for n, p in schedule.named_parameters()}
+        ends.append((weights * torch.func.functional_call(schedule, moved_by)).sum())
+    expected = (ends[0] - ends[1]) / 2e-5
+    assert torch.allclose((grad * direction).sum(), expected, rtol=1e-6)
+    assert expected.abs() > 1e-3
+
+
+@schedules
+def test_state_dict_round_trip(make):
+    saved = moved(make(4))
+    loaded = make(4)
+    loaded.load_state_dict(saved.state_dict())
+    assert torch.equal(loaded(), saved())
+
+
+def test_state_holds_what_is_not_implied_by_num_steps():
+    assert list(SigmoidSchedule(3).state_dict()) == ["log_slope"]
+    assert list(LearnedSchedule(3).state_dict()) == ["logits"]
+    assert list(FixedSchedule(torch.tensor([0.0, 1.0])).state_dict()) == ["betas"]
+    assert list(LinearSchedule(3).state_dict()) == []
+
+
+def test_only_what_learns_has_parameters():
+    counts = {name: len(list(make(3).parameters())) for name, make in MAKERS.items()}
+    assert counts == {"linear": 0, "sigmoid": 1, "sigmoid, kept": 1, "learned": 1, "fixed": 0}
+    assert not next(SigmoidSchedule(3, learn=False).parameters()).requires_grad
+    assert not SigmoidSchedule(3, learn=False)().requires_grad
+
+
+def test_a_fixed_schedule_is_a_copy():
+    betas = torch.tensor([0.0, 0.3, 1.0], requires_grad=True)
+    schedule = FixedSchedule(betas)
+    with torch.no_grad():
+        betas[1] = 0.9
+    assert schedule()[1] == 0.3
+    assert not schedule().requires_grad
+
+
+@pytest.mark.parametrize("num_steps", [0, -1, 2.0, True, None, "3"])
+@pytest.mark.parametrize("cls", [LinearSchedule, SigmoidSchedule, LearnedSchedule])
+def test_bad_num_steps(cls, num_steps):
+    with pytest.raises(ValueError, match="num_steps must be an int of at least 1, got"):
+        cls(num_steps)
+
+
+@pytest.mark.parametrize(
+    "betas",
+    [
+        [0.0, 0.5, 0.5, 1.0],
+        [0.0, 0.7, 0.3, 1.0],
+        [0.1, 0.5, 1.0],
+        [0.0, 0.5, 0.9],
+        [0.0, 0.5, 1.1],
+        [1.0, 0.0],
+        [0.0],
+        [],
+        [0.0, float("nan"), 1.0],
+        [[0.0, 1.0]],
+        [[0.0], [1.0]],
+    ],
+)
+def test_bad_betas(betas):
+    with pytest.raises(ValueError, match=r"must increase from 0 to 1.*num_steps \+ 1\], got"):
+        FixedSchedule(torch.tensor(betas))
+
+
+@pytest.mark.parametrize("slope", [0.0, -1.0, float("nan")])
+def test_bad_slope(slope):
+    with pytest.raises(ValueError, match="slope must be positive, got"):
+        SigmoidSchedule(3, slope)
+
+
+def test_a_schedule_of_ones_own():
+    class Quadratic(Schedule):
+        def forward(self):
+            return torch.linspace(0, 1, self.num_steps + 1).square()
+
+    assert torch.equal(Quadratic(2)(), torch.tensor([0.0, 0.25, 1.0]))
+    with pytest.raises(TypeError, match="abstract"):
+        Schedule(2)
+
+
+@pytest.mark.parametrize("wrong", ["linear", {"a": 1}, object(), LinearSchedule])
+def test_what_is_no_schedule_is_named(wrong):
+    with pytest.raises(ValueError, match="schedule must be a Schedule such as LinearSchedule"):
+        as_schedule(wrong)

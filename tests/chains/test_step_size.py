@@ -1,0 +1,267 @@
+"""Step sizes: the rules of adaptation, its bounds, and what is saved."""
+
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from pyro_mcvae.chains.step_size import (
+    AdaptiveStepSize,
+    FixedStepSize,
+    LearnedStepSize,
+    StepSize,
+    as_step_size,
+)
+
+NAN, INF = math.nan, math.inf
+
+
+def number(value):
+    return torch.tensor(float(value))
+
+
+@given(
+    acceptance=st.floats(0, 1),
+    target=st.floats(0.05, 0.95),
+    rate=st.floats(0.01, 0.5),
+    initial=st.floats(1e-4, 10),
+)
+def test_one_update_by_hand(acceptance, target, rate, initial):
+    step_size = AdaptiveStepSize(initial, target, rate=rate)
+    step_size.update(number(acceptance))
+    change = min(max((acceptance - target) / (1 - target), -2), 1)
+    assert step_size().item() == pytest.approx(initial * math.exp(rate * change), rel=1e-12)
+
+
+@given(acceptances=st.lists(st.floats(0, 1), max_size=50))
+def test_each_update_changes_it_by_a_bounded_factor(acceptances):
+    step_size = AdaptiveStepSize(0.5, 0.8, rate=0.1)
+    for acceptance in acceptances:
+        before = step_size()
+        step_size.update(number(acceptance))
+        ratio = step_size() / before
+        assert math.exp(-0.2) - 1e-9 <= ratio <= math.exp(0.1) + 1e-9
+
+
+@pytest.mark.parametrize(("acceptance", "bound"), [(1.0, 2.0), (0.0, 0.25)])
+def test_values_stay_within_their_bounds(acceptance, bound):
+    step_size = AdaptiveStepSize(0.5, 0.8, bounds=(0.25, 2.0))
+    for _ in range(200):
+        step_size.update(number(acceptance))
+    assert step_size() == bound
+    # And it leaves them again.
+    step_size.update(number(1 - acceptance))
+    assert step_size() != bound
+
+
+@pytest.mark.parametrize("acceptance", [NAN, INF, -INF])
+@pytest.mark.parametrize("per_coordinate", [False, True])
+def test_an_acceptance_that_is_not_finite_changes_nothing(acceptance, per_coordinate):
+    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=per_coordinate)
+    step_size.update(number(acceptance), torch.randn(10, 3))
+    assert (step_size() == 0.5).all()
+    assert step_size.base == 0.5
+
+
+def test_it_converges_to_its_target():
+    # A kernel whose acceptance falls with its step size.
+    step_size = AdaptiveStepSize(1e-3, 0.7)
+    for _ in range(400):
+        step_size.update(torch.exp(-step_size()))
+    assert torch.exp(-step_size()).item() == pytest.approx(0.7, abs=1e-3)
+
+
+def test_per_coordinate_follows_equation_27():
+    generator = torch.Generator().manual_seed(1)
+    gradient = torch.randn(5, 40, 3, generator=generator) * torch.tensor([0.5, 1.0, 4.0])
+    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=True, rate=0.1)
+    step_size.update(number(0.9), gradient)
+    base = 0.5 * math.exp(0.1 * 0.5)
+    assert step_size.base.item() == pytest.approx(base)
+    spread = gradient.reshape(-1, 3).std(0, correction=0)
+    # From one value to one per coordinate; the aim is at most twice, at least half the present.
+    aim = (base / spread).clamp(0.25, 1.0)
+    assert torch.allclose(step_size(), 0.9 * 0.5 + 0.1 * aim)
+    for _ in range(300):
+        step_size.update(number(0.8), gradient)
+    assert torch.allclose(step_size(), base / spread)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_gradient_that_is_not_finite_leaves_its_coordinate(bad):
+    gradient = torch.randn(20, 3)
+    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=True)
+    step_size.update(number(0.8), gradient)
+    before = step_size()
+    gradient[4, 1] = bad
+    step_size.update(number(0.8), gradient)
+    assert step_size().isfinite().all()
+    assert step_size()[1] == before[1]
+    assert (step_size()[[0, 2]] != before[[0, 2]]).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-300, 1e-30, 1e30, 1e100])
+def test_flat_and_steep_gradients_stay_in_bounds(scale):
+    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=True, bounds=(0.01, 10.0))
+    gradient = scale * torch.randn(10, 2)
+    for _ in range(400):
+        before = step_size().expand(2)
+        step_size.update(number(1.0 if scale < 1 else 0.0), gradient)
+        ratio = step_size() / before
+        assert (ratio >= 0.95 - 1e-9).all()
+        assert (ratio <= 1.1 + 1e-9).all()
+    assert torch.allclose(step_size(), torch.tensor(10.0 if scale < 1 else 0.01))
+
+
+def test_single_precision_stays_single():
+    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=True).float()
+    step_size.update(number(0.9), torch.randn(10, 2))
+    assert step_size().dtype == torch.float32
+    assert step_size.base.dtype == torch.float32
+
+
+@pytest.mark.parametrize("per_coordinate", [False, True])
+def test_eval_freezes_it(per_coordinate):
+    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=per_coordinate)
+    torch.nn.ModuleDict({"kernel": step_size}).eval()
+    step_size.update(number(1.0), torch.randn(10, 2))
+    assert torch.equal(step_size(), number(0.5))
+    step_size.train()
+    step_size.update(number(1.0), torch.randn(10, 2))
+    assert step_size.base > 0.5
+
+
+@pytest.mark.parametrize("per_coordinate", [False, True])
+def test_state_dict_round_trip(per_coordinate):
+    gradient = torch.randn(10, 3)
+
+    def make():
+        return AdaptiveStepSize(0.5, 0.8, per_coordinate=per_coordinate)
+
+    saved, loaded = make(), make()
+    for _ in range(5):
+        saved.update(number(0.95), gradient)
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded().shape == ((3,) if per_coordinate else ())
+    for a in (0.9, 0.2):  # They also go on alike.
+        assert torch.equal(loaded(), saved())
+        assert torch.equal(loaded.base, saved.base)
+        saved.update(number(a), gradient)
+        loaded.update(number(a), gradient)
+    # A state of one value replaces one per coordinate.
+    saved.load_state_dict(make().state_dict())
+    assert torch.equal(saved(), number(0.5))
+
+
+def test_a_saved_value_is_not_shared():
+    step_size = AdaptiveStepSize(0.5, 0.8)
+    state = step_size.state_dict()
+    step_size.update(number(1.0))
+    assert state["value"] == 0.5
+    assert state["base"] == 0.5
+
+
+def test_the_kernel_completes_what_was_left_out():
+    step_size = AdaptiveStepSize()
+    step_size.complete(0.02, 0.9)
+    assert step_size() == 0.02
+    assert step_size.target_acceptance == 0.9
+    step_size.complete(0.5, 0.1)
+    assert step_size() == 0.02
+    given = AdaptiveStepSize(0.3, 0.6)
+    given.complete(0.02, 0.9)
+    assert given() == 0.3
+    assert given.target_acceptance == 0.6
+
+
+def test_fixed_ones_do_not_adapt_and_learned_ones_have_a_gradient():
+    fixed = FixedStepSize(0.1)
+    fixed.update(number(1.0))
+    assert fixed() == 0.1
+    assert list(fixed.parameters()) == []
+    learned = LearnedStepSize(torch.tensor([0.1, 0.2]))
+    learned.update(number(1.0))
+    assert torch.allclose(learned(), torch.tensor([0.1, 0.2]))
+    (grad,) = torch.autograd.grad(learned().sum(), learned.log_value)
+    assert torch.allclose(grad, torch.tensor([0.1, 0.2]))
+    again = LearnedStepSize(torch.ones(2))
+    again.load_state_dict(learned.state_dict())
+    assert torch.equal(again(), learned())
+
+
+def test_as_step_size():
+    assert isinstance(as_step_size(None), AdaptiveStepSize)
+    assert isinstance(as_step_size(0.1), FixedStepSize)
+    assert as_step_size(torch.tensor([0.1, 0.2]))().shape == (2,)
+    given = LearnedStepSize(0.1)
+    assert as_step_size(given) is given
+
+
+def test_a_given_tensor_is_copied():
+    value = torch.tensor([0.1, 0.2])
+    step_size = as_step_size(value)
+    value.zero_()
+    assert torch.equal(step_size(), torch.tensor([0.1, 0.2]))
+
+
+BAD = [0, 0.0, -0.1, NAN, INF, torch.tensor([0.1, 0.0]), torch.tensor(-1.0)]
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(FixedStepSize, "step_size"), (LearnedStepSize, "initial"), (AdaptiveStepSize, "initial")],
+)
+def test_values_that_are_not_positive(make, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be positive and finite.*, got"):
+        make(value)
+
+
+@pytest.mark.parametrize("value", ["0.1", True, [0.1], (0.1,)])
+def test_values_that_are_no_numbers(value):
+    with pytest.raises(ValueError, match="step_size must be a positive number or a StepSize, got"):
+        as_step_size(value)
+
+
+def test_a_matrix_is_refused():
+    with pytest.raises(ValueError, match="one number or one per coordinate"):
+        FixedStepSize(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_acceptance": 0.0}, "target_acceptance must lie between 0 and 1, got 0.0"),
+        ({"target_acceptance": 1.0}, "target_acceptance must lie between 0 and 1, got 1.0"),
+        ({"target_acceptance": NAN}, "target_acceptance must lie between 0 and 1, got nan"),
+        ({"rate": 0.0}, "rate must lie between 0 and 1, got 0.0"),
+        ({"rate": 1.5}, "rate must lie between 0 and 1, got 1.5"),
+        ({"bounds": (0.0, 1.0)}, "bounds must be two increasing positive numbers"),
+        ({"bounds": (2.0, 1.0)}, "bounds must be two increasing positive numbers"),
+        ({"bounds": (1.0, INF)}, "bounds must be two increasing positive numbers"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        AdaptiveStepSize(0.1, **options)
+
+
+def test_a_step_size_of_ones_own():
+    class Decaying(StepSize):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.tensor(1.0))
+
+        def forward(self):
+            return 1 / self.count
+
+        def update(self, acceptance, gradient=None):
+            self.count += 1
+
+    step_size = as_step_size(Decaying())
+    step_size.update(number(0.3))
+    assert step_size() == 0.5
+    with pytest.raises(TypeError, match="abstract"):
+        StepSize()

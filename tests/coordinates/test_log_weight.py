@@ -1,0 +1,618 @@
+"""The log weight as a function of coordinates, against plain Pyro traces at the same values."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer.autoguide import AutoDelta
+from pyro.poutine.guide import GuideMessenger
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+
+from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.programs.errors import NoCoordinateError
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.sites import LEADING, is_delta
+from tests.zoo import EXAMPLES, data, flow, subsampled
+
+NAMES = list(EXAMPLES)
+examples = pytest.mark.parametrize("name", NAMES)
+modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+
+
+class Fix(Messenger):
+    """Gives sites their values, and does nothing else."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg):
+        if msg["name"] in self.values and not msg["is_observed"]:
+            msg["value"], msg["done"] = self.values[msg["name"]], True
+
+
+def values_of(evaluation, k):
+    """The guide's values in particle k, and the minibatch."""
+    sample = evaluation.sample
+    run = sample.runs[0] if sample.runs[0].leading else sample.runs[k]
+    values = dict(sample.subsamples)
+    for name, site in run.guide_trace.nodes.items():
+        if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
+            continue
+        value, frames = site["value"].detach(), site["cond_indep_stack"]
+        if any(f.name == LEADING for f in frames):
+            value = value[k]
+        depth = max((-f.dim for f in frames if f.dim and f.name != LEADING), default=0)
+        while value.dim() > depth + site["fn"].event_dim and value.shape[0] == 1:
+            value = value[0]
+        # A copy: nothing that is cached at the drawn tensor is found again.
+        values[name] = value.clone()
+    return values
+
+
+def plain_traces(example, values):
+    """Both programs without any of the package's handlers, at these values."""
+    guide, model = example.guide, example.model
+    with Fix(values):
+        if isinstance(guide, GuideMessenger):
+            guide(*example.args)
+            model_trace, guide_trace = guide.get_traces()
+        else:
+            guide_trace = poutine.trace(guide).get_trace(*example.args)
+            model_trace = poutine.trace(model).get_trace(*example.args)
+    model_trace.compute_log_prob()
+    guide_trace.compute_log_prob()
+    return model_trace, guide_trace
+
+
+def scored(trace):
+    return {
+        name: site
+        for name, site in trace.nodes.items()
+        if site["type"] == "sample" and not site_is_subsample(site)
+    }
+
+
+def by_hand(example, evaluation, k, pick=lambda program, site: True, plate_scale=True):
+    """log p - log q of particle k, a tensor for each block that occurs: ``[*plates]``."""
+    traces = plain_traces(example, values_of(evaluation, k))
+    totals = {}
+    for program, trace in zip(("model", "guide"), traces, strict=True):
+        for name, site in scored(trace).items():
+            b = example.block_of(name)
+            if b is None or not pick(program, site):
+                continue
+            plates = example.blocks[b][0]
+            log_prob, keep = site["log_prob"], []
+            for frame in site["cond_indep_stack"]:
+                if plate_scale:
+                    log_prob = log_prob / (frame.full_size / frame.size)
+                if frame.name in plates:
+                    keep.append(frame.dim)
+            drop = [d for d in range(-log_prob.dim(), 0) if d not in keep]
+            log_prob = log_prob.sum(drop) if drop else log_prob
+            sign = 1 if program == "model" else -1
+            totals[b] = totals.get(b, 0) + sign * log_prob
+    return totals
+
+
+def in_one_row(totals):
+    """The blocks of one particle, side by side, in the order of their first element's plates."""
+    values = list(totals.values())
+    if len(values) == 1:
+        return values[0]
+    return torch.cat([v.reshape(-1) for v in values])
+
+
+def assert_by_hand(example, evaluation, found=None, **options):
+    found = evaluation.log_weight if found is None else found
+    for k in range(len(found)):
+        totals = by_hand(example, evaluation, k, **options)
+        assert len(totals) == len(evaluation.sample.blocks)
+        expected = in_one_row(in_order(example, evaluation, totals))
+        assert found[k].shape == expected.shape
+        assert torch.allclose(found[k], expected, atol=1e-8), k
+
+
+def in_order(example, evaluation, totals):
+    """The totals in the order of the sample's blocks, told apart by a latent of each."""
+    sample = evaluation.sample
+    order = {}
+    for key, b in sample.block_of[0].items():
+        if b is not None:
+            assert order.setdefault(b, example.block_of(key.name)) == example.block_of(key.name)
+    return {order[b]: totals[order[b]] for b in sorted(order)}
+
+
+def moved(example, log_weight, count=3, step=0.3):
+    """Other coordinates: discrete values change places, the others move."""
+    first = log_weight.coordinates.roll(1, 0)
+    at = torch.cat([first, first])[:count]
+    return at + step * data(*at.shape, seed=9) if example.smooth else at
+
+
+@examples
+@modes
+@pytest.mark.parametrize("coordinates", ["noise", "latent", "value"])
+def test_first_log_weight_is_that_of_plain_traces(name, vectorize, coordinates):
+    example = EXAMPLES[name]()
+    log_weight = example.log_weight(3, vectorize, coordinates)
+    assert log_weight.coordinates.shape[:-1] == log_weight.first.log_weight.shape
+    assert log_weight.first.log_weight.shape[0] == 3
+    assert_by_hand(example, log_weight.first)
+
+
+@examples
+@modes
+def test_every_site_is_in_the_block_that_it_belongs_to(name, vectorize):
+    example = EXAMPLES[name]()
+    sample = example.log_weight(2, vectorize).first.sample
+    for key, b in sample.block_of[0].items():
+        expected = example.block_of(key.name)
+        assert (b is None) == (expected is None), key
+        if b is not None:
+            plates = [p.name for p in sample.blocks[b].plates if p.dim is not None]
+            assert tuple(plates) == example.blocks[expected][0]
+
+
+@examples
+@modes
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+def test_log_weight_at_other_coordinates_is_that_of_plain_traces(name, vectorize, coordinates):
+    example = EXAMPLES[name]()
+    log_weight = example.log_weight(3, vectorize, coordinates)
+    for count in (3, 2, 5):  # as many as at first, and another number
+        at = moved(example, log_weight, count)
+        evaluation = log_weight(at)
+        assert evaluation.log_weight.shape == at.shape[:-1]
+        assert_by_hand(example, evaluation)
+
+
+@examples
+@modes
+@pytest.mark.parametrize("coordinates", ["noise", "latent", "value"])
+def test_log_weight_at_the_first_coordinates_is_the_first(name, vectorize, coordinates):
+    example = EXAMPLES[name]()
+    log_weight = example.log_weight(3, vectorize, coordinates)
+    again = log_weight(log_weight.coordinates)
+    assert torch.allclose(again.log_weight, log_weight.first.log_weight, atol=1e-7)
+    assert torch.allclose(again.log_base, log_weight.first.log_base, atol=1e-7)
+
+
+@examples
+@modes
+def test_same_coordinates_have_the_same_log_weight_in_both_modes(name, vectorize):
+    example = EXAMPLES[name]()
+    first = example.log_weight(3, vectorize)
+    second = example.log_weight(3, not vectorize)
+    for a, b in ((first, second), (second, first)):
+        at = moved(example, a)
+        assert torch.allclose(a(at).log_weight, b(at).log_weight, atol=1e-8)
+        assert torch.allclose(a(at).log_base, b(at).log_base, atol=1e-8)
+
+
+@examples
+@modes
+@pytest.mark.parametrize("num_particles", [1, 6])
+def test_any_leading_shape_is_the_flat_one(name, vectorize, num_particles):
+    example = EXAMPLES[name]()
+    log_weight = example.log_weight(num_particles, vectorize)
+    inner = log_weight.coordinates.shape[1:]
+    at = moved(example, log_weight, 6) if num_particles == 6 else log_weight.coordinates
+    at = at.expand(6, *inner).clone()
+    if example.smooth:
+        at = at + 0.2 * data(*at.shape, seed=8)
+    flat = log_weight(at)
+    shaped = log_weight(at.reshape(2, 3, *inner))
+    assert shaped.log_weight.shape == (2, 3, *inner[:-1])
+    assert torch.allclose(shaped.log_weight.flatten(0, 1), flat.log_weight, atol=1e-8)
+    assert torch.allclose(shaped.log_base.flatten(0, 1), flat.log_base, atol=1e-8)
+    for k in (0, 4):
+        single = log_weight(at[k])
+        assert single.log_weight.shape == inner[:-1]
+        assert torch.allclose(single.log_weight, flat.log_weight[k], atol=1e-8)
+        assert torch.allclose(single.log_base, flat.log_base[k], atol=1e-8)
+
+
+gaussian = pytest.mark.parametrize(
+    "name", [n for n in NAMES if n not in ("two-independent", "implicit", "mixture")]
+)
+
+
+@gaussian
+@modes
+def test_base_density_is_that_of_the_coordinates_under_the_guide(name, vectorize):
+    example = EXAMPLES[name]()
+    log_weight = example.log_weight(3, vectorize)
+    # Shorter vectors of blocks side by side are padded with zeros.
+    used = log_weight.coordinates != 0
+    if log_weight.free is not None:
+        used &= log_weight.free != 0
+    at = moved(example, log_weight)
+    for evaluation, c in ((log_weight.first, log_weight.coordinates), (log_weight(at), at)):
+        standard = dist.Normal(0.0, 1.0).log_prob(c)
+        assert torch.allclose(evaluation.log_base, torch.where(used, standard, 0.0).sum(-1))
+
+
+@examples
+@modes
+def test_base_density_of_values_is_the_guides(name, vectorize):
+    example = EXAMPLES[name]()
+    log_weight = example.log_weight(3, vectorize, "value")
+
+    def drawn(program, site):
+        # The user's scale changes the weight, not what is drawn; what is masked does not count.
+        mask = True if site["mask"] is None else site["mask"]
+        site["log_prob"] = torch.where(torch.as_tensor(mask), site["unscaled_log_prob"], 0.0)
+        return program == "guide" and not is_delta(site["fn"])
+
+    found = -log_weight.first.log_base
+    assert_by_hand(example, log_weight.first, found, pick=drawn, plate_scale=False)
+
+
+def test_base_density_of_unconstrained_values_by_hand():
+    example = EXAMPLES["implicit"]()
+    log_weight = example.log_weight(3)
+    at = moved(example, log_weight)
+    z = at[..., 0].exp()
+    transform = torch.distributions.biject_to(dist.constraints.simplex)
+    w = transform(at[..., 1:])
+    c, x = pyro.param("c").exp(), torch.tensor([0.0, 2.0, 1.0, 5.0])
+    log_q = dist.Gamma(c[0] + x, c[1]).log_prob(z)
+    log_q = log_q + dist.Dirichlet(1.0 + z.unsqueeze(-1) * c).log_prob(w)
+    log_det = at[..., 0] + transform.log_abs_det_jacobian(at[..., 1:], w)
+    found = log_weight(at)
+    assert torch.allclose(found.log_base, log_q + log_det)
+    log_p = dist.Gamma(2.0, 1.0).log_prob(z) + math.log(2.0)
+    rate = z * (w * pyro.param("rates").exp()).sum(-1)
+    assert torch.allclose(found.log_weight, log_p + dist.Poisson(rate).log_prob(x) - log_q)
+
+
+@examples
+@modes
+def test_minibatch_and_global_latents_stay_fixed(name, vectorize):
+    example = EXAMPLES[name]()
+    log_weight = example.log_weight(3, vectorize)
+    first = log_weight.first.sample
+    before = log_weight(log_weight.coordinates).log_weight
+    pyro.set_rng_seed(77)
+    for count in (3, 1, 5):
+        sample = log_weight(moved(example, log_weight, count)).sample
+        assert set(sample.global_values()) == set(first.global_values())
+        for n, value in first.global_values().items():
+            assert torch.equal(sample.global_values()[n], value)
+        assert set(sample.subsamples) == set(first.subsamples)
+        for n, indices in first.subsamples.items():
+            assert torch.equal(torch.as_tensor(sample.subsamples[n]), torch.as_tensor(indices))
+            for run in sample.runs:
+                if n in run.model_trace.nodes:
+                    assert torch.equal(
+                        torch.as_tensor(run.model_trace.nodes[n]["value"]),
+                        torch.as_tensor(indices),
+                    )
+    assert torch.allclose(log_weight(log_weight.coordinates).log_weight, before, atol=1e-8)
+
+
+@examples
+@modes
+def test_a_step_within_another_has_its_minibatch_and_global_latents(name, vectorize):
+    example = EXAMPLES[name]()
+    first = example.log_weight(3, vectorize).first.sample
+    pyro.set_rng_seed(77)
+    found = LogWeight(ParticleSampler(4, vectorize, math.inf), example.programs, within=first)
+    assert found.first.log_weight.shape == (4, *first.log_weight.shape[1:])
+    sample = found.first.sample
+    for n, value in first.global_values().items():
+        assert torch.equal(sample.global_values()[n], value)
+    for n, indices in first.subsamples.items():
+        assert torch.equal(torch.as_tensor(sample.subsamples[n]), torch.as_tensor(indices))
+    assert torch.allclose(found(found.coordinates).log_weight, found.first.log_weight, atol=1e-8)
+
+
+@gaussian
+@modes
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+def test_a_step_may_begin_at_given_latents(name, vectorize, coordinates):
+    example = EXAMPLES[name]()
+    guide_trace = pyro.poutine.trace(example.guide).get_trace(*example.args)
+    sites = {n: s for n, s in guide_trace.nodes.items() if s["type"] == "sample"}
+    local = {n: s["value"] for n, s in sites.items() if not site_is_subsample(s)}
+    if name == "sequential-subsampled":
+        pytest.skip("its sites' names are those of a minibatch")
+    sampler = ParticleSampler(3, vectorize, math.inf)
+    if name == "auto-low-rank" and coordinates == "noise":
+        with pytest.raises(NoCoordinateError, match="'_AutoLowRankMultivariateNormal_latent'"):
+            LogWeight(sampler, example.programs, coordinates, latents=local)
+        return
+    found = LogWeight(sampler, example.programs, coordinates, latents=local)
+    run = found.first.sample.runs[0]
+    for n in found._packing.sites:
+        value = run.guide_trace.nodes[n]["value"]
+        assert torch.allclose(value, local[n].expand_as(value), atol=1e-8), n
+
+
+@examples
+@modes
+def test_a_new_step_draws_anew(name, vectorize):
+    example = EXAMPLES[name]()
+    sampler = ParticleSampler(3, vectorize, example.nesting, find_roots=True)
+    first = LogWeight(sampler, example.programs)
+    second = LogWeight(sampler, example.programs)
+    assert (first.coordinates != second.coordinates).any()
+    assert first.coordinates[0].ne(first.coordinates[1]).any()
+
+
+SMOOTH = [n for n in NAMES if n not in ("mixture", "two-independent")]
+smooth = pytest.mark.parametrize("name", SMOOTH)
+STEP = 1e-5
+
+
+def weighted(value):
+    """A sum in which each entry counts differently."""
+    weights = torch.linspace(0.5, 1.5, value.numel(), dtype=value.dtype).reshape(value.shape)
+    return (weights * value).sum()
+
+
+@smooth
+@modes
+def test_gradient_in_the_coordinates_is_that_of_finite_differences(name, vectorize):
+    example = EXAMPLES[name]()
+    log_weight = example.log_weight(3, vectorize)
+    at = moved(example, log_weight).requires_grad_()
+    used = log_weight.coordinates != 0  # not the padding
+    direction = data(*at.shape, seed=5) * used
+
+    def gradient(c):
+        evaluation = log_weight(c)
+        total = weighted(evaluation.log_weight + 0.3 * evaluation.log_base)
+        return total, torch.autograd.grad(total, c, create_graph=True)[0]
+
+    _, grad = gradient(at)
+    ends = [gradient((at + s * direction).detach().requires_grad_()) for s in (STEP, -STEP)]
+    slope = (ends[0][0] - ends[1][0]) / (2 * STEP)
+    assert torch.allclose((grad * direction).sum(), slope, rtol=1e-5, atol=1e-7)
+    assert (grad * used).abs().max() > 1e-3
+    # And the second derivative, which chains need.
+    (second,) = torch.autograd.grad((grad * direction).sum(), at)
+    change = (ends[0][1] - ends[1][1]) / (2 * STEP)
+    assert torch.allclose(second, change, rtol=1e-4, atol=1e-6)
+
+
+@smooth
+@modes
+def test_gradient_in_the_parameters_at_fixed_noise_is_that_of_finite_differences(name, vectorize):
+    example = EXAMPLES[name]()
+    at = moved(example, example.log_weight(3, vectorize)).detach()
+    parameters = example.parameters()
+    assert parameters
+    directions = [data(*p.shape, seed=i) for i, p in enumerate(parameters)]
+
+    def total():
+        return weighted(example.log_weight(3, vectorize)(at).log_weight)
+
+    def at_offset(step):
+        for p, d in zip(parameters, directions, strict=True):
+            p.data.add_(d, alpha=step)
+        value = total().detach()
+        for p, d in zip(parameters, directions, strict=True):
+            p.data.add_(d, alpha=-step)
+        return value
+
+    grads = torch.autograd.grad(total(), parameters, allow_unused=True)
+    slope = sum((g * d).sum() for g, d in zip(grads, directions, strict=True) if g is not None)
+    expected = (at_offset(STEP) - at_offset(-STEP)) / (2 * STEP)
+    assert torch.allclose(slope, expected, rtol=1e-5, atol=1e-6)
+
+
+@smooth
+def test_the_gradient_in_the_coordinates_has_a_gradient_in_the_parameters(name):
+    example = EXAMPLES[name]()
+    log_weight = example.log_weight(3)
+    at = moved(example, log_weight).requires_grad_()
+    direction = data(*at.shape, seed=5)
+    parameters = example.parameters()
+    directions = [data(*p.shape, seed=i) for i, p in enumerate(parameters)]
+
+    def slope():
+        c = at.detach().requires_grad_()
+        total = weighted(example.log_weight(3)(c).log_weight)
+        return (torch.autograd.grad(total, c, create_graph=True)[0] * direction).sum()
+
+    grads = torch.autograd.grad(slope(), parameters, allow_unused=True)
+    found = sum((g * d).sum() for g, d in zip(grads, directions, strict=True) if g is not None)
+    ends = []
+    for step in (STEP, -2 * STEP, STEP):
+        for p, d in zip(parameters, directions, strict=True):
+            p.data.add_(d, alpha=step)
+        ends.append(slope().detach())
+    assert torch.allclose(found, (ends[0] - ends[1]) / (2 * STEP), rtol=1e-4, atol=1e-6)
+
+
+counted = pytest.mark.parametrize(
+    "name",
+    # A messenger runs both programs at once; each minibatch of turns has sites of its own.
+    [n for n in NAMES if n not in ("messenger", "sequential-subsampled")],
+)
+
+
+@counted
+@modes
+def test_only_guides_with_structure_are_run_again(name, vectorize):
+    example = EXAMPLES[name]()
+    sampler, programs = (
+        ParticleSampler(3, vectorize, example.nesting, find_roots=True),
+        example.counted,
+    )
+    LogWeight(sampler, programs)  # finds the structure out
+    example.calls.update(model=0, guide=0)
+    log_weight = LogWeight(sampler, programs)
+    runs = 1 if vectorize else 3
+    assert example.calls == {"model": runs, "guide": runs}
+    log_weight(moved(example, log_weight))
+    again = 0 if example.mean_field else runs
+    assert example.calls == {"model": 2 * runs, "guide": runs + again}
+    log_weight(moved(example, log_weight, 2))
+    again += 1 if vectorize else 2  # its distributions are those of three particles
+    assert example.calls["guide"] == runs + again
+
+
+@modes
+def test_a_flow_without_an_inverse_works_in_noise_coordinates(vectorize):
+    example = flow("planar")
+    log_weight = example.log_weight(3, vectorize)
+    transform, x = example.guide.transform, data(4, 2)
+    for at in (log_weight.coordinates, moved(example, log_weight)):
+        evaluation = log_weight(at)
+        base = pyro.param("m") * x + pyro.param("s").exp() * at
+        z = transform(base)
+        log_q = dist.Normal(pyro.param("m") * x, pyro.param("s").exp()).log_prob(base).sum(-1)
+        log_q = log_q - transform.log_abs_det_jacobian(base, z)
+        log_p = dist.Normal(0.0, 1.0).log_prob(z).sum(-1)
+        log_p = log_p + dist.Normal(z * pyro.param("slope"), 0.7).log_prob(x).sum(-1)
+        assert torch.allclose(evaluation.log_weight, log_p - log_q)
+
+
+def test_mean_weight_is_the_evidence():
+    # E[w] = p(x) per datum, for coordinates drawn by the object itself.
+    example = EXAMPLES["plain"]()
+    log_weight = example.log_weight(20000)
+    ratio = log_weight.first.log_weight - dist.Normal(
+        0.0, (pyro.param("slope") ** 2 + 0.49).sqrt()
+    ).log_prob(data(4))
+    weights = ratio.detach().exp()
+    error = weights.std(0) / 20000**0.5
+    assert (error < 0.1).all()
+    assert ((weights.mean(0) - 1).abs() < 4.5 * error).all()
+
+
+@modes
+def test_minibatch_weights_are_not_scaled(vectorize):
+    log_weight = subsampled().log_weight(3, vectorize)
+    assert log_weight.first.sample.scale == 5.0
+    assert log_weight.first.log_weight.shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "discrete"), [("mixture", {"c", "d"}), ("implicit", set()), ("subsampled", set())]
+)
+@pytest.mark.parametrize("coordinates", ["noise", "value"])
+def test_discrete_sites_are_named(name, discrete, coordinates):
+    assert set(EXAMPLES[name]().log_weight(coordinates=coordinates).discrete) == discrete
+
+
+def test_coordinates_of_another_shape_are_refused():
+    log_weight = EXAMPLES["structured"]().log_weight()
+    for shape in [(3,), (4,), (3, 4), (3, 4, 2), (3, 5, 3), (4, 1), (3, 3, 4, 1)]:
+        with pytest.raises(ValueError, match=r"must have shape \[\*leading, 4, 3\], got"):
+            log_weight(torch.zeros(shape))
+
+
+def refused(model, guide, vectorize, coordinates="noise"):
+    sampler = ParticleSampler(3, vectorize, 1, find_roots=True)
+    return lambda: LogWeight(sampler, Programs(model, guide, (), {}), coordinates)
+
+
+@modes
+def test_latents_outside_of_a_subsampled_plate_are_refused(vectorize):
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20, 4) as i:
+            pyro.sample("x", dist.Normal(w, 1.0), obs=data(20)[i])
+
+    def guide():
+        pyro.sample("w", dist.Normal(0.0, 1.0))
+
+    with pytest.raises(ValueError, match="no latent of the guide can be weighed by itself"):
+        refused(model, guide, vectorize)()
+    assert not poutine.runtime._PYRO_STACK
+
+
+@modes
+def test_a_guide_of_point_masses_has_no_coordinates(vectorize):
+    model = EXAMPLES["plain"]().model
+    guide = AutoDelta(model)
+    guide()
+    with pytest.raises(ValueError, match=r"point mass|no random"):
+        refused(model, guide, vectorize)()
+
+
+@modes
+def test_a_distribution_without_coordinates_is_named(vectorize):
+    class Directions(dist.ProjectedNormal):
+        """May draw in another way than its parent."""
+
+    def program():
+        pyro.sample("v", Directions(torch.ones(3)))
+
+    with pytest.raises(ValueError, match=r"guide site 'v' \(Directions\).*register_noise"):
+        refused(program, program, vectorize)()
+    assert not poutine.runtime._PYRO_STACK
+
+
+@modes
+@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+def test_rounded_draws_are_refused(vectorize, coordinates):
+    def program():
+        with pyro.plate("data", 3):
+            soft = dist.RelaxedOneHotCategoricalStraightThrough
+            v = pyro.sample("v", soft(torch.tensor(0.5), probs=torch.ones(2)).mask(True))
+            pyro.sample("x", dist.Normal(v[..., 0], 1.0), obs=torch.zeros(3))
+
+    with pytest.raises(ValueError, match=r"site 'v' .* rounds its draws.*TraceIWAE_ELBO"):
+        refused(program, poutine.block(program, hide=["x"]), vectorize, coordinates)()
+
+
+@modes
+def test_single_precision_programs_stay_in_single_precision(vectorize):
+    torch.set_default_dtype(torch.float32)
+    x = data(4).float()
+
+    def model():
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(x / 2, 0.7))
+
+    log_weight = LogWeight(ParticleSampler(3, vectorize, 1), Programs(model, guide, (), {}))
+    evaluation = log_weight(log_weight.coordinates + 1)
+    found = {log_weight.coordinates.dtype, evaluation.log_weight.dtype, evaluation.log_base.dtype}
+    assert found == {torch.float32}
+
+
+def comes_and_goes(second=True):
+    n = pyro.sample("n", dist.Normal(0.0, 1.0))
+    if second:
+        pyro.sample("m", dist.Normal(n, 1.0))
+    if n > 0.5:
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+
+def test_sites_that_come_and_go_are_refused():
+    programs = Programs(comes_and_goes, comes_and_goes, (), {})
+    message = "'z' is drawn in some executions and not in others"
+    with pytest.raises(ValueError, match=message):
+        LogWeight(ParticleSampler(20, False, math.inf, joint=True), programs)
+    log_weight = LogWeight(ParticleSampler(1, False, math.inf, joint=True), programs)
+    present = log_weight.coordinates.shape[-1] == 3
+    other = torch.full_like(log_weight.coordinates, -1.0 if present else 1.0)
+    with pytest.raises(ValueError, match=message):
+        log_weight(other)
+
+
+def test_branches_that_a_mean_field_guide_does_not_know_are_refused():
+    programs = Programs(comes_and_goes, comes_and_goes, (False,), {})
+    pyro.enable_validation(False)
+    while True:
+        log_weight = LogWeight(ParticleSampler(1, False, math.inf, joint=True), programs)
+        if log_weight.coordinates.shape[-1] == 1:
+            break
+    with pytest.raises(ValueError, match="'z' of the model is neither observed nor drawn"):
+        log_weight(torch.ones_like(log_weight.coordinates))

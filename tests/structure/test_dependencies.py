@@ -1,0 +1,537 @@
+"""Which site depends on which draw, found in real programs, and that looking changes nothing."""
+
+import contextlib
+import random
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import autoguide
+
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.structure.dependencies import find_dependencies, find_nesting
+
+
+def normal(loc=0.0):
+    return dist.Normal(loc, 1.0)
+
+
+def dependencies(model, guide, *tracked):
+    return find_dependencies(Programs(model, guide, (), {}), frozenset(tracked), {})
+
+
+def factors(model, guide, *tracked):
+    """The parents of each factor as ``{"model z": {...}}``."""
+    found = dependencies(model, guide, *tracked).factors
+    return {f"{key.program} {key.name}": set(parents) for key, parents in found.items()}
+
+
+def test_chain_depends_on_neighbours_only():
+    def model():
+        z = torch.tensor(0.0)
+        for t in range(3):
+            z = pyro.sample(f"z{t}", normal(0.9 * z))
+            pyro.sample(f"x{t}", normal(z), obs=torch.tensor(1.0))
+
+    def guide():
+        z = torch.tensor(0.0)
+        for t in range(3):
+            z = pyro.sample(f"z{t}", normal(z + 1.0))
+
+    assert factors(model, guide, "z0", "z1", "z2") == {
+        **{f"model x{t}": {f"z{t}"} for t in range(3)},
+        **{
+            f"{program} z{t}": {f"z{t}", f"z{max(t - 1, 0)}"}
+            for t in range(3)
+            for program in ("model", "guide")
+        },
+    }
+
+
+def test_a_distribution_does_not_depend_on_its_own_value():
+    def model():
+        a = pyro.sample("a", normal())
+        b = pyro.sample("b", normal(a))
+        pyro.sample("x", normal(b), obs=torch.tensor(0.3))
+
+    def guide():
+        a = pyro.sample("a", normal())
+        pyro.sample("b", normal(2 * a))
+
+    found = dependencies(model, guide, "a", "b").distributions
+    assert found == {
+        FactorKey("model", "a"): set(),
+        FactorKey("model", "b"): {"a"},
+        FactorKey("model", "x"): {"b"},
+        FactorKey("guide", "a"): set(),
+        FactorKey("guide", "b"): {"a"},
+    }
+
+
+def test_only_tracked_sites_are_reported():
+    def model():
+        a = pyro.sample("a", normal())
+        b = pyro.sample("b", normal(a))
+        pyro.sample("x", normal(a * b), obs=torch.tensor(0.3))
+
+    def guide():
+        a = pyro.sample("a", normal())
+        pyro.sample("b", normal(a))
+
+    found = factors(model, guide, "b")
+    assert found["model x"] == {"b"}
+    assert found["model a"] == set()
+
+
+def test_a_product_with_zero_still_depends():
+    def model():
+        z = pyro.sample("z", normal())
+        pyro.sample("x", normal(z * 0.0), obs=torch.tensor(0.3))
+        pyro.sample("y", normal(torch.relu(-z.abs() - 1)), obs=torch.tensor(0.3))
+
+    def guide():
+        pyro.sample("z", normal())
+
+    assert factors(model, guide, "z")["model x"] == {"z"}
+    assert factors(model, guide, "z")["model y"] == {"z"}
+
+
+@pytest.mark.parametrize(
+    "autoguide_class",
+    [autoguide.AutoNormal, autoguide.AutoMultivariateNormal, autoguide.AutoIAFNormal],
+)
+def test_auto_guides_make_everything_depend_on_their_auxiliary_sites(autoguide_class):
+    def model():
+        a = pyro.sample("a", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", normal(a))
+            pyro.sample("x", normal(z), obs=torch.zeros(3))
+
+    guide = autoguide_class(model)
+    guide()
+    trace = poutine.trace(guide).get_trace()
+    auxiliary = {n for n, s in trace.nodes.items() if s.get("infer", {}).get("is_auxiliary")}
+    found = factors(model, guide, *auxiliary)
+    if autoguide_class is autoguide.AutoNormal:
+        assert auxiliary == {"a_unconstrained", "z_unconstrained"}
+        assert found["guide z"] == found["model x"] == {"z_unconstrained"}
+        assert found["guide a"] == found["model a"] == {"a_unconstrained"}
+        assert found["model z"] == auxiliary
+        assert found["guide z_unconstrained"] == {"z_unconstrained"}
+    else:
+        assert len(auxiliary) == 1
+        assert all(parents == auxiliary for parents in found.values())
+        assert {"guide a", "guide z", "model a", "model z", "model x"} < set(found)
+
+
+def test_discrete_sites_are_tracked_through_indexing_and_comparison():
+    means = torch.tensor([-1.0, 0.0, 2.0])
+
+    def model():
+        c = pyro.sample("c", dist.Categorical(torch.ones(3)))
+        b = pyro.sample("b", dist.Bernoulli(0.5))
+        pyro.sample("w", normal(means[c]), obs=torch.tensor(0.0))
+        pyro.sample("x", normal(torch.where(b > 0, 1.0, -1.0)), obs=torch.tensor(0.0))
+        one_hot = torch.nn.functional.one_hot(c, 3).to(means.dtype)
+        pyro.sample("y", normal(one_hot @ means), obs=torch.tensor(0.0))
+
+    def guide():
+        c = pyro.sample("c", dist.Categorical(torch.ones(3)))
+        pyro.sample("b", dist.Bernoulli(0.2 + 0.1 * c))
+
+    found = factors(model, guide, "b", "c")
+    assert found["model w"] == {"c"}
+    assert found["model x"] == {"b"}
+    assert found["model y"] == {"c"}
+    assert found["guide b"] == {"b", "c"}
+    assert found["model b"] == {"b"}
+
+
+def test_assignment_in_place_is_tracked_for_continuous_draws():
+    def model():
+        z = pyro.sample("z", normal())
+        loc = torch.zeros(2)
+        loc[1] = z
+        pyro.sample("x", normal(loc).to_event(1), obs=torch.zeros(2))
+
+    def guide():
+        pyro.sample("z", normal())
+
+    assert factors(model, guide, "z")["model x"] == {"z"}
+
+
+def test_assignment_in_place_is_tracked_for_discrete_draws():
+    def model():
+        c = pyro.sample("c", dist.Categorical(torch.ones(2)))
+        loc = torch.zeros(2)
+        loc[c] = 1.0
+        pyro.sample("x", normal(loc).to_event(1), obs=torch.zeros(2))
+        choice = torch.zeros(2)
+        choice.scatter_(-1, c.unsqueeze(-1), 1.0)
+        pyro.sample("y", normal(choice).to_event(1), obs=torch.zeros(2))
+
+    def guide():
+        pyro.sample("c", dist.Categorical(torch.ones(2)))
+
+    found = factors(model, guide, "c")
+    assert found["model x"] == {"c"}
+    assert found["model y"] == {"c"}
+
+
+@pytest.mark.parametrize("how", ["int", "if", "item"])
+def test_values_that_leave_the_tensors_are_not_taken_for_independent(how):
+    means = [torch.tensor(-1.0), torch.tensor(1.0)]
+
+    def model():
+        c = pyro.sample("c", dist.Categorical(torch.ones(2)))
+        if how == "int":
+            loc = means[int(c)]
+        elif how == "if":
+            loc = means[1] if c == 1 else means[0]
+        else:
+            loc = torch.tensor(2.0 * c.item())
+        pyro.sample("x", normal(loc), obs=torch.tensor(0.0))
+
+    def guide():
+        pyro.sample("c", dist.Categorical(torch.ones(2)))
+
+    # Known to depend, or not known at all (no entry), but never known not to depend.
+    assert factors(model, guide, "c").get("model x", {"c"}) == {"c"}
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2.0 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2.0 * grad
+
+
+def test_custom_autograd_functions_are_seen_through():
+    def model():
+        z = pyro.sample("z", normal())
+        pyro.sample("y", normal())
+        pyro.sample("x", normal(Doubled.apply(z)), obs=torch.tensor(0.0))
+
+    def guide():
+        z = pyro.sample("z", normal())
+        pyro.sample("y", normal(Doubled.apply(z)))
+
+    found = factors(model, guide, "y", "z")
+    assert found["model x"] == {"z"}
+    assert found["guide y"] == {"y", "z"}
+    assert found["model y"] == {"y"}
+
+
+@pytest.mark.parametrize(
+    "flow",
+    [
+        lambda: dist.transforms.affine_coupling(2, [4]),
+        lambda: dist.transforms.affine_autoregressive(2, [4]),
+        lambda: dist.transforms.planar(2),  # has no inverse
+        dist.transforms.StickBreakingTransform,
+    ],
+    ids=["coupling", "autoregressive", "planar", "stick-breaking"],
+)
+def test_flows_and_transformations_pass_dependencies_on(flow):
+    flow = flow()
+
+    def model():
+        a = pyro.sample("a", normal())
+        z = pyro.sample("z", normal(torch.zeros(flow(torch.zeros(2)).shape)).to_event(1))
+        pyro.sample("x", normal(a + z.sum(-1)), obs=torch.tensor(0.0))
+
+    def guide():
+        a = pyro.sample("a", normal())
+        base = normal(a * torch.ones(2)).to_event(1)
+        pyro.sample("z", dist.TransformedDistribution(base, [flow]))
+
+    found = factors(model, guide, "a", "z")
+    assert found["guide z"] == {"a", "z"}
+    assert found["model z"] == {"z"}
+    assert found["model x"] == {"a", "z"}
+    assert found["guide a"] == {"a"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a: dist.Gamma(a.exp(), 1.0),
+        lambda a: dist.Beta(a.exp(), 1.0),
+        lambda a: dist.Dirichlet(torch.stack([a.exp(), torch.tensor(1.0)])),
+        lambda a: dist.Poisson(a.exp()),
+        lambda a: dist.RelaxedBernoulli(torch.tensor(0.5), logits=a),
+        lambda a: dist.LKJCholesky(2, a.exp()),
+        lambda a: dist.Normal(a, 1.0).mask(torch.tensor(True)),
+        lambda a: dist.Normal(a, 1.0).expand([3]).to_event(1),
+    ],
+    ids=["Gamma", "Beta", "Dirichlet", "Poisson", "RelaxedBernoulli", "LKJ", "masked", "expanded"],
+)
+def test_draws_that_are_not_reparameterized_explicitly_depend_on_what_is_upstream(make):
+    def model():
+        pyro.sample("a", normal())
+        pyro.sample("z", make(torch.tensor(0.0)))
+
+    def guide():
+        a = pyro.sample("a", normal())
+        pyro.sample("z", make(a))
+
+    found = factors(model, guide, "a", "z")
+    assert found["guide z"] == {"a", "z"}
+    assert found["guide a"] == {"a"}
+    assert found["model z"] == {"z"}
+
+
+def test_a_site_fixed_to_an_upstream_draw_depends_on_it():
+    def model():
+        a = pyro.sample("a", normal())
+        b = pyro.sample("b", normal())
+        pyro.sample("x", normal(b), obs=torch.tensor(0.0))
+        pyro.factor("penalty", -(a**2))
+
+    def guide():
+        a = pyro.sample("a", normal())
+        pyro.sample("b", dist.Delta(2 * a))
+
+    found = factors(model, guide, "a")
+    assert found["guide b"] == found["model b"] == found["model x"] == {"a"}
+    assert found["model penalty"] == {"a"}
+
+
+class Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        raise TypeError("no subclasses of Tensor")
+
+
+def test_a_program_that_cannot_be_tracked_yields_nothing_and_warns():
+    def model():
+        pyro.sample("x", normal(Opaque.apply(pyro.sample("z", normal()))), obs=torch.tensor(0.0))
+
+    def guide():
+        pyro.sample("z", normal())
+
+    with pytest.warns(UserWarning, match=r"cannot trace .*TypeError: no subclasses of Tensor"):
+        found = dependencies(model, guide, "z")
+    assert not any(found)
+    assert not poutine.runtime._PYRO_STACK
+
+
+@pytest.mark.parametrize("error", [IndexError, KeyError, TypeError, RuntimeError])
+def test_whatever_a_program_raises_while_it_is_tracked_is_a_warning(error):
+    def model():
+        z = pyro.sample("z", normal())
+        if type(z) is not torch.Tensor:
+            raise error("not a plain tensor")
+
+    def guide():
+        pyro.sample("z", normal())
+
+    with pytest.warns(UserWarning, match="cannot trace"):
+        assert not any(dependencies(model, guide, "z"))
+    assert not poutine.runtime._PYRO_STACK
+
+
+def look_nesting(programs):
+    find_nesting(programs, True)
+
+
+def look_dependencies(programs):
+    find_dependencies(programs, frozenset({"theta", "z"}), {})
+
+
+looks = pytest.mark.parametrize("look", [look_nesting, look_dependencies])
+
+
+def noisy_programs():
+    def model():
+        theta = pyro.sample("theta", normal())
+        with pyro.plate("data", 20, subsample_size=4):
+            z = pyro.sample("z", normal(theta + random.random()))
+            pyro.sample("x", normal(z + np.random.rand()), obs=torch.zeros(4))
+
+    def guide():
+        loc = pyro.param("loc", torch.tensor(0.5))
+        pyro.sample("theta", normal(loc))
+        with pyro.plate("data", 20, subsample_size=4):
+            pyro.sample("z", normal(loc * torch.rand(())))
+
+    return Programs(model, guide, (), {})
+
+
+@looks
+def test_looking_leaves_every_random_number_generator_alone(look):
+    programs = noisy_programs()
+    pyro.set_rng_seed(7)
+    expected = torch.rand(3), np.random.rand(3), random.random()
+    pyro.set_rng_seed(7)
+    look(programs)
+    assert torch.equal(torch.rand(3), expected[0])
+    assert (np.random.rand(3) == expected[1]).all()
+    assert random.random() == expected[2]
+
+
+@looks
+def test_looking_leaves_random_number_generators_alone_when_the_program_fails(look):
+    def model():
+        random.random()
+        np.random.rand()
+        torch.rand(())
+        raise RuntimeError("broken")
+
+    programs = Programs(model, lambda: pyro.sample("z", normal()), (), {})
+    pyro.set_rng_seed(7)
+    expected = torch.rand(3), np.random.rand(3), random.random()
+    pyro.set_rng_seed(7)
+    if look is look_nesting:
+        with pytest.raises(RuntimeError, match="broken"):
+            look(programs)
+    else:
+        with pytest.warns(UserWarning, match="RuntimeError: broken"):
+            look(programs)
+    assert torch.equal(torch.rand(3), expected[0])
+    assert (np.random.rand(3) == expected[1]).all()
+    assert random.random() == expected[2]
+    assert not poutine.runtime._PYRO_STACK
+
+
+@looks
+def test_looking_shows_no_sites_and_no_parameters_to_outer_handlers(look):
+    with poutine.trace() as outer:
+        look(noisy_programs())
+    assert set(outer.trace.nodes) == set()
+
+
+@looks
+def test_looking_works_without_gradients_and_leaves_gradient_mode_alone(look):
+    for enabled in (False, True):
+        with torch.set_grad_enabled(enabled):
+            look(noisy_programs())
+            assert torch.is_grad_enabled() == enabled
+    assert pyro.param("loc").grad is None
+    assert pyro.param("loc").requires_grad
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_looking_leaves_validation_alone(enabled):
+    pyro.enable_validation(enabled)
+    for look in (look_nesting, look_dependencies):
+        look(noisy_programs())
+        assert pyro.settings.get("validate_poutine") == enabled
+        assert torch.distributions.Distribution._validate_args == enabled
+        assert pyro.settings.get("validate_infer") == enabled
+
+
+def nesting(model, guide=lambda: None):
+    return find_nesting(Programs(model, guide, (), {}), True)
+
+
+def test_nesting_is_the_depth_of_the_deepest_plate():
+    def observe(*dims):
+        plates = [pyro.plate(f"plate{d}", 2, dim=d) for d in dims]
+
+        def model():
+            shape = [1] * -min(dims, default=0)
+            for d in dims:
+                shape[d] = 2
+            with inside(plates):
+                pyro.sample("x", normal(), obs=torch.zeros(shape))
+
+        return model
+
+    assert nesting(observe()) == 0
+    assert nesting(observe(-1)) == 1
+    assert nesting(observe(-2, -1)) == 2
+    assert nesting(observe(-3)) == 3
+
+
+def inside(plates):
+    stack = contextlib.ExitStack()
+    for plate in plates:
+        stack.enter_context(plate)
+    return stack
+
+
+def test_nesting_counts_plates_of_either_program():
+    def plated(depth):
+        def program():
+            with inside([pyro.plate(f"p{d}", 3, dim=-d) for d in range(1, depth + 1)]):
+                pyro.sample("z", normal())
+
+        return program
+
+    def model():
+        with pyro.plate("p1", 3, dim=-1), pyro.plate("p2", 3, dim=-2):
+            pyro.sample("z", normal())
+            with pyro.plate("p3", 3, dim=-3):
+                pyro.sample("x", normal(), obs=torch.zeros(3, 3, 3))
+
+    assert nesting(model, plated(2)) == 3
+    assert nesting(plated(2), plated(2)) == 2
+
+
+def test_nesting_of_sequential_plates_is_none():
+    def model():
+        for i in pyro.plate("data", 3):
+            pyro.sample(f"x{i}", normal(), obs=torch.tensor(0.0))
+
+    assert nesting(model) == 0
+
+
+def test_nesting_counts_plates_that_hold_deterministic_sites_only():
+    # The particles' dim would collide with such a plate.
+    def model():
+        with pyro.plate("data", 3, dim=-1):
+            z = pyro.sample("z", normal())
+            pyro.sample("x", normal(z), obs=torch.zeros(3))
+            with pyro.plate("copies", 2, dim=-2):
+                pyro.deterministic("copied", z.expand(2, 3))
+
+    def guide():
+        with pyro.plate("data", 3, dim=-1):
+            pyro.sample("z", normal())
+
+    assert nesting(model, guide) == 2
+
+
+def test_nesting_refuses_programs_that_do_not_fit_together():
+    with pytest.raises(ValueError, match="site 'z' of the model is neither observed nor drawn"):
+        nesting(lambda: pyro.sample("z", normal()))
+
+
+def test_nesting_refuses_undeclared_batch_dims():
+    def model():
+        pyro.sample("x", normal(torch.zeros(4)), obs=torch.zeros(4))
+
+    with pytest.raises(ValueError, match=r"site .x., invalid log_prob shape"):
+        nesting(model)
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        lambda c: c.new_tensor([c.long()[0], c.long()[1]]).sum(),
+        lambda c: torch.where(c > 0)[0].numel() + torch.zeros(()),
+        lambda c: torch.repeat_interleave(torch.ones(3), c.long()).sum(),
+        lambda c: torch.unique_consecutive(c).numel() + torch.zeros(()),
+    ],
+    ids=["new_tensor", "where", "repeat_interleave", "unique_consecutive"],
+)
+def test_more_routes_by_which_a_discrete_draw_leaves_the_tensors(route):
+    def model():
+        with pyro.plate("data", 3):
+            c = pyro.sample("c", dist.Bernoulli(0.5))
+        pyro.sample("x", dist.Normal(route(c), 1.0), obs=torch.tensor(0.3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("c", dist.Bernoulli(0.5))
+
+    found = find_dependencies(Programs(model, guide, (), {}), frozenset({"c"}), {})
+    assert found.factors[FactorKey("model", "x")] == {"c"}

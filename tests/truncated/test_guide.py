@@ -1,0 +1,447 @@
+"""The states of a truncated posterior: distinct, kept per datum, and what one asks of them."""
+
+import copy
+import pickle
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyro.infer import Predictive
+
+from pyro_mcvae import (
+    EvolutionaryUpdate,
+    FitnessProportional,
+    GreedyParents,
+    InformedFlips,
+    OnePointCrossover,
+    PriorDraws,
+    SparseFlips,
+    TraceTruncated_ELBO,
+    TruncatedPosterior,
+    UniformFlips,
+    UniformParents,
+)
+from pyro_mcvae.truncated.evolution import duplicates
+from pyro_mcvae.truncated.mutation import Parents
+from pyro_mcvae.truncated.states import StateSpace
+
+N, H = 8, 4
+X = torch.randn(N, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+WEIGHT = torch.randn(H, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def model(subsample=None, size=None, x=X):
+    with pyro.plate("data", len(x), subsample=subsample, subsample_size=size) as i:
+        z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(H)).to_event(1))
+        pyro.sample("x", dist.Normal(z @ WEIGHT, 0.7).to_event(1), obs=x[i])
+
+
+def mixed():
+    """Every kind of site, and a mask."""
+    with pyro.plate("data", N):
+        b = pyro.sample("b", dist.Bernoulli(0.3 * torch.ones(2)).to_event(1))
+        c = pyro.sample("c", dist.Categorical(torch.tensor([0.2, 0.3, 0.5])))
+        h = pyro.sample("h", dist.OneHotCategorical(torch.ones(3)))
+        n = pyro.sample("n", dist.Poisson(1.5))
+        with pyro.poutine.mask(mask=torch.arange(N) % 2 == 0):
+            m = pyro.sample("m", dist.Binomial(4, 0.3))
+        loc = b.sum(-1) + c * 0.5 + h[..., 0] - n + m
+        pyro.sample("x", dist.Normal(loc, 1.0), obs=X[:, 0])
+
+
+def assert_distinct(guide):
+    for states in guide.buffers():
+        rows = [{bytes(s.tolist()) for s in datum} for datum in states]
+        assert all(len(row) == guide.num_states for row in rows)
+
+
+operators = [
+    (parents, mutation, crossover)
+    for parents in (FitnessProportional(), UniformParents(), GreedyParents())
+    for mutation in (UniformFlips(), SparseFlips(), InformedFlips(), InformedFlips(uniform=0.0))
+    for crossover in (None, OnePointCrossover())
+]
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(operators),
+    st.integers(1, 2**H),
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.sampled_from([model, mixed]),
+)
+def test_e_steps_keep_states_distinct_and_never_lower_f(operator, states, p, c, g, program):
+    parents, mutation, crossover = operator
+    evolution = EvolutionaryUpdate(p, c, g, parents, mutation, crossover)
+    guide = TruncatedPosterior(program, states, evolution)
+    before = guide.posterior().free_energy
+    assert_distinct(guide)
+    for _ in range(3):
+        after = guide.fit()
+        assert_distinct(guide)
+        # An impossible first state (masked entries) has F of minus infinity.
+        assert (after >= before - 1e-9).all()
+        before = after
+
+
+@pytest.mark.parametrize("states", [1, 2, 15, 16])
+def test_search_finds_the_best_states(states):
+    """Enough steps find exactly the S most probable of all states, whatever the start."""
+    evolution = EvolutionaryUpdate(4, 4, 2, UniformParents(), UniformFlips())
+    guide = TruncatedPosterior(model, states, evolution)
+    found = guide.fit(num_steps=60)
+    everything = TruncatedPosterior(model, 2**H).posterior().log_joint
+    assert torch.allclose(found, everything.topk(states, dim=0).values.logsumexp(0))
+
+
+def test_minibatches_change_their_own_data_only():
+    guide = TruncatedPosterior(model, 5)
+    guide.posterior()
+    before = guide.states_data.clone()
+    guide.fit(torch.tensor([6, 1]), num_steps=5)
+    changed = (guide.states_data != before).flatten(1).any(1)
+    assert changed[[6, 1]].any()
+    assert not changed[[0, 2, 3, 4, 5, 7]].any()
+
+
+def test_a_datum_may_stand_twice_in_a_minibatch():
+    guide = TruncatedPosterior(model, 5)
+    for _ in range(5):
+        guide.fit(torch.tensor([3, 1, 3, 3]))
+        assert_distinct(guide)
+
+
+def test_held_out_data_by_e_steps_with_frozen_parameters():
+    test = X.flip(0)[:5] + 0.1
+    held_out = TruncatedPosterior(lambda: model(x=test), 8)
+    everything = TruncatedPosterior(lambda: model(x=test), 2**H).posterior().free_energy
+    found = held_out.fit(num_steps=30)
+    assert found.shape == (5,)
+    assert (found <= everything + 1e-9).all()
+    assert torch.allclose(found, everything, atol=0.5)
+
+
+def test_posterior_queries_equal_the_exact_ones():
+    guide = TruncatedPosterior(model, 2**H)
+    posterior = guide.posterior()
+    states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * H)
+    joint = dist.Bernoulli(0.3).log_prob(states).sum(-1)[:, None]
+    joint = joint + dist.Normal((states @ WEIGHT)[:, None], 0.7).log_prob(X).sum(-1)
+    q = joint.softmax(0)
+    assert torch.allclose(posterior.free_energy, joint.logsumexp(0))
+    assert torch.allclose(posterior.marginals()["z"], q.t() @ states)
+    assert torch.allclose(posterior.entropy(), -(q * q.log()).sum(0))
+    assert torch.equal(posterior.map()["z"], states[joint.argmax(0)])
+    means = posterior.expectation(lambda values: values["z"] @ WEIGHT)
+    assert torch.allclose(means, q.t() @ states @ WEIGHT)
+    drawn = posterior.sample(4000)["z"].mean(0)
+    assert torch.allclose(drawn, q.t() @ states, atol=4.5 * 0.5 / 4000**0.5)
+
+
+def test_the_entropy_of_one_state_is_zero():
+    """To the sign, whatever rounding does to weights near 1."""
+    for dtype in (torch.float64, torch.float32):
+        x = X.to(dtype)
+        entropy = TruncatedPosterior(lambda x=x: model(x=x), 1).posterior().entropy()
+        assert (entropy == 0).all()
+        assert not entropy.signbit().any()
+        entropy = TruncatedPosterior(lambda x=x: model(x=50 * x), 2**H).posterior().entropy()
+        assert not entropy.signbit().any()
+
+
+def test_categorical_marginals_are_probabilities():
+    marginals = TruncatedPosterior(mixed, 16).posterior().marginals()
+    assert marginals["c"].shape == (N, 3)
+    assert torch.allclose(marginals["c"].sum(-1), torch.ones(N))
+    assert torch.allclose(marginals["h"].sum(-1), torch.ones(N))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_draws_for_predictive(parallel):
+    guide = TruncatedPosterior(model, 2**H)
+    drawn = Predictive(model, guide=guide, num_samples=300, parallel=parallel)(size=3)
+    assert drawn["z"].shape == (300, 3, H)
+    assert drawn["x"].shape == (300, 3, 3)
+    drawn = Predictive(model, guide=guide, num_samples=600, parallel=parallel)()
+    exact = guide.posterior().marginals()["z"]
+    assert torch.allclose(drawn["z"].mean(0), exact, atol=4.5 * 0.5 / 600**0.5)
+
+
+def nested():
+    with pyro.plate("groups", 3, dim=-1):
+        a = pyro.sample("a", dist.Bernoulli(0.4))
+        with pyro.plate("members", 2, dim=-2):
+            b = pyro.sample("b", dist.Bernoulli(0.2 + 0.5 * a))
+            pyro.sample("x", dist.Normal(a - b, 0.5), obs=X[:6, 0].view(2, 3))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_draws_in_nested_plates_come_from_one_state(parallel):
+    guide = TruncatedPosterior(nested, 8)
+    posterior = guide.posterior()
+    drawn = Predictive(nested, guide=guide, num_samples=1000, parallel=parallel)()
+    a, b = drawn["a"].reshape(1000, 1, 3), drawn["b"]
+    product = posterior.expectation(lambda v: v["a"].reshape(-1, 3) * v["b"][:, 0])
+    assert torch.allclose((a * b)[:, 0].mean(0), product, atol=4.5 * 0.5 / 1000**0.5)
+    assert posterior.map()["b"].shape == (2, 3)
+    assert posterior.map()["a"].shape[-1] == 3
+
+
+def test_states_are_saved_loaded_copied_and_pickled():
+    guide = TruncatedPosterior(model, 5)
+    wanted = guide.fit(num_steps=3)
+    other = TruncatedPosterior(model, 5)
+    other.load_state_dict(guide.state_dict())
+    assert torch.equal(other.posterior().free_energy, wanted)
+    assert torch.equal(copy.deepcopy(guide).posterior().free_energy, wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(guide)).posterior().free_energy, wanted)
+    assert guide.states_data.dtype is torch.uint8
+    assert guide.double().states_data.shape == (N, 5, 1)
+    wrong = TruncatedPosterior(model, 4)
+    wrong.load_state_dict(guide.state_dict())
+    with pytest.raises(ValueError, match=r"shape \(8, 5, 1\).*needs \(8, 4, 1\)"):
+        wrong.posterior()
+
+
+def test_a_thousand_entries_are_packed():
+    def wide():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Bernoulli(0.001 * torch.ones(1000)).to_event(1))
+            pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=X[:3, 0])
+
+    guide = TruncatedPosterior(wide, 64, EvolutionaryUpdate(5, 4, 2))
+    before = guide.posterior().free_energy
+    assert guide.states_data.shape == (3, 64, 125)
+    assert (guide.fit(num_steps=5) >= before).all()
+    assert_distinct(guide)
+
+
+def test_an_operator_of_ones_own():
+    class FlipAll:
+        def __call__(self, parents, count):
+            return (1 - parents.states).unsqueeze(2).expand(-1, -1, count, -1)
+
+    evolution = EvolutionaryUpdate(2, 2, 1, lambda joint, p: joint.topk(p).indices, FlipAll())
+    guide = TruncatedPosterior(model, 4, evolution)
+    before = guide.posterior().free_energy
+    assert (guide.fit(num_steps=3) >= before).all()
+    assert_distinct(guide)
+
+
+class AlwaysTheFirst(UniformFlips):
+    """Nearly always: these propensities need Gumbel noise."""
+
+    def scores(self, parents):
+        return 50.0 * (torch.arange(parents.space.num_moves) == 0)
+
+
+def test_uniform_moves_and_those_of_a_subclass_have_their_propensities():
+    space = StateSpace([2] * 6)
+    states = torch.zeros(20_000, 1, 6, dtype=torch.uint8)
+    keys = space.keys(space.pack(states))
+    parents = Parents(space, states, states, torch.zeros(20_000, 1), keys)
+    # Two of six moves without replacement.
+    share = UniformFlips()(parents, 2).flatten(1, 2).double().mean((0, 1))
+    assert ((share - 1 / 6).abs() < 4.5 * (5 / 36 / 40_000) ** 0.5).all()
+    assert AlwaysTheFirst()(parents, 1)[..., 0].all()
+
+
+@pytest.mark.parametrize("name", ["parents", "mutation", "crossover"])
+def test_operators_must_be_functions(name):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got 'uniform'"):
+        EvolutionaryUpdate(**{name: "uniform"})
+
+
+def no_site():
+    with pyro.plate("data", N):
+        pyro.sample("x", dist.Normal(0.0, 1.0), obs=X[:, 0])
+
+
+def continuous():
+    with pyro.plate("data", N):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.sample("x", dist.Normal(z + w, 1.0), obs=X[:, 0])
+
+
+def no_plate():
+    z = pyro.sample("z", dist.Bernoulli(0.5))
+    pyro.sample("x", dist.Normal(z, 1.0), obs=X[0, 0])
+
+
+def global_site():
+    a = pyro.sample("a", dist.Bernoulli(0.5))
+    with pyro.plate("data", N):
+        z = pyro.sample("z", dist.Bernoulli(0.5))
+        pyro.sample("x", dist.Normal(z + a, 1.0), obs=X[:, 0])
+
+
+def sequential():
+    for i in pyro.plate("data", 3):
+        z = pyro.sample(f"z_{i}", dist.Bernoulli(0.5))
+        pyro.sample(f"x_{i}", dist.Normal(z, 1.0), obs=X[i, 0])
+
+
+def unsearchable():
+    with pyro.plate("data", N):
+        z = pyro.sample("z", dist.Multinomial(2, torch.ones(3)))
+        pyro.sample("x", dist.Normal(z[..., 0], 1.0), obs=X[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (no_site, "no discrete site"),
+        (continuous, "site 'w' .Normal. is continuous.*pass guide="),
+        (no_plate, "site 'z' has no data plate"),
+        (global_site, "site 'a' has no data plate"),
+        (sequential, "site 'z_0' .*plate"),
+        (unsearchable, "site 'z' .* has support"),
+    ],
+)
+def test_what_has_no_states_is_refused_by_name(program, message):
+    guide = TruncatedPosterior(program, 2)
+    with pytest.raises(ValueError, match=message):
+        TraceTruncated_ELBO().loss(program, guide)
+    assert not list(guide.buffers())
+
+
+def test_more_states_than_there_are_is_refused():
+    guide = TruncatedPosterior(model, 17)
+    with pytest.raises(ValueError, match=r"num_states=17.*'z'.*pass num_states=16, which is exact"):
+        guide.posterior()
+
+
+def test_changed_data_and_indices_out_of_range_are_refused():
+    guide = TruncatedPosterior(model, 4)
+    guide.posterior()
+    before = guide.states_data.clone()
+    with pytest.raises(ValueError, match="plate 'data' has 5 data, and states are kept for 8"):
+        TraceTruncated_ELBO().loss_and_grads(lambda: model(x=X[:5]), guide)
+    for index, shown in ((8, 8), (-1, -1)):
+        with pytest.raises((ValueError, IndexError), match=f"index {shown}|out of bounds"):
+            guide.fit(torch.tensor([0, index]))
+    assert torch.equal(guide.states_data, before)
+
+
+def test_a_site_that_becomes_observed_is_refused():
+    def semi(y=None):
+        with pyro.plate("data", N):
+            pyro.sample("y", dist.Bernoulli(0.5), obs=y)
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=X[:, 0])
+
+    guide = TruncatedPosterior(semi, 2)
+    guide.posterior()
+    with pytest.raises(ValueError, match="site 'y' is not drawn by the model, or observed"):
+        guide.posterior(torch.ones(N))
+
+
+@pytest.mark.parametrize("count", [0, 1.5, True, "8"])
+def test_num_states_must_be_a_positive_int(count):
+    with pytest.raises(ValueError, match="num_states must be an int of at least 1"):
+        TruncatedPosterior(model, count)
+
+
+def test_evolution_must_be_an_update():
+    with pytest.raises(ValueError, match="evolution must be an EvolutionaryUpdate"):
+        TruncatedPosterior(model, 4, UniformFlips())
+
+
+def test_no_e_steps_and_no_states_in_evaluation_mode():
+    guide = TruncatedPosterior(model, 4)
+    guide.posterior()
+    guide.eval()
+    before = guide.states_data.clone()
+    elbo = TraceTruncated_ELBO()
+    first = elbo.loss_and_grads(model, guide)
+    assert first == elbo.loss(model, guide)
+    assert torch.equal(before, guide.states_data)
+    assert elbo.num_runs == 1
+
+
+def test_duplicates_by_key_are_those_by_value():
+    space = StateSpace([2, 3, 5, 300])
+    states = torch.stack([torch.randint(n, (6, 40)) for n in space.sizes], dim=-1)
+    assert torch.equal(space.unpack(space.pack(states)).long(), states)
+    found = duplicates(space.keys(space.pack(states)))
+    for row, flags in zip(states.tolist(), found.tolist(), strict=True):
+        assert flags == [state in row[:i] for i, state in enumerate(row)]
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("program", [model, mixed])
+def test_draws_from_the_prior_may_seed_the_search(program, vectorize):
+    nothing = EvolutionaryUpdate(num_generations=0)
+    guide = TruncatedPosterior(program, 5, nothing, proposals=PriorDraws(6), vectorize=vectorize)
+    before = guide.posterior().free_energy
+    after = guide.fit(num_steps=5)
+    assert (after >= before).all()
+    assert (after > before).any()
+    assert_distinct(guide)
+
+
+def test_an_encoder_may_seed_the_search():
+    best = TruncatedPosterior(model, 2**H).posterior().map()["z"]
+
+    def encoder(subsample=None):
+        return {"z": best[subsample].unsqueeze(0)}
+
+    nothing = EvolutionaryUpdate(num_generations=0)
+    guide = TruncatedPosterior(model, 3, nothing, proposals=encoder)
+    index = torch.tensor([5, 2])
+    guide.fit(index)
+    assert torch.equal(guide.posterior(index).map()["z"], best[index])
+    guide = TruncatedPosterior(model, 3, nothing, proposals=lambda: {"y": best})
+    with pytest.raises(ValueError, match=r"returned values of \['y'\], but not of 'z'"):
+        guide.fit()
+
+
+def test_other_data_in_a_plate_without_indices_are_told_of():
+    guide = TruncatedPosterior(lambda x: model(x=x), 4)
+    guide.fit(X)
+    guide.fit(X)
+    with pytest.warns(UserWarning, match="site 'x' is observed with other values.*subsample=index"):
+        guide.fit(X.flip(0))
+    guide.fit(X + 1)  # told once
+
+
+def test_masked_distributions_and_impossible_states():
+    """Masks of the distribution itself; probabilities of zero, with finite gradients."""
+    logits = torch.zeros(3, requires_grad=True)
+    there = torch.tensor([True, False, True])
+
+    def program():
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Bernoulli(logits=logits).mask(there).to_event(1))
+            c = pyro.sample("c", dist.Categorical(torch.tensor([0.5, 0.5, 0.0])))
+            hard = torch.where(z[..., 0] > 0, -torch.inf, 0.0)
+            pyro.factor("never", hard + 0.0 * logits.sum())
+            pyro.sample("x", dist.Normal(z[..., 2] + c, 1.0), obs=X[:2, 0])
+
+    guide = TruncatedPosterior(program, 24)
+    value = TraceTruncated_ELBO().loss_and_grads(program, guide)
+    parts = [
+        dist.Normal(z + c, 1.0).log_prob(X[:2, 0]) + 3 * torch.tensor(0.5).log()
+        for z in (0.0, 1.0)
+        for c in (0.0, 1.0)
+    ]
+    assert abs(value + torch.stack(parts).logsumexp(0).sum().item()) < 1e-6
+    assert torch.isfinite(logits.grad).all()
+    assert logits.grad[1] == 0
+
+
+def test_marks_for_enumeration_do_not_matter():
+    def program():
+        with pyro.plate("data", N):
+            z = pyro.sample("z", dist.Bernoulli(0.3), infer={"enumerate": "parallel"})
+            pyro.sample("x", dist.Normal(z, 1.0), obs=X[:, 0])
+
+    exact = pyro.infer.TraceEnum_ELBO(max_plate_nesting=1).loss(program, lambda: None)
+    found = TraceTruncated_ELBO().loss(program, TruncatedPosterior(program, 2))
+    assert abs(found - exact) < 1e-9
