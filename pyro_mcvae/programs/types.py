@@ -1,0 +1,36 @@
+"""The types of what Pyro and its programs exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, TypedDict
+
+import pyro.distributions as dist
+from pyro.poutine.indep_messenger import CondIndepStackFrame
+from torch import Tensor
+
+__all__ = ["Distribution", "Program", "Site"]
+
+# A model or a guide: a function, or an object that is called with the data.
+Program: TypeAlias = Callable[..., object]
+Distribution: TypeAlias = dist.TorchDistribution
+
+
+class Site(TypedDict, total=False):
+    """What Pyro's message, and the node of a trace, say of a sample statement."""
+
+    type: str
+    name: str
+    fn: Distribution
+    value: Tensor
+    is_observed: bool
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    infer: dict[str, object]
+    scale: float | Tensor
+    mask: bool | Tensor | None
+    cond_indep_stack: tuple[CondIndepStackFrame, ...]
+    done: bool
+    stop: bool
+    log_prob: Tensor
+    unscaled_log_prob: Tensor
