@@ -169,7 +169,7 @@ def run_slots(
 
 def _check(run: Run, depth: int) -> None:
     check_model_guide_match(run.model_trace, run.guide_trace, depth)
-    for term in run.terms:
+    for term in run.summands:
         term.site["log_prob"] = term.log_prob
         check_site_shape(term.site, depth)
 
@@ -179,7 +179,7 @@ def _take_apart(run: Run) -> SlotRun:
     # The guide first: both traces share what a site knows about its dims.
     guide.symbolize_dims()
     scored, costs = {}, []
-    for term in run.terms:
+    for term in run.summands:
         if term.in_guide:
             plates = _plates(term, guide)
             if isinstance(term.score, Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.precision import without_autocast
 
 __all__ = ["Bounds", "ELBOOptions", "Estimate", "MonteCarloELBO"]
+
+_logger = logging.getLogger(__name__)
 
 
 class Bounds(NamedTuple):
@@ -159,6 +162,7 @@ class MonteCarloELBO(ELBO):
             max_plate_nesting,
             strict_enumeration=strict_enumeration_warning,
         )
+        self._told_of_guide_data = False
 
     @abstractmethod
     def _estimate(self, programs: Programs) -> Estimate:
@@ -167,6 +171,19 @@ class MonteCarloELBO(ELBO):
     @abstractmethod
     def _bounds(self, programs: Programs) -> Bounds:
         """One step's value per datum."""
+
+    def _step(self, programs: Programs) -> Estimate:
+        estimate = self._estimate(programs)
+        observed = [t.key.name for run in estimate.runs[:1] for t in run.guide_data]
+        if observed and not self._told_of_guide_data:
+            self._told_of_guide_data = True
+            _logger.warning(
+                "site '%s' of the guide is observed: its log density is added to the loss, as by "
+                "Pyro, so that training lowers it, and is in no weight and no evidence. To train a "
+                "network that predicts it, subtract its log_prob from differentiable_loss instead",
+                observed[0],
+            )
+        return estimate
 
     def _get_trace(
         self,
@@ -191,7 +208,7 @@ class MonteCarloELBO(ELBO):
         :raises ValueError: naming the sites where a log density is not finite.
         """
         with torch.no_grad():
-            estimate = self._estimate(Programs(model, guide, args, kwargs))
+            estimate = self._step(Programs(model, guide, args, kwargs))
         return _finite_loss(estimate)
 
     def differentiable_loss(
@@ -203,7 +220,7 @@ class MonteCarloELBO(ELBO):
         Checks that the value is finite only while Pyro's validation is enabled, so that without
         validation no value leaves the device.
         """
-        estimate = self._estimate(Programs(model, guide, args, kwargs))
+        estimate = self._step(Programs(model, guide, args, kwargs))
         if is_validation_enabled():
             _finite_loss(estimate)
         if estimate.finish is not None:
@@ -220,7 +237,7 @@ class MonteCarloELBO(ELBO):
         :raises ValueError: naming the sites where a log density is not finite; no gradient has
             been accumulated then.
         """
-        estimate = self._estimate(Programs(model, guide, args, kwargs))
+        estimate = self._step(Programs(model, guide, args, kwargs))
         loss = _finite_loss(estimate)
         if estimate.surrogate.requires_grad:
             self._backward(-estimate.surrogate)

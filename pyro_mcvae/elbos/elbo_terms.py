@@ -84,7 +84,7 @@ def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
         c.value.sum() * c.term.plate_scale
         for i, run_costs in enumerate(costs)
         for c in run_costs
-        if sample.block_of[i][c.term.key] is None and isinstance(c.value, Tensor)
+        if sample.block_of[i].get(c.term.key) is None and isinstance(c.value, Tensor)
     )
     shared = as_scalar(shared) / sample.num_particles
     if not sample.blocks:
@@ -102,17 +102,36 @@ def local_estimate(sample: WeightedParticles, bound: Tensor, surrogate: Tensor) 
     """
     shared = elbo_costs(sample.global_terms())
     local = sample.scale * bound
-    value = as_scalar(total_cost(shared) + local.sum())
+    observed, observed_path = _guide_data(sample)
+    value = as_scalar(total_cost(shared) + local.sum() + observed)
     if not torch.is_grad_enabled():
         return Estimate(value, value, sample.runs)
-    outside = elbo_surrogate(shared, _downstream(sample, local))
+    outside = elbo_surrogate(shared, _downstream(sample, local)) + observed_path
     return Estimate(value, (sample.scale * surrogate).sum() + outside, sample.runs)
 
 
 def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
     """The same per datum."""
-    shared = as_scalar(total_cost(elbo_costs(sample.global_terms())))
-    return Bounds(bound, sample.scale, shared.to(bound), sample.plate_names)
+    shared = total_cost(elbo_costs(sample.global_terms())) + _guide_data(sample)[0]
+    return Bounds(bound, sample.scale, as_scalar(shared).to(bound), sample.plate_names)
+
+
+def _guide_data(sample: WeightedParticles) -> tuple[Any, Any]:
+    """
+    What the guide observes, averaged over the particles outside of every weight, as in Pyro.
+
+    :returns: its value, and a scalar with its gradient; 0 where there is none.
+    """
+    costs = []
+    for run in sample.runs:
+        observed = elbo_costs(run.guide_data)
+        if observed:
+            scored = [Cost(t, 0, 0) for t in run.terms if isinstance(t.score, Tensor)]
+            costs.append([*scored, *observed])
+    if not costs:
+        return 0, 0
+    estimate = elbo_estimate(sample.runs, costs, sample.num_particles)
+    return estimate.value, estimate.surrogate
 
 
 def _downstream(sample: WeightedParticles, bound: Tensor) -> MultiFrameTensor:

@@ -160,7 +160,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     def _bounds(self, programs: Programs) -> Bounds:
         sample = self._sample(programs)
         if not sample.blocks:
-            return elbo_bounds(sample, [elbo_costs(run.terms) for run in sample.runs])
+            return elbo_bounds(sample, [elbo_costs(run.summands) for run in sample.runs])
         return local_bounds(sample, log_mean_exp(sample.log_weight))
 
     def _sample(self, programs: Programs) -> WeightedParticles:

@@ -61,7 +61,7 @@ class PathGradient:
                 Cost(c.term, c.value, -_path_log_q(c.term))
                 if self._applies(sample, c.term, i)
                 else c
-                for c in elbo_costs(run.terms)
+                for c in elbo_costs(run.summands)
             ]
             for i, run in enumerate(sample.runs)
         ]

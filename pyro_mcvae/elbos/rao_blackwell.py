@@ -143,7 +143,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     def _estimate(self, programs: Programs) -> Estimate:
         if is_messenger(programs):
             runs = self._without_slots(programs)
-            return elbo_estimate(runs, [elbo_costs(r.terms) for r in runs], self.num_particles)
+            return elbo_estimate(runs, [elbo_costs(r.summands) for r in runs], self.num_particles)
         slot_runs = self._slot_runs(programs)
         value: Any = 0.0
         surrogate: Any = 0.0
@@ -167,15 +167,16 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         if is_messenger(programs):
             runs = self._without_slots(programs)
             sample = self._sampler.arrange(programs, runs)
-            return elbo_bounds(sample, [elbo_costs(r.terms) for r in runs])
+            return elbo_bounds(sample, [elbo_costs(r.summands) for r in runs])
         slot_runs = self._slot_runs(programs)
         costs = []
         for slot_run in slot_runs:
             sums = self._sums(programs, slot_run)
-            values: dict[Any, Any] = {t.key: 0 for t in slot_run.run.terms}
+            summands = slot_run.run.summands
+            values: dict[Any, Any] = {t.key: 0 for t in summands}
             for c, value in zip(slot_run.costs, sums.expected(), strict=True):
                 values[c.term.key] = values[c.term.key] + value * (c.scale / c.term.plate_scale)
-            costs.append([Cost(t, values[t.key], 0) for t in slot_run.run.terms])
+            costs.append([Cost(t, values[t.key], 0) for t in summands])
         sample = self._sampler.arrange(programs, [r.run for r in slot_runs])
         return elbo_bounds(sample, costs)
 

@@ -85,7 +85,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         return elbo_bounds(self._sampler.arrange(programs, runs), [self._costs(r) for r in runs])
 
     def _costs(self, run: Run) -> list[Cost]:
-        costs = elbo_costs(run.terms)
+        costs = elbo_costs(run.summands)
         if not self.analytic_kl:
             return costs
         closed = analytic_kl_sites(run)

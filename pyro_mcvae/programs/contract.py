@@ -119,7 +119,7 @@ def nonfinite_sites(runs: list[Run]) -> list[str]:
     """A line for every site whose log density is not finite, over all runs."""
     lines = []
     for run in runs:
-        for term in run.terms:
+        for term in run.summands:
             line = nonfinite_report(term.site, term.key.program, torch.as_tensor(term.log_prob))
             if line is not None and line not in lines:
                 lines.append(line)

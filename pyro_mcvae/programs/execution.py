@@ -89,6 +89,20 @@ class Run:
     unbatched: frozenset[FactorKey] = frozenset()
     subsamples: Minibatch = field(default_factory=Minibatch)
 
+    @property
+    def guide_data(self) -> list[Term]:
+        """
+        The densities of what the guide observes: nothing was drawn from them, so no weight has
+        them. Averages of log p - log q count them, as Pyro does.
+        """
+        nodes = scored(self.guide_trace)
+        return [_observed_term(site) for site in nodes if sites.observes_data(site)]
+
+    @property
+    def summands(self) -> list[Term]:
+        """What a plain ELBO sums: the factors of the weight, and what the guide observes."""
+        return [*self.terms, *self.guide_data]
+
     def sum_to(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Sum a batch-shaped tensor over all plates but ``dims``: ``[leading, *dims]``."""
         needed = max((-d for d in dims), default=0)
@@ -254,7 +268,7 @@ def collect(
     if is_validation_enabled():
         depth: Any = declared_nesting if leading is None else nesting + 1
         check_model_guide_match(*_comparable(model_trace, guide_trace), depth)
-        for term in terms:
+        for term in run.summands:
             term.site["log_prob"] = term.log_prob
             check_site_shape(term.site, depth)
     if leading is not None:
@@ -264,9 +278,9 @@ def collect(
 
 
 def terms_of(guide_trace: Trace, model_trace: Trace) -> list[Term]:
-    """The log density of every scored site, the model's first."""
+    """The log density of every scored site that is a factor of the weight, the model's first."""
     terms = [model_term(s) for s in scored(model_trace)]
-    return terms + [guide_term(s) for s in scored(guide_trace)]
+    return terms + [guide_term(s) for s in scored(guide_trace) if not sites.observes_data(s)]
 
 
 def _comparable(*traces: Trace) -> list[Trace]:
@@ -360,3 +374,12 @@ def guide_term(site: Any, key: FactorKey | None = None) -> Term:
     score = 0 if is_identically_zero(parts.score_function) else parts.score_function
     key = key or FactorKey("guide", site["name"])
     return Term(key, site, log_prob, sites.subsampling_scale(site), entropy, score)
+
+
+def _observed_term(site: Any) -> Term:
+    """The log density of what a guide observes, with all of its gradient."""
+    log_prob = sites.masked(site, sites.unscaled_log_prob(site, "guide"))
+    key = FactorKey("guide", site["name"])
+    # Which elements' draws meet in it is not looked for: as if all did.
+    plates = frozenset(map(sites.plate_key, sites.plate_frames(site)))
+    return Term(key, site, log_prob, sites.subsampling_scale(site), log_prob, coupled=plates)

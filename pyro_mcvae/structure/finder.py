@@ -95,7 +95,7 @@ class StructureFinder:
         ask |= _may_have_lost_particles(run)
         masked_by: dict[str, frozenset[str]] = {}
         found: dependencies.Dependencies | None = None
-        if ask or (self.find_roots and len(names) > 1):
+        if ask or (self.find_roots and (len(names) > 1 or run.guide_data)):
             found = dependencies.find_dependencies(programs, names, run.subsamples)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
             masked_by = {k.name: f for k, f in found.masks.items() if f and k.program == "guide"}
@@ -129,6 +129,9 @@ class StructureFinder:
             if t.in_guide and isinstance(t.score, Tensor):
                 behind = factors[t.key].parents
                 roots -= names if behind is None else behind
+        # Nor the gradient of what has no weight.
+        for t in run.guide_data:
+            roots -= names if found is None else found.factors.get(t.key, names)
         return replace(
             structure,
             roots=frozenset(roots),
@@ -207,7 +210,7 @@ def _mean_field(factors: Mapping[FactorKey, Factor], names: frozenset[str]) -> b
 
 def _signature(run: Run) -> Iterator[Any]:
     """What decides the structure: sites, their plates, and which plates are subsampled."""
-    for term in run.terms:
+    for term in run.summands:
         site = term.site
         frames = tuple(
             (f.name, f.dim, f.counter, is_subsampled(f))

@@ -19,7 +19,13 @@ from pyro_mcvae.programs import execution
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
-from pyro_mcvae.programs.sites import is_random, plate_frames, plate_key
+from pyro_mcvae.programs.sites import (
+    is_random,
+    is_scored,
+    observes_data,
+    plate_frames,
+    plate_key,
+)
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.truncated.layout import Layout, Rows, existing_entries, site_spec
@@ -94,6 +100,12 @@ def run_guide(
     with poutine.trace() as tracer:
         if guide is not None:
             guide(*args, **kwargs)
+    for name, site in tracer.trace.nodes.items():
+        if is_scored(site) and observes_data(site):
+            raise StatesError(
+                f"site '{name}' of guide= is observed, and what a guide observes is no part of a "
+                f"posterior's states: leave it out, or write pyro.factor for a factor of log q"
+            )
     return tracer.trace
 
 
