@@ -24,6 +24,7 @@ from pyro_mcvae.programs.contract import check_sites
 from pyro_mcvae.programs.execution import Programs, Run, Term, entered, nesting_of, terms_of
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
+from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
 
 __all__ = ["ScoredSite", "SlotCost", "SlotRun", "run_slots"]
 
@@ -129,12 +130,14 @@ def run_slots(
     nesting: int,
     num_particles: int | None,
     tell: Callable[[str], None],
+    auxiliary: AuxiliaryDraws,
 ) -> SlotRun:
     """
     Run the guide with slots, then the model on its values, and take their costs apart.
 
     :param nesting: how many batch dims belong to plates.
     :param num_particles: the size of the particles' plate, or None for no such plate.
+    :param auxiliary: leaves out the densities of draws that are no latents.
     """
     depth = nesting + (num_particles is not None)
     leading: list[ParticlePlate | None] = [None, None]
@@ -164,6 +167,7 @@ def run_slots(
     run.unbatched = frozenset(FactorKey(p, n) for p, lead in names if lead for n in lead.unbatched)
     if is_validation_enabled():
         _check(run, depth)
+    auxiliary.settle(programs, run)
     return _take_apart(run)
 
 
@@ -266,7 +270,7 @@ def _slots_to(value: Tensor, dim: int) -> Tensor:
 def _exact_entropy(term: Term) -> Tensor | None:
     slots = term.site["infer"].get(SLOTS)
     fn = term.site["fn"]
-    if slots is None or not slots.options.exact_entropy or sites.is_masked(fn):
+    if slots is None or not slots.options.exact_entropy or sites.is_masked(fn) or term.left_out:
         return None
     entropy = None if slots.support is None else slots.support.entropy()
     return None if entropy is None else sites.masked(term.site, entropy)

@@ -12,6 +12,7 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
 from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
 
 __all__ = ["SlotSampler"]
 
@@ -40,6 +41,7 @@ class SlotSampler:
         self.declared_nesting = max_plate_nesting
         self.tell = tell
         self.ancestry = Ancestry()
+        self.auxiliary = AuxiliaryDraws()
         self._found_nesting: int | None = None
 
     def runs(self, programs: Programs) -> list[SlotRun]:
@@ -102,7 +104,9 @@ class SlotSampler:
         particles: int | None,
     ) -> SlotRun:
         supply = SubstituteMessenger(subsamples)
-        return run_slots(programs, self.options, supply, nesting, particles, self.tell)
+        return run_slots(
+            programs, self.options, supply, nesting, particles, self.tell, self.auxiliary
+        )
 
     @staticmethod
     def _find_nesting(programs: Programs) -> int:

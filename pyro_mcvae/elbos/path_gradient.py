@@ -95,6 +95,7 @@ class PathGradient:
             and term.in_guide
             and is_random(term.site)
             and not isinstance(term.score, Tensor)
+            and not term.left_out
             and sample.block_of[i][term.key] is not None
             and term.key.name in sample.structure.roots
             and term.site["value"].requires_grad

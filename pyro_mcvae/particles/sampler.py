@@ -33,6 +33,7 @@ from pyro_mcvae.programs.messengers import Minibatch, ParticlePlate, SubstituteM
 from pyro_mcvae.programs.replay import replay_model
 from pyro_mcvae.programs.sites import is_latent, plate_frames
 from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
 from pyro_mcvae.structure.blocks import GlobalSites, Structure
 from pyro_mcvae.structure.finder import StructureFinder
 
@@ -83,6 +84,7 @@ class ParticleSampler:
         self._latest: Structure | None = None
         self._counted: set[Hashable] = set()
         self.alike = VectorizationCheck()
+        self.auxiliary = AuxiliaryDraws()
 
     def independent(self, programs: Programs, cut: bool = False) -> list[Run]:
         """
@@ -313,6 +315,7 @@ class ParticleSampler:
         self._check_nesting(nesting)
         run = collect(guide_trace, model_trace, nesting, None, self.declared_nesting)
         run.subsamples = supply.subsamples
+        self.auxiliary.settle(programs, run)
         return run
 
     def _vectorized(
@@ -404,6 +407,7 @@ class ParticleSampler:
             raise ValueError("the programs have more plates than max_plate_nesting says")
         run = collect(guide_trace, model_trace, nesting, count)
         run.subsamples = supply.subsamples
+        self.auxiliary.settle(programs, run)
         names = zip(("guide", "model"), leading, strict=True)
         run.unbatched = frozenset(FactorKey(p, n) for p, plate in names for n in plate.unbatched)
         return run

@@ -55,6 +55,8 @@ class Term:
     :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.
     :ivar plate_scale: N/B of the plates around the site.
     :ivar coupled: the plates whose elements meet in the factor, as far as that was looked for.
+    :ivar left_out: whether it is the draw of an auxiliary variable, whose density has no place in
+        the weight.
     """
 
     key: FactorKey
@@ -64,10 +66,16 @@ class Term:
     entropy: Any = 0
     score: Any = 0
     coupled: frozenset[sites.PlateKey] = frozenset()
+    left_out: bool = False
 
     @property
     def in_guide(self) -> bool:
         return self.key.program == "guide"
+
+    def leave_out(self) -> None:
+        """Make it no factor: the guide's draw was made, and has its score, but no density."""
+        self.left_out = True
+        self.log_prob, self.entropy = torch.zeros_like(self.log_prob), 0
 
 
 @dataclass(slots=True)

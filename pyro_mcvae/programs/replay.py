@@ -72,8 +72,14 @@ def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> list[Term] | Non
         if term.log_prob.shape != old.log_prob.shape:
             return None
         terms.append(term)
-    nodes = guide_trace.nodes
-    return terms + [guide_term(nodes[t.key.name], t.key) for t in run.terms if t.in_guide]
+    return terms + [_guide_again(t, guide_trace) for t in run.terms if t.in_guide]
+
+
+def _guide_again(old: Term, guide_trace: Trace) -> Term:
+    term = guide_term(guide_trace.nodes[old.key.name], old.key)
+    if old.left_out:
+        term.leave_out()
+    return term
 
 
 def _alike(a: Any, b: Any) -> bool:

@@ -240,6 +240,7 @@ class JointRuns:
         searched = [_no_density(s) for n, s in both.nodes.items() if n in names]
         run = Run(both, model_trace, terms + self._guide_terms + searched, nesting, count)
         run.subsamples = self.subsamples
+        self._sampler.auxiliary.settle(self._programs, run)
         if plate is not None:
             run.unbatched = frozenset(FactorKey("model", n) for n in plate.unbatched)
         if is_validation_enabled():
