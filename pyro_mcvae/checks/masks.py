@@ -12,18 +12,14 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.execution import (
-    Programs,
-    Run,
-    is_messenger,
-    run_model,
-    terms_of,
-    with_changes,
-)
-from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
+from pyro_mcvae.programs.execution import Programs, is_messenger, run_model, with_changes
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_latent, is_random, masked_entries
+from pyro_mcvae.programs.terms import terms_of
 
-__all__ = ["check_alike", "count_masked"]
+__all__ = ["check_masks", "count_masked"]
 
 
 class _Counted(Messenger):
@@ -65,7 +61,7 @@ def count_masked(programs: Programs, run: Run, other: Run) -> Programs:
     return replace(programs, model=_Counted(masks)(programs.model)) if masks else programs
 
 
-def check_alike(run: Run, points: frozenset[str]) -> None:
+def check_masks(run: Run, points: frozenset[str]) -> None:
     """
     Check that weights are p / q: both programs count the same entries, the guide's in full.
 
