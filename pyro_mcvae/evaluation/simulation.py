@@ -16,11 +16,13 @@ from torch.distributions import biject_to
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.evaluation.arguments import as_arguments
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Programs, Run, model_term
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_random, is_scored
 from pyro_mcvae.programs.substitute import substitute
+from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.structure import dependencies
 
 __all__ = ["Simulation", "check_density", "guide_values", "simulate"]

@@ -17,12 +17,14 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs import execution
-from pyro_mcvae.programs.execution import Programs, Term
+from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
+from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
-from pyro_mcvae.structure import dependencies
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.truncated.layout import Layout, Rows, existing_entries, site_spec
 
@@ -38,7 +40,7 @@ __all__ = [
 ]
 
 
-class StatesError(ValueError):
+class StatesError(SiteError):
     """The program and the states kept for its data do not fit together."""
 
 
@@ -186,15 +188,13 @@ def find_layouts(
     """
     search = SearchMessenger(model, guide)
     programs = Programs(model, search, args, kwargs)
-    with dependencies.isolated(), torch.no_grad():
-        run = tracer._single(programs, SubstituteMessenger())
+    with isolated(), torch.no_grad():
+        run = tracer.run_once(programs)
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
         for _ in range(min(bank, -(-bank // batch)) - 1):
-            draws.append(
-                execution.run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1]
-            )
+            draws.append(run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1])
     if not names:
         raise StatesError(
             "the model has no discrete site to search: every latent is continuous or drawn by "
@@ -203,7 +203,8 @@ def find_layouts(
     sites = [run.model_trace.nodes[n] for n in names]
     around = {s["name"]: frozenset(map(plate_key, plate_frames(s))) for s in sites}
     plates = frozenset(plate for found in around.values() for plate in found)
-    run.terms = [shared_by_data(t, plates) if t.in_guide else t for t in run.terms]
+    shared = (shared_by_data(t, plates) if t.in_guide else t for t in run.terms)
+    run = replace(run, terms=tuple(shared))
     structure = tracer.structures.of(programs, run)
     for site in sites:
         _check_home(site, structure)
