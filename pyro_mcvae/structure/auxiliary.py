@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 
-from pyro_mcvae.programs.execution import Programs, Run, Term
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.cache import StructureCache
 from pyro_mcvae.structure.dependencies import find_dependencies
 
@@ -26,16 +29,18 @@ class AuxiliaryDraws:
     """
 
     def __init__(self) -> None:
-        self._memory: StructureCache[frozenset[str]] = StructureCache()
+        self._cache: StructureCache[frozenset[str]] = StructureCache()
 
-    def settle(self, programs: Programs, run: Run) -> None:
-        """Leave the density of auxiliary draws that are no latents out of a run's terms."""
-        names = {t.key.name: t for t in run.terms if _is_auxiliary(t, run)}
-        if not names:
-            return
-        left_out = names.keys() - self._part_of_latents(programs, run)
-        for name in left_out:
-            names[name].leave_out()
+    def settle(self, programs: Programs, run: Run) -> Run:
+        """A run without the density of auxiliary draws that are no latents."""
+        names = {t.key.name for t in run.terms if _is_auxiliary(t, run)}
+        left_out = names - self._part_of_latents(programs, run) if names else names
+        if not left_out:
+            return run
+        terms = tuple(
+            t.without_density() if t.in_guide and t.key.name in left_out else t for t in run.terms
+        )
+        return replace(run, terms=terms)
 
     def _part_of_latents(self, programs: Programs, run: Run) -> frozenset[str]:
         points = tuple(_points(run))
@@ -46,7 +51,7 @@ class AuxiliaryDraws:
         def find() -> frozenset[str]:
             return _behind(programs, run, frozenset(drawn), points)
 
-        return self._memory.of(programs, (drawn, points), find, again=False)
+        return self._cache.of(programs, (drawn, points), find, renew=False)
 
 
 def _is_auxiliary(term: Term, run: Run) -> bool:
