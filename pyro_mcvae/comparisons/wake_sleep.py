@@ -122,8 +122,8 @@ class WakeSleep(MonteCarloELBO):
         self._programs: tuple[Any, Any] | None = None
         self._checked: set[frozenset[str]] = set()
 
-    def _estimate(self, programs: Programs) -> Estimate:
-        runs = self._sampler.independent(programs, detach_latents=True)
+    def estimate(self, programs: Programs) -> Estimate:
+        runs = self.sampler.independent(programs, detach_latents=True)
         value = as_scalar(sum(total_cost(elbo_costs(run.terms)) for run in runs))
         value = value / self.num_particles
         if not torch.is_grad_enabled():
@@ -134,11 +134,11 @@ class WakeSleep(MonteCarloELBO):
         surrogate = wake / self.num_particles + sleep / self.num_dreams
         # A loss that is not finite is reported; the sleep phase's is not part of the value.
         value = torch.where(surrogate.detach().isfinite(), value, torch.nan)
-        return Estimate(value, surrogate, [*runs, *nights])
+        return Estimate(value, surrogate, [*runs, *nights], scored=True)
 
-    def _bounds(self, programs: Programs) -> Bounds:
-        runs = self._sampler.independent(programs, detach_latents=True)
-        sample = self._sampler.arrange(programs, runs)
+    def bounds_of(self, programs: Programs) -> Bounds:
+        runs = self.sampler.independent(programs, detach_latents=True)
+        sample = self.sampler.arrange(programs, runs)
         return elbo_bounds(sample, [elbo_costs(run.terms) for run in runs])
 
     def _sleep(self, programs: Programs, run: Run) -> Run:

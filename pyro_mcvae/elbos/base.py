@@ -68,11 +68,13 @@ class Bounds(NamedTuple):
 @dataclass(slots=True)
 class Estimate:
     """
-    One step's value and gradient.
+    One step's value and gradient. :class:`MonteCarloELBO` has an example.
 
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
     :ivar runs: the executions behind it, to name a site where the value is not finite.
+    :ivar scored: whether the surrogate has the score-function terms of draws without
+        reparameterization; a training step with such draws is refused otherwise.
     :ivar overflow: what to say where the value is not finite though every site is.
     :ivar finish: what to do after a training step that succeeded, such as adapting.
     """
@@ -80,6 +82,7 @@ class Estimate:
     value: Tensor
     surrogate: Tensor
     runs: list[Run]
+    scored: bool = False
     overflow: str = "every site is finite: their sum overflows"
     finish: Callable[[], None] | None = None
 
@@ -97,7 +100,7 @@ class MonteCarloELBO(ELBO):
     """
     Base class of the objectives of this package.
 
-    A subclass implements :meth:`_estimate` (value and surrogate of one step) and :meth:`_bounds`
+    A subclass implements :meth:`estimate` (value and surrogate of one step) and :meth:`bounds_of`
     (the value per datum). This class makes Pyro's interface of them: :meth:`loss`,
     :meth:`differentiable_loss` and :meth:`loss_and_grads` agree under one random seed.
 
@@ -112,20 +115,19 @@ class MonteCarloELBO(ELBO):
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
 
     Example, an objective of one's own: the bound of the best of K particles, which takes
-    ``self._sampler`` for the weights of a step and leaves plates, scales, subsampling, global
-    latents and both of Pyro's interfaces to the package::
+    ``self.sampler`` for the weights of a step and leaves plates, scales, subsampling, global
+    and discrete latents, and both of Pyro's interfaces to the package::
 
         >>> import pyro, torch
         >>> import pyro.distributions as dist
-        >>> from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
         >>> class TraceVRMax_ELBO(MonteCarloELBO):
-        ...     def _estimate(self, programs):
-        ...         sample = self._sampler.sample(programs)
+        ...     def estimate(self, programs):
+        ...         sample = self.sampler.sample(programs)
         ...         best = sample.log_weight.max(0).values
         ...         return local_estimate(sample, best.detach(), best)
         ...
-        ...     def _bounds(self, programs):
-        ...         sample = self._sampler.sample(programs)
+        ...     def bounds_of(self, programs):
+        ...         sample = self.sampler.sample(programs)
         ...         return local_bounds(sample, sample.log_weight.max(0).values)
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
@@ -157,7 +159,7 @@ class MonteCarloELBO(ELBO):
             strict_enumeration_warning=strict_enumeration_warning,
             retain_graph=retain_graph,
         )
-        self._sampler = ParticleSampler(
+        self.sampler = ParticleSampler(
             num_particles,
             vectorize_particles,
             max_plate_nesting,
@@ -166,15 +168,17 @@ class MonteCarloELBO(ELBO):
         self._told_of_guide_data = False
 
     @abstractmethod
-    def _estimate(self, programs: Programs) -> Estimate:
+    def estimate(self, programs: Programs) -> Estimate:
         """One step's value and surrogate; the surrogate needs no graph where gradients are off."""
 
     @abstractmethod
-    def _bounds(self, programs: Programs) -> Bounds:
+    def bounds_of(self, programs: Programs) -> Bounds:
         """One step's value per datum."""
 
     def _step(self, programs: Programs) -> Estimate:
-        estimate = self._estimate(programs)
+        estimate = self.estimate(programs)
+        if torch.is_grad_enabled() and not estimate.scored:
+            _refuse_scores(self, estimate.runs)
         observed = [t.key.name for run in estimate.runs[:1] for t in run.guide_data]
         if observed and not self._told_of_guide_data:
             self._told_of_guide_data = True
@@ -278,7 +282,18 @@ class MonteCarloELBO(ELBO):
             True
         """
         with torch.no_grad():
-            return self._bounds(Programs(model, guide, args, kwargs))
+            return self.bounds_of(Programs(model, guide, args, kwargs))
+
+
+def _refuse_scores(objective: MonteCarloELBO, runs: list[Run]) -> None:
+    """A score-function term that is left out is a wrong gradient, which nothing else would show."""
+    for term in (t for run in runs for t in run.terms if isinstance(t.score, Tensor)):
+        raise ValueError(
+            f"the guide's draws of site '{term.key.name}' are not reparameterized "
+            f"({type(term.site['fn']).__name__}), and the estimate of {type(objective).__name__} "
+            f"does not say that its gradient has their score function: make it by local_estimate "
+            f"or elbo_estimate, or add the terms and pass Estimate(..., scored=True)"
+        )
 
 
 def as_scalar(value: Any) -> Tensor:

@@ -118,7 +118,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
         # Roots tell whether a guide is mean-field, which then need not be run again.
-        self._sampler.structures = StructureFinder(joint, find_roots=True)
+        self.sampler.structures = StructureFinder(joint, find_roots=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy trains its own parts, which the store must not take for the original's.
@@ -130,7 +130,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         """K, the number of annealing steps."""
         return self.schedule.num_steps
 
-    def _estimate(self, programs: Programs) -> Estimate:
+    def estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
         with outside_inference_mode(programs) as programs:
             if wanted and any(p.requires_grad for p in self.parameters()):
@@ -146,7 +146,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         finish = partial(self._adapt, chain) if wanted else None
         return replace(estimate, runs=density.runs, finish=finish, overflow=_OVERFLOW)
 
-    def _bounds(self, programs: Programs) -> Bounds:
+    def bounds_of(self, programs: Programs) -> Bounds:
         with outside_inference_mode(programs) as programs:
             density = self._density(programs, GradientMode.NONE)
             bound = self._average(self._run(density).log_weight)
@@ -164,7 +164,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if self.kernel.needs_gradient:
             gradient |= GradientMode.COORDINATES
         with torch.set_grad_enabled(bool(gradient)):
-            log_weight = LogWeight(self._sampler, programs, self.coordinates, gradient)
+            log_weight = LogWeight(self.sampler, programs, self.coordinates, gradient)
         self._check_sites(log_weight)
         return ChainDensity(log_weight)
 

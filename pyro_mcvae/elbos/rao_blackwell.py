@@ -132,11 +132,11 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             self.site_options,
             num_particles,
             self.vectorize_particles,
-            self._sampler.runner.declared_nesting,
+            self.sampler.runner.declared_nesting,
             self._tell,
         )
 
-    def _estimate(self, programs: Programs) -> Estimate:
+    def estimate(self, programs: Programs) -> Estimate:
         if is_messenger(programs):
             runs = self._without_slots(programs)
             return elbo_estimate(runs, [elbo_costs(r.summands) for r in runs], self.num_particles)
@@ -157,12 +157,13 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             as_scalar(value) / self.num_particles,
             as_scalar(surrogate) / self.num_particles,
             [r.run for r in slot_runs],
+            scored=True,
         )
 
-    def _bounds(self, programs: Programs) -> Bounds:
+    def bounds_of(self, programs: Programs) -> Bounds:
         if is_messenger(programs):
             runs = self._without_slots(programs)
-            sample = self._sampler.arrange(programs, runs)
+            sample = self.sampler.arrange(programs, runs)
             return elbo_bounds(sample, [elbo_costs(r.summands) for r in runs])
         slot_runs = self._slot_runs(programs)
         costs = []
@@ -173,20 +174,20 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             for c, value in zip(slot_run.costs, sums.expected(), strict=True):
                 values[c.term.key] = values[c.term.key] + value * (c.scale / c.term.plate_scale)
             costs.append([Cost(t, values[t.key], 0) for t in summands])
-        sample = self._sampler.arrange(programs, [r.run for r in slot_runs])
+        sample = self.sampler.arrange(programs, [r.run for r in slot_runs])
         return elbo_bounds(sample, costs)
 
     def _slot_runs(self, programs: Programs) -> list[SlotRun]:
         slot_runs = self._slots.runs(programs)
         if slot_runs[0].run.leading is not None:
-            self._sampler.structures.check_particles(programs, slot_runs[0].run)
+            self.sampler.structures.check_particles(programs, slot_runs[0].run)
         return slot_runs
 
     def _sums(self, programs: Programs, slot_run: SlotRun) -> SlotSums:
         return SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
 
     def _without_slots(self, programs: Programs) -> list[Run]:
-        runs = self._sampler.independent(programs)
+        runs = self.sampler.independent(programs)
         for term in runs[0].terms:
             if isinstance(term.score, Tensor):
                 raise ValueError(

@@ -75,19 +75,19 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         super().__init__(num_particles, **options)
         self.analytic_kl = analytic_kl
 
-    def _estimate(self, programs: Programs) -> Estimate:
-        runs = self._sampler.independent(programs)
+    def estimate(self, programs: Programs) -> Estimate:
+        runs = self.sampler.independent(programs)
         coupled: dict[FactorKey, frozenset[PlateKey]] = {}
         for run in runs:
             if any(isinstance(t.score, Tensor) for t in run.terms):
                 # Which costs a score multiplies depends on whether a plate's elements meet.
-                coupled |= self._sampler.structures.of(programs, run).coupled
+                coupled |= self.sampler.structures.of(programs, run).coupled
         costs = [self._costs(run) for run in runs]
         return elbo_estimate(runs, costs, self.num_particles, coupled)
 
-    def _bounds(self, programs: Programs) -> Bounds:
-        runs = self._sampler.independent(programs)
-        return elbo_bounds(self._sampler.arrange(programs, runs), [self._costs(r) for r in runs])
+    def bounds_of(self, programs: Programs) -> Bounds:
+        runs = self.sampler.independent(programs)
+        return elbo_bounds(self.sampler.arrange(programs, runs), [self._costs(r) for r in runs])
 
     def _costs(self, run: Run) -> list[Cost]:
         costs = elbo_costs(run.summands)

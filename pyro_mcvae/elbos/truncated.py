@@ -88,9 +88,9 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         #: The last step's passes through the model, and the states of a datum in all of them.
         self.num_runs, self.num_evaluations = 0, 0
 
-    def _estimate(self, programs: Programs) -> Estimate:
+    def estimate(self, programs: Programs) -> Estimate:
         guide = _truncated(programs.guide)
-        runs = guide.begin(programs.model, self._sampler, programs.args, programs.kwargs)
+        runs = guide.begin(programs.model, self.sampler, programs.args, programs.kwargs)
         training = torch.is_grad_enabled()
         if training and guide.training:
             guide.agree(runs)
@@ -121,14 +121,14 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             joint = [own.flatten(1).t() for own in sample.split(sample.log_weight)]
             surrogate = _weighted(sample, weights, joint, bound)
         self.num_runs, self.num_evaluations = runs.num_runs, runs.num_states
-        estimate = local_estimate(sample, bound, surrogate)
+        estimate = local_estimate(sample, bound, surrogate, scored=True)
         if training and guide.training:
             estimate.finish = partial(guide.store, runs, populations, shared=True)
         return estimate
 
-    def _bounds(self, programs: Programs) -> Bounds:
+    def bounds_of(self, programs: Programs) -> Bounds:
         guide = _truncated(programs.guide)
-        runs = guide.begin(programs.model, self._sampler, programs.args, programs.kwargs)
+        runs = guide.begin(programs.model, self.sampler, programs.args, programs.kwargs)
         populations, sample = guide.evaluate(runs)
         if guide.training:
             populations = guide.search(runs, populations)
