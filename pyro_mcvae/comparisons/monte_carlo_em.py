@@ -134,8 +134,8 @@ class MonteCarloEM(ChainELBO):
         joint: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_count("num_steps", num_steps)
-        check_count("updates_per_draw", updates_per_draw)
+        num_steps = check_count("num_steps", num_steps)
+        updates_per_draw = check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)
         check_flag("joint", joint)
         if kernel is None:

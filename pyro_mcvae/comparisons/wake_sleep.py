@@ -111,7 +111,7 @@ class WakeSleep(MonteCarloELBO):
         **options: Unpack[ELBOOptions],
     ) -> None:
         super().__init__(num_particles, **options)
-        check_count("num_dreams", num_dreams)
+        num_dreams = check_count("num_dreams", num_dreams)
         if dream_args is not None and not callable(dream_args):
             raise ValueError(
                 f"dream_args must be a function (dream, *args, **kwargs) -> (args, kwargs), got "

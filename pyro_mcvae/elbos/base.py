@@ -15,7 +15,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.execution import Programs, run_pair
@@ -94,6 +94,8 @@ class ELBOOptions(TypedDict, total=False):
     vectorize_particles: bool
     strict_enumeration_warning: bool
     retain_graph: bool | None
+    ignore_jit_warnings: bool
+    jit_options: dict[str, Any] | None
 
 
 class MonteCarloELBO(ELBO):
@@ -112,6 +114,8 @@ class MonteCarloELBO(ELBO):
     :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration;
         False samples them.
     :param bool retain_graph: passed on to ``backward``.
+    :param bool ignore_jit_warnings: accepted as by Pyro's losses, and without an effect.
+    :param dict jit_options: likewise; nothing is compiled by ``torch.jit``.
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
 
     Example, an objective of one's own: the bound of the best of K particles, which takes
@@ -143,6 +147,15 @@ class MonteCarloELBO(ELBO):
         True
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> MonteCarloELBO:
+        if len(args) > 1 and callable(args[0]) and callable(args[1]):
+            # SVI takes any function for a loss, and calls it with the model and the guide.
+            raise ValueError(
+                f"{cls.__name__} was called with a model and a guide, as SVI(..., "
+                f"loss={cls.__name__}) does with a class: pass an object, loss={cls.__name__}()"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         num_particles: int = 1,
@@ -150,14 +163,21 @@ class MonteCarloELBO(ELBO):
         vectorize_particles: bool = False,
         strict_enumeration_warning: bool = True,
         retain_graph: bool | None = None,
+        ignore_jit_warnings: bool = False,
+        jit_options: dict[str, Any] | None = None,
     ) -> None:
-        check_count("num_particles", num_particles)
+        check_flag("vectorize_particles", vectorize_particles, or_none=True)
+        check_flag("strict_enumeration_warning", strict_enumeration_warning)
+        check_flag("retain_graph", retain_graph, or_none=True)
+        num_particles = check_count("num_particles", num_particles)
         super().__init__(
             num_particles=num_particles,
             max_plate_nesting=max_plate_nesting,
             vectorize_particles=vectorize_particles,
             strict_enumeration_warning=strict_enumeration_warning,
             retain_graph=retain_graph,
+            ignore_jit_warnings=ignore_jit_warnings,
+            jit_options=jit_options,
         )
         self.sampler = ParticleSampler(
             num_particles,
@@ -165,7 +185,7 @@ class MonteCarloELBO(ELBO):
             max_plate_nesting,
             strict_enumeration=strict_enumeration_warning,
         )
-        self._told_of_guide_data = False
+        self._told_of_guide_data = self._told_of_baselines = False
 
     @abstractmethod
     def estimate(self, programs: Programs) -> Estimate:
@@ -179,6 +199,7 @@ class MonteCarloELBO(ELBO):
         estimate = self.estimate(programs)
         if torch.is_grad_enabled() and not estimate.scored:
             _refuse_scores(self, estimate.runs)
+        self._tell_of_baselines(estimate.runs[:1])
         observed = [t.key.name for run in estimate.runs[:1] for t in run.guide_data]
         if observed and not self._told_of_guide_data:
             self._told_of_guide_data = True
@@ -189,6 +210,19 @@ class MonteCarloELBO(ELBO):
                 observed[0],
             )
         return estimate
+
+    def _tell_of_baselines(self, runs: list[Run]) -> None:
+        if self._told_of_baselines:
+            return
+        self._told_of_baselines = True
+        for term in (t for run in runs for t in run.terms if t.in_guide):
+            if term.site["infer"].get("baseline"):
+                _logger.warning(
+                    "infer={'baseline': ...} of the guide's site '%s' is for "
+                    "pyro.infer.TraceGraph_ELBO, and has no effect here: pass baseline= to "
+                    "TraceRaoBlackwell_ELBO, such as IndependentDraw() or NVIL(network)",
+                    term.key.name,
+                )
 
     def _get_trace(
         self,

@@ -26,6 +26,7 @@ from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.programs.execution import Programs
@@ -101,6 +102,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     ) -> None:
         nn.Module.__init__(self)
         MonteCarloELBO.__init__(self, num_particles, **options)
+        check_flag("multi_sample", multi_sample)
+        check_flag("recompute", recompute)
         _check_choice("coordinates", coordinates, get_args(ChainCoordinates))
         _check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
         self.schedule = as_schedule(schedule, num_steps)

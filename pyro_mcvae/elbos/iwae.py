@@ -144,7 +144,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         self.gradient_estimator = gradient_estimator
         self.joint = joint
         self._told = False
-        self._path = PathGradient(gradient_estimator, num_particles)
+        self._path = PathGradient(gradient_estimator, self.num_particles)
         self.sampler.structures = StructureFinder(joint, self._path.needs_roots)
 
     def estimate(self, programs: Programs) -> Estimate:

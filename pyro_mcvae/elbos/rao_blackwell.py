@@ -107,8 +107,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     def __init__(
         self,
-        num_categories: float = 1,
-        num_samples: int = 1,
+        num_categories: float | None = None,
+        num_samples: int | None = None,
         budget: int | None = None,
         baseline: Baseline | None = None,
         entropy: Literal["sampled", "exact"] = "sampled",
@@ -123,14 +123,24 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             raise ValueError(
                 f"baseline must be a Baseline, such as IndependentDraw(), or None, got {baseline!r}"
             )
+        if budget is not None and (num_categories is not None or num_samples is not None):
+            raise ValueError(
+                f"budget={budget!r} says how many values of a site are evaluated, and chooses for "
+                f"each datum how many of them are summed: pass it without num_categories="
+                f"{num_categories!r} and num_samples={num_samples!r}, or these without it"
+            )
         self.baseline = baseline
         self.site_options = SiteOptions(
-            num_categories, num_samples, budget, baseline, entropy == "exact"
+            1 if num_categories is None else num_categories,
+            1 if num_samples is None else num_samples,
+            budget,
+            baseline,
+            entropy == "exact",
         )
         self._told: set[str] = set()
         self._slots = SlotSampler(
             self.site_options,
-            num_particles,
+            self.num_particles,
             self.vectorize_particles,
             self.sampler.runner.declared_nesting,
             self._tell,

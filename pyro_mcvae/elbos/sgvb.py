@@ -9,6 +9,7 @@ from torch import Tensor
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.kl import analytic_kl_sites
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
@@ -73,6 +74,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         **options: Unpack[ELBOOptions],
     ) -> None:
         super().__init__(num_particles, **options)
+        check_flag("analytic_kl", analytic_kl)
         self.analytic_kl = analytic_kl
 
     def estimate(self, programs: Programs) -> Estimate:

@@ -81,8 +81,8 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         options.setdefault("vectorize_particles", True)
         super().__init__(1, **options)
         if num_gradient_states is not None:
-            check_count("num_gradient_states", num_gradient_states)
-        check_count("num_sampled_states", num_sampled_states)
+            num_gradient_states = check_count("num_gradient_states", num_gradient_states)
+        num_sampled_states = check_count("num_sampled_states", num_sampled_states)
         self.num_gradient_states = num_gradient_states
         self.num_sampled_states = num_sampled_states
         #: The last step's passes through the model, and the states of a datum in all of them.

@@ -216,9 +216,9 @@ def log_evidence(
         >>> bool((found.pareto_k < 0.5).all())
         True
     """
-    check_count("num_particles", num_particles)
+    num_particles = check_count("num_particles", num_particles)
     if chunk_size is not None:
-        check_count("chunk_size", chunk_size)
+        chunk_size = check_count("chunk_size", chunk_size)
     check_flag("keep_log_weight", keep_log_weight)
     annealing = make_annealing(schedule, kernel, coordinates, warmup)
     programs = Programs(model, guide, args, kwargs)

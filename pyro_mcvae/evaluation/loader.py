@@ -79,9 +79,9 @@ def log_evidence_loader(
         >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
         torch.Size([10])
     """
-    check_count("num_particles", num_particles)
+    num_particles = check_count("num_particles", num_particles)
     if chunk_size is not None:
-        check_count("chunk_size", chunk_size)
+        chunk_size = check_count("chunk_size", chunk_size)
     check_flag("keep_log_weight", keep_log_weight)
     check_flag("progress", progress)
     check_function("to_args", to_args)

@@ -151,9 +151,9 @@ def low_dimensional_evidence(
         >>> bool(((found.log_evidence - exact).abs() < 4 * found.standard_error).all())
         True
     """
-    check_count("num_chains", num_chains, 4)
-    check_count("num_draws", num_draws, 1)
-    check_count("warmup", warmup, 0)
+    num_chains = check_count("num_chains", num_chains, 4)
+    num_draws = check_count("num_draws", num_draws, 1)
+    warmup = check_count("warmup", warmup, 0)
     kernel = _prepared(kernel)
     programs = Programs(model, guide, args, kwargs)
     with (

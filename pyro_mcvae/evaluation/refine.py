@@ -98,11 +98,11 @@ def refine(
         >>> Predictive(model, posterior_samples=draws)()["x"].shape
         torch.Size([1000, 3])
     """
-    check_count("num_samples", num_samples)
-    check_count("num_particles", num_particles)
-    check_count("num_transitions", num_transitions, 0)
+    num_samples = check_count("num_samples", num_samples)
+    num_particles = check_count("num_particles", num_particles)
+    num_transitions = check_count("num_transitions", num_transitions, 0)
     if chunk_size is not None:
-        check_count("chunk_size", chunk_size)
+        chunk_size = check_count("chunk_size", chunk_size)
     if num_transitions and schedule is None and kernel is None:
         schedule = 1
     without = _LEAVE_OUT_ALL if num_transitions else LEAVE_OUT

@@ -54,7 +54,7 @@ class Report:
 
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
         """The data with the largest gaps: their indices in the plates, and the gaps in nats."""
-        check_count("count", count)
+        count = check_count("count", count)
         flat = self.gap.flatten()
         found = flat.topk(min(count, len(flat)))
         indices = [
@@ -198,9 +198,9 @@ def report(
         The guide covers the posterior, but not closely: TraceIWAE_ELBO(num_particles=10) gains
         most of the gap.
     """
-    check_count("num_particles", num_particles)
+    num_particles = check_count("num_particles", num_particles)
     if chunk_size is not None:
-        check_count("chunk_size", chunk_size)
+        chunk_size = check_count("chunk_size", chunk_size)
     annealing = make_annealing(schedule, kernel, coordinates, warmup)
     programs = Programs(model, guide, args, kwargs)
     with (

@@ -158,11 +158,11 @@ def sandwich(
         >>> bool(0 < found.mean_gap < 0.1)
         True
     """
-    check_count("num_simulations", num_simulations)
+    num_simulations = check_count("num_simulations", num_simulations)
     check_function("to_args", to_args)
-    check_count("num_particles", num_particles)
+    num_particles = check_count("num_particles", num_particles)
     if chunk_size is not None:
-        check_count("chunk_size", chunk_size)
+        chunk_size = check_count("chunk_size", chunk_size)
     if schedule is None and kernel is None:
         schedule = DEFAULT_STEPS
     annealing = make_annealing(schedule, kernel, coordinates, warmup, _WITHOUT_CHAINS)

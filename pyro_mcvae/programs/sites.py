@@ -246,7 +246,9 @@ def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
     return ValueError(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
         f"({type(site['fn']).__name__}): {error}\nA flow without an inverse knows the density of "
-        f"its own draws only: use an invertible one, or, for chains, coordinates='noise'."
+        f"its own draws only, and no longer once these are detached or moved: use an invertible "
+        f"one, or a loss that leaves them where they are (TraceSGVB_ELBO, TraceIWAE_ELBO), or, "
+        f"for chains, coordinates='noise' with the full gradient."
     )
 
 
