@@ -66,10 +66,10 @@ class Backend:
         # one. Measured, they cost no more than Inductor's.
         with config.patch(fallback_random=True):
             if self.name == "inductor" and not self.options:
-                run: Run = torch._inductor.compile(graph, example)
+                run: Run = torch._inductor.compile(graph, list(example))
             else:
                 run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
-            # On copies: with CUDA graphs the first call is the compilation's, too.
+            # The first call is the compilation of torch.compile.
             generator = torch.get_rng_state()
             run(*example)
             torch.set_rng_state(generator)

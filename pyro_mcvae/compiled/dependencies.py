@@ -92,9 +92,8 @@ def _entries(value: Any, name: str) -> Iterator[Entry]:
             if (held := _contents(cell)) is not _MISSING:
                 yield Entry(_contents, cell, held, f"'{label}', which {value.__name__} closes over")
     elif isinstance(value, nn.Module):
-        parts = {"parameter": value._parameters, "buffer": value._buffers, "part": value._modules}
-        for kind, space in parts.items():
-            yield from _named(space, f"{kind} '{{}}' of {name}")
+        for kind in ("parameters", "buffers", "modules"):
+            yield from _named(getattr(value, f"_{kind}"), f"'{{}}' of the {kind} of {name}")
         yield from _attributes(value, type(value).__name__)
     elif type(value) in (list, tuple, dict) and len(value) <= _MAX_LENGTH:
         if type(value) is not tuple:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy
 import torch
@@ -29,5 +30,5 @@ class Generators:
 
 def other_generators() -> dict[str, object]:
     """Python's and NumPy's generators, whose draws a recording would repeat."""
-    name, keys, *rest = numpy.random.get_state()
-    return {"Python": random.getstate(), "NumPy": (name, keys.tobytes(), *rest)}
+    state: Any = numpy.random.get_state()
+    return {"Python": random.getstate(), "NumPy": (state[0], state[1].tobytes(), *state[2:])}

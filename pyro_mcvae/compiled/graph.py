@@ -78,8 +78,8 @@ def _take_out_updates(graph: Graph) -> list[Node]:
     roots: dict[Node, Node] = {}
     written: dict[Node, None] = {}
     for node in graph.nodes:
-        for source in _written(node):
-            written[roots.get(source, source)] = None
+        for target in _written(node):
+            written[roots.get(target, target)] = None
         if (source := _viewed(node)) is not None:
             roots[node] = roots.get(source, source)
     held = [n for n in written if n.op == "placeholder"]
@@ -93,7 +93,8 @@ def _take_out_updates(graph: Graph) -> list[Node]:
         node.replace_all_uses_with(copy)
         copy.args = (node,)
         copies.append(copy)
-    output.args = ((*output.args[0], *copies),)  # type: ignore[misc]
+    returned: Any = output.args[0]
+    output.args = ((*returned, *copies),)
     return held
 
 

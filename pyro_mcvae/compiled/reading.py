@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from pyro_mcvae.compiled.refusal import NotRecordable, program_line
+from pyro_mcvae.compiled.refusal import NotRecordable, is_library, program_line
+from pyro_mcvae.ops.recording import assume
 
 __all__ = ["Reading", "ReadingMode"]
 
@@ -93,10 +95,24 @@ class ReadingMode(TorchFunctionMode):
             return self._backward(args[0])
         if func is Tensor.item and not _in_a_program():
             return Reading.of(args[0])
+        if func is Tensor.__bool__ and is_library(sys._getframe(1).f_code):
+            return _branch(args[0])
         if func in _READS or (func in _PICKS and _picks_by_value(args)):
             self.refused = NotRecordable(f"{_READS.get(func, _BY_VALUE)} at {program_line()}")
             raise self.refused
         return func(*_as_tensors(args), **(kwargs or {}))
+
+
+def _branch(condition: Tensor) -> bool:
+    """
+    Which way a library takes, which Pyro asks of masks: every replay checks that it is the same.
+
+    A program's own decisions are refused: they are other ones at the next step.
+    """
+    with disable_proxy_modes_tracing():
+        way = bool(condition)
+    assume(condition.bool() if way else ~condition.bool())
+    return way
 
 
 def _in_a_program() -> bool:

@@ -59,8 +59,8 @@ class Spaces:
                 space.update(before)
             for key in space.keys() - before.keys():
                 del space[key]
-        for buffer, before in self._buffers:
-            buffer.detach().copy_(before)
+        for buffer, copy in self._buffers:
+            buffer.detach().copy_(copy)
 
     def written(self, is_recorded: Callable[[Tensor], bool]) -> list[Slot]:
         """

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["assumptions", "holds", "is_recording"]
+__all__ = ["assume", "assumptions", "holds", "is_recording"]
 
 _open: list[list[Tensor]] = []
 
@@ -41,10 +41,14 @@ def holds(condition: Tensor) -> bool:
         >>> assumed
         [tensor(False)]
     """
+    return True if assume(condition) else bool(condition)
+
+
+def assume(condition: Tensor) -> bool:
+    """Assume a condition, if a step is being recorded; whether one is."""
     if _open:
         _open[-1].append(condition.detach())
-        return True
-    return bool(condition)
+    return bool(_open)
 
 
 @contextmanager
