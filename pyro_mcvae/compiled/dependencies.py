@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from pyro.poutine.messenger import Messenger
@@ -158,7 +159,7 @@ def _parts(value: Any, name: str) -> Iterator[tuple[Any, str]]:
     elif isinstance(value, nn.Module) or _is_of_the_user(value):
         parts = _methods(value)
     else:
-        parts = [getattr(value, "__wrapped__", None)]
+        parts = [getattr(value, "__wrapped__", None), getattr(value, "__defaults__", None)]
     yield from ((part, name) for part in parts if part is not None)
 
 
@@ -169,6 +170,8 @@ def _methods(value: Any) -> list[Any]:
 
 def _is_of_the_user(value: Any) -> bool:
     """Whether an object's class is written in Python, outside of installed packages."""
+    if isinstance(value, SimpleNamespace | Namespace):
+        return True
     return bool(_methods(value)) and not isinstance(value, type | ModuleType)
 
 

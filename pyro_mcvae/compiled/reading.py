@@ -93,6 +93,8 @@ class ReadingMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.backward:
             return self._backward(args[0])
+        if func is Tensor.register_hook:
+            return func(args[0], self._watched(args[1]))
         if func is Tensor.item and not _in_a_program():
             return Reading.of(args[0])
         if func is Tensor.__bool__ and is_library(sys._getframe(1).f_code):
@@ -101,6 +103,15 @@ class ReadingMode(TorchFunctionMode):
             self.refused = NotRecordable(f"{_READS.get(func, _BY_VALUE)} at {program_line()}")
             raise self.refused
         return func(*_as_tensors(args), **(kwargs or {}))
+
+    def _watched(self, hook: Function) -> Function:
+        """A hook on gradients, such as Pyro's warnings; the backward pass runs without modes."""
+
+        def watched(gradient: Tensor) -> Any:
+            with self:
+                return hook(gradient)
+
+        return watched
 
 
 def _branch(condition: Tensor) -> bool:

@@ -154,8 +154,8 @@ class _Step:
         with assumptions() as assumed, pyro.validation_enabled(False):
             with poutine.trace(param_only=True) as capture, mode:
                 returned = function(call.model, call.guide, *args, **kwargs)
-                if isinstance(returned, Tensor) and returned.requires_grad:
-                    self._backward(returned)
+            if isinstance(returned, Tensor) and returned.requires_grad:
+                self._backward(returned)
             if mode.refused is not None:
                 raise mode.refused
             self._params = capture.trace.nodes
