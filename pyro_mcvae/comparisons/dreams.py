@@ -13,8 +13,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs, Run, nesting_of, terms_of
-from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
 from pyro_mcvae.programs.masks import counted_values
+from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_scored, layers
 
 __all__ = ["dream", "dreamt_values", "is_factor", "recognize"]
