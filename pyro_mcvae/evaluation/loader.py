@@ -26,10 +26,10 @@ __all__ = ["log_evidence_loader"]
 def log_evidence_loader(
     model: Program,
     guide: Program,
-    batches: Iterable[Any],
+    batches: Iterable[object],
     *,
-    to_args: Callable[[Any], Any] | None = None,
-    device: Any = None,
+    to_args: Callable[[Any], object] | None = None,
+    device: torch.device | str | int | None = None,
     progress: bool = True,
     plate: str | None = None,
     keep_log_weight: bool = False,
@@ -74,15 +74,16 @@ def log_evidence_loader(
     check_flag("keep_log_weight", keep_log_weight)
     check_flag("progress", progress)
     check_function("to_args", to_args)
-    device = _device(device)
+    target = _device(device)
     _check_loader(batches)
     annealing = given.annealing()
     found = []
     with evaluation_mode(model, guide, seed=given.seed), torch.no_grad():
         for batch in _shown(batches, progress):
-            args, kwargs = as_arguments(batch if to_args is None else to_args(batch), device)
-            check_call((model, guide), args, kwargs)
-            with outside_inference_mode(Programs(model, guide, args, kwargs)) as programs:
+            args, kwargs = as_arguments(batch if to_args is None else to_args(batch), target)
+            programs = Programs(model, guide, args, kwargs)
+            check_call(programs)
+            with outside_inference_mode(programs) as programs:
                 sampler = ImportanceSampler(programs, given, annealing)
                 _check_batches(sampler)
                 found.append(estimate(sampler, given.num_particles, keep_log_weight))
@@ -91,7 +92,7 @@ def log_evidence_loader(
     return _side_by_side(found, plate)
 
 
-def _device(device: Any) -> Any:
+def _device(device: torch.device | str | int | None) -> torch.device | None:
     try:
         return None if device is None else torch.device(device)
     except (TypeError, RuntimeError) as error:
@@ -100,7 +101,7 @@ def _device(device: Any) -> Any:
         ) from error
 
 
-def _check_loader(batches: Any) -> None:
+def _check_loader(batches: object) -> None:
     """
     :raises ValueError: for what is no iterable of batches, or would be taken apart in a wrong way.
     """
@@ -117,7 +118,7 @@ def _check_loader(batches: Any) -> None:
         )
 
 
-def _shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
+def _shown(batches: Iterable[object], progress: bool) -> Iterable[object]:
     if not progress:
         return batches
     try:

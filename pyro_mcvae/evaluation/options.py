@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.schedules import Schedule
+from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.evaluation.annealing import LEAVE_OUT, Annealing, make_annealing
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.execution import Programs
@@ -49,7 +50,7 @@ class Options:
     num_particles: int = 1000
     schedule: Schedule | Tensor | int | None = None
     kernel: Kernel | None = None
-    coordinates: str = "noise"
+    coordinates: Coordinates = "noise"
     warmup: int = 20
     chunk_size: int | None = None
     joint: bool | None = None
@@ -113,8 +114,8 @@ def judge(
         _show(
             call,
             [
-                kinds("model", kinds.POSITIONAL_OR_KEYWORD, annotation=Program),
-                kinds("guide", kinds.POSITIONAL_OR_KEYWORD, annotation=Program),
+                kinds("model", kinds.POSITIONAL_OR_KEYWORD, annotation="Program"),
+                kinds("guide", kinds.POSITIONAL_OR_KEYWORD, annotation="Program"),
                 kinds("args", kinds.VAR_POSITIONAL),
                 *own,
                 *shared,

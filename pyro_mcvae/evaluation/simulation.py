@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -21,11 +20,12 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_random, is_scored
 from pyro_mcvae.programs.substitute import substitute
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure import dependencies
 
 __all__ = ["Simulation", "check_density", "guide_values", "simulate"]
 
-ToArgs = Callable[[dict[str, Tensor]], Any]
+ToArgs = Callable[[dict[str, Tensor]], object]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def check_density(simulation: Simulation, run: Run) -> None:
             )
 
 
-def _check_generative(name: str, site: Any) -> None:
+def _check_generative(name: str, site: Site) -> None:
     fn = site["fn"]
     while not isinstance(fn, dist.Unit) and hasattr(fn, "base_dist"):
         fn = fn.base_dist
