@@ -11,20 +11,16 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.execution import (
-    Programs,
-    Run,
-    is_messenger,
-    run_model,
-    terms_of,
-    with_changes,
-)
+from pyro_mcvae.programs.execution import Programs, is_messenger, run_model, with_changes
 from pyro_mcvae.programs.masks import counted_values, hides_masks, with_mask
-from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_latent, is_random, is_scored, layers
+from pyro_mcvae.programs.terms import terms_of
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["check_counted", "count_masked", "is_transported", "masks_latents", "transported"]
+__all__ = ["check_masks", "count_masked", "is_transported", "masks_latents", "transported"]
 
 
 class _Counted(Messenger):
@@ -87,7 +83,7 @@ def transported(programs: Programs, run: Run, other: Run) -> frozenset[str]:
     )
 
 
-def check_counted(run: Run, apart: frozenset[str]) -> None:
+def check_masks(run: Run, apart: frozenset[str]) -> None:
     """
     Check that weights are p / q: both programs count the same entries, the guide's in full.
 

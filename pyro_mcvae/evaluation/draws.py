@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Run, Term
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent, plate_frames
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
 __all__ = ["PosteriorDraws", "SiteDraws", "site_draws"]

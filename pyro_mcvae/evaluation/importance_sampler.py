@@ -12,11 +12,11 @@ from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain, anneal
 from pyro_mcvae.checks.collapsed import check_not_collapsed
-from pyro_mcvae.checks.masks import check_counted, count_masked, masks_latents, transported
+from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
-from pyro_mcvae.checks.vectorization import VectorizationCheck
 from pyro_mcvae.coordinates.chain_density import ChainDensity, named, outside_inference_mode
 from pyro_mcvae.coordinates.coordinate import Coordinates
+from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation import preconditions
 from pyro_mcvae.evaluation.annealing import Annealing
@@ -25,7 +25,8 @@ from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_plates, nonfinite_sites
-from pyro_mcvae.programs.execution import Programs, Run
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 __all__ = ["ImportanceSampler", "importance_sampler"]
@@ -59,7 +60,6 @@ class ImportanceSampler:
         self.programs, self.annealing = programs, annealing
         self._options, self._joint = options, bool(options.joint)
         self._samplers: dict[int, ParticleSampler] = {}
-        self._alike = VectorizationCheck()
         with untrained_guide(programs.guide) as before:
             self.reference = self._sampler(1).sample(programs)
             before.check(self.reference.runs[0].guide_trace)
@@ -97,14 +97,7 @@ class ImportanceSampler:
         """Independent draws of the guide, without gradients."""
         sampler = self._sampler(count)
         runs = 1 if sampler.vectorizes(count) else count
-        sample = sampler.resample(self.programs, self.reference, [lambda msg: None] * runs, count)
-        self._check_alike(sample)
-        return sample
-
-    def _check_alike(self, sample: WeightedParticles) -> None:
-        """The pilot has one particle: whether several may be vectorised shows here."""
-        if sample.runs[0].leading is not None:
-            self._alike.check(self.programs, sample.runs[0], sample.structure.global_sites)
+        return sampler.resample(self.programs, self.reference, [lambda msg: None] * runs, count)
 
     def on(self, programs: Programs) -> ImportanceSampler:
         """The same for other data: the plates' minibatch and the latents that are held stay."""
@@ -129,30 +122,28 @@ class ImportanceSampler:
         self,
         count: int,
         *,
-        differentiable: bool = False,
+        gradient: GradientMode = GradientMode.NONE,
         coordinates: Coordinates = "noise",
         latents: dict[str, Tensor] | None = None,
     ) -> LogWeight:
         """The log weight as a function of coordinates, begun at ``count`` new draws."""
-        found = LogWeight(
+        return LogWeight(
             self._sampler(count),
             self.programs,
             within=self.reference,
-            differentiable=differentiable,
+            gradient=gradient,
             coordinates=coordinates,
             latents=latents,
         )
-        self._check_alike(found.first.sample)
-        return found
 
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> ChainDensity:
         """What the chains of this judge move in, begun at new draws or at given latents."""
         assert self.annealing is not None
-        needs_gradient = self.annealing.kernel.needs_gradient
-        with torch.set_grad_enabled(needs_gradient):
+        gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
+        with torch.set_grad_enabled(bool(gradient)):
             log_weight = self.log_weight(
                 count,
-                differentiable=True,
+                gradient=gradient,
                 coordinates=self.annealing.coordinates,
                 latents=latents,
             )
@@ -162,7 +153,7 @@ class ImportanceSampler:
                 f"{named(log_weight.discrete)} discrete: {self.annealing.without}, or marginalise "
                 f"them in the model"
             )
-        return ChainDensity(log_weight, needs_gradient)
+        return ChainDensity(log_weight)
 
     def chain(self, count: int, last_transition: bool = False) -> tuple[Chain, ChainDensity]:
         """Chains from the guide's draws along the schedule; the step size is found first."""
@@ -227,7 +218,7 @@ class ImportanceSampler:
                 find_roots=True,
             )
             for other in self._samplers.values():
-                sampler.structures = other.structures
+                sampler.structures, sampler.runner = other.structures, other.runner
             self._samplers[count] = sampler
         return self._samplers[count]
 
@@ -245,7 +236,7 @@ class ImportanceSampler:
             apart = points | transported(self.programs, *pair)
             self.programs = count_masked(self.programs, *pair)
             self.reference = sampler.single(self.programs, subsamples)
-        check_counted(self.reference.runs[0], apart)
+        check_masks(self.reference.runs[0], apart)
 
 
 @contextmanager

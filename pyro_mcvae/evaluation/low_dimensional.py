@@ -13,6 +13,7 @@ from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel, Target
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.coordinates.chain_density import ChainDensity, named
+from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
 from pyro_mcvae.evaluation.options import Options, judge
@@ -156,10 +157,11 @@ class _Chains:
 
     def __init__(self, sampler: ImportanceSampler, kernel: Kernel, num_chains: int) -> None:
         self._kernel = kernel
-        with torch.set_grad_enabled(kernel.needs_gradient):
-            log_weight = sampler.log_weight(num_chains, differentiable=True)
+        gradient = GradientMode.of_kernel(kernel.needs_gradient)
+        with torch.set_grad_enabled(bool(gradient)):
+            log_weight = sampler.log_weight(num_chains, gradient=gradient)
         _check_latents(log_weight)
-        density = ChainDensity(log_weight, kernel.needs_gradient)
+        density = ChainDensity(log_weight)
         self._state = density.start()
         sampler.check(self._state.log_weight, density.runs)
         self.active = log_weight.active

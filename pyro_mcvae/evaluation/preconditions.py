@@ -6,8 +6,9 @@ import logging
 
 from pyro_mcvae.coordinates.chain_density import named
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Programs, Run
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, is_subsampled
 from pyro_mcvae.structure import dependencies
 
