@@ -132,6 +132,8 @@ class StateBuffers(nn.Module):
         check_owned(layout.plates[shard.axis].name, shard, rows.index)
         return shard.place(rows.index)
 
+    # Not as tensors of the inference mode, in which no later step could write.
+    @torch.inference_mode(False)
     def _prepare(self, layout: Layout, bank: Tensor | None) -> None:
         """Make the first states of a block, or check those that were loaded."""
         name, space = self._buffer(layout), layout.space
@@ -205,6 +207,7 @@ class StateBuffers(nn.Module):
         for name, (shard, kept) in self._shards.items():
             destination[prefix + key_of(name, shard)] = kept
 
+    @torch.inference_mode(False)
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *found: list[str]
     ) -> None:

@@ -21,7 +21,7 @@ from pyro_mcvae.programs.sites import LEADING, is_latent, subsampling_scale
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
 from pyro_mcvae.truncated.data_index import find_data_index
-from pyro_mcvae.truncated.layout import Rows
+from pyro_mcvae.truncated.layout import Layout, Rows
 from pyro_mcvae.truncated.messenger import StatesHandler
 from pyro_mcvae.truncated.possible import (
     frozen_entries,
@@ -94,6 +94,8 @@ class JointRuns:
         self.finite = True
         #: How many passes through the model were made, and at how many states of a datum in all.
         self.num_runs, self.num_states = 0, 0
+        #: By block a fingerprint of each datum's observations.
+        self.observed: dict[int, Tensor] = {}
 
     def run(
         self,
@@ -169,6 +171,13 @@ class JointRuns:
         for part in sample.split(total):
             parts.append(part.flatten(1).t())
         return parts
+
+    def block(self, b: int) -> tuple[Layout, Rows]:
+        """A searched block's layout and its data of the minibatch, after the first run."""
+        layout, rows = self.layouts.blocks[b], self.rows[b]
+        assert layout is not None
+        assert rows is not None
+        return layout, rows
 
     def frozen(self, sample: WeightedParticles, b: int) -> Tensor:
         """The entries of a block that are masked out in each state, ``[E, C, D]``."""

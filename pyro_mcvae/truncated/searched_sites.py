@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs import execution
-from pyro_mcvae.programs.execution import Programs, Term
+from pyro_mcvae.programs.execution import Programs, Run, Term
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
 from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
@@ -145,6 +145,7 @@ class Layouts:
     :ivar nesting: how many batch dims belong to plates.
     :ivar blocks: for each block of the structure its layout, None where it has no discrete site.
     :ivar around: the plates of each discrete site.
+    :ivar given: the observed sites whose values are neither drawn nor computed from parameters.
     :ivar masked: whether some discrete site is masked.
     :ivar bank: draws of each block's states from the model, shape ``[states, D]``.
     """
@@ -153,12 +154,19 @@ class Layouts:
     structure: Structure
     blocks: list[Layout | None]
     around: Mapping[str, frozenset[PlateKey]]
+    given: frozenset[str]
     masked: bool
     bank: list[Tensor | None]
 
     @cached_property
     def searched(self) -> list[tuple[int, Layout]]:
         return [(b, layout) for b, layout in enumerate(self.blocks) if layout is not None]
+
+    @cached_property
+    def given_names(self) -> str:
+        """The same for a message."""
+        names = ", ".join(map(repr, sorted(self.given)))
+        return f"site {names} is" if len(self.given) == 1 else f"sites {names} are"
 
     @cached_property
     def plates(self) -> frozenset[PlateKey]:
@@ -188,6 +196,7 @@ def find_layouts(
     programs = Programs(model, search, args, kwargs)
     with dependencies.isolated(), torch.no_grad():
         run = tracer._single(programs, SubstituteMessenger())
+        given = _given_data(programs, run)
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
@@ -227,7 +236,26 @@ def find_layouts(
         blocks.append(layout)
         banks.append(torch.cat(drawn).flatten(0, 1)[: max(bank, 1)])
     masked = any(existing_entries(s) is not None for s in sites)
-    return Layouts(run.nesting, structure, blocks, around, masked, banks)
+    return Layouts(run.nesting, structure, blocks, around, given, masked, banks)
+
+
+def _given_data(programs: Programs, run: Run) -> frozenset[str]:
+    """The observed sites that show the same values in another run, and pass no gradient."""
+    with torch.enable_grad():
+        again = execution.run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1]
+    nodes = run.model_trace.nodes
+    observed = [t.key.name for t in run.terms if not t.in_guide and t.site["is_observed"]]
+    return frozenset(
+        name
+        for name in observed
+        if name in again
+        and not again.nodes[name]["value"].requires_grad
+        and _equal(nodes[name]["value"], again.nodes[name]["value"])
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _check_home(site: Any, structure: Structure) -> None:
