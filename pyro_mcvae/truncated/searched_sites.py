@@ -17,14 +17,17 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs import execution
-from pyro_mcvae.programs.execution import Programs, Run, Term
+from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
+from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
-from pyro_mcvae.structure import dependencies
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.blocks import Structure
-from pyro_mcvae.truncated.layout import Layout, Rows, existing_entries, site_spec
+from pyro_mcvae.truncated.layout import Rows, StateLayout, existing_entries, site_spec
 
 __all__ = [
     "GuideDraws",
@@ -38,7 +41,7 @@ __all__ = [
 ]
 
 
-class StatesError(ValueError):
+class StatesError(SiteError):
     """The program and the states kept for its data do not fit together."""
 
 
@@ -152,14 +155,14 @@ class Layouts:
 
     nesting: int
     structure: Structure
-    blocks: list[Layout | None]
+    blocks: list[StateLayout | None]
     around: Mapping[str, frozenset[PlateKey]]
     given: frozenset[str]
     masked: bool
     bank: list[Tensor | None]
 
     @cached_property
-    def searched(self) -> list[tuple[int, Layout]]:
+    def searched(self) -> list[tuple[int, StateLayout]]:
         return [(b, layout) for b, layout in enumerate(self.blocks) if layout is not None]
 
     @cached_property
@@ -180,7 +183,7 @@ class Layouts:
 
 
 def find_layouts(
-    tracer: ParticleSampler,
+    sampler: ParticleSampler,
     model: Callable[..., Any],
     guide: Callable[..., Any] | None,
     args: tuple[Any, ...],
@@ -194,16 +197,14 @@ def find_layouts(
     """
     search = SearchMessenger(model, guide)
     programs = Programs(model, search, args, kwargs)
-    with dependencies.isolated(), torch.no_grad():
-        run = tracer._single(programs, SubstituteMessenger())
+    with isolated(), torch.no_grad():
+        run = sampler.run_once(programs)
         given = _given_data(programs, run)
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
         for _ in range(min(bank, -(-bank // batch)) - 1):
-            draws.append(
-                execution.run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1]
-            )
+            draws.append(run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1])
     if not names:
         raise StatesError(
             "the model has no discrete site to search: every latent is continuous or drawn by "
@@ -212,12 +213,13 @@ def find_layouts(
     sites = [run.model_trace.nodes[n] for n in names]
     around = {s["name"]: frozenset(map(plate_key, plate_frames(s))) for s in sites}
     plates = frozenset(plate for found in around.values() for plate in found)
-    run.terms = [shared_by_data(t, plates) if t.in_guide else t for t in run.terms]
-    structure = tracer.structures.of(programs, run)
+    shared = (shared_by_data(t, plates) if t.in_guide else t for t in run.terms)
+    run = replace(run, terms=tuple(shared))
+    structure = sampler.structures.of(programs, run)
     for site in sites:
         _check_home(site, structure)
     frames = {plate_key(f): f for t in run.terms for f in plate_frames(t.site)}
-    blocks: list[Layout | None] = []
+    blocks: list[StateLayout | None] = []
     banks: list[Tensor | None] = []
     for b, block in enumerate(structure.blocks):
         own = [s for s in sites if structure.block_of[FactorKey("model", s["name"])] == b]
@@ -226,7 +228,7 @@ def find_layouts(
             banks.append(None)
             continue
         full = tuple(frames[k].full_size or frames[k].size for k in block.plates)
-        layout = Layout(block.plates, full, [site_spec(s, run.nesting) for s in own])
+        layout = StateLayout(block.plates, full, [site_spec(s, run.nesting) for s in own])
         sizes = tuple(frames[k].size for k in block.plates)
         rows = Rows(sizes, torch.zeros(0))
         drawn = [
@@ -242,7 +244,7 @@ def find_layouts(
 def _given_data(programs: Programs, run: Run) -> frozenset[str]:
     """The observed sites that show the same values in another run, and pass no gradient."""
     with torch.enable_grad():
-        again = execution.run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1]
+        again = run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1]
     nodes = run.model_trace.nodes
     observed = [t.key.name for t in run.terms if not t.in_guide and t.site["is_observed"]]
     return frozenset(
