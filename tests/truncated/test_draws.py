@@ -36,7 +36,7 @@ def guide(size=None):
 @pytest.mark.parametrize("size", [None, 2])
 def test_states_are_drawn_given_the_draws_beside_them(parallel, size):
     truncated = TruncatedPosterior(model, 2, guide=guide)
-    count = 40
+    count = 12
     drawn = Predictive(model, guide=truncated, num_samples=count, parallel=parallel)(size)
     s = drawn["s"].reshape(count, 1)
     rows = size or N

@@ -47,15 +47,15 @@ def test_expectations_in_nested_plates_are_the_exact_ones():
         torch.testing.assert_close(found, posterior.marginals()[name])
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda v: v["b"].sum(1),
-        lambda v: v["b"].sum(2),
-        lambda v: v["b"][:, :, :2],
-        lambda v: v["b"][:5],
-    ],
-)
+RESULTS = {
+    "members summed": lambda v: v["b"].sum(1),
+    "groups summed": lambda v: v["b"].sum(2),
+    "other data": lambda v: v["b"][:, :, :2],
+    "other states": lambda v: v["b"][:5],
+}
+
+
+@pytest.mark.parametrize("function", RESULTS.values(), ids=RESULTS)
 def test_results_that_would_meet_other_weights_are_refused(function):
     posterior = TruncatedPosterior(nested, 16).posterior()
     with pytest.raises(ValueError, match=r"the function returned shape .*keepdim=True"):
@@ -79,5 +79,5 @@ def test_each_of_several_data_plates_has_its_own_weights():
         found = posterior.expectation(lambda v, name=name: v[f"z_{name}"], plate=name)
         torch.testing.assert_close(found, torch.stack(parts).softmax(0)[1])
     for plate in (None, "x"):
-        with pytest.raises(ValueError, match="names no single one.*pass one of 'left', 'right'"):
+        with pytest.raises(ValueError, match=r"names no single one.*pass one of 'left', 'right'"):
             posterior.expectation(lambda v: v["z_right"], plate=plate)
