@@ -175,7 +175,7 @@ def log_evidence(
     :param guide: its guide.
     :param args: their arguments; keyword arguments likewise.
     :param int num_particles: how many weights each datum has, K.
-    :param schedule: a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor from 0 to 1, or the
+    :param schedule: a :class:`~pyro_mcvae.Schedule`, a tensor from 0 to 1, or the
         number of linear steps; 10 if only a kernel is given.
     :param Kernel kernel: for chains; :class:`HMC` with 3 leapfrog steps if only a schedule is
         given.
