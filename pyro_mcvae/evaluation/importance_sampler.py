@@ -13,26 +13,27 @@ from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain, anneal
 from pyro_mcvae.checks.collapsed import check_not_collapsed
-from pyro_mcvae.checks.masks import check_alike, count_masked
+from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
-from pyro_mcvae.checks.vectorization import VectorizationCheck
 from pyro_mcvae.coordinates.chain_density import ChainDensity, named
+from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_plates, nonfinite_sites
-from pyro_mcvae.programs.execution import Programs, Run, Term
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import (
     is_delta,
     is_latent,
     is_random,
     is_scored,
     is_subsampled,
-    masked_entries,
 )
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.truncated.guide import TruncatedPosterior
 
@@ -79,7 +80,6 @@ class ImportanceSampler:
         self._strict = strict_enumeration
         self._tracers: dict[int, ParticleSampler] = {}
         self._joint = bool(joint)
-        self._alike = VectorizationCheck()
         with untrained_guide(programs.guide) as before:
             self.reference = self._sampler(1).sample(programs)
             before.check(self.reference.runs[0].guide_trace)
@@ -118,14 +118,7 @@ class ImportanceSampler:
         """Independent draws of the guide, without gradients."""
         sampler = self._sampler(count)
         runs = 1 if sampler.vectorizes(count) else count
-        sample = sampler.resample(self.programs, self.reference, [lambda msg: None] * runs, count)
-        self._check_alike(sample)
-        return sample
-
-    def _check_alike(self, sample: WeightedParticles) -> None:
-        """The pilot has one particle: whether several may be vectorised shows here."""
-        if sample.runs[0].leading is not None:
-            self._alike.check(self.programs, sample.runs[0], sample.structure.global_sites)
+        return sampler.resample(self.programs, self.reference, [lambda msg: None] * runs, count)
 
     def on(self, programs: Programs) -> ImportanceSampler:
         """The same for other data: the plates' minibatch and the latents that are held stay."""
@@ -149,18 +142,16 @@ class ImportanceSampler:
     def log_weight(self, count: int, **options: Any) -> LogWeight:
         """The log weight as a function of coordinates, begun at ``count`` new draws."""
         sampler = self._sampler(count)
-        found = LogWeight(sampler, self.programs, within=self.reference, **options)
-        self._check_alike(found.first.sample)
-        return found
+        return LogWeight(sampler, self.programs, within=self.reference, **options)
 
     def density(self, count: int, **options: Any) -> ChainDensity:
         """What the chains of this judge move in."""
         assert self.annealing is not None
-        needs_gradient = self.annealing.kernel.needs_gradient
-        with torch.set_grad_enabled(needs_gradient):
+        gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
+        with torch.set_grad_enabled(bool(gradient)):
             coordinates = options.pop("coordinates", self.annealing.coordinates)
             log_weight = self.log_weight(
-                count, coordinates=coordinates, differentiable=True, **options
+                count, coordinates=coordinates, gradient=gradient, **options
             )
         if log_weight.discrete:
             raise ValueError(
@@ -168,7 +159,7 @@ class ImportanceSampler:
                 f"{named(log_weight.discrete)} discrete: {self.annealing.without}, or marginalise "
                 f"them in the model"
             )
-        return ChainDensity(log_weight, needs_gradient)
+        return ChainDensity(log_weight)
 
     def chain(self, count: int, last_transition: bool = False) -> tuple[Chain, ChainDensity]:
         """Chains from the guide's draws along the schedule; the step size is found first."""
@@ -233,7 +224,7 @@ class ImportanceSampler:
                 find_roots=True,
             )
             for other in self._tracers.values():
-                sampler.structures = other.structures
+                sampler.structures, sampler.runner = other.structures, other.runner
             self._tracers[count] = sampler
         return self._tracers[count]
 
@@ -293,12 +284,14 @@ class ImportanceSampler:
 
     def _count_alike(self, points: frozenset[str]) -> None:
         """Let both programs count the same entries of each latent, or refuse them."""
-        sampler, subsamples = self._sampler(1), self.reference.subsamples
-        if any(is_latent(t.site) and masked_entries(t.site) is not None for t in self._model()):
-            other = sampler.single(self.programs, subsamples)
-            self.programs = count_masked(self.programs, self.reference.runs[0], other.runs[0])
+        apart = points
+        if masks_latents(self.reference.runs[0]):
+            sampler, subsamples = self._sampler(1), self.reference.subsamples
+            pair = self.reference.runs[0], sampler.single(self.programs, subsamples).runs[0]
+            apart = points | transported(self.programs, *pair)
+            self.programs = count_masked(self.programs, *pair)
             self.reference = sampler.single(self.programs, subsamples)
-        check_alike(self.reference.runs[0], points)
+        check_masks(self.reference.runs[0], apart)
 
     def _model(self) -> list[Term]:
         return [t for t in self.reference.runs[0].terms if not t.in_guide]

@@ -16,6 +16,7 @@ from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel, Target
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.coordinates.chain_density import ChainDensity, named, outside_inference_mode
+from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
@@ -177,10 +178,11 @@ class _Chains:
         self, importance_sampler: ImportanceSampler, kernel: Kernel, num_chains: int
     ) -> None:
         self._kernel = kernel
-        with torch.set_grad_enabled(kernel.needs_gradient):
-            log_weight = importance_sampler.log_weight(num_chains, differentiable=True)
+        gradient = GradientMode.of_kernel(kernel.needs_gradient)
+        with torch.set_grad_enabled(bool(gradient)):
+            log_weight = importance_sampler.log_weight(num_chains, gradient=gradient)
         _check_latents(log_weight)
-        density = ChainDensity(log_weight, kernel.needs_gradient)
+        density = ChainDensity(log_weight)
         self._state = density.start()
         importance_sampler.check(self._state.log_weight, density.runs)
         self.active = log_weight.active
