@@ -145,7 +145,8 @@ def check_shapes(
         if apart and not term.in_guide and term.key.name in guide_trace:
             # Its own slots may come back through what it depends on in the model, where the guide
             # drew that later and chose its slots for each of this site's.
-            site["infer"] = {k: v for k, v in site["infer"].items() if k != "_enumerate_dim"}
+            infer = term.site["infer"].items()
+            site["infer"] = {k: v for k, v in infer if k != "_enumerate_dim"}
         check_site_shape(site, depth)
 
 
