@@ -10,15 +10,16 @@ from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.programs.sites import plate_key
-from pyro_mcvae.truncated.layout import Rows, StateLayout
+from pyro_mcvae.programs.types import Site
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout
 from pyro_mcvae.truncated.searched_sites import StatesError
 
 __all__ = ["find_data_index"]
 
 
 def find_data_index(
-    layout: StateLayout, msg: Any, subsamples: Mapping[str, Tensor], device: torch.device
-) -> Rows:
+    layout: StateLayout, msg: Site, subsamples: Mapping[str, Tensor], device: torch.device
+) -> DataIndex:
     """
     The data of a minibatch, from the message of a site that has states.
 
@@ -42,7 +43,7 @@ def find_data_index(
         sizes.append(frame.size)
         index = at if index is None else index.unsqueeze(-1) * full + at
     assert index is not None
-    return Rows(tuple(sizes), index.flatten())
+    return DataIndex(tuple(sizes), index.flatten())
 
 
 def _check_size(name: str, full: int, frame: Any) -> None:

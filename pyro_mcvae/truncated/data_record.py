@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.truncated.layout import Rows, StateLayout
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout
 from pyro_mcvae.truncated.searched_sites import Layouts, StatesError
 
 __all__ = ["DataRecord", "find_fingerprints"]
@@ -53,7 +53,7 @@ class DataRecord:
         self._searched: dict[str, Tensor] = {}
         self._warned = False
 
-    def keep(self, layout: StateLayout, rows: Rows, found: Tensor) -> None:
+    def keep(self, layout: StateLayout, rows: DataIndex, found: Tensor) -> None:
         """Record for which observations states were searched."""
         known = self._searched.get(layout.name)
         if known is None or known.device != found.device:
@@ -61,7 +61,7 @@ class DataRecord:
         self._searched[layout.name] = known.index_copy(0, rows.index.to(found.device), found)
 
     def check(
-        self, layout: StateLayout, rows: Rows, found: Tensor, names: str, searched: bool
+        self, layout: StateLayout, rows: DataIndex, found: Tensor, names: str, searched: bool
     ) -> None:
         """
         Compare a minibatch's observations with those of the last search.

@@ -51,7 +51,7 @@ class StatePosterior:
         self.runs, self._populations, self._sample = runs, populations, sample
         self.values: dict[str, Tensor] = {}
         for b, layout in runs.layouts.searched:
-            population, rows = populations[b], runs.rows[b]
+            population, rows = populations[b], runs.data_index[b]
             assert population is not None
             assert rows is not None
             self.values.update(layout.values(population.states, rows))
