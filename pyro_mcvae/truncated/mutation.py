@@ -40,8 +40,8 @@ class Parents:
     :ivar log_joint: of the population, shape ``[E, S]``.
     :ivar keys: of the population, shape ``[E, S]``.
     :ivar frozen: entries that do not exist (masked out), ``[E, P, D]``, or None.
-    :ivar flip_scores: the linearised change of log p under each move, shape ``[E, P, M]``; there only if
-        the mutation asks for it with ``informed``.
+    :ivar flip_scores: the linearised change of log p under each move, shape ``[E, P, M]``; there
+        only if the mutation asks for it with ``informed``.
     """
 
     space: StateSpace
