@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from pyro.infer.util import is_validation_enabled
+from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
 from pyro_mcvae.programs.sites import plate_key
@@ -46,7 +46,7 @@ def find_data_index(
     return DataIndex(tuple(sizes), index.flatten())
 
 
-def _check_size(name: str, full: int, frame: Any) -> None:
+def _check_size(name: str, full: int, frame: CondIndepStackFrame) -> None:
     now = frame.full_size or frame.size
     if now != full:
         raise StatesError(

@@ -147,20 +147,18 @@ class TruncatedPosterior(StateBuffers):
         self.guide = guide
         self.proposals = proposals
         self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
-        self._found: list[tuple[Any, Layouts]] = []
+        self._found: list[tuple[object, Layouts]] = []
         self.fixed_data = fixed_data
         self._record = DataRecord()
         self._own = ParticleSampler(2, vectorize, max_plate_nesting)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Of a copy or a pickle the structure is found again.
         return {**self.__dict__, "_found": []}
 
     @property
     def model(self) -> Program:
         return self._model[0]
-
-    # What an objective asks -----------------------------------------------------------------
 
     def begin(
         self,
@@ -216,8 +214,6 @@ class TruncatedPosterior(StateBuffers):
         super().store(runs, populations, shared)
         self._record.keep(runs)
 
-    # What a user asks -----------------------------------------------------------------------
-
     def fit(self, *args: object, num_steps: int = 1, **kwargs: object) -> Tensor:
         """
         E-steps alone: the states improve, the parameters stay (for held-out data, say).
@@ -262,8 +258,6 @@ class TruncatedPosterior(StateBuffers):
         with apart(), torch.no_grad():
             nesting = self._layouts(self.model, self._own, args, kwargs).nesting
         return sample_states(partial(self._posterior, args, kwargs), guide_trace, nesting)
-
-    # States ---------------------------------------------------------------------------------
 
     def _layouts(
         self,

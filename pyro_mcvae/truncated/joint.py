@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from pyro.infer.util import is_validation_enabled
@@ -92,7 +91,7 @@ class JointRuns:
         self.data_index: list[DataIndex | None] = [None] * len(layouts.blocks)
         # What is known of runs that show the same sites and plates.
         self._known: WeightedParticles | None = None
-        self._known_by: Any = None
+        self._known_by: object = None
         #: Whether all densities were finite, of those that have a graph.
         self.finite = True
         #: How many passes through the model were made, and at how many states of a datum in all.

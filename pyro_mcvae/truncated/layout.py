@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -15,7 +14,7 @@ from torch.distributions import constraints
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.gumbel import one_hot
 from pyro_mcvae.programs.sites import PlateKey, layers
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.types import Distribution, Site
 from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
 
 __all__ = ["DataIndex", "SiteSpec", "StateLayout", "bare", "existing_entries", "site_spec"]
@@ -109,7 +108,7 @@ def site_spec(site: Site, nesting: int) -> SiteSpec:
     return SiteSpec(site["name"], size, low, ordinal, one_hot, bounded, shape, batch, dtype)
 
 
-def bare(fn: Any) -> Any:
+def bare(fn: Distribution) -> Distribution:
     """A distribution without ``to_event``, ``mask`` and ``expand``, which change no density."""
     while isinstance(fn, _WRAPPERS):
         fn = fn.base_dist

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 
@@ -29,7 +27,7 @@ class StatesHandler(Recorder):
         super().__init__(guide_trace, subsamples)
         self._draw = draw
 
-    def supply(self, msg: Site, drawn: Any) -> None:
+    def supply(self, msg: Site, drawn: Site | None) -> None:
         if drawn is not None:
             if drawn["type"] != "sample" or drawn["is_observed"]:
                 kind = "observed" if drawn["type"] == "sample" else f"a {drawn['type']}"

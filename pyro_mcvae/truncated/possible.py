@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.layout import DataIndex, SiteSpec, StateLayout, existing_entries
 from pyro_mcvae.truncated.searched_sites import Layouts
@@ -48,7 +47,7 @@ def impossible_states(layouts: Layouts, sample: WeightedParticles) -> Tensor | N
     if not looked:
         return None
 
-    def count(term: Any, i: int) -> Any:
+    def count(term: Term, i: int) -> Tensor | int:
         if term.in_guide or term.key.name not in looked:
             return 0
         site, spec = term.site, spec_of(layouts, term.key.name)
@@ -67,7 +66,7 @@ def impossible_states(layouts: Layouts, sample: WeightedParticles) -> Tensor | N
     return sample.local_sum(count) > 0
 
 
-def inside_support(value: Tensor, msg: Site, spec: Any) -> Tensor:
+def inside_support(value: Tensor, msg: Site, spec: SiteSpec) -> Tensor:
     """Values that the support allows; notes at the site where others had been asked for."""
     if spec.bounded:
         return value

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -127,7 +126,7 @@ def shared_by_data(term: Term, plates: frozenset[PlateKey]) -> Term:
     return replace(term, site={**site, "fn": point})
 
 
-def with_searched(guide_trace: Trace, model_trace: Trace, names: Any) -> Trace:
+def with_searched(guide_trace: Trace, model_trace: Trace, names: Collection[str]) -> Trace:
     """The guide's trace with the searched sites, which have no density of their own."""
     both = guide_trace.copy()
     for name, site in model_trace.nodes.items():
