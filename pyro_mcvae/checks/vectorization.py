@@ -10,34 +10,28 @@ density must be the same.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Mapping
-from typing import Any
 
-import pyro
 import torch
 from torch import Tensor
 
 from pyro_mcvae.ops.shapes import as_shape
-from pyro_mcvae.programs.execution import (
-    Programs,
-    Run,
-    guide_term,
-    model_term,
-    possible_terms,
-    run_pair,
-)
+from pyro_mcvae.programs.contract import check_batch_dims
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import Minibatch, ParticlePlate, SubstituteMessenger
-from pyro_mcvae.programs.sites import LEADING, changed_draw, is_random, plate_frames
+from pyro_mcvae.programs.messengers import ParticlePlate
+from pyro_mcvae.programs.probing import Probe, ProgramError, looking, probe
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import changed_draw, is_random
+from pyro_mcvae.programs.types import Message, Site
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.cache import StructureCache
-from pyro_mcvae.structure.dependencies import isolated
 
-__all__ = ["VectorizationCheck", "check_alike"]
+__all__ = ["check_count", "check_vectorization"]
+
+_logger = logging.getLogger(__name__)
 
 Densities = dict[FactorKey, Tensor]
-_NONE = GlobalSites()
-_PARTICLES = "vectorised particles: pass vectorize_particles=False, or "
 # Relative to a density in each precision.
 _TOLERANCE = {torch.float64: 1e-6}
 _SINGLE = 2e-3
@@ -45,145 +39,149 @@ _SINGLE = 2e-3
 # solver stops at a tolerance: as if the latents had moved by so much.
 _ROUNDING = {torch.float64: 1e-4}
 _SINGLE_ROUNDING = 0.02
-# Programs of stochastic structure show ever new shapes, of which so many are looked at.
-_MAX_SHAPES = 64
 # A site is odd if it is so at each of so many draws: the inverse of a flow may fail at one.
 _DRAWS = 2
 
 
-class VectorizationCheck:
-    """Checks vectorised runs, once for each pair of programs and the shapes that it shows."""
+def check_count(
+    programs: Programs, run: Run, count: int, shared: GlobalSites, name: str, remedy: str
+) -> None:
+    """
+    Check that as many particles as there are data are not taken for the data.
 
-    def __init__(self) -> None:
-        self._memory: StructureCache[bool] = StructureCache()
-        self._left = _MAX_SHAPES
+    ``means[group]`` takes particles in the place of groups, and where these are as many as the
+    data the shapes fit all the same. With another count they do not.
 
-    def check(
-        self, programs: Programs, run: Run, skip: GlobalSites = _NONE, particles: str = _PARTICLES
-    ) -> None:
-        """
-        Check a run with leading dims, where the sizes of its plates are new.
-
-        :param skip: the guide's and the model's sites that all particles share.
-        :param particles: what stands in the leading dims, and what to do without them.
-        :raises RuntimeError: as :func:`check_alike`.
-        """
-        # Not how many particles there are: they are compared in a number of their own.
-        shapes = tuple(
-            (t.key, *(f.size for f in t.site["cond_indep_stack"] if f.name != LEADING))
-            for t in run.terms
-        )
-
-        def look() -> bool:
-            if self._left > 0:
-                sizes = {f.size for t in run.terms for f in plate_frames(t.site)}
-                sizes |= {n for t in run.terms for n in t.site["fn"].event_shape}
-                check_alike(programs, run.subsamples, run.nesting, sizes, skip, particles)
-                self._left -= 1
-            return True
-
-        self._memory.of(programs, shapes, look, again=False)
+    :param run: with leading dims.
+    :param count: how many stand in them, the size of another dim of the run.
+    :param shared: the guide's and the model's sites that all particles share.
+    :param name: what stands in the leading dims.
+    :param remedy: what to do without them.
+    :raises RuntimeError: if the programs do not run with another count.
+    """
+    other = next(n for n in itertools.count(count + 1) if n not in run.inner_sizes)
+    error = _failure(programs, run, shared, other)
+    if error is None:
+        return
+    if run.leading != count and _failure(programs, run, shared, count) is not None:
+        return  # these programs have leading dims at some sites only
+    raise RuntimeError(
+        f"the model or the guide runs with {count} {name}, the size of another dim, but not with "
+        f"{other}, so that one may be taken for the other. {remedy} make it broadcast over leading "
+        f"dims: index from the right, as in means[..., group] in the place of means[group]. "
+        f"The error was: {error}"
+    ) from error
 
 
-def check_alike(
-    programs: Programs,
-    subsamples: Mapping[str, Tensor],
-    nesting: int,
-    sizes: set[int],
-    skip: GlobalSites = _NONE,
-    particles: str = _PARTICLES,
+def _failure(programs: Programs, run: Run, shared: GlobalSites, count: int) -> Exception | None:
+    """How the programs fail with so many particles, if they do."""
+    with looking():
+        try:
+            found = _together(programs, run, shared, count)
+            check_batch_dims([*found.terms.values()], run.nesting)
+        except (ProgramError, ValueError) as error:
+            return error
+    return None
+
+
+def check_vectorization(
+    programs: Programs, run: Run, shared: GlobalSites, name: str, remedy: str
 ) -> None:
     """
     Check that a vectorised run has the densities of its particles run one by one.
 
     Programs that cannot be compared (they fail with these particles, or draw noise of their own)
-    pass. Batch normalisation is by fixed statistics here: those of all particles together are
-    other ones.
+    pass; a failure is logged. Batch normalisation is by fixed statistics here: those of all
+    particles together are other ones.
 
-    :param subsamples: the minibatch to look at.
-    :param nesting: how many batch dims belong to plates.
-    :param sizes: of dims that particles should not be as many as.
-    :param skip: the guide's and the model's sites that all particles share.
-    :param particles: what stands in the leading dim, and what to do without it.
+    :param run: with leading dims.
+    :param shared: the guide's and the model's sites that all particles share.
+    :param name: what stands in the leading dims.
+    :param remedy: what to do without them.
     :raises RuntimeError: naming the site that has another density.
     """
-    count = next(n for n in itertools.count(2) if n not in sizes)
+    # Not as many as the data: these must not be taken for each other.
+    count = next(n for n in itertools.count(2) if n not in run.inner_sizes)
     try:
-        with isolated(), torch.no_grad(), pyro.validation_enabled(False):
-            odd = _odd(programs, subsamples, nesting, skip, count)
+        with looking():
+            odd = _odd(programs, run, shared, count)
             for _ in range(1, _DRAWS if odd else 0):
-                again = _odd(programs, subsamples, nesting, skip, count)
+                again = _odd(programs, run, shared, count)
                 odd = {key: sums for key, sums in odd.items() if key in again}
-    except Exception:
+    except ProgramError as error:
+        _logger.info("%s cannot be compared with a loop: %s", name, error)
         return  # the run of the step itself has its own errors
     for key, (together, alone) in odd.items():
         raise RuntimeError(
             f"site '{key.name}' of the {key.program} has another log density with a leading dim "
             f"than at the same latents without ({together:.4g} and {alone:.4g} in sum), so the "
             f"program takes one dim for another, as softmax(1), flatten(1), z - z.mean(0) and "
-            f"nn.BatchNorm1d do. The leading dim is that of the {particles}count dims from the "
-            f"right, as in softmax(-1), and put h.reshape(-1, h.shape[-1]) and a reshape back "
+            f"nn.BatchNorm1d do. The leading dim is that of the {name}. {remedy} count dims from "
+            f"the right, as in softmax(-1), and put h.reshape(-1, h.shape[-1]) and a reshape back "
             f"around layers that take a batch"
         )
 
 
+def _together(programs: Programs, run: Run, shared: GlobalSites, count: int) -> Probe:
+    dim = -run.nesting - 1
+    leading = ParticlePlate(count, dim, shared.guide), ParticlePlate(count, dim, shared.model)
+    return probe(programs, run.subsamples, leading=leading)
+
+
 def _odd(
-    programs: Programs,
-    subsamples: Mapping[str, Tensor],
-    nesting: int,
-    skip: GlobalSites,
-    count: int,
+    programs: Programs, run: Run, shared: GlobalSites, count: int
 ) -> dict[FactorKey, tuple[float, float]]:
     """The factors whose density at one particle is not that of the particle alone, with both."""
-    leading = tuple(ParticlePlate(count, -nesting - 1, names) for names in skip)
-    traces = run_pair(programs, SubstituteMessenger(Minibatch(subsamples)), leading)  # type: ignore[arg-type]
-    together = _densities(traces)
+    found = _together(programs, run, shared, count)
+    together = found.log_probs
     for particle in (count - 1, 0):
         values = {
-            name: _particle_draw(site, particle, count, nesting)
-            for trace in reversed(traces)  # the model may have latents of its own, to be enumerated
+            name: _particle_draw(site, particle, count, run.nesting)
+            # The model may have latents of its own, to be enumerated.
+            for trace in (found.model_trace, found.guide_trace)
             for name, site in trace.nodes.items()
             if is_random(site)
         }
-        alone = _alone(programs, subsamples, values)
+        alone = _alone(programs, run.subsamples, values)
         pairs = {
-            key: (_particle(together[key], particle, count, nesting), alone[key])
+            key: (_particle(together[key], particle, count, run.nesting), alone[key])
             for key in together.keys() & alone.keys()
         }
         odd = {key: pair for key, pair in pairs.items() if not _close(*pair)}
         if odd:
-            # Noise that the programs draw apart from their sites is no difference, nor is rounding.
-            again = _alone(programs, subsamples, values)
-            moved = _alone(
-                programs, subsamples, {n: changed_draw(_moved, v) for n, v in values.items()}
-            )
-            return {
-                key: (float(found.sum()), float(expected.sum()))
-                for key, (found, expected) in odd.items()
-                if key in again
-                and _close(expected, again[key])
-                and _beyond(found, expected, moved.get(key))
-            }
+            return _beyond_noise(programs, run.subsamples, values, odd)
     return {}
+
+
+def _beyond_noise(
+    programs: Programs,
+    subsamples: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    odd: Mapping[FactorKey, tuple[Tensor, Tensor]],
+) -> dict[FactorKey, tuple[float, float]]:
+    """Noise that the programs draw apart from their sites is no difference, nor is rounding."""
+    again = _alone(programs, subsamples, values)
+    moved = _alone(programs, subsamples, {n: changed_draw(_moved, v) for n, v in values.items()})
+    return {
+        key: (float(found.sum()), float(expected.sum()))
+        for key, (found, expected) in odd.items()
+        if key in again
+        and _close(expected, again[key])
+        and _beyond(found, expected, moved.get(key))
+    }
 
 
 def _alone(
     programs: Programs, subsamples: Mapping[str, Tensor], values: Mapping[str, Tensor]
 ) -> Densities:
-    def draw(msg: Any) -> Tensor:
+    def sample_fn(msg: Message) -> Tensor:
         # A latent that particles do not show: the error ends the comparison.
         return changed_draw(lambda v: as_shape(v, msg["fn"].shape()), values[msg["name"]])
 
-    return _densities(run_pair(programs, SubstituteMessenger(Minibatch(subsamples), draw=draw)))
+    return probe(programs, subsamples, sample_fn=sample_fn).log_probs
 
 
-def _densities(traces: tuple[Any, Any]) -> Densities:
-    guide_trace, model_trace = traces
-    terms = [*possible_terms(model_term, model_trace), *possible_terms(guide_term, guide_trace)]
-    return {t.key: torch.as_tensor(t.log_prob) for t in terms}
-
-
-def _particle_draw(site: Any, particle: int, count: int, nesting: int) -> Tensor:
+def _particle_draw(site: Site, particle: int, count: int, nesting: int) -> Tensor:
     inner = nesting + site["fn"].event_dim
     return changed_draw(lambda v: _particle(v, particle, count, inner), site["value"])
 

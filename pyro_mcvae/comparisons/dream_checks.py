@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_mcvae.comparisons.dreams import dream, dreamt_values, is_factor, recognize
-from pyro_mcvae.programs.execution import Programs, Run
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_random, is_scored
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.structure import dependencies
@@ -56,7 +58,7 @@ def check_reads(programs: Programs, run: Run) -> None:
     :raises ValueError: naming a site of the model whose distribution depends on observed values, or
         saying that the guide's do not.
     """
-    with dependencies.isolated(), torch.no_grad():
+    with isolated(), torch.no_grad():
         dreamt = dream(programs, run.subsamples)
         values = dreamt_values(run.model_trace, dreamt)
         if not values:

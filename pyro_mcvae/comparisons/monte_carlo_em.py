@@ -19,9 +19,9 @@ from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar
 from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.particles.sampler import Draw
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.messengers import SampleFn
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -169,7 +169,7 @@ class MonteCarloEM(ChainELBO):
     def _estimate(self, programs: Programs) -> Estimate:
         draw = self._draw
         if torch.is_grad_enabled() and draw is not None and _same_call(draw, programs):
-            sample = self._sampler.model_again(programs, draw.sample)
+            sample = self._sampler.replay_at_rest(programs, draw.sample)
             if sample is not None:
                 return self._update_again(programs, draw, sample)
         return super()._estimate(programs)
@@ -178,7 +178,7 @@ class MonteCarloEM(ChainELBO):
         """A step at earlier draws; its value is the guide's ELBO of the same minibatch, anew."""
         with torch.no_grad():
             particles = sample.num_particles
-            free: list[Draw] = [_leave_to_pyro] * (particles if sample.runs[1:] else 1)
+            free: list[SampleFn] = [_leave_to_pyro] * (particles if sample.runs[1:] else 1)
             fresh = self._sampler.resample(programs, draw.sample, free, particles)
             bound = fresh.log_weight.mean(0)
             estimate = local_estimate(fresh, bound, bound)
@@ -201,7 +201,7 @@ class MonteCarloEM(ChainELBO):
     def _run(self, density: ChainDensity) -> Chain:
         first = density.log_weight.first
         log_weight = first.log_weight.detach()
-        if density.gradient == "none":
+        if not density.gradient.keeps_graph:
             state = State(density.log_weight.coordinates, first.log_base, log_weight)
             return Chain(log_weight, state, state, [], [])
         start = density.start()

@@ -20,7 +20,8 @@ from pyro_mcvae.elbos.base import (
 )
 from pyro_mcvae.elbos.elbo_terms import elbo_bounds, elbo_costs, total_cost
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.programs.execution import Programs, Run
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.substitute import substitute
 
 if TYPE_CHECKING:
@@ -122,7 +123,7 @@ class WakeSleep(MonteCarloELBO):
         self._checked: set[frozenset[str]] = set()
 
     def _estimate(self, programs: Programs) -> Estimate:
-        runs = self._sampler.independent(programs, cut=True)
+        runs = self._sampler.independent(programs, detach_latents=True)
         value = as_scalar(sum(total_cost(elbo_costs(run.terms)) for run in runs))
         value = value / self.num_particles
         if not torch.is_grad_enabled():
@@ -136,7 +137,7 @@ class WakeSleep(MonteCarloELBO):
         return Estimate(value, surrogate, [*runs, *nights])
 
     def _bounds(self, programs: Programs) -> Bounds:
-        runs = self._sampler.independent(programs, cut=True)
+        runs = self._sampler.independent(programs, detach_latents=True)
         sample = self._sampler.arrange(programs, runs)
         return elbo_bounds(sample, [elbo_costs(run.terms) for run in runs])
 

@@ -15,8 +15,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from pyro_mcvae.chains.kernel import State, finite
+from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import Evaluation, LogWeight
-from pyro_mcvae.programs.execution import Programs, Run
+from pyro_mcvae.ops.recording import holds
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Run
 
 __all__ = [
     "ChainDensity",
@@ -36,25 +39,16 @@ class ChainDensity:
     r"""
     :math:`(\log \text{base}, \log w)` with their gradients, as a function from positions to states.
 
-    :param LogWeight log_weight: made by ``LogWeight(..., differentiable=True)``, where gradients
-        are enabled if ``needs_gradient`` or ``gradient`` asks for them.
-    :param bool needs_gradient: whether the kernel asks for gradients.
-    :param str gradient: ``"full"``, states keep their graphs; ``"reweighted"``, only the first draw
-        does; or ``"none"``.
-    :param bool recompute: run each evaluation again in the backward pass.
+    :param LogWeight log_weight: with the gradients that the kernel and the bound ask for, made
+        where gradients are enabled if there are any.
     """
 
-    def __init__(
-        self,
-        log_weight: LogWeight,
-        needs_gradient: bool,
-        gradient: str = "none",
-        recompute: bool = False,
-    ) -> None:
+    def __init__(self, log_weight: LogWeight) -> None:
         self.log_weight = log_weight
-        self.gradient = gradient
-        self._kernel_gradient = needs_gradient
-        self._recompute = recompute and gradient == "full"
+        self.gradient = log_weight.gradient
+        self._full = GradientMode.CHAIN in self.gradient
+        self._kernel_gradient = GradientMode.COORDINATES in self.gradient
+        self._recompute = GradientMode.RECOMPUTED in self.gradient
         self._latest = log_weight.first
 
     @property
@@ -69,7 +63,7 @@ class ChainDensity:
         if self._kernel_gradient and self.log_weight.entangled:
             # Forward and reverse moves must follow one gradient: the partial derivatives.
             return self(self.log_weight.coordinates)
-        with torch.set_grad_enabled(self.gradient != "none" or self._kernel_gradient):
+        with torch.set_grad_enabled(bool(self.gradient)):
             state = self._state(self.log_weight.coordinates, self.log_weight.first)
             if not (_may_read(state.position) and _is_finite(state)):
                 state, _ = _mended(state)
@@ -86,14 +80,14 @@ class ChainDensity:
         return state
 
     def _evaluate(self, position: Tensor) -> State:
-        full = self.gradient == "full"
+        full = self._full
         with torch.set_grad_enabled(full or self._kernel_gradient):
             if not full:
                 position = position.detach()
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
             near, reads = position.detach().abs() <= _FAR, _may_read(position)
-            all_near = reads and bool(near.all())
+            all_near = reads and holds(near.all())
             # A tensor of its own: transforms remember what they made of one that they know, and its
             # graph, in which a recomputation of the same evaluation would meet itself.
             own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
@@ -101,7 +95,7 @@ class ChainDensity:
             if all_near and _is_finite(state):
                 return self._kept(state)
             state, regular = _mended(state, near.all(-1))
-            if full and reads and not regular.all():
+            if full and reads and not holds(regular.all()):
                 state = self._with_constants(state, regular)
             return self._kept(state)
 
@@ -134,14 +128,13 @@ class ChainDensity:
         """What the programs say there, finite or not."""
         if not self._kernel_gradient:
             return State(position, at.log_base, at.log_weight)
-        full, reweighted = self.gradient == "full", self.gradient == "reweighted"
-        again = reweighted and at is self.log_weight.first
-        found = self.log_weight.gradients(at, create_graph=full, retain_graph=again)
+        retain = GradientMode.FIRST in self.gradient and at is self.log_weight.first
+        found = self.log_weight.gradients(at, create_graph=self._full, retain_graph=retain)
         return State(position, at.log_base, at.log_weight, *found)
 
     def _kept(self, state: State) -> State:
         """With a graph only where the bound's gradient goes through it."""
-        if self.gradient == "full":
+        if self._full:
             return state
         return State(*(None if t is None else t.detach() for t in state))  # type: ignore[arg-type]
 
@@ -159,7 +152,7 @@ def costs_nothing_to_read(value: Tensor) -> bool:
 def _is_finite(state: State) -> bool:
     """Whether everything is finite; a sum that overflows is taken for what is not."""
     sums = [t.detach().sum() for t in state[1:] if t is not None]
-    return math.isfinite(sum(sums[1:], sums[0]).item())
+    return holds(sum(sums[1:], sums[0]).isfinite())
 
 
 def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:

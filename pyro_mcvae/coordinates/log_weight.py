@@ -18,15 +18,19 @@ from pyro_mcvae.coordinates.coordinate import (
     ValueCoordinate,
     coordinate_of,
 )
+from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.shapes import as_shape
-from pyro_mcvae.particles.sampler import Draw, ParticleSampler
+from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.errors import NoCoordinateError
-from pyro_mcvae.programs.execution import Programs, Term
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.sites import is_random, is_straight_through, masked_entries
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Message
 from pyro_mcvae.structure.blocks import Structure
 
 __all__ = ["Evaluation", "LogWeight"]
@@ -68,18 +72,19 @@ class LogWeight:
     through the guide's own map from noise to latents. A guide whose draws do not depend on each
     other is not run again: its distributions are those of the first run.
 
-    :param tracer: runs the programs.
+    :param sampler: runs the programs.
     :param programs: model, guide and their arguments.
     :param coordinates: ``"noise"``, ``"latent"`` or ``"value"``; see
         :func:`~pyro_mcvae.coordinates.coordinate.coordinate_of`.
-    :param bool differentiable: draw the first coordinates such that :meth:`gradients` exist there,
-        and, where they depend on the guide's parameters, with a gradient to these.
-    :param Sample within: a step whose minibatch and global latents are taken instead of new ones.
+    :param GradientMode gradient: what is differentiated. With any gradient the first coordinates
+        are drawn such that :meth:`gradients` exist there, and, where they depend on the guide's
+        parameters, with a gradient to these. With ``FIRST`` the first local draws reach the model
+        without their gradient to the guide, so that the parameters of the two get gradients of
+        their own: :meth:`guide_elbo`, :meth:`model_log_prob`.
+    :param WeightedParticles within: a step whose minibatch and global latents are taken instead of
+        new ones.
     :param latents: values of the guide's random local sites, in the shape of a run without
         particles, to begin at instead of a draw.
-    :param bool cut: the first local draws reach the model without their gradient to the guide, so
-        that the parameters of the two get gradients of their own: :meth:`guide_elbo`,
-        :meth:`model_log_prob`.
 
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
         several blocks), where D counts the numbers that describe one datum's latents.
@@ -110,28 +115,28 @@ class LogWeight:
         sampler: ParticleSampler,
         programs: Programs,
         coordinates: Coordinates = "noise",
-        differentiable: bool = False,
-        cut: bool = False,
+        gradient: GradientMode = GradientMode.NONE,
         within: WeightedParticles | None = None,
         latents: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._sampler, self._programs, self._kind = sampler, programs, coordinates
         self._given = latents or {}
-        self._differentiable = differentiable
-        self._cut = cut
+        self.gradient = gradient
         records: list[Record] = []
 
-        def begin() -> Draw:
+        def make_sample_fn() -> SampleFn:
             record: Record = {}
             records.append(record)
             return lambda msg: self._draw(msg, record)
 
+        detach = GradientMode.FIRST in gradient
         if within is None:
-            sample = sampler.sample(programs, draw=begin, cut=cut)
+            sample = sampler.sample(programs, make_sample_fn=make_sample_fn, detach_latents=detach)
         else:
             count = sampler.num_particles
-            draws = [begin() for _ in range(1 if sampler.vectorizes(count) else count)]
-            sample = sampler.resample(programs, within, draws, count, cut)
+            runs = range(1 if sampler.vectorizes(count) else count)
+            sample_fns = [make_sample_fn() for _ in runs]
+            sample = sampler.resample(programs, within, sample_fns, count, detach)
         # A step whose structure was new may have begun more than once.
         self._records = records[-len(sample.runs) :]
         if not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
@@ -249,7 +254,7 @@ class LogWeight:
         r"""
         A tensor whose gradient is that of the plain ELBO of the first draw, with respect to the
         guide's parameters only: :math:`z \cdot \nabla_z \log p(x, z) - \log q(z \mid x)`, shape
-        ``[K, *plates]``. Needs ``cut`` and gradients enabled.
+        ``[K, *plates]``. Needs ``GradientMode.FIRST`` and gradients enabled.
         """
         sample = self.first.sample
 
@@ -279,7 +284,7 @@ class LogWeight:
 
         :param coordinates: shape ``[K, *plates, D]``.
         """
-        sample, _ = self._run(self._unpack(coordinates.detach()), len(coordinates), cut=True)
+        sample, _ = self._run(self._unpack(coordinates.detach()), len(coordinates), detach=True)
         return sample
 
     @cached_property
@@ -302,8 +307,8 @@ class LogWeight:
     def _gradient(self, at: Evaluation, value: Tensor, create: bool, retain: bool) -> Tensor:
         names = list(self._packing.sites)
         inputs = [record[n][1] for record in at.records for n in names]
-        if self._cut and at is self.first:
-            # The way from the model to the coordinates leads through the cut.
+        if GradientMode.FIRST in self.gradient and at is self.first:
+            # The way from the model to the coordinates leads through the detached latents.
             value_of = at.log_base if value is at.log_base else self.guide_elbo()
             found = _grad(value_of, inputs, create, True)
         else:
@@ -342,7 +347,7 @@ class LogWeight:
         return [self._packing.unpack(g) for g in ([flat] if together else flat.unsqueeze(1))]
 
     def _run(
-        self, values: list[dict[str, Tensor]], count: int, cut: bool = False
+        self, values: list[dict[str, Tensor]], count: int, detach: bool = False
     ) -> tuple[WeightedParticles, list[Record]]:
         first = self.first.sample
         if first.structure.mean_field and count == first.num_particles:
@@ -351,11 +356,11 @@ class LogWeight:
                 for value, old in zip(values, self._records, strict=True)
             ]
             # One run at a time: a flow finds the density of the last value only that it made.
-            latents = (_latents(record, cut) for record in records)
+            latents = (_latents(record, detach) for record in records)
             return self._sampler.replay(self._programs, first, latents), records
         records = [{} for _ in values]
-        draws = [self._supply(v, r) for v, r in zip(values, records, strict=True)]
-        sample = self._sampler.resample(self._programs, first, draws, count, cut)
+        sample_fns = [self._at(v, r) for v, r in zip(values, records, strict=True)]
+        sample = self._sampler.resample(self._programs, first, sample_fns, count, detach)
         self._check_names(records, first)
         return sample, records
 
@@ -373,7 +378,7 @@ class LogWeight:
 
     def _draw(self, msg: Any, record: Record) -> Tensor:
         coordinate = self._coordinate(msg)
-        differentiable = self._differentiable and torch.is_grad_enabled()
+        differentiable = bool(self.gradient) and torch.is_grad_enabled()
         with torch.set_grad_enabled(differentiable):
             given = self._given.get(msg["name"])
             at = coordinate.draw() if given is None else _at(msg, coordinate, given)
@@ -382,8 +387,8 @@ class LogWeight:
         record[msg["name"]] = coordinate, at
         return _place(msg, coordinate, at)
 
-    def _supply(self, values: dict[str, Tensor], record: Record) -> Draw:
-        def draw(msg: Any) -> Tensor | None:
+    def _at(self, values: dict[str, Tensor], record: Record) -> SampleFn:
+        def sample_fn(msg: Message) -> Tensor | None:
             if msg["name"] not in values:
                 # A site of other draws: noted, to be refused once the run is over.
                 record[msg["name"]] = self._coordinate(msg), msg["fn"].sample()
@@ -393,7 +398,7 @@ class LogWeight:
             record[msg["name"]] = coordinate, at
             return _place(msg, coordinate, at)
 
-        return draw
+        return sample_fn
 
     def _coordinate(self, msg: Any) -> Coordinate:
         if self._kind != "value" and is_straight_through(msg["fn"]):

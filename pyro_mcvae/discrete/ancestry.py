@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
-
-from pyro.poutine.indep_messenger import CondIndepStackFrame
+from collections.abc import Mapping
 
 from pyro_mcvae.discrete.enumerated import SlotRun
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.sites import PlateKey, is_random, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.cache import StructureCache
 from pyro_mcvae.structure.independence import find_dependent_plates
@@ -26,21 +23,14 @@ class Ancestry:
     """
 
     def __init__(self) -> None:
-        self._memory: StructureCache[Mapping[FactorKey, frozenset[str]]] = StructureCache()
+        self._cache: StructureCache[Mapping[FactorKey, frozenset[str]]] = StructureCache()
 
     def of(self, programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
         """The random guide sites behind each factor: its ancestors, and itself."""
         if not slot_run.scored:
             return {}
-        signature = tuple(_signature(slot_run))
-        return self._memory.of(programs, signature, lambda: _derive(programs, slot_run))
-
-
-def _signature(slot_run: SlotRun) -> Iterable[Any]:
-    for term in slot_run.run.terms:
-        frames: Iterable[CondIndepStackFrame] = plate_frames(term.site)
-        plates = frozenset((plate_key(f), is_subsampled(f)) for f in frames)
-        yield term.key, plates, term.in_guide and is_random(term.site)
+        run = slot_run.run
+        return self._cache.of(programs, run.signature, lambda: _derive(programs, slot_run))
 
 
 def _derive(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:

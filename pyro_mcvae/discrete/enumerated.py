@@ -15,17 +15,20 @@ from pyro.ops.contract import contract_tensor_tree
 from pyro.ops.rings import LogRing
 from pyro.poutine.enum_messenger import EnumMessenger
 from pyro.poutine.trace_struct import Trace
-from pyro.util import check_model_guide_match, check_site_shape
 from torch import Tensor
 
 from pyro_mcvae.discrete.slots import SLOTS, SiteOptions, SiteSlots, SlotMessenger
+from pyro_mcvae.particles.runner import Layout, unbatched
 from pyro_mcvae.programs import sites
-from pyro_mcvae.programs.contract import check_sites
-from pyro_mcvae.programs.execution import Programs, Run, Term, entered, nesting_of, terms_of
+from pyro_mcvae.programs.contract import check_shapes, check_sites
+from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.nesting import nesting_of
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.terms import Term, terms_of
 
-__all__ = ["ScoredSite", "SlotCost", "SlotRun", "run_slots"]
+__all__ = ["ScoredSite", "SlotCost", "SlotRun", "run_slots", "take_apart"]
 
 
 @dataclass
@@ -125,29 +128,26 @@ class SlotRun:
 def run_slots(
     programs: Programs,
     options: SiteOptions,
-    supply: SubstituteMessenger,
-    nesting: int,
-    num_particles: int | None,
+    substitute: SubstituteMessenger,
+    layout: Layout,
     tell: Callable[[str], None],
-) -> SlotRun:
+) -> Run:
     """
-    Run the guide with slots, then the model on its values, and take their costs apart.
+    Run the guide with slots, then the model on its values.
 
-    :param nesting: how many batch dims belong to plates.
-    :param num_particles: the size of the particles' plate, or None for no such plate.
+    :param layout: with a nesting, and with the particles' plate or without one.
     """
-    depth = nesting + (num_particles is not None)
-    leading: list[ParticlePlate | None] = [None, None]
-    if num_particles is not None:
-        leading = [ParticlePlate(num_particles, -depth) for _ in leading]
-    args, kwargs = programs.args, programs.kwargs
+    nesting = layout.nesting
+    assert nesting is not None
+    depth = nesting + (layout.count is not None)
+    leading, args, kwargs = layout.plates(), programs.args, programs.kwargs
     slots = SlotMessenger(options, -1 - depth, tell)
-    with supply, poutine.trace() as tracer, slots, entered(leading[0]):
+    with substitute, poutine.trace() as tracer, slots, entered(leading[0]):
         programs.guide(*args, **kwargs)
     guide_trace = tracer.trace
     # The second one goes on where the first stopped to give dims away.
     with (
-        supply,
+        substitute,
         poutine.trace() as tracer,
         poutine.replay(trace=guide_trace),
         EnumMessenger(),
@@ -158,23 +158,16 @@ def run_slots(
     check_sites(guide_trace, model_trace, False, model_enumeration=True)
     if nesting_of(guide_trace, model_trace) > nesting:
         raise ValueError("the programs have more plates than max_plate_nesting says")
-    run = Run(guide_trace, model_trace, terms_of(guide_trace, model_trace), nesting, num_particles)
-    run.subsamples = supply.subsamples
-    names = zip(("guide", "model"), leading, strict=True)
-    run.unbatched = frozenset(FactorKey(p, n) for p, lead in names if lead for n in lead.unbatched)
+    terms = tuple(terms_of(guide_trace, model_trace))
     if is_validation_enabled():
-        _check(run, depth)
-    return _take_apart(run)
+        check_shapes(guide_trace, model_trace, terms, depth)
+    shown = nesting, layout.count
+    found = unbatched(leading)
+    return Run(guide_trace, model_trace, terms, *shown, found, substitute.subsamples)
 
 
-def _check(run: Run, depth: int) -> None:
-    check_model_guide_match(run.model_trace, run.guide_trace, depth)
-    for term in run.terms:
-        term.site["log_prob"] = term.log_prob
-        check_site_shape(term.site, depth)
-
-
-def _take_apart(run: Run) -> SlotRun:
+def take_apart(run: Run) -> SlotRun:
+    """The costs and the weights of a run."""
     guide, model = run.guide_trace, run.model_trace
     # The guide first: both traces share what a site knows about its dims.
     guide.symbolize_dims()
@@ -237,7 +230,7 @@ def _cost(term: Term, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scored(term: Term, plates: frozenset[str]) -> ScoredSite:
-    site, score = term.site, term.score
+    site, score = term.site, torch.as_tensor(term.score)
     slots = site["infer"].get(SLOTS)
     if slots is None:
         slots = SiteSlots(SiteOptions(0, 1), None, None)

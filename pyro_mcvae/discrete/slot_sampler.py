@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
+from pyro_mcvae.checks.leading_dims import SLOTS
 from pyro_mcvae.discrete.ancestry import Ancestry
-from pyro_mcvae.discrete.enumerated import SlotRun, run_slots
-from pyro_mcvae.discrete.slots import SiteOptions, SlotError
+from pyro_mcvae.discrete.enumerated import SlotRun, run_slots, take_apart
+from pyro_mcvae.discrete.slots import SiteOptions
+from pyro_mcvae.particles.runner import Execution, Layout, Runner
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
-from pyro_mcvae.structure import dependencies
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.run import Run
 
 __all__ = ["SlotSampler"]
 
@@ -37,10 +39,9 @@ class SlotSampler:
         self.options = options
         self.num_particles = num_particles
         self.vectorize = vectorize
-        self.declared_nesting = max_plate_nesting
         self.tell = tell
         self.ancestry = Ancestry()
-        self._found_nesting: int | None = None
+        self.runner = Runner(max_plate_nesting, strict_enumeration=False, model_enumeration=True)
 
     def runs(self, programs: Programs) -> list[SlotRun]:
         """One vectorised run, or one run per particle, all on one minibatch."""
@@ -56,54 +57,9 @@ class SlotSampler:
         return self.ancestry.of(programs, slot_run)
 
     def _run(self, programs: Programs, subsamples: Minibatch, particles: int | None) -> SlotRun:
-        if self.declared_nesting != math.inf:
-            nesting = int(self.declared_nesting)
-        elif self._found_nesting is not None:
-            nesting = self._found_nesting
-        else:
-            nesting = self._found_nesting = self._find_nesting(programs)
-        before = Minibatch(subsamples)
-        try:
-            return self._run_once(programs, subsamples, nesting, particles)
-        except SlotError:
-            raise
-        except Exception as error:
-            # The programs may fail without slots too (then this raises their own error), or have
-            # other plates than at the last step.
-            actual = self._find_nesting(programs)
-            if actual > self.declared_nesting:
-                raise ValueError(
-                    f"max_plate_nesting={int(self.declared_nesting)}, but the programs have plates "
-                    f"in {actual} batch dims: pass max_plate_nesting={actual} or leave it out"
-                ) from error
-            if actual > nesting:
-                self._found_nesting = actual
-                subsamples.clear()
-                subsamples.update(before)
-                return self._run_once(programs, subsamples, actual, particles)
-            several, remedy = "several values of its discrete sites", "Make it"
-            if particles is not None:
-                several = f"{particles} vectorised particles and {several}"
-                remedy = "Pass vectorize_particles=False, make it"
-            raise RuntimeError(
-                f"the model or the guide cannot be run with {several} "
-                f"in batch dims to the left of its {nesting} plates, though it runs with one. "
-                f"{remedy} broadcast over leading dims (index from the right, as in z[..., 0]; "
-                f"Vindex for tables), or sample the sites plainly with num_categories=0, "
-                f"num_samples=1. "
-                f"The error was: {type(error).__name__}: {error}"
-            ) from error
+        def execute(layout: Layout) -> Run:
+            substitute = SubstituteMessenger(subsamples)
+            return run_slots(programs, self.options, substitute, layout, self.tell)
 
-    def _run_once(
-        self,
-        programs: Programs,
-        subsamples: Minibatch,
-        nesting: int,
-        particles: int | None,
-    ) -> SlotRun:
-        supply = SubstituteMessenger(subsamples)
-        return run_slots(programs, self.options, supply, nesting, particles, self.tell)
-
-    @staticmethod
-    def _find_nesting(programs: Programs) -> int:
-        return dependencies.find_nesting(programs, False, model_enumeration=True)
+        execution = Execution(programs, execute, subsamples, name=SLOTS, several=True)
+        return take_apart(self.runner.run(execution, particles))

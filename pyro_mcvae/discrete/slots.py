@@ -14,6 +14,7 @@ from pyro.poutine.enum_messenger import EnumMessenger
 from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.precision import full_precision
 from pyro_mcvae.programs.relaxed import relaxed_sample
 from pyro_mcvae.programs.sites import RELAXED, is_random, reparameterized
@@ -122,7 +123,7 @@ class SiteSlots:
     exact: bool = False
 
 
-class SlotError(ValueError):
+class SlotError(SiteError):
     """A site cannot have the slots that are asked for."""
 
 

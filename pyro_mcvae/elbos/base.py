@@ -17,9 +17,10 @@ from torch import Tensor
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.contract import nonfinite_sites
-from pyro_mcvae.programs.execution import Programs, Run, run_pair
+from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.precision import without_autocast
+from pyro_mcvae.programs.run import Run
 
 __all__ = ["Bounds", "ELBOOptions", "Estimate", "MonteCarloELBO"]
 

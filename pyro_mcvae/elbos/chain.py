@@ -22,6 +22,7 @@ from pyro_mcvae.coordinates.chain_density import (
     named,
     outside_inference_mode,
 )
+from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
@@ -136,7 +137,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 # SVI optimises what a step touches through Pyro's parameter store. Values that were
                 # loaded there are these parts' own, or they would never be trained again.
                 pyro.module(self.param_name, self, update_module_params=True)
-            density = self._density(programs, self.gradient_estimator if wanted else "none")
+            density = self._density(programs, self._gradient if wanted else GradientMode.NONE)
             chain = self._run(density)
         with torch.set_grad_enabled(wanted):
             bound = self._average(chain.log_weight.detach())
@@ -147,29 +148,31 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     def _bounds(self, programs: Programs) -> Bounds:
         with outside_inference_mode(programs) as programs:
-            density = self._density(programs, "none")
+            density = self._density(programs, GradientMode.NONE)
             bound = self._average(self._run(density).log_weight)
         return local_bounds(density.log_weight.first.sample, bound)
 
-    def _density(self, programs: Programs, gradient: str) -> ChainDensity:
-        """The programs of one step as a function from positions to states."""
-        needs_gradient = self.kernel.needs_gradient
-        with torch.set_grad_enabled(gradient != "none" or needs_gradient):
-            log_weight = LogWeight(
-                self._sampler,
-                programs,
-                self.coordinates,
-                differentiable=True,
-                cut=gradient == "reweighted",
-            )
-        self._check_sites(log_weight, gradient)
-        return ChainDensity(log_weight, needs_gradient, gradient, self.recompute)
+    @property
+    def _gradient(self) -> GradientMode:
+        """What a training step differentiates."""
+        if self.gradient_estimator == "reweighted":
+            return GradientMode.FIRST
+        return GradientMode.RECOMPUTED if self.recompute else GradientMode.CHAIN
 
-    def _check_sites(self, log_weight: LogWeight, gradient: str) -> None:
+    def _density(self, programs: Programs, gradient: GradientMode) -> ChainDensity:
+        """The programs of one step as a function from positions to states."""
+        if self.kernel.needs_gradient:
+            gradient |= GradientMode.COORDINATES
+        with torch.set_grad_enabled(bool(gradient)):
+            log_weight = LogWeight(self._sampler, programs, self.coordinates, gradient)
+        self._check_sites(log_weight)
+        return ChainDensity(log_weight)
+
+    def _check_sites(self, log_weight: LogWeight) -> None:
         objective = type(self).__name__
         check_continuous(log_weight, objective)
         rough = log_weight.unreparameterized
-        if gradient != "none" and rough:
+        if log_weight.gradient.keeps_graph and rough:
             nodes = log_weight.first.sample.runs[0].guide_trace.nodes
             kinds = ", ".join(type(nodes[n]["fn"]).__name__ for n in rough)
             raise ValueError(
@@ -183,7 +186,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             for t in log_weight.first.sample.runs[0].terms
             if t.in_guide and t.site["is_observed"] and isinstance(t.score, Tensor)
         ]
-        if gradient != "none" and hidden:
+        if log_weight.gradient.keeps_graph and hidden:
             raise ValueError(
                 f"{objective} follows draws along gradients, but the guide's factor '{hidden[0]}' "
                 f"says has_rsample=False, that it comes with draws that have none: pass "
@@ -204,9 +207,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     def _run(self, density: ChainDensity) -> Chain:
         betas = self.schedule()
-        with torch.set_grad_enabled(density.gradient == "full"):
+        with torch.set_grad_enabled(GradientMode.CHAIN in density.gradient):
             start = density.start()
-            if density.gradient != "none" and self.training:
+            if density.gradient.keeps_graph and self.training:
                 self._begin(start)
             chain = anneal(
                 start,
@@ -215,7 +218,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 density,
                 density.log_weight.free,
                 # The weight does not depend on AIS's last move, but a refined draw does.
-                last_transition=density.gradient == "reweighted",
+                last_transition=GradientMode.FIRST in density.gradient,
             )
         acceptance = [info.acceptance.mean() for info in chain.infos]
         self.last_step = ChainRecord(

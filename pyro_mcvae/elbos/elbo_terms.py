@@ -6,7 +6,8 @@ Its value, its surrogate, and its score-function terms.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from pyro_mcvae.elbos.base import Bounds, Estimate, as_scalar
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Run, Term
-from pyro_mcvae.programs.sites import plate_key
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import PlateKey, plate_key
+from pyro_mcvae.programs.terms import Term
 
 __all__ = [
     "Cost",
@@ -26,6 +29,9 @@ __all__ = [
     "local_bounds",
     "local_estimate",
 ]
+
+
+_NONE: Mapping[FactorKey, frozenset[PlateKey]] = MappingProxyType({})
 
 
 class Cost(NamedTuple):
@@ -61,19 +67,25 @@ def total_cost(costs: Iterable[Cost]) -> Any:
     )
 
 
-def elbo_estimate(runs: list[Run], costs: list[list[Cost]], num_particles: int) -> Estimate:
+def elbo_estimate(
+    runs: list[Run],
+    costs: list[list[Cost]],
+    num_particles: int,
+    coupled: Mapping[FactorKey, frozenset[PlateKey]] = _NONE,
+) -> Estimate:
     """
     The plain ELBO and its gradient, averaged over the particles.
 
     :param runs: one vectorised run, or one run per particle.
     :param costs: the costs of each run.
+    :param coupled: for factors across whose plates latents meet, these plates.
     """
     value: Any = 0.0
     surrogate: Any = 0.0
     for run_costs in costs:
         value = value + total_cost(run_costs)
         if torch.is_grad_enabled():
-            surrogate = surrogate + elbo_surrogate(run_costs)
+            surrogate = surrogate + elbo_surrogate(run_costs, coupled)
     return Estimate(as_scalar(value) / num_particles, as_scalar(surrogate) / num_particles, runs)
 
 
@@ -105,7 +117,7 @@ def local_estimate(sample: WeightedParticles, bound: Tensor, surrogate: Tensor) 
     value = as_scalar(total_cost(shared) + local.sum())
     if not torch.is_grad_enabled():
         return Estimate(value, value, sample.runs)
-    outside = elbo_surrogate(shared, _downstream(sample, local))
+    outside = elbo_surrogate(shared, sample.structure.coupled, _downstream(sample, local))
     return Estimate(value, (sample.scale * surrogate).sum() + outside, sample.runs)
 
 
@@ -126,18 +138,27 @@ def _downstream(sample: WeightedParticles, bound: Tensor) -> MultiFrameTensor:
     return costs
 
 
-def elbo_surrogate(costs: list[Cost], extra: MultiFrameTensor | None = None) -> Any:
+def elbo_surrogate(
+    costs: list[Cost],
+    coupled: Mapping[FactorKey, frozenset[PlateKey]],
+    extra: MultiFrameTensor | None = None,
+) -> Any:
     """
     A scalar with the ELBO's gradient: pathwise, plus score-function terms.
 
+    :param coupled: for factors across whose plates latents meet, these plates.
     :param extra: further detached costs with their plates, downstream of every site, that enter
         the score-function terms only.
     """
     paths = sum(c.path.sum() * c.term.plate_scale for c in costs if isinstance(c.path, Tensor))
-    return paths + score_function_term(costs, extra)
+    return paths + score_function_term(costs, coupled, extra)
 
 
-def score_function_term(costs: list[Cost], extra: MultiFrameTensor | None = None) -> Any:
+def score_function_term(
+    costs: list[Cost],
+    coupled: Mapping[FactorKey, frozenset[PlateKey]],
+    extra: MultiFrameTensor | None = None,
+) -> Any:
     r"""
     :math:`\sum_i R_i \log q(z_i)` over the sites without reparameterization.
 
@@ -153,7 +174,8 @@ def score_function_term(costs: list[Cost], extra: MultiFrameTensor | None = None
         if isinstance(c.value, Tensor):
             value = _padded(c.value.detach() * c.term.plate_scale, c.term)
             frames = c.term.site["cond_indep_stack"]
-            apart = [f for f in frames if plate_key(f) not in c.term.coupled]
+            meeting = coupled.get(c.term.key, frozenset())
+            apart = [f for f in frames if plate_key(f) not in meeting]
             for f in frames:
                 if f not in apart and f.dim is not None and value.dim() >= -f.dim:
                     value = value.sum(f.dim, keepdim=True)

@@ -152,7 +152,8 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         if not sample.blocks:
             self._tell_of_averaging(sample)
         if not sample.blocks or self.num_particles == 1:
-            return elbo_estimate(sample.runs, self._path.costs(sample), self.num_particles)
+            costs, coupled = self._path.costs(sample), sample.structure.coupled
+            return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
         bound = log_mean_exp(sample.log_weight.detach())
         surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
         return local_estimate(sample, bound, surrogate)

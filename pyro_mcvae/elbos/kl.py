@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from pyro_mcvae.programs.execution import Run, Term
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_masked, masked
+from pyro_mcvae.programs.terms import Term
 
 __all__ = ["analytic_kl_sites"]
 

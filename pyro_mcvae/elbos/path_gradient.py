@@ -10,7 +10,6 @@ from torch import Tensor
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_costs
 from pyro_mcvae.ops.importance import log_mean_exp, normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Term
 from pyro_mcvae.programs.moving_supports import is_elementary, moves_support, transforms_of
 from pyro_mcvae.programs.sites import (
     inner_scale,
@@ -20,6 +19,7 @@ from pyro_mcvae.programs.sites import (
     masked,
     unscaled_log_prob,
 )
+from pyro_mcvae.programs.terms import Term
 
 __all__ = ["PathGradient"]
 

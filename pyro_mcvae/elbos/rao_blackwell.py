@@ -21,7 +21,8 @@ from pyro_mcvae.discrete.slots import SiteOptions
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
-from pyro_mcvae.programs.execution import Programs, Run, is_messenger
+from pyro_mcvae.programs.execution import Programs, is_messenger
+from pyro_mcvae.programs.run import Run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["TraceRaoBlackwell_ELBO"]
 
 _logger = logging.getLogger(__name__)
-
-_SLOTS = (
-    "slots (several values of a discrete site) and of vectorised particles: pass num_categories=0, "
-    "num_samples=1 and vectorize_particles=False, or "
-)
 
 
 class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
@@ -136,7 +132,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             self.site_options,
             num_particles,
             self.vectorize_particles,
-            self._sampler.declared_nesting,
+            self._sampler.runner.declared_nesting,
             self._tell,
         )
 
@@ -186,11 +182,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         return slot_runs
 
     def _sums(self, programs: Programs, slot_run: SlotRun) -> SlotSums:
-        sums = SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
-        run = slot_run.run
-        if any(t.log_prob.dim() > run.nesting for t in run.terms):
-            self._sampler.alike.check(programs, run, particles=_SLOTS)
-        return sums
+        return SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
 
     def _without_slots(self, programs: Programs) -> list[Run]:
         runs = self._sampler.independent(programs)

@@ -9,7 +9,10 @@ from torch import Tensor
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.kl import analytic_kl_sites
-from pyro_mcvae.programs.execution import Programs, Run
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import PlateKey
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -74,11 +77,13 @@ class TraceSGVB_ELBO(MonteCarloELBO):
 
     def _estimate(self, programs: Programs) -> Estimate:
         runs = self._sampler.independent(programs)
+        coupled: dict[FactorKey, frozenset[PlateKey]] = {}
         for run in runs:
             if any(isinstance(t.score, Tensor) for t in run.terms):
                 # Which costs a score multiplies depends on whether a plate's elements meet.
-                self._sampler.structures.of(programs, run)
-        return elbo_estimate(runs, [self._costs(run) for run in runs], self.num_particles)
+                coupled |= self._sampler.structures.of(programs, run).coupled
+        costs = [self._costs(run) for run in runs]
+        return elbo_estimate(runs, costs, self.num_particles, coupled)
 
     def _bounds(self, programs: Programs) -> Bounds:
         runs = self._sampler.independent(programs)

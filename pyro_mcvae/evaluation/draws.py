@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Run, Term
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent, plate_frames
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Site
 
 __all__ = ["PosteriorDraws", "SiteDraws", "site_draws"]
 
@@ -83,27 +85,41 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
         found.observed[name] = term.site["value"]
         found.dims[name] = _dims(term.site)
     sites = [t.site for t in first.terms if not t.in_guide]
-    for frame in {f for site in sites for f in plate_frames(site) if f.dim is not None}:
-        index = sample.subsamples.get(frame.name)
-        if not isinstance(index, Tensor) or len(index) != frame.size:
-            index = torch.arange(frame.size)
-        found.coords[frame.name] = index
+    for name, size in _plate_sizes(sites).items():
+        index = sample.subsamples.get(name)
+        if not isinstance(index, Tensor) or len(index) != size:
+            index = torch.arange(size)
+        found.coords[name] = index
     return found
 
 
-def _latents(run: Run) -> Iterator[tuple[str, Any]]:
+def _plate_sizes(sites: list[Site]) -> dict[str, int]:
+    """By plate, how many data it has; one that was made without a size does not say."""
+    sizes: dict[str, int] = {}
+    for site in sites:
+        shape = site["fn"].batch_shape
+        for frame in plate_frames(site):
+            if frame.dim is not None:
+                here = shape[frame.dim] if -frame.dim <= len(shape) else 1
+                size = frame.size if frame.size >= 0 else here
+                sizes[frame.name] = max(size, sizes.get(frame.name, 1))
+    return sizes
+
+
+def _latents(run: Run) -> Iterator[tuple[str, Site]]:
     return ((n, s) for n, s in run.model_trace.nodes.items() if is_latent(s))
 
 
 def _observed(run: Run) -> Iterator[Term]:
-    return (t for t in run.terms if not t.in_guide and t.site["is_observed"])
+    sites = (t for t in run.terms if not t.in_guide and t.site["is_observed"])
+    return (t for t in sites if not is_transported(t.site))
 
 
 def _term(run: Run, name: str) -> Term:
     return next(t for t in run.terms if not t.in_guide and t.key.name == name)
 
 
-def _dims(site: Any) -> tuple[str, ...]:
+def _dims(site: Site) -> tuple[str, ...]:
     names = {f.dim: f.name for f in plate_frames(site) if f.dim is not None}
     depth = max((-d for d in names), default=0)
     # Dims between plates, of size one, get names of their own.
@@ -113,7 +129,7 @@ def _dims(site: Any) -> tuple[str, ...]:
 def _stack(
     sample: WeightedParticles,
     name: str,
-    site: Any,
+    site: Site,
     event_dim: int,
     pick: Callable[[Run, str], Tensor],
 ) -> Tensor:

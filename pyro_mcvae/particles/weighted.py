@@ -12,10 +12,11 @@ import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
-from pyro_mcvae.programs.execution import Run, Term
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import Minibatch
+from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.blocks import Block, Structure
 
 __all__ = ["WeightedParticles"]
@@ -101,7 +102,7 @@ class WeightedParticles:
             [self.log_weight.new_full((n,), s) for n, s in zip(sizes, scales, strict=True)]
         )
 
-    def again(self, runs: list[Run]) -> WeightedParticles:
+    def with_runs(self, runs: list[Run]) -> WeightedParticles:
         """A sample of further runs that show the same sites and plates as these."""
         sample = WeightedParticles(runs, self.block_of, self.structure)
         for name in ("_frames", "_dims", "_shapes"):  # the cached properties' places

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from pyro.poutine.trace_struct import Trace
+from pyro.util import check_model_guide_match, check_site_shape
 
-from pyro_mcvae.programs.execution import Run
-from pyro_mcvae.programs.sites import is_latent, nonfinite_report, plate_frames
+from pyro_mcvae.programs.sites import LEADING, is_latent, nonfinite_report, plate_frames
+from pyro_mcvae.programs.types import Site
+
+if TYPE_CHECKING:
+    from pyro_mcvae.programs.run import Run
+    from pyro_mcvae.programs.terms import Term
 
 __all__ = [
+    "check_batch_dims",
     "check_declared",
     "check_nesting",
     "check_plates",
+    "check_shapes",
     "check_sites",
     "nonfinite_sites",
 ]
@@ -103,12 +111,12 @@ def check_plates(run: Run) -> None:
             )
 
 
-def check_nesting(value: Any) -> None:
+def check_nesting(value: object) -> None:
     """
     :raises ValueError: unless ``max_plate_nesting`` is a number of batch dims, or infinity.
     """
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    if not (number and value >= 0 and (value == math.inf or value == int(value))):
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
+    if not (number >= 0 and (number == math.inf or number == int(number))):
         raise ValueError(
             f"max_plate_nesting must be the number of batch dims that the programs' plates occupy, "
             f"an int of at least 0, got {value!r}: leave it out to have it found"
@@ -124,3 +132,76 @@ def nonfinite_sites(runs: list[Run]) -> list[str]:
             if line is not None and line not in lines:
                 lines.append(line)
     return lines
+
+
+def check_shapes(
+    guide_trace: Trace, model_trace: Trace, terms: Sequence[Term], depth: float
+) -> None:
+    """Pyro's own checks of a run's shapes, while its validation is enabled."""
+    check_model_guide_match(*_comparable(model_trace, guide_trace), depth)
+    apart = _slots_are_apart(terms)
+    for term in terms:
+        site = {**term.site, "log_prob": term.log_prob}
+        if apart and not term.in_guide and term.key.name in guide_trace:
+            # Its own slots may come back through what it depends on in the model, where the guide
+            # drew that later and chose its slots for each of this site's.
+            infer = term.site["infer"].items()
+            site["infer"] = {k: v for k, v in infer if k != "_enumerate_dim"}
+        check_site_shape(site, depth)
+
+
+def _slots_are_apart(terms: Sequence[Term]) -> bool:
+    """Whether no two enumerated sites share a batch dim, as those of ``pyro.markov`` do."""
+    dims = {t.key.name: t.site["infer"].get("_enumerate_dim") for t in terms}
+    used = [dim for dim in dims.values() if dim is not None]
+    return len(used) == len(set(used))
+
+
+def _comparable(*traces: Trace) -> list[Trace]:
+    """Traces without the latents that only one of the programs has per particle."""
+    model_trace, guide_trace = traces
+    apart = [
+        name
+        for name, site in guide_trace.nodes.items()
+        if name in model_trace and _leads(site) != _leads(model_trace.nodes[name])
+    ]
+    copies = [trace.copy() for trace in traces] if apart else list(traces)
+    for trace in copies:
+        for name in apart:
+            trace.remove_node(name)
+    return copies
+
+
+def _leads(site: Site) -> bool:
+    stack = site["cond_indep_stack"] if site["type"] == "sample" else ()
+    return any(frame.name == LEADING for frame in stack)
+
+
+def check_batch_dims(terms: Sequence[Term], nesting: int) -> None:
+    """
+    Check that the particles of a run stand in the leading dim, and data in theirs.
+
+    :raises ValueError: naming a site with particles elsewhere, as z.sum(-1) in a model moves them.
+    """
+    for term in terms:
+        _check_batch_dims(term, nesting)
+
+
+def _check_batch_dims(term: Term, nesting: int) -> None:
+    declared = {f.dim for f in term.site["cond_indep_stack"]}
+    shape = term.log_prob.shape
+    outer = shape[: max(0, len(shape) - nesting - 1)]
+    if any(size != 1 for size in outer):
+        # As z.unsqueeze(-1) of a global latent makes them, by crossing the particles.
+        raise ValueError(
+            f"site '{term.key.name}' of the {term.key.program} has log_prob of shape "
+            f"{tuple(shape)}, which has dims to the left of the particles' (dim {-nesting - 1}): "
+            f"latents outside of a plate broadcast by themselves, without unsqueeze or reshape"
+        )
+    for dim in range(-min(nesting, len(shape)), 0):
+        if shape[dim] != 1 and dim not in declared:
+            raise ValueError(
+                f"site '{term.key.name}' of the {term.key.program} has log_prob of shape "
+                f"{tuple(shape)}, whose dim {dim} belongs to no plate: reductions over plates "
+                f"must keep their dims, as in z.sum(-1, keepdim=True)"
+            )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["NoCoordinateError"]
+__all__ = ["NoCoordinateError", "SiteError"]
 
 
-class NoCoordinateError(ValueError):
+class SiteError(ValueError):
+    """Says what is wrong with a site and what to do: another attempt would not help."""
+
+
+class NoCoordinateError(SiteError):
     """A guide site has neither explicit noise nor an unconstrained form."""

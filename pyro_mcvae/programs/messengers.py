@@ -1,9 +1,8 @@
-"""Pyro messengers: the plate of the particles, and values supplied to a run of a program."""
+"""Pyro messengers: the plate of the particles, and values for the sites of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from pyro.poutine.broadcast_messenger import BroadcastMessenger
@@ -13,6 +12,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.moving_supports import moves_support
 from pyro_mcvae.programs.precision import full_precision, without_autocast
 from pyro_mcvae.programs.sites import (
@@ -22,8 +22,12 @@ from pyro_mcvae.programs.sites import (
     is_straight_through,
     reparameterized,
 )
+from pyro_mcvae.programs.types import Message, Site
 
-__all__ = ["Minibatch", "ParticlePlate", "Recorder", "ScoreFunctionSites", "SubstituteMessenger"]
+__all__ = ["ParticlePlate", "Recorder", "SampleFn", "ScoreFunctionSites", "SubstituteMessenger"]
+
+# Called for a random guide site of a run; returns its value, or None to let Pyro draw.
+SampleFn = Callable[[Message], Tensor | None]
 
 
 class ParticlePlate(IndepMessenger):
@@ -41,7 +45,7 @@ class ParticlePlate(IndepMessenger):
         self.skip = skip
         self.unbatched: set[str] = set()
 
-    def _process_message(self, msg: Any) -> None:
+    def _process_message(self, msg: Message) -> None:
         if msg["type"] != "sample" or site_is_subsample(msg) or msg["name"] in self.skip:
             return
         if self.dim is not None and len(getattr(msg["fn"], "batch_shape", ())) < -self.dim:
@@ -51,75 +55,33 @@ class ParticlePlate(IndepMessenger):
         BroadcastMessenger._pyro_sample(msg)
 
 
-class Minibatch(dict[str, Tensor]):
-    """
-    The indices of each plate of a step, by the plate's name.
-
-    :ivar sizes: the plates' full sizes. A plate may be of another size in another run, as one over
-        objects whose number is drawn: it then takes indices of its own, unless they are a choice.
-    """
-
-    def __init__(self, of: Mapping[str, Tensor] | None = None) -> None:
-        super().__init__(of or {})
-        self.sizes: dict[str, int] = dict(of.sizes) if isinstance(of, Minibatch) else {}
-
-    def supply(self, msg: Any) -> None:
-        """Give a plate's message the indices that are known."""
-        name, fn = msg["name"], msg["fn"]
-        if name not in self:
-            return
-        size = self.sizes.get(name, fn.size)
-        # A value that is not done is the user's own choice, perhaps another one in each run.
-        if fn.size != size and (msg["value"] is None or msg["done"]):
-            if len(self[name]) == size:
-                return
-            raise ValueError(
-                f"plate '{name}' has size {fn.size}, but its minibatch of {len(self[name])} was "
-                f"chosen from {size} in another run of the same step: give it one size in both "
-                f"programs, which does not depend on latents"
-            )
-        msg["value"], msg["done"] = self[name], True
-
-    def keep(self, msg: Any) -> None:
-        """Remember the indices of a plate's message."""
-        if msg["name"] in self:
-            return
-        if len(msg["value"]) == 0:
-            raise ValueError(
-                f"plate '{msg['name']}' has an empty minibatch (0 of {msg['fn'].size} data); "
-                f"pass at least one datum, for example by dropping an empty last batch"
-            )
-        self[msg["name"]] = msg["value"]
-        self.sizes[msg["name"]] = msg["fn"].size
-
-
 class SubstituteMessenger(Messenger):
     """
-    Supplies values to sites of a run, and keeps the minibatch that the run draws.
+    Substitutes values at sites of a run, and keeps the minibatch that the run draws.
 
     Every further run of a step enters the same object, so that it sees the same minibatch.
     Distributions that a network under autocast has made compute in single precision.
 
     :param values: a value for each site to be fixed, by name.
-    :param draw: called for the other random sites, returns a value or None to let Pyro draw.
-    :param cut: the guide's draws reach the model without their gradient to the guide, but for the
-        sites named here and in ``values``; None to let all through.
+    :param sample_fn: called for the other random sites, returns a value or None to let Pyro draw.
+    :param attached: the guide's draws reach the model without their gradient to the guide, but for
+        the sites named here and in ``values``; None to let all through.
     """
 
     def __init__(
         self,
         subsamples: Minibatch | None = None,
         values: Mapping[str, Tensor] | None = None,
-        draw: Callable[[Any], Tensor | None] | None = None,
-        cut: frozenset[str] | None = None,
+        sample_fn: SampleFn | None = None,
+        attached: frozenset[str] | None = None,
     ) -> None:
         super().__init__()
         self.subsamples = Minibatch() if subsamples is None else subsamples
         self.values = values or {}
-        self.draw = draw
-        self.cut = cut
+        self.sample_fn = sample_fn
+        self.attached = attached
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Message) -> None:
         if site_is_subsample(msg):
             self.subsamples.supply(msg)
             return
@@ -128,20 +90,20 @@ class SubstituteMessenger(Messenger):
             return
         if msg["name"] in self.values:
             msg["value"], msg["done"] = self.values[msg["name"]], True
-        elif self.draw is not None and is_random(msg):
+        elif self.sample_fn is not None and is_random(msg):
             with without_autocast():
-                value = self.draw(msg)
+                value = self.sample_fn(msg)
             if value is not None:
                 msg["value"], msg["done"] = value, True
 
-    def _pyro_post_sample(self, msg: Any) -> None:
+    def _pyro_post_sample(self, msg: Message) -> None:
         if site_is_subsample(msg):
             self.subsamples.keep(msg)
 
 
 class Recorder(Messenger):
     """
-    Supplies the minibatch and the guide's draws to a model, and records its sites.
+    Gives a model the minibatch and the guide's draws, and records its sites.
 
     What :class:`SubstituteMessenger` around Pyro's ``trace`` and ``replay`` does, at the cost of
     one handler: a model that runs several times in a step, often on few data, shows every message
@@ -159,7 +121,7 @@ class Recorder(Messenger):
         self.subsamples = subsamples
         self._drawn = guide_trace.nodes
 
-    def _process_message(self, msg: Any) -> None:
+    def _process_message(self, msg: Message) -> None:
         if msg["type"] != "sample":
             return
         if site_is_subsample(msg):
@@ -169,7 +131,7 @@ class Recorder(Messenger):
         if not msg["is_observed"]:
             self.supply(msg, self._drawn.get(msg["name"]))
 
-    def supply(self, msg: Any, drawn: Any) -> None:
+    def supply(self, msg: Message, drawn: Site | None) -> None:
         """
         Give a latent its value.
 
@@ -178,7 +140,7 @@ class Recorder(Messenger):
         if drawn is not None and drawn["type"] == "sample":
             msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
 
-    def _postprocess_message(self, msg: Any) -> None:
+    def _postprocess_message(self, msg: Message) -> None:
         if msg["type"] == "sample" and not msg["infer"].get("_do_not_trace"):
             self.trace.add_node(msg["name"], **msg)
 
@@ -195,7 +157,7 @@ class ScoreFunctionSites(Messenger):
         super().__init__()
         self.skip = skip
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Message) -> None:
         if msg["done"] or not is_random(msg) or msg["name"] in self.skip:
             return
         # A distribution that masks itself would mask the score too; it keeps its own gradient, as

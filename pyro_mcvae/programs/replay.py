@@ -10,18 +10,19 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.trace_struct import Trace
 
-from pyro_mcvae.programs.execution import (
-    Programs,
-    Run,
+from pyro_mcvae.programs.execution import Programs, entered, with_changes
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.messengers import ParticlePlate, Recorder
+from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.programs.terms import (
     Term,
-    collect,
-    entered,
     guide_term,
     model_term,
     scored,
-    with_changes,
+    site_signature,
+    site_sizes,
 )
-from pyro_mcvae.programs.messengers import ParticlePlate, Recorder
+from pyro_mcvae.programs.types import Site
 
 __all__ = ["replay_model"]
 
@@ -48,16 +49,14 @@ def replay_model(
     with handler, entered(leading):
         programs.model(*programs.args, **programs.kwargs)
     terms = _terms(run, guide_trace, handler.trace)
-    same = terms is not None
+    shown = run.nesting, run.leading
     if terms is None:
-        found = collect(guide_trace, handler.trace, run.nesting, run.leading)
-    else:
-        found = Run(guide_trace, handler.trace, terms, run.nesting, run.leading)
-    found.subsamples, found.unbatched = run.subsamples, run.unbatched
-    return found, same
+        other = collect(guide_trace, handler.trace, *shown, run.subsamples, run.unbatched)
+        return other, False
+    return Run(guide_trace, handler.trace, terms, *shown, run.unbatched, run.subsamples), True
 
 
-def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> list[Term] | None:
+def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> tuple[Term, ...] | None:
     """The terms of sites like those of ``run``, or None where the sites are others."""
     sites = list(scored(model_trace))
     before = [t for t in run.terms if not t.in_guide]
@@ -65,7 +64,7 @@ def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> list[Term] | Non
         return None
     terms = []
     for old, site in zip(before, sites, strict=True):
-        if not _alike(old.site, site):
+        if not _is_same(old, site):
             return None
         with _checked_before(old.site, site):
             term = model_term(site, old.key)
@@ -73,21 +72,13 @@ def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> list[Term] | Non
             return None
         terms.append(term)
     nodes = guide_trace.nodes
-    return terms + [guide_term(nodes[t.key.name], t.key) for t in run.terms if t.in_guide]
+    return *terms, *[guide_term(nodes[t.key.name], t.key) for t in run.terms if t.in_guide]
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two sites have the same name and plates."""
-    stacks = a["cond_indep_stack"], b["cond_indep_stack"]
-    return (
-        a["name"] == b["name"]
-        and a["is_observed"] == b["is_observed"]
-        and len(stacks[0]) == len(stacks[1])
-        and all(
-            f.name == g.name and f.dim == g.dim and f.size == g.size and f.counter == g.counter
-            for f, g in zip(*stacks, strict=True)
-        )
-    )
+def _is_same(old: Term, site: Site) -> bool:
+    """Whether a site of the model is the same as before, in the same plates."""
+    key = FactorKey("model", site["name"])
+    return site_signature(key, site) == old.signature and site_sizes(site) == old.sizes
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import pyro.distributions as dist
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
-__all__ = ["Distribution", "Program", "Site"]
+__all__ = ["Distribution", "Message", "Program", "Site"]
 
 # A model or a guide: a function, or an object that is called with the data.
 Program: TypeAlias = Callable[..., object]
@@ -26,7 +26,7 @@ class Site(TypedDict, total=False):
     is_observed: bool
     args: tuple[object, ...]
     kwargs: dict[str, object]
-    infer: dict[str, object]
+    infer: dict[str, Any]
     scale: float | Tensor
     mask: bool | Tensor | None
     cond_indep_stack: tuple[CondIndepStackFrame, ...]
@@ -34,3 +34,7 @@ class Site(TypedDict, total=False):
     stop: bool
     log_prob: Tensor
     unscaled_log_prob: Tensor
+
+
+# The same keys, while the statement is run: ``value`` is None before the draw.
+Message: TypeAlias = Site

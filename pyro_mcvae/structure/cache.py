@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
-import torch
-from pyro import poutine
-from torch.utils._pytree import tree_leaves
-
+from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.types import Program
 
 __all__ = ["StructureCache"]
 
@@ -36,30 +34,30 @@ class StructureCache(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[tuple[Any, Any], dict[Hashable, _Finding[T]]]] = []
+        self._pairs: list[tuple[tuple[Program, Program], dict[Hashable, _Finding[T]]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs are often local functions, which cannot be pickled; they are looked at again.
         return {"_pairs": []}
 
     def of(
-        self, programs: Programs, signature: Hashable, find: Callable[[], T], again: bool = True
+        self, programs: Programs, signature: Hashable, find: Callable[[], T], renew: bool = True
     ) -> T:
         """
         What ``find`` finds out about the programs.
 
         :param signature: what a run of them shows.
-        :param bool again: whether this is a use that may look again. One in the middle of a step
+        :param bool renew: whether this is a use that may look again. One in the middle of a step
             may not: a checkpoint would run it a second time without that look.
         """
-        found = self._of_pair((programs.model, programs.guide))
-        key = signature, tuple(_choices(programs))
+        found = self._of_pair(programs.pair)
+        key = signature, programs.flags
         finding = found.get(key)
         if finding is None:
             if len(found) >= _MAX_STRUCTURES:
                 found.pop(next(iter(found)))
             finding = found[key] = _Finding(find())
-        elif again and finding.used_often():
+        elif renew and finding.used_often():
             seen = find()
             if seen != finding.value:
                 _logger.warning(
@@ -70,7 +68,7 @@ class StructureCache(Generic[T]):
             finding.value = seen
         return finding.value
 
-    def _of_pair(self, pair: tuple[Any, Any]) -> dict[Hashable, _Finding[T]]:
+    def _of_pair(self, pair: tuple[Program, Program]) -> dict[Hashable, _Finding[T]]:
         for i, (known, found) in enumerate(self._pairs):
             if known == pair:
                 if i:
@@ -89,35 +87,7 @@ class _Finding(Generic[T]):
     def used_often(self) -> bool:
         """Count one use; whether it is time to look again."""
         self._uses += 1
-        if self._uses < self._next or _capturing():
+        if self._uses < self._next or is_recording():
             return False
         self._next += min(self._next, _AT_LEAST_EVERY)
         return True
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being made of this step, which must not look at values."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _choices(programs: Programs) -> Iterator[Any]:
-    """The flags that the programs can see: arguments, attributes of their object, closures."""
-    # None is no leaf of a tree for some versions of torch.
-    for value in tree_leaves((list(programs.args), programs.kwargs)):
-        yield value if isinstance(value, _FLAGS) else type(value)
-    yield tuple(programs.kwargs)
-    for program in (programs.model, programs.guide):
-        function = poutine.unwrap(program)
-        owner = getattr(function, "__self__", function)
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if isinstance(value, _FLAGS):
-                yield name, value
-        for cell in getattr(function, "__closure__", None) or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                continue  # not filled yet
-            yield value if isinstance(value, _FLAGS) else None
-
-
-_FLAGS = (bool, str, type(None))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 
-from pyro_mcvae.programs.execution import Programs, Run
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.dependencies import Dependencies, find_dependencies
 
 __all__ = ["find_collapsed"]

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pyro
 import torch
-from pyro import poutine
 from pyro.ops.provenance import ProvenanceTensor, detach_provenance, get_provenance
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from pyro_mcvae.programs.batch_norm import FixedStatistics
-from pyro_mcvae.programs.contract import check_declared, check_sites
-from pyro_mcvae.programs.execution import Programs, collect, nesting_of, run_pair
+from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
+from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.sites import is_scored, masks_of
 
 __all__ = [
     "Dependencies",
     "Escapes",
     "find_dependencies",
-    "find_nesting",
-    "isolated",
     "leaves_behind",
 ]
 
@@ -191,38 +187,6 @@ def find_dependencies(
     # What became of these draws is not known: anything may depend on them.
     escaped = escapes.names & tracked
     return found._replace(factors={key: f | escaped for key, f in found.factors.items()})
-
-
-def find_nesting(
-    programs: Programs, strict_enumeration: bool, model_enumeration: bool = False
-) -> int:
-    """
-    How many batch dims the plates of both programs occupy, seen by running them once.
-
-    :param bool model_enumeration: allow model sites that are marked for enumeration.
-    :raises ValueError: for programs that do not fit together, as without particles.
-    """
-    with isolated(), torch.no_grad():
-        guide_trace, model_trace = run_pair(programs, SubstituteMessenger())
-        check_sites(guide_trace, model_trace, strict_enumeration, model_enumeration)
-        nesting = nesting_of(guide_trace, model_trace)
-        with warnings.catch_warnings():
-            if model_enumeration:  # their sites are in the model alone
-                warnings.filterwarnings("ignore", "Found vars in model but not guide")
-            check_declared(collect(guide_trace, model_trace, nesting, None))
-    return nesting
-
-
-@contextmanager
-def isolated() -> Iterator[None]:
-    """Hide a run from outer handlers, the random number generators and batch statistics."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    state = pyro.util.get_rng_state()
-    with torch.random.fork_rng(devices), poutine.block(), FixedStatistics():
-        try:
-            yield
-        finally:
-            pyro.util.set_rng_state(state)
 
 
 def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependencies:

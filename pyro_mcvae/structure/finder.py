@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
-from pyro_mcvae.programs.execution import Programs, Run, Term
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.nesting import find_nesting
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import (
     LEADING,
     PlateKey,
     is_delta,
     is_latent,
-    is_subsampled,
     plate_frames,
     plate_key,
     reparameterized,
 )
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.blocks import (
     Factor,
@@ -52,21 +53,17 @@ class StructureFinder:
     def __init__(self, joint: bool = False, find_roots: bool = False) -> None:
         self.joint = joint
         self.find_roots = find_roots
-        self._memory: StructureCache[Structure] = StructureCache()
+        self._cache: StructureCache[Structure] = StructureCache()
 
-    def of(self, programs: Programs, run: Run, again: bool = True) -> Structure:
+    def of(self, programs: Programs, run: Run, renew: bool = True) -> Structure:
         """
         The blocks of the programs that made this run.
 
-        :param bool again: whether the run begins a step, when what was found before may be looked
+        :param bool renew: whether the run begins a step, when what was found before may be looked
             at again.
         """
-        signature = (_may_have_lost_particles(run), *_signature(run))
-        found = self._memory.of(programs, signature, lambda: self._derive(programs, run), again)
-        if found.coupled:
-            for term in run.terms:
-                term.coupled = found.coupled.get(term.key, frozenset())
-        return found
+        signature = _may_have_lost_particles(run), run.signature
+        return self._cache.of(programs, signature, lambda: self._derive(programs, run), renew)
 
     def check_particles(self, programs: Programs, run: Run) -> None:
         """
@@ -75,7 +72,7 @@ class StructureFinder:
         :raises RuntimeError: naming a site that averages over them.
         """
         if _may_have_lost_particles(run):
-            self.of(programs, run, again=False)  # whose derivation checks it
+            self.of(programs, run, renew=False)  # whose derivation checks it
 
     def _derive(self, programs: Programs, run: Run) -> Structure:
         frames = {t.key: plate_frames(t.site) for t in run.terms}
@@ -83,9 +80,7 @@ class StructureFinder:
         # A guide of point masses alone is weighed per datum as well.
         random = [t for t in latents if not is_delta(t.site["fn"])] or latents
         if any(_data_lead(t, run) for t in run.terms):
-            dependencies.find_nesting(
-                programs, strict_enumeration=False
-            )  # raises for undeclared dims
+            find_nesting(programs, strict_enumeration=False)  # raises for undeclared dims
         order = [t.key.name for t in random]
         names = frozenset(order)
         coupled = {} if self.joint else find_dependent_plates(programs, run.subsamples)
@@ -203,17 +198,3 @@ def _mean_field(factors: Mapping[FactorKey, Factor], names: frozenset[str]) -> b
         for key, factor in factors.items()
         if key.program == "guide"
     )
-
-
-def _signature(run: Run) -> Iterator[Any]:
-    """What decides the structure: sites, their plates, and which plates are subsampled."""
-    for term in run.terms:
-        site = term.site
-        frames = tuple(
-            (f.name, f.dim, f.counter, is_subsampled(f))
-            for f in site["cond_indep_stack"]
-            if f.name != LEADING
-        )
-        latent = not site["is_observed"]
-        kind = latent, latent and term.in_guide and is_delta(site["fn"]), reparameterized(site)
-        yield term.key, frames, kind

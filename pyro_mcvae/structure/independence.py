@@ -10,32 +10,27 @@ exchanged, and the densities of the other half must stay as they are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-import pyro
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.programs.execution import (
-    Programs,
-    guide_term,
-    model_term,
-    possible_terms,
-    run_pair,
-    scored,
-)
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import Minibatch, SubstituteMessenger
+from pyro_mcvae.programs.probing import ProgramError, looking, probe
 from pyro_mcvae.programs.sites import PlateKey, changed_draw, is_random, plate_frames, plate_key
-from pyro_mcvae.structure.dependencies import isolated
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Site
 
 __all__ = ["find_dependent_plates"]
 
+_logger = logging.getLogger(__name__)
+
 Values = dict[str, Tensor]
-Densities = dict[FactorKey, tuple[Any, Tensor]]
+Terms = dict[FactorKey, Term]
 
 
 def find_dependent_plates(
@@ -50,23 +45,23 @@ def find_dependent_plates(
     :param subsamples: the minibatch to look at.
     """
     try:
-        with torch.no_grad(), pyro.validation_enabled(False):
-            return _find(programs, subsamples)
-    except Exception:
+        return _find(programs, subsamples)
+    except ProgramError as error:
+        _logger.info("whether a plate's elements meet cannot be looked at: %s", error)
         return {}
 
 
 def _find(
     programs: Programs, subsamples: Mapping[str, Tensor]
 ) -> dict[FactorKey, frozenset[PlateKey]]:
-    with isolated():
-        first = run_pair(programs, SubstituteMessenger(Minibatch(subsamples)))[0]
-        second = run_pair(programs, SubstituteMessenger(Minibatch(subsamples)))[0]
+    with looking():
+        first = probe(programs, subsamples).guide_trace
+        second = probe(programs, subsamples).guide_trace
     latents = {n: s for n, s in first.nodes.items() if is_random(s) and n in second.nodes}
     values = {n: s["value"] for n, s in latents.items()}
     others = {n: _another(s, second.nodes[n]["value"]) for n, s in latents.items()}
     found: dict[FactorKey, frozenset[PlateKey]] = {}
-    before: Densities | None = None
+    before: Terms | None = None
     for frame in sorted({f for s in latents.values() for f in plate_frames(s)}, key=str):
         if frame.dim is None or frame.size < 2:
             continue
@@ -85,13 +80,13 @@ def _find(
     return {key: plates for key, plates in found.items() if _same(before[key], again.get(key))}
 
 
-def _another(site: Any, drawn: Tensor) -> Tensor:
+def _another(site: Site, drawn: Tensor) -> Tensor:
     """Another value for each element: a second draw, which may be the same where it is discrete."""
     value, support = site["value"], site["fn"].support
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
     if support is constraints.boolean:
-        return 1 - value
+        return value.logical_not().to(value.dtype)
     if support is constraints.one_hot:
         return value.roll(1, -1)
     if isinstance(support, _INTERVAL):
@@ -115,7 +110,7 @@ def _half(size: int) -> Tensor:
 
 
 def _exchanged(
-    site: Any, frame: CondIndepStackFrame, half: Tensor, value: Tensor, other: Tensor
+    site: Site, frame: CondIndepStackFrame, half: Tensor, value: Tensor, other: Tensor
 ) -> Tensor:
     depth = site["fn"].event_dim - (frame.dim or 0)
     if frame not in plate_frames(site) or value.shape != other.shape or value.dim() < depth:
@@ -124,26 +119,22 @@ def _exchanged(
     return changed_draw(lambda a, b: torch.where(where, a, b), other, value)
 
 
-def _densities(programs: Programs, subsamples: Mapping[str, Tensor], values: Values) -> Densities:
-    """The log density of every factor at given latents; the same random stream at each call."""
-    with isolated():
-        guide_trace, model_trace = run_pair(
-            programs, SubstituteMessenger(Minibatch(subsamples), values)
-        )
-        terms = [model_term(site) for site in scored(model_trace)]
-        if len(values) > 1:  # one site alone depends on no other
-            terms += possible_terms(guide_term, guide_trace)
-    return {t.key: (t.site, t.log_prob) for t in terms}
+def _densities(programs: Programs, subsamples: Mapping[str, Tensor], values: Values) -> Terms:
+    """The factors at given latents; the same random stream at each call."""
+    with looking():
+        found = probe(programs, subsamples, values).terms
+    # One site alone depends on no other.
+    return {key: t for key, t in found.items() if len(values) > 1 or not t.in_guide}
 
 
 def _changed(
-    before: Densities, after: Densities, frame: CondIndepStackFrame, kept: Tensor
+    before: Terms, after: Terms, frame: CondIndepStackFrame, kept: Tensor
 ) -> Iterator[FactorKey]:
     """The factors whose density differs at elements of a plate whose own latents are the same."""
-    for key, (site, old) in before.items():
-        new = after[key][1] if key in after else old
-        dim = frame.dim or 0
-        if frame not in plate_frames(site) or old.shape != new.shape or old.dim() < -dim:
+    for key, term in before.items():
+        old, dim = term.log_prob, frame.dim or 0
+        new = after[key].log_prob if key in after else old
+        if frame not in plate_frames(term.site) or old.shape != new.shape or old.dim() < -dim:
             continue
         if old.shape[dim] != frame.size:
             continue
@@ -152,10 +143,10 @@ def _changed(
             yield key
 
 
-def _same(before: tuple[Any, Tensor], again: tuple[Any, Tensor] | None) -> bool:
-    if again is None or again[1].shape != before[1].shape:
+def _same(before: Term, again: Term | None) -> bool:
+    if again is None or again.log_prob.shape != before.log_prob.shape:
         return False
-    return _close(before[1], again[1])
+    return _close(before.log_prob, again.log_prob)
 
 
 def _close(old: Tensor, new: Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae.comparisons.chain_states import ChainStates
+from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.ops.ranks import num_ranks, rank
 from pyro_mcvae.training.store import Part, PyroOptimPart, Saved, Undo
 from pyro_mcvae.truncated.closed_form import ClosedForm
@@ -40,7 +41,9 @@ def _flatten(parts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             yield name, value
             continue
         yield f"{name}.optim", value.optim
-        yield f"{name}.loss", value.loss.__self__ if hasattr(value.loss, "__self__") else value.loss
+        loss = getattr(value.loss, "__self__", value.loss)
+        # How a loss is computed is not what it has learned.
+        yield f"{name}.loss", loss.plain if isinstance(loss, CompiledELBO) else loss
         seen = None
         for program in ("model", "guide"):
             found = _module_of(getattr(value, program))

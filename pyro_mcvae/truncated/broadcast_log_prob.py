@@ -25,10 +25,10 @@ from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import mse_loss, softplus
 
 from pyro_mcvae.coordinates import chain_density
-from pyro_mcvae.programs.execution import Term
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.sites import masked, subsampling_scale, unscaled_log_prob
+from pyro_mcvae.programs.terms import Term
 
 __all__ = ["broadcast_log_prob", "broadcast_term"]
 
@@ -69,7 +69,7 @@ def broadcast_log_prob(fn: Any, value: Tensor) -> Tensor | None:
 
 
 def broadcast_term(site: Any) -> Term:
-    """What :func:`~pyro_mcvae.programs.execution.model_term` returns, broadcast where it can be."""
+    """What :func:`~pyro_mcvae.programs.terms.model_term` returns, broadcast where it can be."""
     log_prob = None
     if not site["infer"] and not site["args"] and not site["kwargs"]:
         try:

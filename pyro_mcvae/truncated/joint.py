@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,18 +11,22 @@ from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
 
+from pyro_mcvae.checks.leading_dims import STATES
+from pyro_mcvae.particles.runner import Execution, Layout
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs import execution
-from pyro_mcvae.programs.contract import check_sites
-from pyro_mcvae.programs.execution import Programs, Run, Term
+from pyro_mcvae.programs.contract import check_batch_dims, check_sites
+from pyro_mcvae.programs.execution import Programs, entered, with_changes
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import Minibatch, ParticlePlate, SubstituteMessenger
-from pyro_mcvae.programs.sites import LEADING, is_latent, subsampling_scale
-from pyro_mcvae.structure import dependencies
+from pyro_mcvae.programs.messengers import SampleFn, SubstituteMessenger
+from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.nesting import nesting_of
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import is_latent, subsampling_scale
+from pyro_mcvae.programs.terms import Term, guide_term, scored
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
 from pyro_mcvae.truncated.data_index import find_data_index
-from pyro_mcvae.truncated.layout import Rows
+from pyro_mcvae.truncated.layout import Rows, StateLayout
 from pyro_mcvae.truncated.messenger import StatesHandler
 from pyro_mcvae.truncated.possible import (
     frozen_entries,
@@ -30,10 +35,12 @@ from pyro_mcvae.truncated.possible import (
     spec_of,
 )
 from pyro_mcvae.truncated.searched_sites import (
+    GuideDraws,
     Layouts,
     SearchMessenger,
     StatesError,
     run_guide,
+    shared_by_data,
     with_searched,
 )
 
@@ -41,8 +48,6 @@ __all__ = ["JointRuns", "Leaves"]
 
 # The values of a site in each run, as leaves of the graph.
 Leaves = dict[tuple[str, int], Tensor]
-
-_STATES = "states side by side: pass vectorize_particles=False, or "
 
 
 def _draw_nothing(*args: Any, **kwargs: Any) -> None:
@@ -55,8 +60,9 @@ class JointRuns:
 
     The minibatch and the other latents w, which ``guide`` draws, are the same in every run.
 
-    :param tracer: knows how to vectorise, and keeps what was learned of the programs.
+    :param sampler: knows how to vectorise, and keeps what was learned of the programs.
     :param layouts: from :func:`find_layouts`.
+    :param given: draws of ``guide`` that are made already, by site, and their minibatch.
     :ivar rows: for each block the data of the minibatch; known after the first run.
     """
 
@@ -68,16 +74,20 @@ class JointRuns:
         guide: Callable[..., Any] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        given: GuideDraws | None = None,
     ) -> None:
         self._sampler, self.layouts = sampler, layouts
         self._programs = Programs(model, SearchMessenger(model, guide), args, kwargs)
         # In which the model draws the discrete sites itself, in whatever dims it runs.
         self._plain = Programs(model, guide or _draw_nothing, args, kwargs)
         self.args, self.kwargs = args, kwargs
-        self.subsamples = Minibatch()
-        with SubstituteMessenger(self.subsamples):
+        given = GuideDraws() if given is None else given
+        self.subsamples = Minibatch(given.subsamples)
+        with SubstituteMessenger(self.subsamples, given.values):
             self.guide_trace = run_guide(guide, args, kwargs)
-        self._guide_terms = [execution.guide_term(s) for s in execution.scored(self.guide_trace)]
+        self._guide_terms = [
+            shared_by_data(guide_term(s), layouts.plates) for s in scored(self.guide_trace)
+        ]
         self.rows: list[Rows | None] = [None] * len(layouts.blocks)
         # What is known of runs that show the same sites and plates.
         self._known: WeightedParticles | None = None
@@ -86,6 +96,8 @@ class JointRuns:
         self.finite = True
         #: How many passes through the model were made, and at how many states of a datum in all.
         self.num_runs, self.num_states = 0, 0
+        #: By block a fingerprint of each datum's observations.
+        self.observed: dict[int, Tensor] = {}
 
     def run(
         self,
@@ -124,16 +136,13 @@ class JointRuns:
 
         if together:
             found = [self._vectorized(draw(None), count)]
-            shown = _shown(found[0])
-            known = self._known if shown == self._known_by else None
-            if known is not None:
-                return known.again(found)
-            shared = self.layouts.structure.global_sites
-            self._sampler.alike.check(self._plain, found[0], shared, _STATES)
+            shown = found[0].signature, found[0].sizes, found[0].unbatched
+            if self._known is not None and shown == self._known_by:
+                return self._known.with_runs(found)
         else:
-            found = [self._once(draw(i), None) for i in range(count)]
+            found = [self._once(draw(i), Layout(None, None)) for i in range(count)]
         structures = [
-            self._sampler.structures.of(self._programs, run, again=False) for run in found
+            self._sampler.structures.of(self._programs, run, renew=False) for run in found
         ]
         if structures[0].blocks != self.layouts.structure.blocks:
             raise StatesError(
@@ -144,7 +153,7 @@ class JointRuns:
         sample = WeightedParticles(found, [s.block_of for s in structures], structures[0])
         if together and not structures[0].coupled:
             # Without the run itself, whose tensors would stay alive.
-            self._known, self._known_by = sample.again([]), shown
+            self._known, self._known_by = sample.with_runs([]), shown
         return sample
 
     def log_joint(self, sample: WeightedParticles) -> list[Tensor]:
@@ -161,6 +170,13 @@ class JointRuns:
         for part in sample.split(total):
             parts.append(part.flatten(1).t())
         return parts
+
+    def block(self, b: int) -> tuple[StateLayout, Rows]:
+        """A searched block's layout and its data of the minibatch, after the first run."""
+        layout, rows = self.layouts.blocks[b], self.rows[b]
+        assert layout is not None
+        assert rows is not None
+        return layout, rows
 
     def frozen(self, sample: WeightedParticles, b: int) -> Tensor:
         """The entries of a block that are masked out in each state, ``[E, C, D]``."""
@@ -197,35 +213,30 @@ class JointRuns:
             f"TruncatedPosterior for a program of another structure"
         )
 
-    def _vectorized(self, draw: Callable[[Any], Tensor | None], count: int) -> Run:
-        try:
-            return self._once(draw, count)
-        except StatesError:
-            raise
-        except Exception as error:
-            with dependencies.isolated(), torch.no_grad():
-                # Raises the program's own error, if it has one without states side by side too.
-                self._sampler._single(self._programs, SubstituteMessenger())
-            raise RuntimeError(
-                f"the model cannot be run with {count} states side by side in batch dim "
-                f"{-self.layouts.nesting - 1}, though it runs with one. Pass "
-                f"vectorize_particles=False, or make it broadcast over leading dims (index from "
-                f"the right, as in z[..., 0]). The error was: {type(error).__name__}: {error}"
-            ) from error
+    def _vectorized(self, draw: SampleFn, count: int) -> Run:
+        execution = Execution(
+            self._programs,
+            partial(self._once, draw),
+            self.subsamples,
+            self.layouts.structure.global_sites,
+            name=STATES,
+            nesting=self.layouts.nesting,
+            compared=self._plain,
+        )
+        return self._sampler.runner.run(execution, count)
 
-    def _once(self, draw: Callable[[Any], Tensor | None], count: int | None) -> Run:
+    def _once(self, draw: SampleFn, layout: Layout) -> Run:
         nesting, structure = self.layouts.nesting, self.layouts.structure
-        plate, guide_trace = None, self.guide_trace
+        count, plate, guide_trace = layout.count, layout.plates()[1], self.guide_trace
         if count is not None:
-            plate = ParticlePlate(count, -nesting - 1, structure.global_sites.model)
             skip = structure.global_sites.guide
             local = [t.site for t in self._guide_terms if t.key.name not in skip]
             if local:
-                guide_trace = execution.with_changes(
+                guide_trace = with_changes(
                     guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}
                 )
         handler = StatesHandler(guide_trace, self.subsamples, draw)
-        with handler, execution.entered(plate):
+        with handler, entered(plate):
             self._programs.model(*self.args, **self.kwargs)
         model_trace, names = handler.trace, self.layouts.names
         gone = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
@@ -235,43 +246,26 @@ class JointRuns:
                 f"at the first call: make another TruncatedPosterior for the other program"
             )
         both = with_searched(guide_trace, model_trace, names)
-        terms = [broadcast_term(s) for s in execution.scored(model_trace)]
+        terms = [broadcast_term(s) for s in scored(model_trace)]
         # In the order of the first call, in which the blocks are numbered.
         searched = [_no_density(s) for n, s in both.nodes.items() if n in names]
-        run = Run(both, model_trace, terms + self._guide_terms + searched, nesting, count)
-        run.subsamples = self.subsamples
-        if plate is not None:
-            run.unbatched = frozenset(FactorKey("model", n) for n in plate.unbatched)
+        names_of = () if plate is None else plate.unbatched
+        unbatched = frozenset(FactorKey("model", n) for n in names_of)
+        all_terms = (*terms, *self._guide_terms, *searched)
+        run = Run(both, model_trace, all_terms, nesting, count, unbatched, self.subsamples)
         if is_validation_enabled():
-            check_sites(both, model_trace, self._sampler.strict_enumeration)
-            if execution.nesting_of(model_trace) > nesting:
+            check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
+            if nesting_of(model_trace) > nesting:
                 raise StatesError(
-                    f"the program has plates in {execution.nesting_of(model_trace)} batch dims, "
+                    f"the program has plates in {nesting_of(model_trace)} batch dims, "
                     f"and had {nesting} at its first call: make another TruncatedPosterior for it"
                 )
             for term in terms:
-                term.site["log_prob"] = term.log_prob
-                check_site_shape(term.site, nesting + 1 if count is not None else nesting)
+                depth = nesting + 1 if count is not None else nesting
+                check_site_shape({**term.site, "log_prob": term.log_prob}, depth)
         if count is not None:
-            for term in terms:
-                execution._check_batch_dims(term, nesting)
+            check_batch_dims(terms, nesting)
         return run
-
-
-def _shown(run: Run) -> Any:
-    """The sites and plates of a run, but for the number of states."""
-    return run.unbatched, [
-        (
-            t.key,
-            t.site["is_observed"],
-            [
-                (f.name, f.dim, f.size, f.counter, f.full_size)
-                for f in t.site["cond_indep_stack"]
-                if f.name != LEADING
-            ],
-        )
-        for t in run.terms
-    ]
 
 
 def _no_density(site: Any) -> Term:

@@ -9,7 +9,8 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_mcvae.programs.messengers import Minibatch, Recorder
+from pyro_mcvae.programs.messengers import Recorder
+from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.sites import is_random
 

@@ -10,9 +10,10 @@ from pyro.poutine.trace_struct import Trace
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs import replay as module
-from pyro_mcvae.programs.execution import Programs, collect, run_model, with_changes
+from pyro_mcvae.programs.execution import Programs, run_model, with_changes
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.replay import replay_model
+from pyro_mcvae.programs.run import collect
 
 X = torch.tensor([0.0, 1.0, 1.0, 0.0])
 

@@ -13,7 +13,8 @@ from pyro.infer import autoguide
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.structure.dependencies import find_dependencies, find_nesting
+from pyro_mcvae.programs.nesting import find_nesting
+from pyro_mcvae.structure.dependencies import find_dependencies
 
 
 def normal(loc=0.0):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro import poutine
 
-from pyro_mcvae.programs.execution import model_term, scored
+from pyro_mcvae.programs.terms import model_term, scored
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_log_prob, broadcast_term
 
 _MASK = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 1]]).bool()

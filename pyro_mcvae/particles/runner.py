@@ -1,0 +1,279 @@
+"""The place that runs programs with leading dims: particles, chains, slots, states, judges."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pyro
+import torch
+from pyro.poutine.trace_struct import Trace
+from torch.utils.checkpoint import _StopRecomputationError
+
+from pyro_mcvae.checks.leading_dims import PARTICLES, LeadingDimsCheck, LeadingDimsName
+from pyro_mcvae.programs.contract import check_nesting
+from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.messengers import ParticlePlate
+from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.nesting import find_nesting, nesting_of
+from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.structure.blocks import GlobalSites
+
+__all__ = ["Execution", "Layout", "Plates", "Runner", "unbatched"]
+
+# The particles' plates of the guide and of the model.
+Plates = tuple[ParticlePlate, ParticlePlate] | tuple[None, None]
+# How often a step is begun again when its structure turns out to be another than assumed.
+_MAX_ATTEMPTS = 3
+_NONE = GlobalSites()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """
+    Where the leading dims of a run stand.
+
+    :ivar count: the size of the particles' dim, or None for a run without one.
+    :ivar nesting: how many batch dims belong to plates; None, in a run without leading dims, for
+        as many as it shows.
+    :ivar shared: the guide's and the model's sites that all particles share.
+    """
+
+    count: int | None
+    nesting: int | None
+    shared: GlobalSites = _NONE
+
+    def plates(self) -> Plates:
+        """New plates of the particles, for the guide and for the model."""
+        if self.count is None or self.nesting is None:
+            return None, None
+        dim = -self.nesting - 1
+        guide, model = (ParticlePlate(self.count, dim, names) for names in self.shared)
+        return guide, model
+
+
+def unbatched(plates: Plates) -> frozenset[FactorKey]:
+    """The factors whose distribution did not have the particles' dim by itself."""
+    guide, model = plates
+    if guide is None or model is None:
+        return frozenset()
+    names = ("guide", guide.unbatched), ("model", model.unbatched)
+    return frozenset(FactorKey(program, n) for program, found in names for n in found)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """
+    What is to be run.
+
+    :ivar programs: the pair that is run.
+    :ivar execute: makes the run for a layout, on the minibatch below.
+    :ivar subsamples: the minibatch; set back before another attempt.
+    :ivar shared: the sites that all particles share, as far as that is known.
+    :ivar find_shared: finds them out from a run; None where they are settled. A run whose sites
+        turn out to be others is made again.
+    :ivar rewinds: whether the random number generators are set back for that, too.
+    :ivar name: what stands in the leading dims.
+    :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
+    :ivar nesting: how many batch dims belong to plates, where that is settled.
+    :ivar compared: the pair whose runs with and without leading dims are compared, where it is
+        another one.
+    """
+
+    programs: Programs
+    execute: Callable[[Layout], Run]
+    subsamples: Minibatch = field(default_factory=Minibatch)
+    shared: GlobalSites = _NONE
+    find_shared: Callable[[Run], GlobalSites] | None = None
+    rewinds: bool = False
+    name: LeadingDimsName = PARTICLES
+    several: bool = False
+    nesting: int | None = None
+    compared: Programs | None = None
+
+
+class Runner:
+    """
+    Makes the runs of one objective or judge, and knows how many batch dims their plates occupy.
+
+    Whatever runs with leading dims runs here, and only here it is looked at: whether programs that
+    fail do so without leading dims too, have other plates than before, or cannot be vectorised;
+    whether particles are taken for data of which there are as many; whether their densities are
+    those of a loop.
+
+    :param max_plate_nesting: how many batch dims belong to plates; infinite to find out.
+    :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
+    :param bool model_enumeration: allow model sites that are marked for enumeration.
+    """
+
+    def __init__(
+        self,
+        max_plate_nesting: float = math.inf,
+        strict_enumeration: bool = True,
+        model_enumeration: bool = False,
+    ) -> None:
+        check_nesting(max_plate_nesting)
+        self.declared_nesting = max_plate_nesting
+        self.strict_enumeration = strict_enumeration
+        self.model_enumeration = model_enumeration
+        self.checks = LeadingDimsCheck()
+        self._found_nesting: int | None = None
+
+    def run(self, execution: Execution, count: int | None) -> Run:
+        """
+        Make one run.
+
+        :param count: the size of the particles' dim; None for a run without one.
+        :raises RuntimeError: for programs that cannot be run with leading dims, or are others with
+            them, naming the remedy.
+        """
+        shared, before = execution.shared, Minibatch(execution.subsamples)
+        with _rewindable(execution.rewinds) as rewind:
+            for attempt in itertools.count(1):
+                run = self._attempt(execution, count, shared)
+                found = shared if execution.find_shared is None else execution.find_shared(run)
+                if found == shared:
+                    break
+                if count is not None and attempt == _MAX_ATTEMPTS:
+                    raise _unsettled(found)
+                # Shared sites were drawn once per particle, or others once: run again on the same
+                # minibatch, which the generators draw again if they are set back.
+                shared = found
+                if rewind():
+                    _set_back(execution.subsamples, before)
+        if count is not None or (execution.several and run.outer_sizes):
+            programs = execution.compared or execution.programs
+            self.check(programs, run, shared, execution.name)
+        return run
+
+    def check(
+        self,
+        programs: Programs,
+        run: Run,
+        shared: GlobalSites,
+        name: LeadingDimsName = PARTICLES,
+    ) -> None:
+        """Look at a run with leading dims, if its structure or sizes were not looked at yet."""
+        self.checks.check(programs, run, shared, name)
+
+    def collect(
+        self,
+        guide_trace: Trace,
+        model_trace: Trace,
+        layout: Layout,
+        plates: Plates,
+        subsamples: Minibatch,
+    ) -> Run:
+        """
+        The run that two traces are.
+
+        :param plates: those of the particles that the programs ran in.
+        :raises ValueError: where the programs have more plates than the layout has room for.
+        """
+        nesting = nesting_of(guide_trace, model_trace)
+        if layout.nesting is None:
+            self.check_nesting(nesting)
+            declared = self.declared_nesting
+            return collect(
+                guide_trace, model_trace, nesting, None, subsamples, declared_nesting=declared
+            )
+        if nesting > layout.nesting:
+            # Plates without a declared dim have taken dims to the left of the particles'.
+            raise ValueError("the programs have more plates than max_plate_nesting says")
+        shown = layout.nesting, layout.count
+        return collect(guide_trace, model_trace, *shown, subsamples, unbatched(plates))
+
+    def check_nesting(self, nesting: int) -> None:
+        """
+        :raises ValueError: if the programs have more plates than ``max_plate_nesting`` says.
+        """
+        if nesting > self.declared_nesting:
+            raise ValueError(
+                f"max_plate_nesting={int(self.declared_nesting)}, but the programs have plates in "
+                f"{nesting} batch dims: pass max_plate_nesting={nesting} or leave it out"
+            )
+
+    def _attempt(self, execution: Execution, count: int | None, shared: GlobalSites) -> Run:
+        if count is None and not execution.several:
+            return execution.execute(Layout(None, None, shared))
+        nesting = self._nesting(execution)
+        before = Minibatch(execution.subsamples)
+        try:
+            return execution.execute(Layout(count, nesting, shared))
+        except (SiteError, _StopRecomputationError):
+            raise
+        except Exception as error:
+            # Either the programs fail without particles too (then this raises their own error),
+            # or their plates have changed since the last step, or they cannot be vectorised.
+            actual = self._find_nesting(execution.programs)
+            self.check_nesting(actual)
+            if execution.nesting is None and self._is_open and actual != nesting:
+                self._found_nesting = actual
+                _set_back(execution.subsamples, before)
+                return execution.execute(Layout(count, actual, shared))
+            raise _not_vectorizable(execution.name, count, nesting, error) from error
+
+    def _nesting(self, execution: Execution) -> int:
+        if execution.nesting is not None:
+            return execution.nesting
+        if not self._is_open:
+            return int(self.declared_nesting)
+        if self._found_nesting is None:
+            self._found_nesting = self._find_nesting(execution.programs)
+        return self._found_nesting
+
+    @property
+    def _is_open(self) -> bool:
+        return self.declared_nesting == math.inf
+
+    def _find_nesting(self, programs: Programs) -> int:
+        return find_nesting(programs, self.strict_enumeration, self.model_enumeration)
+
+
+def _unsettled(shared: GlobalSites) -> RuntimeError:
+    return RuntimeError(
+        f"the programs show other global sites in each of {_MAX_ATTEMPTS} runs on the same "
+        f"minibatch (now {sorted(shared.guide | shared.model)}), so the particles cannot be "
+        f"vectorised: pass vectorize_particles=False"
+    )
+
+
+def _not_vectorizable(
+    name: LeadingDimsName, count: int | None, nesting: int, error: Exception
+) -> RuntimeError:
+    several = f"{count} {name.name}" if count is not None else name.name
+    return RuntimeError(
+        f"the model or the guide cannot be run with {several} in batch dim {-nesting - 1}, to the "
+        f"left of its plates, though it runs with one. {name.remedy} make it broadcast over "
+        f"leading dims: index from the right, as in z[..., 0], or means[..., group] in the place "
+        f"of means[group] (Vindex for tables). "
+        f"The error was: {type(error).__name__}: {error}"
+    )
+
+
+def _set_back(subsamples: Minibatch, before: Minibatch) -> None:
+    subsamples.clear()
+    subsamples.update(before)
+
+
+@contextmanager
+def _rewindable(active: bool) -> Iterator[Callable[[], bool]]:
+    """A function that sets the random number generators back to where an active block began."""
+    if not active:
+        yield lambda: False
+        return
+    state = pyro.util.get_rng_state()
+    device = torch.cuda.is_initialized() and torch.cuda.get_rng_state()
+
+    def rewind() -> bool:
+        pyro.util.set_rng_state(state)
+        if device is not False:
+            torch.cuda.set_rng_state(device)
+        return True
+
+    yield rewind

@@ -1,0 +1,26 @@
+"""Runs that leave nothing behind: to look at programs without being part of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyro
+import torch
+from pyro import poutine
+
+from pyro_mcvae.programs.batch_norm import FixedStatistics
+
+__all__ = ["isolated"]
+
+
+@contextmanager
+def isolated() -> Iterator[None]:
+    """Hide a run from outer handlers, the random number generators and batch statistics."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    state = pyro.util.get_rng_state()
+    with torch.random.fork_rng(devices), poutine.block(), FixedStatistics():
+        try:
+            yield
+        finally:
+            pyro.util.set_rng_state(state)

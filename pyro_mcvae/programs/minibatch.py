@@ -1,0 +1,53 @@
+"""The minibatch of a step, which all of its runs share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from pyro_mcvae.programs.types import Message
+
+__all__ = ["Minibatch"]
+
+
+class Minibatch(dict[str, Tensor]):
+    """
+    The indices of each plate of a step, by the plate's name.
+
+    :ivar sizes: the plates' full sizes. A plate may be of another size in another run, as one over
+        objects whose number is drawn: it then takes indices of its own, unless they are a choice.
+    """
+
+    def __init__(self, of: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(of or {})
+        self.sizes: dict[str, int] = dict(of.sizes) if isinstance(of, Minibatch) else {}
+
+    def supply(self, msg: Message) -> None:
+        """Give a plate's message the indices that are known."""
+        name, fn = msg["name"], msg["fn"]
+        if name not in self:
+            return
+        size = self.sizes.get(name, fn.size)
+        # A value that is not done is the user's own choice, perhaps another one in each run.
+        if fn.size != size and (msg["value"] is None or msg["done"]):
+            if len(self[name]) == size:
+                return
+            raise ValueError(
+                f"plate '{name}' has size {fn.size}, but its minibatch of {len(self[name])} was "
+                f"chosen from {size} in another run of the same step: give it one size in both "
+                f"programs, which does not depend on latents"
+            )
+        msg["value"], msg["done"] = self[name], True
+
+    def keep(self, msg: Message) -> None:
+        """Remember the indices of a plate's message."""
+        if msg["name"] in self:
+            return
+        if len(msg["value"]) == 0:
+            raise ValueError(
+                f"plate '{msg['name']}' has an empty minibatch (0 of {msg['fn'].size} data); "
+                f"pass at least one datum, for example by dropping an empty last batch"
+            )
+        self[msg["name"]] = msg["value"]
+        self.sizes[msg["name"]] = msg["fn"].size

@@ -1,0 +1,52 @@
+"""How many batch dims belong to the plates of a pair of programs."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from pyro.poutine.trace_struct import Trace
+from pyro.poutine.util import site_is_subsample
+
+from pyro_mcvae.programs.contract import check_declared, check_sites
+from pyro_mcvae.programs.execution import Programs, run_pair
+from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.run import collect
+from pyro_mcvae.programs.sites import LEADING
+
+__all__ = ["find_nesting", "nesting_of"]
+
+
+def nesting_of(*traces: Trace) -> int:
+    """The depth of the deepest plate dim in the traces, the particles' plate left out."""
+    dims = [
+        frame.dim
+        for trace in traces
+        # Also deterministic sites: their plates take batch dims as well.
+        for site in trace.nodes.values()
+        if site["type"] == "sample" and not site_is_subsample(site)
+        for frame in site["cond_indep_stack"]
+        if frame.dim is not None and frame.name != LEADING
+    ]
+    return -min(dims, default=0)
+
+
+def find_nesting(
+    programs: Programs, strict_enumeration: bool, model_enumeration: bool = False
+) -> int:
+    """
+    How many batch dims the plates of both programs occupy, seen by running them once.
+
+    :param bool model_enumeration: allow model sites that are marked for enumeration.
+    :raises ValueError: for programs that do not fit together, as without particles.
+    """
+    with isolated(), torch.no_grad():
+        guide_trace, model_trace = run_pair(programs, SubstituteMessenger())
+        check_sites(guide_trace, model_trace, strict_enumeration, model_enumeration)
+        nesting = nesting_of(guide_trace, model_trace)
+        with warnings.catch_warnings():
+            if model_enumeration:  # their sites are in the model alone
+                warnings.filterwarnings("ignore", "Found vars in model but not guide")
+            check_declared(collect(guide_trace, model_trace, nesting, None))
+    return nesting

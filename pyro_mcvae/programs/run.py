@@ -1,0 +1,115 @@
+"""One run of guide and model: its terms, what it shows, and its sums over plates."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+from pyro_mcvae.programs.contract import check_batch_dims, check_shapes
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.terms import SiteSignature, SiteSizes, Term, terms_of
+
+__all__ = ["Run", "collect"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """
+    The terms of one execution of both programs.
+
+    :ivar nesting: how many batch dims belong to plates.
+    :ivar leading: the size of the leading dimension at ``-nesting - 1``, or None if there is none.
+    :ivar unbatched: the factors whose distribution did not have that dimension by itself.
+    :ivar subsamples: the minibatch: the indices of each plate.
+    """
+
+    guide_trace: Trace
+    model_trace: Trace
+    terms: tuple[Term, ...]
+    nesting: int
+    leading: int | None
+    unbatched: frozenset[FactorKey] = frozenset()
+    subsamples: Minibatch = field(default_factory=Minibatch)
+
+    @cached_property
+    def signature(self) -> tuple[SiteSignature, ...]:
+        """
+        What the run shows of its programs' structure: sites, plates, which of these are
+        subsampled. Runs of one pair of programs with equal signatures have one structure.
+        """
+        return tuple([t.signature for t in self.terms])
+
+    @cached_property
+    def sizes(self) -> tuple[SiteSizes, ...]:
+        """How large the sites of the signature are, the leading dimension left out."""
+        return tuple([t.sizes for t in self.terms])
+
+    @property
+    def inner_sizes(self) -> frozenset[int]:
+        """The sizes of all dims of plates and events."""
+        return frozenset(n for sizes in self.sizes for part in sizes for n in part)
+
+    @property
+    def outer_sizes(self) -> frozenset[int]:
+        """The sizes of the dims to the left of the plates': of particles, states or slots."""
+        inner = [t.log_prob.shape[: max(0, t.log_prob.dim() - self.nesting)] for t in self.terms]
+        return frozenset(n for shape in inner for n in shape if n > 1)
+
+    def sum_to(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Sum a batch-shaped tensor over all plates but ``dims``: ``[leading, *dims]``."""
+        needed = max((-d for d in dims), default=0)
+        if value.dim() < needed:
+            value = value.reshape((1,) * (needed - value.dim()) + value.shape)
+        lead = -self.nesting - 1
+        has_lead = self.leading is not None and value.dim() > self.nesting
+        drop = [d for d in range(-value.dim(), 0) if d not in dims and not (has_lead and d == lead)]
+        if drop:
+            value = value.sum(drop)
+        return value if has_lead else value.unsqueeze(0)
+
+    def align(self, weight: Tensor, dims: tuple[int, ...], value: Tensor, event_dim: int) -> Tensor:
+        """
+        Reshape ``[leading, *dims]`` so that it multiplies a site's value.
+
+        :param weight: without its first dimension where the run has no leading one.
+        """
+        sizes = iter(weight.shape[len(weight.shape) - len(dims) :])
+        batch = [next(sizes) if d in dims else 1 for d in range(-self.nesting, 0)]
+        shape = [*weight.shape[: len(weight.shape) - len(dims)], *batch, *[1] * event_dim]
+        # Without a leading dimension a value outside of some plates has fewer dims than they.
+        return weight.reshape(shape[max(0, len(shape) - value.dim()) :])
+
+
+def collect(
+    guide_trace: Trace,
+    model_trace: Trace,
+    nesting: int,
+    leading: int | None,
+    subsamples: Minibatch | None = None,
+    unbatched: frozenset[FactorKey] = frozenset(),
+    declared_nesting: float = math.inf,
+) -> Run:
+    """
+    Compute the log density of every scored site of both traces.
+
+    :param nesting: how many batch dims belong to plates.
+    :param leading: the size of the leading dimension, or None if there is none.
+    :param subsamples: the minibatch.
+    :param unbatched: the factors whose distribution did not have the leading dimension by itself.
+    :param declared_nesting: without a leading dimension, how many batch dims must belong to
+        plates; by default all, because others would be summed as if they did.
+    """
+    terms = tuple(terms_of(guide_trace, model_trace))
+    if is_validation_enabled():
+        depth = declared_nesting if leading is None else nesting + 1
+        check_shapes(guide_trace, model_trace, terms, depth)
+    if leading is not None:
+        check_batch_dims(terms, nesting)
+    subsamples = Minibatch() if subsamples is None else subsamples
+    return Run(guide_trace, model_trace, terms, nesting, leading, unbatched, subsamples)

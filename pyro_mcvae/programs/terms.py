@@ -1,0 +1,143 @@
+"""The factors of the weight of one run, and what tells the sites of two runs apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from pyro.distributions.util import is_identically_zero
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+from pyro_mcvae.programs import sites
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.sites import LEADING, PlateKey, is_scored
+from pyro_mcvae.programs.types import Site
+
+__all__ = [
+    "SiteSignature",
+    "SiteSizes",
+    "Term",
+    "guide_term",
+    "model_term",
+    "possible_terms",
+    "scored",
+    "site_signature",
+    "site_sizes",
+    "terms_of",
+]
+
+
+class SiteSignature(NamedTuple):
+    """
+    What a site shows of its program's structure, whatever it draws and however many data there are.
+
+    :ivar plates: the user's plates, and which are subsampled, outermost first.
+    :ivar point: whether it is a latent of the guide that draws no randomness.
+    """
+
+    key: FactorKey
+    plates: tuple[tuple[PlateKey, bool], ...]
+    observed: bool
+    point: bool
+    reparameterized: bool
+
+
+def site_signature(key: FactorKey, site: Site) -> SiteSignature:
+    """What a site shows, the particles' plate left out."""
+    frames = [f for f in site["cond_indep_stack"] if f.name != LEADING]
+    plates = tuple([(sites.plate_key(f), sites.is_subsampled(f)) for f in frames])
+    observed = site["is_observed"]
+    point = key.program == "guide" and not observed and sites.is_delta(site["fn"])
+    return SiteSignature(key, plates, observed, point, sites.reparameterized(site))
+
+
+# How large a site is: its plates' sizes, and its event.
+SiteSizes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def site_sizes(site: Site) -> SiteSizes:
+    """The sizes of a site's plates, the particles' left out, and of its event."""
+    frames = site["cond_indep_stack"]
+    plates = tuple([f.size for f in frames if f.name != LEADING])
+    return plates, tuple(getattr(site["fn"], "event_shape", ()))
+
+
+@dataclass(frozen=True)
+class Term:
+    """
+    One factor of the weight of one run.
+
+    :ivar log_prob: the site's log density with the user's scale and mask, not the plates' N/B;
+        shape ``[leading, *batch]``.
+    :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through.
+    :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.
+    :ivar plate_scale: N/B of the plates around the site.
+    """
+
+    key: FactorKey
+    site: Site
+    log_prob: Tensor
+    plate_scale: float = 1.0
+    entropy: Tensor | int = 0
+    score: Tensor | int = 0
+
+    @property
+    def in_guide(self) -> bool:
+        return self.key.program == "guide"
+
+    @cached_property
+    def signature(self) -> SiteSignature:
+        """What the site shows of its program's structure."""
+        return site_signature(self.key, self.site)
+
+    @cached_property
+    def sizes(self) -> SiteSizes:
+        """How large the site is."""
+        return site_sizes(self.site)
+
+
+def scored(trace: Trace) -> Iterator[Site]:
+    """The sites of a trace that carry a log density."""
+    return (site for site in trace.nodes.values() if is_scored(site))
+
+
+def possible_terms(make: Callable[[Site], Term], trace: Trace) -> Iterator[Term]:
+    """The terms of a trace, by :func:`model_term` or :func:`guide_term`, that can be computed."""
+    for site in scored(trace):
+        try:
+            yield make(site)
+        except ValueError:
+            continue  # a flow without an inverse
+
+
+def model_term(site: Site, key: FactorKey | None = None) -> Term:
+    """The log density of a scored site of the model; ``key`` where it is known already."""
+    log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
+    key = key or FactorKey("model", site["name"])
+    return Term(key, site, log_prob, sites.subsampling_scale(site))
+
+
+def guide_term(site: Site, key: FactorKey | None = None) -> Term:
+    """The log density of a scored site of the guide; ``key`` where it is known already."""
+    parts = sites.score_parts(site)
+    log_prob = sites.masked(site, parts.log_prob)
+    if parts.entropy_term is parts.log_prob or site["is_observed"]:
+        # What is observed in a guide, a factor, is a function of the draws and of parameters: it
+        # has a gradient of its own, whether or not a score function comes with it.
+        entropy = log_prob
+    elif is_identically_zero(parts.entropy_term):
+        entropy = 0
+    else:
+        entropy = sites.masked(site, parts.entropy_term)
+    score = 0 if is_identically_zero(parts.score_function) else parts.score_function
+    key = key or FactorKey("guide", site["name"])
+    return Term(key, site, log_prob, sites.subsampling_scale(site), entropy, score)
+
+
+def terms_of(guide_trace: Trace, model_trace: Trace) -> list[Term]:
+    """The log density of every scored site, the model's first."""
+    terms = [model_term(s) for s in scored(model_trace)]
+    return terms + [guide_term(s) for s in scored(guide_trace)]

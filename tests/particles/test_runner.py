@@ -1,0 +1,138 @@
+"""Every run with leading dims is looked at by the same guards, and none of them goes quiet."""
+
+import logging
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae import TraceIWAE_ELBO, log_evidence
+from pyro_mcvae.checks import vectorization
+from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.structure import independence
+
+GROUP = torch.tensor([0, 0, 1, 1])
+
+
+def grouped(index):
+    """Four groups and four data; ``means[group]`` takes particles for groups."""
+
+    def model():
+        with pyro.plate("groups", 4):
+            means = pyro.sample("means", dist.Normal(torch.tensor([-1.0, 2.0, 1.0, 0.0]), 1.0))
+        with pyro.plate("data", 4):
+            pyro.sample("x", dist.Normal(index(means), 1.0), obs=torch.tensor([-2.0, -2, 2, 2]))
+
+    def guide():
+        with pyro.plate("groups", 4):
+            pyro.sample("means", dist.Normal(torch.tensor([-2.0, 2.0, 1.0, 0.0]), 0.3))
+
+    return model, guide
+
+
+def wrong(means):
+    return means[GROUP]
+
+
+def right(means):
+    return means[..., GROUP]
+
+
+def test_a_judge_does_not_take_particles_for_groups_of_which_there_are_as_many():
+    # Of four draws it took the first two for the groups' means.
+    with pytest.raises(RuntimeError, match=r"4 vectorised particles.*index from the right"):
+        log_evidence(*grouped(wrong), num_particles=4)
+    found = log_evidence(*grouped(right), num_particles=4)
+    assert bool(torch.as_tensor(found.log_evidence).isfinite().all())
+
+
+def test_other_leading_dims_of_a_log_weight_are_not_taken_for_groups():
+    def log_weight(index):
+        programs = Programs(*grouped(index), (), {})
+        sampler = ParticleSampler(1, True, max_plate_nesting=1)  # one particle shows nothing
+        return LogWeight(sampler, programs)
+
+    with pytest.raises(RuntimeError, match=r"4 vectorised particles.*index from the right"):
+        log_weight(wrong)(torch.zeros(4, *log_weight(wrong).coordinates.shape[1:]))
+    at = log_weight(right)
+    assert at(torch.zeros(4, *at.coordinates.shape[1:])).log_weight.isfinite().all()
+
+
+def sized(layer):
+    """A model of as many data as it is given, and a guide."""
+
+    def model(n):
+        with pyro.plate("data", n):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(layer(z), 1.0), obs=torch.ones(n))
+
+    def guide(n):
+        with pyro.plate("data", n):
+            pyro.sample("z", dist.Normal(0.5, 1.0))
+
+    return model, guide
+
+
+def test_a_second_model_is_compared_however_many_sizes_the_first_showed():
+    elbo = TraceIWAE_ELBO(2, vectorize_particles=True, max_plate_nesting=1)
+    model, guide = sized(lambda z: z)
+    for n in range(5, 5 + 64):
+        elbo.loss(model, guide, n)
+    with pytest.raises(RuntimeError, match="count dims from the right"):
+        elbo.loss(*sized(lambda z: z.softmax(0)), 5)
+
+
+def test_many_sizes_of_one_model_are_said_and_compared_at_times(caplog):
+    elbo = TraceIWAE_ELBO(2, vectorize_particles=True, max_plate_nesting=1)
+    wrong_from = [math.inf]
+    model, guide = sized(lambda z: z.softmax(0) if z.shape[-1] >= wrong_from[0] else z)
+    with caplog.at_level(logging.WARNING):
+        for n in range(5, 5 + 65):
+            elbo.loss(model, guide, n)
+    assert "sizes" in caplog.text
+    wrong_from[0] = 0
+    with pytest.raises(RuntimeError, match="count dims from the right"):
+        _ = [elbo.loss(model, guide, n) for n in range(100, 120)]
+
+
+class GuardFaultError(Exception):
+    pass
+
+
+def failing(*args, **kwargs):
+    raise GuardFaultError
+
+
+def test_a_fault_of_the_comparison_is_no_reason_to_pass(monkeypatch):
+    monkeypatch.setattr(vectorization, "_close", failing)
+    with pytest.raises(GuardFaultError):
+        TraceIWAE_ELBO(2, vectorize_particles=True).loss(*sized(lambda z: z), 5)
+
+
+def test_a_fault_of_the_search_for_dependent_elements_is_no_reason_to_pass(monkeypatch):
+    monkeypatch.setattr(independence, "_close", failing)
+    with pytest.raises(GuardFaultError):
+        TraceIWAE_ELBO(2).loss(*sized(lambda z: z), 5)
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_programs_that_fail_while_they_are_looked_at_are_logged(vectorize, caplog):
+    calls = []
+
+    def once(z):
+        calls.append(z)
+        if len(calls) > 1 + vectorize:
+            raise ZeroDivisionError("only so often")
+        return z
+
+    elbo = TraceIWAE_ELBO(2, vectorize_particles=vectorize, max_plate_nesting=1)
+    with caplog.at_level(logging.INFO):
+        try:
+            elbo.loss(*sized(once), 5)
+        except ZeroDivisionError:
+            assert not vectorize  # the second particle
+    assert "ZeroDivisionError" in caplog.text
