@@ -21,6 +21,7 @@ from pyro_mcvae.chains.step_size import (
 from pyro_mcvae.chains.underdamped import UnderdampedLangevin
 from pyro_mcvae.comparisons.monte_carlo_em import MonteCarloEM
 from pyro_mcvae.comparisons.wake_sleep import WakeSleep
+from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.coordinates.noise import Noise, register_noise
 from pyro_mcvae.discrete.control_variates import (
     NVIL,
@@ -81,6 +82,7 @@ __all__ = [
     "Baseline",
     "BernoulliPrior",
     "Bounds",
+    "CompiledELBO",
     "EvolutionaryUpdate",
     "FitnessProportional",
     "FixedMomentum",

@@ -141,7 +141,7 @@ class Kernel(nn.Module, ABC):
     :cvar float target_acceptance: what it adapts to by default.
 
     :param step_size: a number, a tensor of shape ``[D]``, or a
-        :class:`~pyro_mcvae.chains.step_size.StepSize`; None adapts.
+        :class:`~pyro_mcvae.StepSize`; None adapts.
     :raises ValueError: if the step size is not positive.
 
     A proposal must be a differentiable function of the state and of continuous noise: gradients

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from pyro import poutine
-from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
@@ -96,9 +95,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             guide.agree(runs)
         at_once = training and self.num_gradient_states is None and guide.searches_little(runs)
         with torch.set_grad_enabled(at_once):
-            populations, sample = guide.evaluate(runs)
-            if training and guide.training and is_validation_enabled():
-                guide.check_data(sample)
+            populations, sample = guide.evaluate(runs, searched=training and guide.training)
             if guide.training:
                 populations = guide.search(runs, populations)
         log_joint = [None if p is None else p.log_joint.detach() for p in populations]

@@ -79,7 +79,7 @@ class Execution:
         turn out to be others is made again.
     :ivar rewinds: whether the random number generators are set back for that, too.
     :ivar name: what stands in the leading dims.
-    :ivar several: whether there are leading dims although ``count`` is None, as of slots.
+    :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
     :ivar nesting: how many batch dims belong to plates, where that is settled.
     :ivar compared: the pair whose runs with and without leading dims are compared, where it is
         another one.
@@ -146,7 +146,7 @@ class Runner:
                 shared = found
                 if rewind():
                     _set_back(execution.subsamples, before)
-        if count is not None or execution.several:
+        if count is not None or (execution.several and run.outer_sizes):
             programs = execution.compared or execution.programs
             self.check(programs, run, shared, execution.name)
         return run

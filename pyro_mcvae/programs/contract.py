@@ -139,8 +139,21 @@ def check_shapes(
 ) -> None:
     """Pyro's own checks of a run's shapes, while its validation is enabled."""
     check_model_guide_match(*_comparable(model_trace, guide_trace), depth)
+    apart = _slots_are_apart(terms)
     for term in terms:
-        check_site_shape({**term.site, "log_prob": term.log_prob}, depth)
+        site = {**term.site, "log_prob": term.log_prob}
+        if apart and not term.in_guide and term.key.name in guide_trace:
+            # Its own slots may come back through what it depends on in the model, where the guide
+            # drew that later and chose its slots for each of this site's.
+            site["infer"] = {k: v for k, v in site["infer"].items() if k != "_enumerate_dim"}
+        check_site_shape(site, depth)
+
+
+def _slots_are_apart(terms: Sequence[Term]) -> bool:
+    """Whether no two enumerated sites share a batch dim, as those of ``pyro.markov`` do."""
+    dims = {t.key.name: t.site["infer"].get("_enumerate_dim") for t in terms}
+    used = [dim for dim in dims.values() if dim is not None]
+    return len(used) == len(set(used))
 
 
 def _comparable(*traces: Trace) -> list[Trace]:

@@ -10,14 +10,14 @@ from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.programs.sites import plate_key
-from pyro_mcvae.truncated.layout import Layout, Rows
+from pyro_mcvae.truncated.layout import Rows, StateLayout
 from pyro_mcvae.truncated.searched_sites import StatesError
 
 __all__ = ["find_data_index"]
 
 
 def find_data_index(
-    layout: Layout, msg: Any, subsamples: Mapping[str, Tensor], device: torch.device
+    layout: StateLayout, msg: Any, subsamples: Mapping[str, Tensor], device: torch.device
 ) -> Rows:
     """
     The data of a minibatch, from the message of a site that has states.

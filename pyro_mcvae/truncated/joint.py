@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,21 +12,21 @@ from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_mcvae.checks.leading_dims import STATES
+from pyro_mcvae.particles.runner import Execution, Layout
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites
 from pyro_mcvae.programs.execution import Programs, entered, with_changes
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
+from pyro_mcvae.programs.messengers import SampleFn, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import LEADING, is_latent, subsampling_scale
+from pyro_mcvae.programs.sites import is_latent, subsampling_scale
 from pyro_mcvae.programs.terms import Term, guide_term, scored
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
 from pyro_mcvae.truncated.data_index import find_data_index
-from pyro_mcvae.truncated.layout import Rows
+from pyro_mcvae.truncated.layout import Rows, StateLayout
 from pyro_mcvae.truncated.messenger import StatesHandler
 from pyro_mcvae.truncated.possible import (
     frozen_entries,
@@ -95,6 +96,8 @@ class JointRuns:
         self.finite = True
         #: How many passes through the model were made, and at how many states of a datum in all.
         self.num_runs, self.num_states = 0, 0
+        #: By block a fingerprint of each datum's observations.
+        self.observed: dict[int, Tensor] = {}
 
     def run(
         self,
@@ -133,14 +136,11 @@ class JointRuns:
 
         if together:
             found = [self._vectorized(draw(None), count)]
-            shown = _shown(found[0])
-            known = self._known if shown == self._known_by else None
-            if known is not None:
-                return known.with_runs(found)
-            shared = self.layouts.structure.global_sites
-            self._sampler.runner.check(self._plain, found[0], shared, STATES)
+            shown = found[0].signature, found[0].sizes, found[0].unbatched
+            if self._known is not None and shown == self._known_by:
+                return self._known.with_runs(found)
         else:
-            found = [self._once(draw(i), None) for i in range(count)]
+            found = [self._once(draw(i), Layout(None, None)) for i in range(count)]
         structures = [
             self._sampler.structures.of(self._programs, run, renew=False) for run in found
         ]
@@ -170,6 +170,13 @@ class JointRuns:
         for part in sample.split(total):
             parts.append(part.flatten(1).t())
         return parts
+
+    def block(self, b: int) -> tuple[StateLayout, Rows]:
+        """A searched block's layout and its data of the minibatch, after the first run."""
+        layout, rows = self.layouts.blocks[b], self.rows[b]
+        assert layout is not None
+        assert rows is not None
+        return layout, rows
 
     def frozen(self, sample: WeightedParticles, b: int) -> Tensor:
         """The entries of a block that are masked out in each state, ``[E, C, D]``."""
@@ -206,27 +213,22 @@ class JointRuns:
             f"TruncatedPosterior for a program of another structure"
         )
 
-    def _vectorized(self, draw: Callable[[Any], Tensor | None], count: int) -> Run:
-        try:
-            return self._once(draw, count)
-        except StatesError:
-            raise
-        except Exception as error:
-            with isolated(), torch.no_grad():
-                # Raises the program's own error, if it has one without states side by side too.
-                self._sampler.run_once(self._programs)
-            raise RuntimeError(
-                f"the model cannot be run with {count} states side by side in batch dim "
-                f"{-self.layouts.nesting - 1}, though it runs with one. Pass "
-                f"vectorize_particles=False, or make it broadcast over leading dims (index from "
-                f"the right, as in z[..., 0]). The error was: {type(error).__name__}: {error}"
-            ) from error
+    def _vectorized(self, draw: SampleFn, count: int) -> Run:
+        execution = Execution(
+            self._programs,
+            partial(self._once, draw),
+            self.subsamples,
+            self.layouts.structure.global_sites,
+            name=STATES,
+            nesting=self.layouts.nesting,
+            compared=self._plain,
+        )
+        return self._sampler.runner.run(execution, count)
 
-    def _once(self, draw: Callable[[Any], Tensor | None], count: int | None) -> Run:
+    def _once(self, draw: SampleFn, layout: Layout) -> Run:
         nesting, structure = self.layouts.nesting, self.layouts.structure
-        plate, guide_trace = None, self.guide_trace
+        count, plate, guide_trace = layout.count, layout.plates()[1], self.guide_trace
         if count is not None:
-            plate = ParticlePlate(count, -nesting - 1, structure.global_sites.model)
             skip = structure.global_sites.guide
             local = [t.site for t in self._guide_terms if t.key.name not in skip]
             if local:
@@ -264,22 +266,6 @@ class JointRuns:
         if count is not None:
             check_batch_dims(terms, nesting)
         return run
-
-
-def _shown(run: Run) -> Any:
-    """The sites and plates of a run, but for the number of states."""
-    return run.unbatched, [
-        (
-            t.key,
-            t.site["is_observed"],
-            [
-                (f.name, f.dim, f.size, f.counter, f.full_size)
-                for f in t.site["cond_indep_stack"]
-                if f.name != LEADING
-            ],
-        )
-        for t in run.terms
-    ]
 
 
 def _no_density(site: Any) -> Term:

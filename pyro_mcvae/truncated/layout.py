@@ -17,7 +17,7 @@ from pyro_mcvae.ops.gumbel import one_hot
 from pyro_mcvae.programs.sites import PlateKey, layers
 from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
 
-__all__ = ["Layout", "Rows", "SiteSpec", "bare", "existing_entries", "site_spec"]
+__all__ = ["Rows", "SiteSpec", "StateLayout", "bare", "existing_entries", "site_spec"]
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Rows:
     index: Tensor
 
 
-class Layout:
+class StateLayout:
     """
     The entries of one block: its sites side by side, one row per element of its plates.
 

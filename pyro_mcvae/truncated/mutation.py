@@ -227,7 +227,9 @@ class InformedFlips(Mutation):
     Entries through which the model passes no gradient count as changing nothing.
 
     :param float uniform: the share of parents whose children are drawn uniformly instead, so that
-        no state is out of reach where gradients mislead.
+        every move of a parent is possible where gradients mislead. (A search by single moves ends
+        where none of them improves the set, for which it may still not be the best one:
+        :class:`PriorDraws` propose every state that the prior does.)
     :raises ValueError: unless it is a share between 0 and 1.
 
     [1] Grathwohl, Swersky, Hashemi, Duvenaud, Maddison (2021), *Oops I Took A Gradient: Scalable

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.truncated.layout import Layout, Rows, SiteSpec, existing_entries
+from pyro_mcvae.truncated.layout import Rows, SiteSpec, StateLayout, existing_entries
 from pyro_mcvae.truncated.searched_sites import Layouts
 
 __all__ = ["frozen_entries", "impossible_states", "inside_support", "spec_of"]
@@ -19,7 +19,7 @@ def spec_of(layouts: Layouts, name: str) -> SiteSpec:
     return next(layout.sites[name] for _, layout in layouts.searched if name in layout.sites)
 
 
-def frozen_entries(layout: Layout, rows: Rows, sample: WeightedParticles) -> Tensor:
+def frozen_entries(layout: StateLayout, rows: Rows, sample: WeightedParticles) -> Tensor:
     """The entries of a block that are masked out in each state, ``[E, C, D]``."""
     flags: dict[str, Tensor] = {}
     for name, spec in layout.sites.items():

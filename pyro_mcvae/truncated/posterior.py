@@ -17,7 +17,7 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.sites import PlateKey, plate_frames, plate_key
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.joint import JointRuns
-from pyro_mcvae.truncated.layout import Layout
+from pyro_mcvae.truncated.layout import StateLayout
 from pyro_mcvae.truncated.search import Populations
 
 __all__ = ["StatePosterior"]
@@ -192,7 +192,7 @@ class StatePosterior:
         batch = (1,) * (nesting + 1 - weight.dim()) + weight.shape[1:]
         return weight.reshape(weight.shape[0], *batch, *(1,) * (dim - nesting - 1))
 
-    def _block_of_plate(self, plate: str | None) -> tuple[int, Layout]:
+    def _block_of_plate(self, plate: str | None) -> tuple[int, StateLayout]:
         searched = self.runs.layouts.searched
         found = [s for s in searched if plate is None or plate in (p.name for p in s[1].plates)]
         if len(found) != 1:

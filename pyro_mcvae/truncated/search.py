@@ -12,7 +12,7 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate, duplicates, keep_best
 from pyro_mcvae.truncated.flip_scores import find_flip_scores
 from pyro_mcvae.truncated.joint import JointRuns
-from pyro_mcvae.truncated.layout import Layout, Rows
+from pyro_mcvae.truncated.layout import Rows, StateLayout
 from pyro_mcvae.truncated.mutation import Packed, PackedParents, Parents
 from pyro_mcvae.truncated.states import StateSpace
 
@@ -65,7 +65,7 @@ Populations = list["Population | None"]
 
 
 def evaluate(
-    runs: JointRuns, stored: Callable[[Layout, Rows], Tensor], count: int
+    runs: JointRuns, stored: Callable[[StateLayout, Rows], Tensor], count: int
 ) -> tuple[Populations, WeightedParticles]:
     """
     Evaluate all states that are kept for the data of a minibatch.

@@ -23,10 +23,11 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.blocks import Structure
-from pyro_mcvae.truncated.layout import Layout, Rows, existing_entries, site_spec
+from pyro_mcvae.truncated.layout import Rows, StateLayout, existing_entries, site_spec
 
 __all__ = [
     "GuideDraws",
@@ -147,20 +148,28 @@ class Layouts:
     :ivar nesting: how many batch dims belong to plates.
     :ivar blocks: for each block of the structure its layout, None where it has no discrete site.
     :ivar around: the plates of each discrete site.
+    :ivar given: the observed sites whose values are neither drawn nor computed from parameters.
     :ivar masked: whether some discrete site is masked.
     :ivar bank: draws of each block's states from the model, shape ``[states, D]``.
     """
 
     nesting: int
     structure: Structure
-    blocks: list[Layout | None]
+    blocks: list[StateLayout | None]
     around: Mapping[str, frozenset[PlateKey]]
+    given: frozenset[str]
     masked: bool
     bank: list[Tensor | None]
 
     @cached_property
-    def searched(self) -> list[tuple[int, Layout]]:
+    def searched(self) -> list[tuple[int, StateLayout]]:
         return [(b, layout) for b, layout in enumerate(self.blocks) if layout is not None]
+
+    @cached_property
+    def given_names(self) -> str:
+        """The same for a message."""
+        names = ", ".join(map(repr, sorted(self.given)))
+        return f"site {names} is" if len(self.given) == 1 else f"sites {names} are"
 
     @cached_property
     def plates(self) -> frozenset[PlateKey]:
@@ -174,7 +183,7 @@ class Layouts:
 
 
 def find_layouts(
-    tracer: ParticleSampler,
+    sampler: ParticleSampler,
     model: Callable[..., Any],
     guide: Callable[..., Any] | None,
     args: tuple[Any, ...],
@@ -189,7 +198,8 @@ def find_layouts(
     search = SearchMessenger(model, guide)
     programs = Programs(model, search, args, kwargs)
     with isolated(), torch.no_grad():
-        run = tracer.run_once(programs)
+        run = sampler.run_once(programs)
+        given = _given_data(programs, run)
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
@@ -205,11 +215,11 @@ def find_layouts(
     plates = frozenset(plate for found in around.values() for plate in found)
     shared = (shared_by_data(t, plates) if t.in_guide else t for t in run.terms)
     run = replace(run, terms=tuple(shared))
-    structure = tracer.structures.of(programs, run)
+    structure = sampler.structures.of(programs, run)
     for site in sites:
         _check_home(site, structure)
     frames = {plate_key(f): f for t in run.terms for f in plate_frames(t.site)}
-    blocks: list[Layout | None] = []
+    blocks: list[StateLayout | None] = []
     banks: list[Tensor | None] = []
     for b, block in enumerate(structure.blocks):
         own = [s for s in sites if structure.block_of[FactorKey("model", s["name"])] == b]
@@ -218,7 +228,7 @@ def find_layouts(
             banks.append(None)
             continue
         full = tuple(frames[k].full_size or frames[k].size for k in block.plates)
-        layout = Layout(block.plates, full, [site_spec(s, run.nesting) for s in own])
+        layout = StateLayout(block.plates, full, [site_spec(s, run.nesting) for s in own])
         sizes = tuple(frames[k].size for k in block.plates)
         rows = Rows(sizes, torch.zeros(0))
         drawn = [
@@ -228,7 +238,26 @@ def find_layouts(
         blocks.append(layout)
         banks.append(torch.cat(drawn).flatten(0, 1)[: max(bank, 1)])
     masked = any(existing_entries(s) is not None for s in sites)
-    return Layouts(run.nesting, structure, blocks, around, masked, banks)
+    return Layouts(run.nesting, structure, blocks, around, given, masked, banks)
+
+
+def _given_data(programs: Programs, run: Run) -> frozenset[str]:
+    """The observed sites that show the same values in another run, and pass no gradient."""
+    with torch.enable_grad():
+        again = run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1]
+    nodes = run.model_trace.nodes
+    observed = [t.key.name for t in run.terms if not t.in_guide and t.site["is_observed"]]
+    return frozenset(
+        name
+        for name in observed
+        if name in again
+        and not again.nodes[name]["value"].requires_grad
+        and _equal(nodes[name]["value"], again.nodes[name]["value"])
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _check_home(site: Any, structure: Structure) -> None:
