@@ -24,7 +24,7 @@ from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
-from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.terms import Term, observed_terms
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.truncated.layout import DataIndex, StateLayout, existing_entries, site_spec
@@ -100,6 +100,11 @@ def run_guide(guide: Program | None, args: tuple[object, ...], kwargs: dict[str,
     with poutine.trace() as tracer:
         if guide is not None:
             guide(*args, **kwargs)
+    for term in observed_terms(tracer.trace):
+        raise StatesError(
+            f"site '{term.key.name}' of guide= is observed, and what a guide observes is no part "
+            f"of a posterior's states: leave it out, or write pyro.factor for a factor of log q"
+        )
     return tracer.trace
 
 
