@@ -185,9 +185,13 @@ class Kernel(nn.Module, ABC):
     def __init__(self, step_size: float | Tensor | StepSize | None = None) -> None:
         super().__init__()
         self.step_size = as_step_size(step_size)
+        # A leapfrog step of 2 is stable under N(0, 1), and Langevin's eta is its square over 2.
+        most = math.inf if self.adjusted else 2.0
         for part in self.step_size.modules():
             if isinstance(part, AdaptiveStepSize):
-                part.complete(self.initial_step_size, self.target_acceptance, self.step_size_power)
+                part.complete(
+                    self.initial_step_size, self.target_acceptance, self.step_size_power, most
+                )
 
     @abstractmethod
     def propose(self, state: State, target: Target) -> Proposal:

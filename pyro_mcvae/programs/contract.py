@@ -162,13 +162,12 @@ def check_shapes(
     check_model_guide_match(*_comparable(model_trace, guide_trace), depth)
     apart = _slots_are_apart(terms)
     for term in terms:
-        site = {**term.site, "log_prob": term.log_prob}
+        infer = term.site["infer"]
         if apart and not term.in_guide and term.key.name in guide_trace:
             # Its own slots may come back through what it depends on in the model, where the guide
             # drew that later and chose its slots for each of this site's.
-            infer = term.site["infer"].items()
-            site["infer"] = {k: v for k, v in infer if k != "_enumerate_dim"}
-        check_site_shape(site, depth)
+            infer = {k: v for k, v in infer.items() if k != "_enumerate_dim"}
+        check_site_shape({**term.site, "log_prob": term.log_prob, "infer": infer}, depth)
 
 
 def _slots_are_apart(terms: Sequence[Term]) -> bool:
