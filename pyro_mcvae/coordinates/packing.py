@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,6 +116,11 @@ class Packing:
         ]
         padded = [torch.nn.functional.pad(b, (0, depth - b.shape[-1])) for b in flat_blocks]
         return torch.cat(padded, dim=1)
+
+    def pack_runs(self, values: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """The coordinates of several runs, one after the other in the leading dim."""
+        packed = [self.pack(part) for part in values]
+        return packed[0] if len(packed) == 1 else torch.cat(packed)
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
         """``[leading, *plates, D]`` to coordinates by site, in each site's dtype."""

@@ -211,7 +211,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 betas,
                 self.kernel,
                 density,
-                density.log_weight.free,
+                density.log_weight.movable,
                 # The weight does not depend on AIS's last move, but a refined draw does.
                 last_transition=GradientMode.FIRST in density.gradient,
             )

@@ -192,7 +192,7 @@ class ImportanceSampler:
             self.annealing.betas.to(start.log_weight.device),
             self.annealing.kernel,
             density,
-            density.log_weight.free,
+            density.log_weight.movable,
             last_transition,
         )
         return chain, density

@@ -185,7 +185,7 @@ class _Chains:
         density = ChainDensity(log_weight)
         self._state = density.start()
         importance_sampler.check(self._state.log_weight, density.runs)
-        self.active = log_weight.active
+        self.active = log_weight.valid
         self._target = Target(density, log_weight.first.log_weight.new_ones(()), self.active)
         self.acceptance = self._target.beta
 
@@ -286,7 +286,7 @@ def _check_latents(log_weight: LogWeight) -> None:
             f"{named(log_weight.discrete)} discrete: use log_evidence, or marginalise them in the "
             f"model"
         )
-    dims = int(log_weight.active.sum(-1).max())
+    dims = int(log_weight.valid.sum(-1).max())
     if dims > _LARGEST:
         raise ValueError(
             f"a density fitted to draws is reliable in at most {_LARGEST} latent dimensions per "

@@ -230,7 +230,7 @@ def _both_ways(
         density = importance_sampler.density(count, latents=values)
         check_density(simulation, density.log_weight.first.sample.runs[0])
         start = density.start()
-        free = density.log_weight.free
+        free = density.log_weight.movable
         back = anneal_back(
             start, annealing.betas.to(start.log_weight.device), annealing.kernel, density, free
         )
