@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.infer.util import is_validation_enabled
 from pyro.ops import packed
 from pyro.ops.contract import contract_tensor_tree
 from pyro.ops.rings import LogRing
@@ -18,15 +17,13 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.discrete.slots import SLOTS, SiteOptions, SiteSlots, SlotMessenger
-from pyro_mcvae.particles.runner import Layout, unbatched
+from pyro_mcvae.particles.runner import Layout
 from pyro_mcvae.programs import sites
-from pyro_mcvae.programs.contract import check_shapes, check_sites
 from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SubstituteMessenger
-from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.terms import Term, terms_of
+from pyro_mcvae.programs.terms import Term
 
 __all__ = ["ScoredSite", "SlotCost", "SlotRun", "run_slots", "take_apart"]
 
@@ -155,15 +152,7 @@ def run_slots(
     ):
         programs.model(*args, **kwargs)
     model_trace = tracer.trace
-    check_sites(guide_trace, model_trace, False, model_enumeration=True)
-    if nesting_of(guide_trace, model_trace) > nesting:
-        raise ValueError("the programs have more plates than max_plate_nesting says")
-    terms = tuple(terms_of(guide_trace, model_trace))
-    if is_validation_enabled():
-        check_shapes(guide_trace, model_trace, terms, depth)
-    shown = nesting, layout.count
-    found = unbatched(leading)
-    return Run(guide_trace, model_trace, terms, *shown, found, substitute.subsamples)
+    return layout.collect(guide_trace, model_trace, leading, substitute.subsamples)
 
 
 def take_apart(run: Run) -> SlotRun:

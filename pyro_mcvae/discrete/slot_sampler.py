@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pyro_mcvae.checks.leading_dims import SLOTS
+from pyro_mcvae.checks.run_checks import SLOTS
 from pyro_mcvae.discrete.ancestry import Ancestry
 from pyro_mcvae.discrete.enumerated import SlotRun, run_slots, take_apart
 from pyro_mcvae.discrete.slots import SiteOptions

@@ -12,7 +12,6 @@ from torch import Tensor
 from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.particles.runner import Execution, Layout, Runner
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.contract import check_sites
 from pyro_mcvae.programs.execution import Programs, check_separate, run_pair, with_changes
 from pyro_mcvae.programs.messengers import SampleFn, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
@@ -237,9 +236,7 @@ class ParticleSampler:
             found, is_same = replay_model(programs, run, changes, plate)
             if not is_same:
                 # Another branch of the model may have latents that the guide's draws are not for.
-                check_sites(found.guide_trace, found.model_trace, self.runner.strict_enumeration)
-                if found.leading is not None:
-                    self.runner.check(programs, found, shared)
+                self.runner.check(programs, found, shared)
             runs.append(found)
             same = same and is_same
         return runs, same
@@ -266,5 +263,4 @@ class ParticleSampler:
     ) -> Run:
         plates = layout.plates()
         guide_trace, model_trace = run_pair(programs, substitute, plates, inside)
-        check_sites(guide_trace, model_trace, self.runner.strict_enumeration)
-        return self.runner.collect(guide_trace, model_trace, layout, plates, substitute.subsamples)
+        return layout.collect(guide_trace, model_trace, plates, substitute.subsamples)

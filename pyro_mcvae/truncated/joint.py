@@ -10,7 +10,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
 
-from pyro_mcvae.checks.leading_dims import STATES
+from pyro_mcvae.checks.run_checks import STATES
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites
@@ -245,7 +245,7 @@ class JointRuns:
         all_terms = (*terms, *self._guide_terms, *searched)
         run = Run(both, model_trace, all_terms, nesting, count, unbatched, self.subsamples)
         if is_validation_enabled():
-            check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
+            check_sites(both, model_trace, self._sampler.runner.checks.strict_enumeration)
             if nesting_of(model_trace) > nesting:
                 raise StatesError(
                     f"the program has plates in {nesting_of(model_trace)} batch dims, "
