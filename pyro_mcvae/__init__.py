@@ -1,16 +1,23 @@
 """Monte Carlo objectives for Pyro: drop-in losses for latent-variable models."""
 
 from pyro_mcvae.chains.hmc import HMC
-from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.kernel import Info, Kernel, Proposal, State, Target
 from pyro_mcvae.chains.langevin import MALA, ULA, GaussianReverse
+from pyro_mcvae.chains.momentum import FixedMomentum, LearnedMomentum, Momentum
 from pyro_mcvae.chains.random_walk import RandomWalk
 from pyro_mcvae.chains.schedules import (
     FixedSchedule,
     LearnedSchedule,
     LinearSchedule,
+    Schedule,
     SigmoidSchedule,
 )
-from pyro_mcvae.chains.step_size import AdaptiveStepSize, FixedStepSize, LearnedStepSize
+from pyro_mcvae.chains.step_size import (
+    AdaptiveStepSize,
+    FixedStepSize,
+    LearnedStepSize,
+    StepSize,
+)
 from pyro_mcvae.chains.underdamped import UnderdampedLangevin
 from pyro_mcvae.comparisons.monte_carlo_em import MonteCarloEM
 from pyro_mcvae.comparisons.wake_sleep import WakeSleep
@@ -76,6 +83,7 @@ __all__ = [
     "Bounds",
     "EvolutionaryUpdate",
     "FitnessProportional",
+    "FixedMomentum",
     "FixedSchedule",
     "FixedStepSize",
     "GaussianNoise",
@@ -83,14 +91,17 @@ __all__ = [
     "GreedyParents",
     "GumbelSoftmax",
     "IndependentDraw",
+    "Info",
     "InformedFlips",
     "Kernel",
+    "LearnedMomentum",
     "LearnedSchedule",
     "LearnedStepSize",
     "LeaveOneOut",
     "LinearSchedule",
     "LogEvidence",
     "LowDimensionalEvidence",
+    "Momentum",
     "MonteCarloELBO",
     "MonteCarloEM",
     "Mutation",
@@ -99,14 +110,19 @@ __all__ = [
     "Parents",
     "PosteriorDraws",
     "PriorDraws",
+    "Proposal",
     "RandomWalk",
     "RankBatches",
     "Report",
     "Sandwich",
+    "Schedule",
     "SigmoidSchedule",
     "SparseFlips",
+    "State",
     "StatePosterior",
+    "StepSize",
     "SummedMean",
+    "Target",
     "TraceAIS_ELBO",
     "TraceIWAE_ELBO",
     "TraceRaoBlackwell_ELBO",

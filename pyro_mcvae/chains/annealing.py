@@ -110,7 +110,7 @@ def anneal(
             increments.append((betas[k] - betas[k - 1]) * state.log_weight)
             if k + 1 == len(betas) and not last_transition:
                 break
-        state, info = kernel.step(state, Target(evaluate, betas[k], free))
+        state, info = kernel.step(state, Target(evaluate, betas[k], free, transition=k - 1))
         infos.append(info)
     if kernel.adjusted:
         # What was still to come at each step; after a last transition, nothing.
@@ -170,7 +170,7 @@ def anneal_back(
     state, last = start, len(betas) - 1
     log_weight = (betas[last] - betas[last - 1]) * state.log_weight
     for k in range(last - 1, 0, -1):
-        state, _ = kernel.step(state, Target(evaluate, betas[k], free))
+        state, _ = kernel.step(state, Target(evaluate, betas[k], free, transition=k - 1))
         log_weight = log_weight + (betas[k] - betas[k - 1]) * state.log_weight
     return log_weight
 

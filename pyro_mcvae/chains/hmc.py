@@ -54,7 +54,7 @@ class HMC(Kernel):
 
     def propose(self, state: State, target: Target) -> Proposal:
         start = target.noise(state)
-        step = self.step_size()
+        step = self.step_size(target.transition)
         if self.jitter:
             step = step * (1 - self.jitter * torch.rand((), dtype=step.dtype, device=step.device))
         new, end = leapfrog(state, start, target, step, self.num_leapfrog)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize, as_step_size
+from pyro_mcvae.chains.transitions import check_transitions
 
 __all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite"]
 
@@ -45,11 +46,15 @@ class Target:
     :ivar beta: the inverse temperature, a scalar.
     :ivar free: 1 where a coordinate may move and 0 where it may not, broadcastable to positions;
         None if all may.
+    :ivar transition: which transition of a chain moves with respect to it, from 0, for kernels
+        with parameters of each transition: ``self.step_size(target.transition)``. -1, the last, for
+        chains that stay at the posterior.
     """
 
     evaluate: Callable[[Tensor], State]
     beta: Tensor
     free: Tensor | None = None
+    transition: int = -1
 
     def log_density(self, state: State) -> Tensor:
         """Shape ``[*batch]``."""
@@ -131,6 +136,8 @@ class Kernel(nn.Module, ABC):
     :cvar bool adjusted: whether moves are accepted or rejected.
     :cvar bool needs_gradient: whether :meth:`propose` asks the target for gradients.
     :cvar float initial_step_size: where an adaptive step size starts by default.
+    :cvar float step_size_power: how the step size goes with the width of a density; 1 for lengths,
+        2 for those that are squared, as Langevin's are.
     :cvar float target_acceptance: what it adapts to by default.
 
     :param step_size: a number, a tensor of shape ``[D]``, or a
@@ -148,7 +155,8 @@ class Kernel(nn.Module, ABC):
         ...     needs_gradient = False
         ...
         ...     def propose(self, state, target):
-        ...         step, noise = self.step_size().clamp(max=1), target.noise(state)
+        ...         step = self.step_size(target.transition).clamp(max=1)
+        ...         noise = target.noise(state)
         ...         new = target.evaluate((1 - step**2).sqrt() * state.position + step * noise)
         ...         return Proposal(new, self._log_normal(state) - self._log_normal(new))
         ...
@@ -165,17 +173,28 @@ class Kernel(nn.Module, ABC):
     adjusted: bool = False
     needs_gradient: bool = True
     initial_step_size: float = 0.1
+    step_size_power: float = 1.0
     target_acceptance: float = 0.8
 
     def __init__(self, step_size: float | Tensor | StepSize | None = None) -> None:
         super().__init__()
         self.step_size = as_step_size(step_size)
-        if isinstance(self.step_size, AdaptiveStepSize):
-            self.step_size.complete(self.initial_step_size, self.target_acceptance)
+        for part in self.step_size.modules():
+            if isinstance(part, AdaptiveStepSize):
+                part.complete(self.initial_step_size, self.target_acceptance, self.step_size_power)
 
     @abstractmethod
     def propose(self, state: State, target: Target) -> Proposal:
         """Propose a move, and say how much likelier its reverse is."""
+
+    def check_transitions(self, num_steps: int) -> None:
+        """
+        Check that parameters of each transition are as many as a chain's transitions.
+
+        :raises ValueError: naming the parameter.
+        """
+        for name, part in self.named_modules():
+            check_transitions(name, getattr(part, "num_transitions", None), num_steps)
 
     def step(self, state: State, target: Target) -> tuple[State, Info]:
         """

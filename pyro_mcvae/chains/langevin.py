@@ -17,12 +17,15 @@ __all__ = ["MALA", "ULA", "GaussianReverse"]
 
 class _Langevin(Kernel):
     initial_step_size = 0.01
+    step_size_power = 2.0
 
     def propose(self, state: State, target: Target) -> Proposal:
         # One leapfrog step of length sqrt(2 eta) with a fresh momentum u is the Langevin proposal,
         # and the change of u's density is the ratio of reverse and forward densities.
         noise = target.noise(state)
-        new, momentum = leapfrog(state, noise, target, (2.0 * self.step_size()).sqrt())
+        new, momentum = leapfrog(
+            state, noise, target, (2.0 * self.step_size(target.transition)).sqrt()
+        )
         return Proposal(new, log_momentum(momentum) - log_momentum(noise))
 
 
@@ -59,7 +62,8 @@ class ULA(_Langevin):
 
     def propose(self, state: State, target: Target) -> Proposal:
         noise = target.noise(state)
-        step = (2.0 * self.step_size()).sqrt()
+        step_size = self.step_size(target.transition)
+        step = (2.0 * step_size).sqrt()
         new, momentum = leapfrog(state, noise, target, step)
         log_ratio = log_momentum(momentum) - log_momentum(noise)
         if self.reverse is None:
@@ -68,7 +72,9 @@ class ULA(_Langevin):
         forward = (-0.5 * noise.square() - step.log() - 0.5 * math.log(2 * math.pi)) * _ones(
             noise, target
         )
-        backward = self.reverse.log_prob(state.position, new, target, self.step_size())
+        backward = self.reverse.log_prob(
+            state.position, new, target, self.step_size(target.transition)
+        )
         return Proposal(new, log_ratio, backward - forward.sum(-1))
 
 

@@ -28,5 +28,7 @@ class RandomWalk(Kernel):
     target_acceptance = 0.3
 
     def propose(self, state: State, target: Target) -> Proposal:
-        new = target.evaluate(state.position + self.step_size() * target.noise(state))
+        new = target.evaluate(
+            state.position + self.step_size(target.transition) * target.noise(state)
+        )
         return Proposal(new, new.log_base.new_zeros(new.log_base.shape))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pyro_mcvae.chains.kernel import Kernel, Proposal, State, Target
 from pyro_mcvae.chains.leapfrog import leapfrog, log_momentum
+from pyro_mcvae.chains.momentum import Momentum, as_momentum
 from pyro_mcvae.chains.step_size import StepSize
 
 __all__ = ["UnderdampedLangevin"]
@@ -26,7 +27,8 @@ class UnderdampedLangevin(Kernel):
     :param step_size: :math:`\epsilon`; see :class:`Kernel`. Adapts by default, to an acceptance of
         0.9; for a model that is trained already, 0.8 is often tighter:
         ``AdaptiveStepSize(target_acceptance=0.8)``.
-    :param float momentum: :math:`\mu`, at least 0 and less than 1.
+    :param momentum: :math:`\mu`, a number of at least 0 and less than 1, or a :class:`Momentum`;
+        0.9 by default.
     :raises ValueError: if the step size is not positive, or the momentum outside of [0, 1).
 
     [1] Geffner, Domke (2021), *MCMC Variational Inference via Uncorrected Hamiltonian Annealing*.
@@ -37,6 +39,12 @@ class UnderdampedLangevin(Kernel):
 
         >>> from pyro_mcvae import TraceSIS_ELBO
         >>> elbo = TraceSIS_ELBO(num_steps=10, kernel=UnderdampedLangevin(0.3, momentum=0.9))
+
+    Trained, every transition with a step size and a momentum of its own, and the schedule too::
+
+        >>> step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions=10)
+        >>> kernel = UnderdampedLangevin(step_size, LearnedMomentum(num_transitions=10))
+        >>> elbo = TraceSIS_ELBO(kernel=kernel, schedule=LearnedSchedule(10))
     """
 
     # Gaps at targets 0.8, 0.9, 0.95 and learned (tests/benchmarks/chain_step_size.py, K = 5): pPCA
@@ -45,17 +53,18 @@ class UnderdampedLangevin(Kernel):
     target_acceptance = 0.9
 
     def __init__(
-        self, step_size: float | Tensor | StepSize | None = None, momentum: float = 0.9
+        self,
+        step_size: float | Tensor | StepSize | None = None,
+        momentum: float | Momentum | None = None,
     ) -> None:
         super().__init__(step_size)
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum must be at least 0 and less than 1, got {momentum!r}")
-        self.momentum = momentum
+        self.momentum = as_momentum(0.9 if momentum is None else momentum)
 
     def propose(self, state: State, target: Target) -> Proposal:
         start = target.noise(state)
         if state.momentum is not None:
-            start = self.momentum * state.momentum + (1 - self.momentum**2) ** 0.5 * start
-        new, end = leapfrog(state, start, target, self.step_size())
+            kept = self.momentum(target.transition)
+            start = kept * state.momentum + (1 - kept.square()).sqrt() * start
+        new, end = leapfrog(state, start, target, self.step_size(target.transition))
         # The refreshment leaves N(0, I) invariant, so only the leapfrog step changes the weight.
         return Proposal(new._replace(momentum=end), log_momentum(end) - log_momentum(start))

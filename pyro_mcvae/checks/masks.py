@@ -4,38 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
-from pyro.distributions.torch_distribution import MaskedDistribution
+from pyro import distributions as dist
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs, is_messenger, run_model, with_changes
+from pyro_mcvae.programs.masks import counted_values, hides_masks, with_mask
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import inner_scale, is_latent, is_random, masked_entries
+from pyro_mcvae.programs.sites import inner_scale, is_latent, is_random, is_scored, layers
 from pyro_mcvae.programs.terms import terms_of
+from pyro_mcvae.programs.types import Site
 
-__all__ = ["check_masks", "count_masked"]
+__all__ = ["check_masks", "count_masked", "is_transported", "masks_latents", "transported"]
 
 
 class _Counted(Messenger):
     """Counts what the guide counts at some sites of a model, beside what the model does."""
 
-    def __init__(self, masks: Mapping[str, Tensor | None]) -> None:
+    def __init__(self, counted: Mapping[str, Tensor | None]) -> None:
         super().__init__()
-        self._masks = masks
+        self._counted = counted
 
-    def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] not in self._masks:
+    def _pyro_sample(self, msg: Site) -> None:
+        if msg["name"] not in self._counted:
             return
-        here, there = masked_entries(msg), self._masks[msg["name"]]
-        while isinstance(msg["fn"], MaskedDistribution):
-            msg["fn"] = msg["fn"].base_dist
-        msg["mask"] = None if here is None or there is None else here | there
+        here, there = counted_values(msg), self._counted[msg["name"]]
+        both = None if here is None or there is None else here | there
+        fn = with_mask(msg["fn"], both)
+        if fn is not None:
+            msg["fn"], msg["mask"] = fn, None
+
+
+def masks_latents(run: Run) -> bool:
+    """Whether the model masks a latent."""
+    sites = [t.site for t in run.terms if not t.in_guide]
+    return any(is_latent(site) and counted_values(site) is not None for site in sites)
 
 
 def count_masked(programs: Programs, run: Run, other: Run) -> Programs:
@@ -53,35 +61,46 @@ def count_masked(programs: Programs, run: Run, other: Run) -> Programs:
     """
     if is_messenger(programs):
         return programs
-    masks = {}
-    for name, site in _latents(run).items():
-        there = masked_entries(site)
-        if _lost(run.model_trace.nodes[name], there) and _is_unread(programs, run, other, name):
-            masks[name] = there
-    return replace(programs, model=_Counted(masks)(programs.model)) if masks else programs
+    counted = {
+        name: counted_values(site)
+        for name, site in _lost_latents(run).items()
+        if _is_unread(run, _redrawn(programs, run, other, name))
+    }
+    return replace(programs, model=_Counted(counted)(programs.model)) if counted else programs
 
 
-def check_masks(run: Run, points: frozenset[str]) -> None:
+def transported(programs: Programs, run: Run, other: Run) -> frozenset[str]:
+    """
+    The masked-out latents whose density is that of another variable, computed from them.
+
+    ``NeuTraReparam`` draws the noise of a flow without a density of its own, and counts prior and
+    Jacobian at observed point masses, whose values move with the noise.
+    """
+    return frozenset(
+        name
+        for name in _lost_latents(run)
+        if _carries(run.model_trace, _redrawn(programs, run, other, name))
+    )
+
+
+def check_masks(run: Run, apart: frozenset[str]) -> None:
     """
     Check that weights are p / q: both programs count the same entries, the guide's in full.
 
-    :param points: the guide's point masses, which have no density.
-    :raises ValueError: naming a site that is scaled in the guide, or masked in one program only.
+    :param apart: sites whose densities do not meet: the guide's point masses, and
+        :func:`transported` latents.
+    :raises ValueError: naming a site that is scaled in the guide, masked in one program only,
+        masked inside of a transform, or auxiliary and masked by itself.
     """
     for term in run.terms:
-        scale = inner_scale(term.site)
-        random = term.in_guide and is_random(term.site)
-        if random and bool(torch.as_tensor(scale != 1.0).any()):
-            raise ValueError(
-                f"site '{term.key.name}' of the guide is scaled by poutine.scale ({scale}), so "
-                f"that its draws do not have the density that it reports: evaluate without the "
-                f"scale"
-            )
+        if is_latent(term.site):
+            _check_site(term.site, term.key.program)
+    _check_auxiliary(run)
     for name, site in _latents(run).items():
-        here, there = masked_entries(run.model_trace.nodes[name]), masked_entries(site)
-        if name in points or _count_alike(here, there):
+        model_site = run.model_trace.nodes[name]
+        if name in apart or _count_alike(counted_values(model_site), counted_values(site)):
             continue
-        if _lost(run.model_trace.nodes[name], there):
+        if _lost(model_site, site):
             raise ValueError(
                 f"site '{name}' has entries that a mask takes out of the model and not of the "
                 f"guide, though the model reads them: without a prior of theirs the evidence is "
@@ -95,36 +114,98 @@ def check_masks(run: Run, points: frozenset[str]) -> None:
         )
 
 
-def _latents(run: Run) -> dict[str, Any]:
+def _check_site(site: Site, program: str) -> None:
+    scale = inner_scale(site)
+    if program == "guide" and is_random(site) and bool(torch.as_tensor(scale != 1.0).any()):
+        raise ValueError(
+            f"site '{site['name']}' of the guide is scaled by poutine.scale ({scale}), so "
+            f"that its draws do not have the density that it reports: evaluate without the "
+            f"scale"
+        )
+    if hides_masks(site["fn"]):
+        raise ValueError(
+            f"site '{site['name']}' of the {program} has a mask inside of a "
+            f"{type(site['fn']).__name__}, which takes out a part of its density alone: mask the "
+            f"whole, as in {type(site['fn']).__name__}(...).mask(...)"
+        )
+
+
+def _check_auxiliary(run: Run) -> None:
+    """Refuse to leave out the density of what latents follow from, where theirs is counted."""
+    latents = _latents(run)
+    if any(_masks_out(site) for site in latents.values()):
+        return
+    for term in run.terms:
+        auxiliary = term.in_guide and is_random(term.site) and term.key.name not in latents
+        if auxiliary and _masks_out(term.site):
+            raise ValueError(
+                f"a mask takes entries out of the guide's auxiliary site '{term.key.name}', whose "
+                f"density is then missing from that of the latents which follow from it: leave "
+                f"the mask out"
+            )
+
+
+def _masks_out(site: Site) -> bool:
+    counted = counted_values(site)
+    return counted is not None and not bool(counted.all())
+
+
+def _latents(run: Run) -> dict[str, Site]:
     """The guide's sites that are latents of the model."""
     model = run.model_trace.nodes
     sites = {t.key.name: t.site for t in run.terms if t.in_guide and is_latent(t.site)}
     return {n: s for n, s in sites.items() if n in model and is_latent(model[n])}
 
 
-def _lost(site: Any, counted: Tensor | None) -> bool:
-    """Whether the model's site masks entries out that are ``counted`` in the guide."""
-    here = masked_entries(site)
+def _lost_latents(run: Run) -> dict[str, Site]:
+    """Those with entries that the model masks out and the guide counts."""
+    model = run.model_trace.nodes
+    return {n: s for n, s in _latents(run).items() if _lost(model[n], s)}
+
+
+def _lost(model_site: Site, guide_site: Site) -> bool:
+    here, there = counted_values(model_site), counted_values(guide_site)
     if here is None:
         return False
-    return bool((~here if counted is None else counted & ~here).any())
+    return bool((~here if there is None else there & ~here).any())
 
 
-def _is_unread(programs: Programs, run: Run, other: Run, name: str) -> bool:
-    """Whether nothing that the model counts changes with the entries that it masks out."""
-    site = run.model_trace.nodes[name]
+def _redrawn(programs: Programs, run: Run, other: Run, name: str) -> Trace | None:
+    """The model where the entries that it masks out are those of another draw, if they can be."""
     old, new = (r.guide_trace.nodes.get(name, {}).get("value") for r in (run, other))
     if old is None or new is None or old.shape != new.shape:
+        return None
+    counted = counted_values(run.model_trace.nodes[name])
+    assert counted is not None
+    changed = with_changes(run.guide_trace, {name: {"value": torch.where(counted, old, new)}})
+    return run_model(programs, changed, SubstituteMessenger(Minibatch(run.subsamples)), None)
+
+
+def _is_unread(run: Run, redrawn: Trace | None) -> bool:
+    """Whether nothing that the model counts has changed."""
+    if redrawn is None:
         return False
-    mask = masked_entries(site)
-    assert mask is not None
-    mask = mask.reshape(mask.shape + (1,) * site["fn"].event_dim)
-    changed = with_changes(run.guide_trace, {name: {"value": torch.where(mask, old, new)}})
-    again = run_model(programs, changed, SubstituteMessenger(Minibatch(run.subsamples)), None)
     expected = {t.key: t.log_prob for t in run.terms if not t.in_guide}
-    found = {t.key: t.log_prob for t in terms_of(Trace(), again)}
+    found = {t.key: t.log_prob for t in terms_of(Trace(), redrawn)}
     return expected.keys() == found.keys() and all(
         torch.equal(found[key], value) for key, value in expected.items()
+    )
+
+
+def is_transported(site: Site) -> bool:
+    """Whether a site may be a latent that is computed from another: a point mass with a density."""
+    if not is_scored(site) or not site["is_observed"]:
+        return False
+    points = [layer for layer in layers(site["fn"]) if isinstance(layer, dist.Delta)]
+    return any(bool((torch.as_tensor(p.log_density) != 0).any()) for p in points)
+
+
+def _carries(model_trace: Trace, redrawn: Trace | None) -> bool:
+    """Whether a density has moved with the value that it is of: data do not move."""
+    nodes = {} if redrawn is None else redrawn.nodes
+    return any(
+        is_transported(site) and n in nodes and not torch.equal(site["value"], nodes[n]["value"])
+        for n, site in model_trace.nodes.items()
     )
 
 

@@ -13,11 +13,12 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.masks import counted_values
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_delta, is_latent, is_scored, layers, masked_entries
+from pyro_mcvae.programs.sites import is_delta, is_latent, is_scored, layers
 from pyro_mcvae.programs.terms import terms_of
 
 __all__ = ["dream", "dreamt_values", "is_factor", "recognize"]
@@ -77,10 +78,9 @@ def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
                 f"but drew {what} there when it dreamt: its plates and its distribution, expanded, "
                 f"must give the data's shape, whatever the latents"
             )
-        mask = masked_entries(site)
-        if mask is not None:
-            mask = mask.reshape(mask.shape + (1,) * site["fn"].event_dim)
-            new = torch.where(mask, new, value)
+        counted = counted_values(site)
+        if counted is not None:
+            new = torch.where(counted, new, value)
         found[name] = new.detach()
     return found
 

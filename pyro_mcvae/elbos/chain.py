@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
-from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.kernel import Kernel, State
 from pyro_mcvae.chains.schedules import Schedule, as_schedule
 from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize
 from pyro_mcvae.coordinates.chain_density import (
@@ -58,7 +58,8 @@ class ChainRecord:
 
     :ivar ~torch.Tensor acceptance: the mean acceptance probability of each transition, shape
         ``[transitions]``; for unadjusted kernels the one that their moves would have had.
-    :ivar ~torch.Tensor step_size: the step size that was used, a scalar or shape ``[D]``.
+    :ivar ~torch.Tensor step_size: the step size that was used, a scalar or shape ``[D]``; one row
+        for each transition where they differ.
     :ivar ~torch.Tensor betas: the schedule, shape ``[num_steps + 1]``.
     :ivar ~torch.Tensor log_weight: the chains' log weights W, shape ``[num_particles, *plates]``.
     """
@@ -104,15 +105,16 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         _check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
         self.schedule = as_schedule(schedule, num_steps)
         self.kernel = self._checked(kernel)
+        self.kernel.check_transitions(self.num_steps)
         self.multi_sample = multi_sample
         self.coordinates = coordinates
         self.gradient_estimator = gradient_estimator
         self.recompute = recompute
         self.last_step: ChainRecord | None = None
         self.param_name = f"{type(self).__name__}_{next(_numbers)}"
-        step_size = self.kernel.step_size
-        if isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None:
-            step_size.per_coordinate = coordinates == "latent"
+        for step_size in self.kernel.step_size.modules():
+            if isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None:
+                step_size.per_coordinate = coordinates == "latent"
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
         # Roots tell whether a guide is mean-field, which then need not be run again.
@@ -206,8 +208,11 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _run(self, density: ChainDensity) -> Chain:
         betas = self.schedule()
         with torch.set_grad_enabled(GradientMode.CHAIN in density.gradient):
+            start = density.start()
+            if density.gradient.keeps_graph and self.training:
+                self._begin(start)
             chain = anneal(
-                density.start(),
+                start,
                 betas,
                 self.kernel,
                 density,
@@ -218,7 +223,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         acceptance = [info.acceptance.mean() for info in chain.infos]
         self.last_step = ChainRecord(
             torch.stack(acceptance) if acceptance else chain.log_weight.new_zeros(0),
-            self.kernel.step_size().detach().clone(),
+            self.kernel.step_size.values().detach().clone(),
             betas.detach(),
             chain.log_weight.detach(),
         )
@@ -226,6 +231,11 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     def _average(self, log_weight: Tensor) -> Tensor:
         return log_mean_exp(log_weight) if self.multi_sample else log_weight.mean(0)
+
+    def _begin(self, start: State) -> None:
+        """Let the step size see where the first chains start."""
+        if start.grad_base is not None:
+            self.kernel.step_size.begin(start.grad_base.detach())
 
     def _adapt(self, chain: Chain) -> None:
         record, step_size = self.last_step, self.kernel.step_size

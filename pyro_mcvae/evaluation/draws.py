@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent, plate_frames
 from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Site
 
 __all__ = ["PosteriorDraws", "SiteDraws", "site_draws"]
 
@@ -84,12 +86,25 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
         found.observed[name] = term.site["value"]
         found.dims[name] = _dims(term.site)
     sites = [t.site for t in first.terms if not t.in_guide]
-    for frame in {f for site in sites for f in plate_frames(site) if f.dim is not None}:
-        index = sample.subsamples.get(frame.name)
-        if not isinstance(index, Tensor) or len(index) != frame.size:
-            index = torch.arange(frame.size)
-        found.coords[frame.name] = index
+    for name, size in _plate_sizes(sites).items():
+        index = sample.subsamples.get(name)
+        if not isinstance(index, Tensor) or len(index) != size:
+            index = torch.arange(size)
+        found.coords[name] = index
     return found
+
+
+def _plate_sizes(sites: list[Site]) -> dict[str, int]:
+    """By plate, how many data it has; one that was made without a size does not say."""
+    sizes: dict[str, int] = {}
+    for site in sites:
+        shape = site["fn"].batch_shape
+        for frame in plate_frames(site):
+            if frame.dim is not None:
+                here = shape[frame.dim] if -frame.dim <= len(shape) else 1
+                size = frame.size if frame.size >= 0 else here
+                sizes[frame.name] = max(size, sizes.get(frame.name, 1))
+    return sizes
 
 
 def _latents(run: Run) -> Iterator[tuple[str, Any]]:
@@ -97,7 +112,8 @@ def _latents(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _observed(run: Run) -> Iterator[Term]:
-    return (t for t in run.terms if not t.in_guide and t.site["is_observed"])
+    sites = (t for t in run.terms if not t.in_guide and t.site["is_observed"])
+    return (t for t in sites if not is_transported(t.site))
 
 
 def _term(run: Run, name: str) -> Term:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain, anneal
 from pyro_mcvae.checks.collapsed import check_not_collapsed
-from pyro_mcvae.checks.masks import check_masks, count_masked
+from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
 from pyro_mcvae.coordinates.chain_density import ChainDensity, named
 from pyro_mcvae.coordinates.gradient import GradientMode
@@ -32,7 +32,6 @@ from pyro_mcvae.programs.sites import (
     is_random,
     is_scored,
     is_subsampled,
-    masked_entries,
 )
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure import dependencies
@@ -285,12 +284,14 @@ class ImportanceSampler:
 
     def _count_alike(self, points: frozenset[str]) -> None:
         """Let both programs count the same entries of each latent, or refuse them."""
-        sampler, subsamples = self._sampler(1), self.reference.subsamples
-        if any(is_latent(t.site) and masked_entries(t.site) is not None for t in self._model()):
-            other = sampler.single(self.programs, subsamples)
-            self.programs = count_masked(self.programs, self.reference.runs[0], other.runs[0])
+        apart = points
+        if masks_latents(self.reference.runs[0]):
+            sampler, subsamples = self._sampler(1), self.reference.subsamples
+            pair = self.reference.runs[0], sampler.single(self.programs, subsamples).runs[0]
+            apart = points | transported(self.programs, *pair)
+            self.programs = count_masked(self.programs, *pair)
             self.reference = sampler.single(self.programs, subsamples)
-        check_masks(self.reference.runs[0], points)
+        check_masks(self.reference.runs[0], apart)
 
     def _model(self) -> list[Term]:
         return [t for t in self.reference.runs[0].terms if not t.in_guide]

@@ -13,6 +13,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.distributions import biject_to
 
+from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.evaluation.arguments import as_arguments
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
@@ -110,6 +111,12 @@ def _check_generative(name: str, site: Any) -> None:
         raise ValueError(
             f"site '{name}' of the model is a pyro.factor, which no data can be drawn from: write "
             f"it as a distribution with obs="
+        )
+    if is_transported(site):
+        raise ValueError(
+            f"site '{name}' of the model is a point mass with a density of its own, as "
+            f"NeuTraReparam makes it, which no data can be drawn from: pass the model that was "
+            f"reparameterized, with a guide of its latents"
         )
     scale = inner_scale(site)
     if bool(torch.as_tensor(scale != 1.0).any()):

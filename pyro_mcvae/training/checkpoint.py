@@ -7,7 +7,8 @@ import pickle
 import re
 import uuid
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ __all__ = ["load_checkpoint", "save_checkpoint"]
 _FORMAT = "pyro_mcvae checkpoint"
 _VERSION = 1
 _STORE = "pyro's parameter store"
+_KEYS = {"format", "version", "kinds", "parts", "store", "names", "ranks", "extra"}
 
 
 def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], **extra: Any) -> None:
@@ -46,8 +48,9 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], **ex
     :param parts: by names of one's own, everything that changes in training: modules (models,
         guides, ``elbo(model, guide)``, objectives with learned or adapting parts, also wrapped in
         :class:`~torch.nn.parallel.DistributedDataParallel`), optimizers and learning rate schedules
-        of PyTorch or Pyro, a whole :class:`~pyro.infer.SVI`, closed-form updates, batch samplers,
-        random generators: whatever has ``state_dict`` or ``get_state``.
+        of PyTorch or Pyro, a whole :class:`~pyro.infer.SVI` (with the modules that its model and
+        guide are, or are methods of; pass others that these use), closed-form updates, batch
+        samplers, random generators: whatever has ``state_dict`` or ``get_state``.
     :param extra: numbers, strings, tensors, and lists and dicts of them; :func:`load_checkpoint`
         returns them.
     :raises ValueError: naming a part that has no state to save.
@@ -97,7 +100,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with partial.open("xb") as file:
-            torch.save(content, file)
+            with _checksums():
+                torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -124,8 +128,9 @@ def load_checkpoint(
     :param bool weights_only: refuse files that hold anything but tensors, plain values and
         constraints, since unpickling others can run code. False for files that you trust.
     :returns: the ``extra`` values that were saved.
-    :raises ValueError: for a file that is truncated or no checkpoint, and naming a part that is
-        missing, of another class or of another shape.
+    :raises ValueError: for a file that is truncated, damaged (a flipped bit) or no checkpoint, and
+        naming a part that is missing, of another class or of another shape; also a module that is
+        not among the parts, if its parameters are in the file and it has not been called yet.
 
     Example::
 
@@ -191,6 +196,7 @@ def _renamed(
 
 
 def _read(path: Path, weights_only: bool) -> dict[str, Any]:
+    _check_bits(path)
     try:
         with torch.serialization.safe_globals(_constraints()):
             content = torch.load(path, map_location="cpu", weights_only=weights_only)
@@ -213,7 +219,43 @@ def _read(path: Path, weights_only: bool) -> dict[str, Any]:
             f"{path} has version {content['version']} of the checkpoint format, and this package "
             f"reads version {_VERSION}"
         )
+    if content.keys() != _KEYS:
+        raise ValueError(
+            f"{path} is damaged: it has {sorted(map(str, content))} instead of {sorted(_KEYS)}"
+        )
     return content
+
+
+def _check_bits(path: Path) -> None:
+    """
+    Compare the file with its checksums, which PyTorch writes and does not read.
+
+    :raises ValueError: naming the record that differs.
+    """
+    if not zipfile.is_zipfile(path):
+        return  # loading says why not
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:  # a flipped bit can ask for anything: a password, a compression
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if damaged is not None:
+        raise ValueError(f"{path} is damaged: its record '{damaged}' is not what was written")
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Let PyTorch write true checksums, whatever it has been told."""
+    options = torch.serialization
+    before = options.get_crc32_options() if hasattr(options, "get_crc32_options") else True
+    if before:
+        yield
+        return
+    options.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        options.set_crc32_options(before)
 
 
 def _outline(content: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,10 +41,23 @@ def _flatten(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             continue
         yield f"{name}.optim", value.optim
         yield f"{name}.loss", value.loss.__self__ if hasattr(value.loss, "__self__") else value.loss
+        seen = None
         for program in ("model", "guide"):
-            found = getattr(value, program)
-            if isinstance(found, nn.Module):
+            found = _module_of(getattr(value, program))
+            if found is not None and found is not seen:
                 yield f"{name}.{program}", found
+            seen = found
+
+
+def _module_of(program: object) -> nn.Module | None:
+    """The module that a program is, or is a method of, also where it is wrapped."""
+    while not isinstance(program, nn.Module):
+        inside = ("func", "__wrapped__", "__self__")  # partial, wraps, a bound method
+        found = next((f for n in inside if (f := getattr(program, n, None)) is not None), None)
+        if found is None or isinstance(found, ModuleType):  # a builtin's __self__
+            return None
+        program = found
+    return program
 
 
 def _as_part(name: str, value: Any) -> Part:

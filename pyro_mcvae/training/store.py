@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -108,8 +109,10 @@ class ParamStorePart(Part):
         for key, value in self._owned().items():
             keys.setdefault(id(value), key)
         state = self._store.get_state()
+        others = {n: p for n, p in state["params"].items() if id(p) not in keys}
         return {
             "owners": {n: keys[id(p)] for n, p in state["params"].items() if id(p) in keys},
+            "of_modules": dict.fromkeys(_held_by_modules(others), True),
             "params": {n: p.detach() for n, p in state["params"].items()},
             "constraints": state["constraints"],
         }
@@ -126,6 +129,8 @@ class ParamStorePart(Part):
                 # The module's next call puts its own tensor there.
                 if live is not None and live is not owner:
                     del self._store[name]
+            elif name in state["of_modules"]:
+                _into_module(name, live, saved)
             elif live is not None and live.shape == saved.shape and live.dtype == saved.dtype:
                 with torch.no_grad():
                     live.copy_(saved)
@@ -150,3 +155,43 @@ class ParamStorePart(Part):
                     before["_params"][name].copy_(value)
 
         return restore
+
+
+def _held_by_modules(params: Mapping[str, Tensor]) -> list[str]:
+    """
+    The names of what modules hold as plain parameters. These do not look for their values in the
+    parameter store, as a PyroParam does: what is put there in their place would be trained by the
+    optimizer and used by nobody.
+    """
+    unknown = {id(p): n for n, p in params.items() if isinstance(p, nn.Parameter)}
+    if not unknown:
+        return []
+    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    held = [
+        unknown[id(p)]
+        for module in modules
+        for name, p in module._parameters.items()
+        if id(p) in unknown and not name.endswith("_unconstrained")
+    ]
+    return sorted(set(held))
+
+
+def _into_module(name: str, live: Tensor | None, saved: Tensor) -> None:
+    """
+    Set a parameter of a module that is known by its name in the store only.
+
+    :raises ValueError: if the module has not been called yet, or has another shape.
+    """
+    if live is None:
+        raise ValueError(
+            f"parameter '{name}' belongs to a module that is not among the parts, and which the "
+            f"store does not know yet: pass the module to save_checkpoint and load_checkpoint "
+            f"too, or call the model and the guide once before loading"
+        )
+    if live.shape != saved.shape:
+        raise ValueError(
+            f"parameter '{name}' has shape {tuple(live.shape)}, and was saved with "
+            f"{tuple(saved.shape)}"
+        )
+    with torch.no_grad():
+        live.copy_(saved)

@@ -6,13 +6,20 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
+from pyro import distributions as dist
 from torch import Tensor
 
 from pyro_mcvae.ops.ranks import num_ranks, sum_over_ranks
-from pyro_mcvae.truncated.layout import existing_entries
+from pyro_mcvae.programs.sites import inner_scale
+from pyro_mcvae.programs.types import Site
+from pyro_mcvae.truncated.layout import bare, existing_entries
 from pyro_mcvae.truncated.posterior import StatePosterior
 
 __all__ = ["BernoulliPrior", "ClosedForm", "GaussianNoise"]
+
+# Subclasses may have another density.
+_BERNOULLI = (dist.Bernoulli, torch.distributions.Bernoulli)
+_NORMAL = (dist.Normal, torch.distributions.Normal)
 
 
 class ClosedForm(ABC):
@@ -93,6 +100,29 @@ class ClosedForm(ABC):
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
         """Sum and number, in the parameter's shape."""
 
+    def _sums(self, posterior: StatePosterior, site: Site, value: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Sum over what the parameter does not distinguish, as the site's density enters the free
+        energy: with the user's own scale, and without what is masked out.
+
+        :param value: broadcast to ``[S, *batch, *event]``.
+        """
+        weight = torch.as_tensor(inner_scale(site), dtype=value.dtype, device=value.device)
+        weight = weight.reshape(weight.shape + (1,) * site["fn"].event_dim)
+        exists = existing_entries(site)
+        if exists is not None:
+            weight, value = weight * exists, torch.where(exists, value, 0.0)
+        shape = torch.broadcast_shapes(site["value"].shape, value.shape, weight.shape)
+        total = posterior.mean_at(site, (weight * value).expand(shape))
+        count = posterior.mean_at(site, weight.expand(shape))
+        return total.sum_to_size(self.parameter.shape), count.sum_to_size(self.parameter.shape)
+
+    def _refuse(self, site: Site, wanted: str) -> ValueError:
+        return ValueError(
+            f"site '{self.site}' is {type(bare(site['fn'])).__name__}, and not {wanted}: this "
+            f"closed form holds for that distribution alone"
+        )
+
     def _value(self, mean: Tensor) -> Tensor:
         return mean
 
@@ -129,10 +159,9 @@ class BernoulliPrior(ClosedForm):
 
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
         site = posterior.site(self.site)
-        mean = posterior.marginals()[self.site]
-        exists = existing_entries(site)
-        weight = torch.ones_like(mean) if exists is None else exists[0].to(mean).expand_as(mean)
-        return _to(mean * weight, self.parameter), _to(weight, self.parameter)
+        if type(bare(site["fn"])) not in _BERNOULLI or self.site not in posterior.values:
+            raise self._refuse(site, "a Bernoulli site that the truncated posterior searches")
+        return self._sums(posterior, site, posterior.values[self.site])
 
     def _value(self, mean: Tensor) -> Tensor:
         return mean.clamp(self.floor, 1 - self.floor)
@@ -170,24 +199,11 @@ class GaussianNoise(ClosedForm):
         self.floor = floor
 
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
-        site, fn = posterior.site(self.site), posterior.site(self.site)["fn"]
-        while hasattr(fn, "base_dist"):
-            fn = fn.base_dist
-        if not isinstance(fn, torch.distributions.Normal):
-            raise ValueError(f"site '{self.site}' is {type(fn).__name__}, and not Normal")
-        mean = posterior.mean_of((site["value"] - fn.loc).square(), site["fn"].event_dim)
-        exists = existing_entries(site)
-        weight = torch.ones_like(mean)
-        if exists is not None:
-            # The mask of data does not depend on the states; the value may lack their dimension.
-            exists = exists[0] if exists.dim() > mean.dim() else exists
-            weight = exists.to(mean).expand_as(mean)
-        return _to(torch.where(weight > 0, mean, 0.0), self.parameter), _to(weight, self.parameter)
+        site = posterior.site(self.site)
+        fn = bare(site["fn"])
+        if type(fn) not in _NORMAL:
+            raise self._refuse(site, "Normal")
+        return self._sums(posterior, site, (site["value"] - fn.loc).square())
 
     def _value(self, mean: Tensor) -> Tensor:
         return mean.sqrt().clamp_min(self.floor)
-
-
-def _to(value: Tensor, parameter: Tensor) -> Tensor:
-    """Sum over what the parameter does not distinguish."""
-    return value.sum_to_size(parameter.shape)

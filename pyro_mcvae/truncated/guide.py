@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-import pyro
 import torch
-from pyro import distributions as dist
-from pyro import poutine
 from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
@@ -21,12 +18,13 @@ from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.sites import is_scored, is_subsampled
 from pyro_mcvae.truncated.buffers import StateBuffers
+from pyro_mcvae.truncated.draws import apart, sample_states
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
 from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.posterior import StatePosterior
 from pyro_mcvae.truncated.proposals import PriorDraws, Proposals, propose
 from pyro_mcvae.truncated.search import Populations, evaluate, evolve
-from pyro_mcvae.truncated.searched_sites import Layouts, find_layouts
+from pyro_mcvae.truncated.searched_sites import GuideDraws, Layouts, find_layouts, run_guide
 from pyro_mcvae.truncated.shards import check_names
 
 __all__ = ["TruncatedPosterior"]
@@ -153,11 +151,20 @@ class TruncatedPosterior(StateBuffers):
     # What an objective asks -----------------------------------------------------------------
 
     def begin(
-        self, model: Callable[..., Any], sampler: ParticleSampler, args: Any, kwargs: Any
+        self,
+        model: Callable[..., Any],
+        sampler: ParticleSampler,
+        args: Any,
+        kwargs: Any,
+        given: GuideDraws | None = None,
     ) -> JointRuns:
-        """A step's joint density; finds the structure and makes the first states if need be."""
+        """
+        A step's joint density; finds the structure and makes the first states if need be.
+
+        :param given: draws of ``guide`` that are made already.
+        """
         layouts = self._layouts(model, sampler, args, kwargs)
-        return JointRuns(sampler, layouts, model, self.guide, args, kwargs)
+        return JointRuns(sampler, layouts, model, self.guide, args, kwargs, given)
 
     def evaluate(self, runs: JointRuns) -> tuple[Populations, WeightedParticles]:
         """The states of a minibatch as they are, with their log joint."""
@@ -223,7 +230,7 @@ class TruncatedPosterior(StateBuffers):
         :returns: the free energy of each datum, shape ``[*plates]``, in nats.
         """
         for _ in range(num_steps):
-            with _apart(), torch.no_grad():
+            with apart(), torch.no_grad():
                 runs = self.begin(self.model, self._own, args, kwargs)
                 populations, sample = self.evaluate(runs)
                 if is_validation_enabled():
@@ -238,44 +245,26 @@ class TruncatedPosterior(StateBuffers):
 
         :param args: the model's arguments.
         """
-        return self._posterior(args, kwargs, {})
+        return self._posterior(args, kwargs)
 
-    def _posterior(self, args: Any, kwargs: Any, subsamples: dict[str, Tensor]) -> StatePosterior:
-        with _apart(), torch.no_grad():
-            runs = self.begin(self.model, self._own, args, kwargs)
-            runs.subsamples.update(subsamples)
+    def _posterior(self, args: Any, kwargs: Any, given: GuideDraws | None = None) -> StatePosterior:
+        with apart(), torch.no_grad():
+            runs = self.begin(self.model, self._own, args, kwargs, given)
             populations, sample = self.evaluate(runs)
         return StatePosterior(runs, populations, sample)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """
-        Draw from the truncated posterior, as a guide: an auxiliary site for the index of the
-        state in each data plate, and a point mass at each discrete site.
+        Draw from the truncated posterior, as a guide: what ``guide`` draws; given that, an
+        auxiliary site for the index of the state in each data plate, and a point mass at each
+        discrete site.
 
-        :returns: the values by site.
+        :returns: the values of the discrete sites.
         """
-        values: dict[str, Tensor] = {}
-        if self.guide is not None:
-            self.guide(*args, **kwargs)
-        posterior = self._posterior(args, kwargs, {})
-        made = posterior.make_plates()
-        # Around this guide another minibatch may be set: that of the other particles of a step.
-        chosen = {name: made[name]._indices for name in posterior.subsamples if name in made}
-        if any(not torch.equal(posterior.subsamples[n].to(at), at) for n, at in chosen.items()):
-            posterior = self._posterior(args, kwargs, chosen)
-        for b, layout in posterior.runs.layouts.searched:
-            with ExitStack() as stack:
-                for key in layout.plates:
-                    stack.enter_context(made[key.name])
-                logits = posterior.block_weights(b).log()
-                index = pyro.sample(
-                    f"_{layout.name}_state",
-                    dist.Categorical(logits=logits),
-                    infer={"is_auxiliary": True},
-                )
-            for name in layout.sites:
-                values[name] = posterior.emit(b, name, index, made)
-        return values
+        guide_trace = run_guide(self.guide, args, kwargs)
+        with apart(), torch.no_grad():
+            nesting = self._layouts(self.model, self._own, args, kwargs).nesting
+        return sample_states(partial(self._posterior, args, kwargs), guide_trace, nesting)
 
     # States ---------------------------------------------------------------------------------
 
@@ -310,15 +299,3 @@ class TruncatedPosterior(StateBuffers):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if before != self._shapes():
             self._found = []
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Hide runs from outer handlers, and outer plates, whose dim they may take, from runs."""
-    allocator = poutine.runtime._DIM_ALLOCATOR
-    stack, allocator._stack = allocator._stack, []
-    try:
-        with poutine.block():
-            yield
-    finally:
-        allocator._stack = stack

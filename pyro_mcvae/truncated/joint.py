@@ -34,10 +34,12 @@ from pyro_mcvae.truncated.possible import (
     spec_of,
 )
 from pyro_mcvae.truncated.searched_sites import (
+    GuideDraws,
     Layouts,
     SearchMessenger,
     StatesError,
     run_guide,
+    shared_by_data,
     with_searched,
 )
 
@@ -57,8 +59,9 @@ class JointRuns:
 
     The minibatch and the other latents w, which ``guide`` draws, are the same in every run.
 
-    :param tracer: knows how to vectorise, and keeps what was learned of the programs.
+    :param sampler: knows how to vectorise, and keeps what was learned of the programs.
     :param layouts: from :func:`find_layouts`.
+    :param given: draws of ``guide`` that are made already, by site, and their minibatch.
     :ivar rows: for each block the data of the minibatch; known after the first run.
     """
 
@@ -70,16 +73,20 @@ class JointRuns:
         guide: Callable[..., Any] | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        given: GuideDraws | None = None,
     ) -> None:
         self._sampler, self.layouts = sampler, layouts
         self._programs = Programs(model, SearchMessenger(model, guide), args, kwargs)
         # In which the model draws the discrete sites itself, in whatever dims it runs.
         self._plain = Programs(model, guide or _draw_nothing, args, kwargs)
         self.args, self.kwargs = args, kwargs
-        self.subsamples = Minibatch()
-        with SubstituteMessenger(self.subsamples):
+        given = GuideDraws() if given is None else given
+        self.subsamples = Minibatch(given.subsamples)
+        with SubstituteMessenger(self.subsamples, given.values):
             self.guide_trace = run_guide(guide, args, kwargs)
-        self._guide_terms = [guide_term(s) for s in scored(self.guide_trace)]
+        self._guide_terms = [
+            shared_by_data(guide_term(s), layouts.plates) for s in scored(self.guide_trace)
+        ]
         self.rows: list[Rows | None] = [None] * len(layouts.blocks)
         # What is known of runs that show the same sites and plates.
         self._known: WeightedParticles | None = None

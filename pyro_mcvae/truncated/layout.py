@@ -17,7 +17,7 @@ from pyro_mcvae.ops.gumbel import one_hot
 from pyro_mcvae.programs.sites import PlateKey, layers
 from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
 
-__all__ = ["Layout", "Rows", "SiteSpec", "existing_entries", "site_spec"]
+__all__ = ["Layout", "Rows", "SiteSpec", "bare", "existing_entries", "site_spec"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def site_spec(site: Any, nesting: int) -> SiteSpec:
         low, high = int(bounds[0].min()), int(bounds[1].max())
         size = high - low + 1
         # Only of a categorical it is certain that all data, always, have the same bounds.
-        bounded = isinstance(_innermost(fn), torch.distributions.Categorical)
+        bounded = isinstance(bare(fn), torch.distributions.Categorical)
         ordinal = not bounded and size > 2
     elif hasattr(support, "lower_bound"):
         low, size, ordinal, bounded = int(support.lower_bound), COUNT_LIMIT, True, False
@@ -108,10 +108,18 @@ def site_spec(site: Any, nesting: int) -> SiteSpec:
     return SiteSpec(site["name"], size, low, ordinal, one_hot, bounded, shape, batch, dtype)
 
 
-def _innermost(fn: Any) -> Any:
-    while hasattr(fn, "base_dist"):
+def bare(fn: Any) -> Any:
+    """A distribution without ``to_event``, ``mask`` and ``expand``, which change no density."""
+    while isinstance(fn, _WRAPPERS):
         fn = fn.base_dist
     return fn
+
+
+_WRAPPERS = (
+    torch.distributions.Independent,
+    dist.torch_distribution.MaskedDistribution,
+    dist.torch_distribution.ExpandedDistribution,
+)
 
 
 def existing_entries(site: Any) -> Tensor | None:

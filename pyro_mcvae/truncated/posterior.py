@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
-import pyro
 import torch
 from pyro import distributions as dist
+from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
 from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.sites import plate_frames, plate_key
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.sites import PlateKey, plate_frames, plate_key
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.joint import JointRuns
+from pyro_mcvae.truncated.layout import Layout
 from pyro_mcvae.truncated.search import Populations
 
 __all__ = ["StatePosterior"]
@@ -79,18 +81,27 @@ class StatePosterior:
         # A weight that is rounded to more than 1 would make it negative.
         return torch.special.entr(self.weights).sum(0).clamp_min(0.0)
 
-    def expectation(self, function: Callable[[Mapping[str, Tensor]], Tensor], b: int = 0) -> Tensor:
+    def expectation(
+        self, function: Callable[[Mapping[str, Tensor]], Tensor], plate: str | None = None
+    ) -> Tensor:
         r"""
         :math:`\langle f(z) \rangle = \sum_z q_n(z) f(z)`.
 
         :param function: maps the sites' values, each ``[S, *batch, *event]``, to a tensor
-            ``[S, *plates, ...]``, as a decoder does.
-        :param int b: which block's weights are meant, where a program has several data plates.
-        :returns: shape ``[*plates, ...]``.
+            ``[S, *batch, ...]``, as a decoder does. The batch dims are those of all plates, of size
+            1 where a site lies in none; what is summed over plates nested in a data plate keeps
+            their dims (``keepdim=True``).
+        :param str plate: the data plate that is meant, where a program has several side by side:
+            the function is given the values of its sites only.
+        :returns: shape ``[*batch, ...]``.
+        :raises ValueError: for a result of another shape, and for a program with several data
+            plates if ``plate`` names none of them.
         """
-        value = function(self.values)
-        weight = self._sample.split(self.weights)[b]
-        return (weight.reshape(weight.shape + (1,) * (value.dim() - weight.dim())) * value).sum(0)
+        b, layout = self._block_of_plate(plate)
+        value = function({name: self.values[name] for name in layout.sites})
+        weight = self._aligned(b, self.weights, value.dim())
+        self._check_batch(value, weight)
+        return _weighted_sum(weight, value)
 
     def marginals(self) -> dict[str, Tensor]:
         """
@@ -104,7 +115,7 @@ class StatePosterior:
                 if not spec.ordinal and not spec.one_hot and not value.is_floating_point():
                     value = torch.nn.functional.one_hot(value.long() - spec.low, spec.size)
                 weight = self._aligned(b, self.weights, value.dim())
-                found[name] = (weight * value).sum(0)
+                found[name] = _weighted_sum(weight, value)
         return found
 
     def site(self, name: str) -> Any:
@@ -116,16 +127,23 @@ class StatePosterior:
             raise ValueError(f"the model has no site '{name}', but {sorted(nodes)}")
         return nodes[name]
 
-    def mean_of(self, value: Tensor, event_dim: int, b: int = 0) -> Tensor:
+    def mean_at(self, site: Site, value: Tensor) -> Tensor:
         """
-        The posterior mean of what was computed at a site.
+        The posterior mean of what was computed at a site of the model.
 
-        :param value: ``[S, *batch, *event]``.
+        :param value: broadcast to ``[S, *batch, *event]``, where the site lies in a data plate.
         :returns: ``[*batch, *event]``.
+        :raises ValueError: for a site outside of all data plates.
         """
-        dim = 1 + self.runs.layouts.nesting + event_dim
+        b = self._sample.block_of[0].get(FactorKey("model", site["name"]))
+        if b is None or self.runs.layouts.blocks[b] is None:
+            raise ValueError(
+                f"site '{site['name']}' lies in no plate of discrete latents, so that no truncated "
+                f"posterior weighs its values"
+            )
+        dim = 1 + self.runs.layouts.nesting + site["fn"].event_dim
         value = value.reshape((1,) * (dim - value.dim()) + value.shape)
-        return (self._aligned(b, self.weights, dim) * value).sum(0)
+        return _weighted_sum(self._aligned(b, self.weights, dim), value)
 
     def map(self) -> dict[str, Tensor]:
         """The most probable state that is known: values ``[*batch, *event]``."""
@@ -133,7 +151,7 @@ class StatePosterior:
         for b, layout in self.runs.layouts.searched:
             best = self._sample.split(self.log_joint)[b].argmax(0, keepdim=True)
             for name in layout.sites:
-                found[name] = self._gather(b, name, best)[0]
+                found[name] = self.gather(b, name, best)[0]
         return found
 
     def sample(self, count: int) -> dict[str, Tensor]:
@@ -142,7 +160,7 @@ class StatePosterior:
         for b, layout in self.runs.layouts.searched:
             index = dist.Categorical(probs=self.block_weights(b)).sample((count,))
             for name in layout.sites:
-                found[name] = self._gather(b, name, index)
+                found[name] = self.gather(b, name, index)
         return found
 
     def block_weights(self, b: int) -> Tensor:
@@ -150,32 +168,14 @@ class StatePosterior:
         weight = self._sample.split(self.weights)[b]
         return self._batched(b, weight).movedim(0, -1)
 
-    def make_plates(self) -> dict[str, Any]:
-        """Plates of the minibatch, made outside of the model's run."""
-        made = {}
-        for frame in self._frames().values():
-            index = self.subsamples.get(frame.name)
-            made[frame.name] = pyro.plate(
-                frame.name, frame.full_size or frame.size, subsample=index, dim=frame.dim
-            )
-        return made
+    def first_site(self, name: str) -> Any:
+        """A site of the model as the first of the runs shows it."""
+        return self._sample.runs[0].model_trace.nodes[name]
 
-    def emit(self, b: int, name: str, index: Tensor, made: Mapping[str, Any]) -> Tensor:
-        """A point mass at a site's value in the states of the given index."""
-        site = self._sample.runs[0].model_trace.nodes[name]
-        frames = sorted(plate_frames(site), key=lambda f: f.dim or 0)
-        value = self._gather(b, name, index, leading=False)
-        with ExitStack() as stack:
-            for frame in frames:
-                stack.enter_context(made[frame.name])
-            fn = dist.Delta(value, event_dim=site["fn"].event_dim)
-            drawn: Tensor = pyro.sample(name, fn)
-        return drawn
-
-    def _frames(self) -> dict[Any, Any]:
+    def frames(self) -> dict[PlateKey, CondIndepStackFrame]:
+        """The plates around the discrete sites, as they are in this minibatch."""
         names = {n for _, layout in self.runs.layouts.searched for n in layout.sites}
-        nodes = self._sample.runs[0].model_trace.nodes
-        return {plate_key(f): f for n in names for f in plate_frames(nodes[n])}
+        return {plate_key(f): f for n in names for f in plate_frames(self.first_site(n))}
 
     def _batched(self, b: int, weight: Tensor) -> Tensor:
         """``[S, *plates]`` to ``[S, *batch]``, 1 where a batch dim is not the block's."""
@@ -186,12 +186,37 @@ class StatePosterior:
         return weight.reshape(weight.shape[0], *batch)
 
     def _aligned(self, b: int, weight: Tensor, dim: int) -> Tensor:
+        """A block's part of ``[S, *plates]`` as ``[S, *batch, 1, ...]``, ``dim`` dims in all."""
         nesting = self.runs.layouts.nesting
         weight = self._batched(b, self._sample.split(weight)[b])
         batch = (1,) * (nesting + 1 - weight.dim()) + weight.shape[1:]
         return weight.reshape(weight.shape[0], *batch, *(1,) * (dim - nesting - 1))
 
-    def _gather(self, b: int, name: str, index: Tensor, leading: bool = True) -> Tensor:
+    def _block_of_plate(self, plate: str | None) -> tuple[int, Layout]:
+        searched = self.runs.layouts.searched
+        found = [s for s in searched if plate is None or plate in (p.name for p in s[1].plates)]
+        if len(found) != 1:
+            names = ", ".join(repr(layout.plates[-1].name) for _, layout in searched)
+            raise ValueError(
+                f"plate={plate!r} names no single one of the data plates, which have weights of "
+                f"their own: pass one of {names}"
+            )
+        return found[0]
+
+    def _check_batch(self, value: Tensor, weight: Tensor) -> None:
+        """Refuse a result that would meet the weights of other data."""
+        nesting = self.runs.layouts.nesting
+        own, batch = value.shape[: nesting + 1], weight.shape[: nesting + 1]
+        if len(own) != len(batch) or any(
+            n not in (1, size) for n, size in zip(own, batch, strict=True) if size != 1
+        ):
+            raise ValueError(
+                f"the function returned shape {tuple(value.shape)}, and the weights of states and "
+                f"data have {tuple(batch)}: return [states, *batch, ...] with as many batch dims "
+                f"as the sites' values have ({nesting}), as keepdim=True keeps them"
+            )
+
+    def gather(self, b: int, name: str, index: Tensor, leading: bool = True) -> Tensor:
         """
         A site's values in the states of an index.
 
@@ -211,8 +236,13 @@ class StatePosterior:
         at = index.reshape(-1, *batch, *(1,) * len(event))
         at = at.expand(-1, *target, *event)
         found = value.expand(-1, *target, *event).gather(0, at)
-        site = self._sample.runs[0].model_trace.nodes[name]
+        site = self.first_site(name)
         depth = max(-f.dim for f in plate_frames(site) if f.dim is not None)
         # As many batch dims as the model gives the site, where none of the outside stand before.
         inner = target if any(n != 1 for n in outer) and not leading else target[nesting - depth :]
         return found.reshape(*outer, *inner, *event)
+
+
+def _weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
+    """The sum over states; those of no weight do not count, whatever their value."""
+    return torch.where(weight == 0, 0.0, weight * value).sum(0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from pyro import distributions as dist
 from pyro import poutine
 from pyro.ops.provenance import detach_provenance
 from pyro.poutine.messenger import Messenger
@@ -21,16 +23,19 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.sites import is_random, plate_frames, plate_key
+from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.truncated.layout import Layout, Rows, existing_entries, site_spec
 
 __all__ = [
+    "GuideDraws",
     "Layouts",
     "SearchMessenger",
     "StatesError",
     "find_layouts",
     "run_guide",
+    "shared_by_data",
     "with_searched",
 ]
 
@@ -98,6 +103,30 @@ def run_guide(
     return tracer.trace
 
 
+@dataclass(frozen=True)
+class GuideDraws:
+    """Values of ``guide``'s random sites, and the indices of the plates that it has made."""
+
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    subsamples: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def shared_by_data(term: Term, plates: frozenset[PlateKey]) -> Term:
+    """
+    A draw of ``guide`` in none of the plates of the searched sites, as one that all data share.
+
+    Such a draw, of the components of a mixture in ``plate("c", K)`` say, is made once for all
+    states, so that it keeps no data from being independent: to the structure it is a point mass.
+
+    :param plates: those of all searched sites.
+    """
+    site = term.site
+    if not is_random(site) or plates & {plate_key(f) for f in plate_frames(site)}:
+        return term
+    point = dist.Delta(site["value"], event_dim=site["fn"].event_dim)
+    return replace(term, site={**site, "fn": point})
+
+
 def with_searched(guide_trace: Trace, model_trace: Trace, names: Any) -> Trace:
     """The guide's trace with the searched sites, which have no density of their own."""
     both = guide_trace.copy()
@@ -117,6 +146,7 @@ class Layouts:
 
     :ivar nesting: how many batch dims belong to plates.
     :ivar blocks: for each block of the structure its layout, None where it has no discrete site.
+    :ivar around: the plates of each discrete site.
     :ivar masked: whether some discrete site is masked.
     :ivar bank: draws of each block's states from the model, shape ``[states, D]``.
     """
@@ -124,12 +154,18 @@ class Layouts:
     nesting: int
     structure: Structure
     blocks: list[Layout | None]
+    around: Mapping[str, frozenset[PlateKey]]
     masked: bool
     bank: list[Tensor | None]
 
     @cached_property
     def searched(self) -> list[tuple[int, Layout]]:
         return [(b, layout) for b, layout in enumerate(self.blocks) if layout is not None]
+
+    @cached_property
+    def plates(self) -> frozenset[PlateKey]:
+        """Those around any of the discrete sites."""
+        return frozenset(plate for plates in self.around.values() for plate in plates)
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -156,7 +192,7 @@ def find_layouts(
         run = tracer.run_once(programs)
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
-        batch = max([run.model_trace.nodes[n]["fn"].batch_shape.numel() for n in names] or [1])
+        batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
         for _ in range(min(bank, -(-bank // batch)) - 1):
             draws.append(run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1])
     if not names:
@@ -164,8 +200,12 @@ def find_layouts(
             "the model has no discrete site to search: every latent is continuous or drawn by "
             "guide=. Use TraceSGVB_ELBO or TraceIWAE_ELBO with a guide of their own"
         )
-    structure = tracer.structures.of(programs, run)
     sites = [run.model_trace.nodes[n] for n in names]
+    around = {s["name"]: frozenset(map(plate_key, plate_frames(s))) for s in sites}
+    plates = frozenset(plate for found in around.values() for plate in found)
+    shared = (shared_by_data(t, plates) if t.in_guide else t for t in run.terms)
+    run = replace(run, terms=tuple(shared))
+    structure = tracer.structures.of(programs, run)
     for site in sites:
         _check_home(site, structure)
     frames = {plate_key(f): f for t in run.terms for f in plate_frames(t.site)}
@@ -188,7 +228,7 @@ def find_layouts(
         blocks.append(layout)
         banks.append(torch.cat(drawn).flatten(0, 1)[: max(bank, 1)])
     masked = any(existing_entries(s) is not None for s in sites)
-    return Layouts(run.nesting, structure, blocks, masked, banks)
+    return Layouts(run.nesting, structure, blocks, around, masked, banks)
 
 
 def _check_home(site: Any, structure: Structure) -> None:

@@ -89,6 +89,64 @@ def test_per_coordinate_follows_equation_27():
     assert torch.allclose(step_size(), base / spread)
 
 
+@pytest.mark.parametrize("rounding", [0.0, 1e-16], ids=["exact", "rounded"])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_gradient_without_spread_says_nothing(rows, rounding):
+    """One chain, or a coordinate that all data share: only the acceptance can tell."""
+    gradient = torch.tensor([[3.0, -0.5]]).expand(rows, 2) * (1 + rounding * torch.randn(rows, 2))
+    step_size = AdaptiveStepSize(1e-3, 0.7, per_coordinate=True)
+    for _ in range(600):
+        # A kernel whose acceptance falls with its step size.
+        step_size.update(torch.exp(-step_size().max()), gradient)
+    assert torch.allclose(torch.exp(-step_size()), torch.tensor(0.7), atol=5e-3)
+
+
+def test_nothing_grows_while_too_little_is_accepted():
+    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=True)
+    gradient = torch.randn(30, 2) * torch.tensor([1e-9, 1.0])
+    for _ in range(100):
+        before = step_size()
+        step_size.update(number(0.79), gradient)
+        assert (step_size() <= before).all()
+    step_size.update(number(0.81), gradient)
+    assert step_size()[0] > before[0]
+
+
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_it_begins_as_narrow_as_the_guide(power):
+    """In latent coordinates: where the guide's noise would begin, at its narrowest site."""
+    scale = torch.tensor([2.0, 0.1, 0.5])
+    gradient = -torch.randn(100_000, 3) / scale
+    step_size = AdaptiveStepSize(per_coordinate=True)
+    step_size.complete(0.01, 0.9, power)
+    step_size.begin(gradient)
+    assert step_size().item() == pytest.approx(0.01 * 0.1**power, rel=0.02)
+    saved = step_size.state_dict()
+    step_size.begin(1e3 * gradient)  # and not again
+    assert torch.equal(step_size(), saved["value"])
+    other = AdaptiveStepSize(per_coordinate=True)
+    other.load_state_dict(saved)
+    other.begin(1e3 * gradient)  # nor in another process
+    assert torch.equal(other(), saved["value"])
+
+
+@pytest.mark.parametrize("gradient", [0.0, 0.5, NAN, INF])
+def test_it_never_begins_with_more_than_it_was_given(gradient):
+    step_size = AdaptiveStepSize(0.01, per_coordinate=True)
+    step_size.begin(torch.full((1, 2), gradient))
+    assert step_size() == 0.01
+
+
+def test_noise_is_white_already_and_eval_freezes_the_beginning():
+    for step_size in (
+        AdaptiveStepSize(0.01, per_coordinate=False),
+        AdaptiveStepSize(0.01, per_coordinate=True).eval(),
+        FixedStepSize(0.01),
+    ):
+        step_size.begin(torch.full((1, 2), 100.0))
+        assert step_size() == 0.01
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_gradient_that_is_not_finite_leaves_its_coordinate(bad):
     gradient = torch.randn(20, 3)

@@ -7,7 +7,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoDiagonalNormal, AutoNormal, AutoNormalMessenger, init_to_value
+from pyro.infer.autoguide import (
+    AutoDiagonalNormal,
+    AutoMultivariateNormal,
+    AutoNormal,
+    AutoNormalMessenger,
+    init_to_value,
+)
+from pyro.infer.reparam import NeuTraReparam
 
 from pyro_mcvae import TraceIWAE_ELBO, log_evidence, refine, sandwich
 from tests.estimates import called
@@ -164,6 +171,132 @@ def test_a_messenger_guide_has_the_masks_of_its_model():
     guide = called(AutoNormalMessenger(imputing, init_scale=1.5))
     found = log_evidence(imputing, guide, num_particles=20_000)
     assert_near(found, EXACT)
+
+
+# Ways to write that padding does not count, and the entries of which each value counts.
+PADDED = torch.tensor([True, True, False])
+PARTS = torch.tensor([[True, False], [True, True], [False, False]])
+WAYS = {
+    "inside": lambda fn: fn.mask(PADDED[:, None]).to_event(1),
+    "around": lambda fn: fn.to_event(1).mask(PADDED),
+    "parts": lambda fn: fn.mask(PARTS).to_event(1),
+    "none": lambda fn: fn.to_event(1),
+}
+PAIRS = torch.tensor([[0.3, -1.0], [2.0, 0.4], [7.0, 7.0]], dtype=torch.float64)
+
+
+def paired(way):
+    mask = PARTS if way == "parts" else PADDED[:, None]
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", WAYS[way](dist.Normal(torch.zeros(3, 2), 1.0)))
+            pyro.sample("x", dist.Normal(z, 1.0).mask(mask).to_event(1), obs=PAIRS)
+
+    exact = (dist.Normal(0.0, math.sqrt(2)).log_prob(PAIRS) * mask).sum(-1)
+    return model, exact
+
+
+def paired_guide(way):
+    with pyro.plate("data", 3):
+        pyro.sample("z", WAYS[way](dist.Normal(PAIRS / 2, 0.8)))
+
+
+@pytest.mark.parametrize("options", [{"num_particles": 4000}, {"num_particles": 50, "schedule": 2}])
+@pytest.mark.parametrize(
+    ("way", "guide_way"),
+    [("inside", "none"), ("inside", "around"), ("around", "inside"), ("parts", "around"),
+     ("parts", "none"), ("inside", "inside")],
+)  # fmt: skip
+def test_masks_inside_of_an_event_are_those_around_it(way, guide_way, options):
+    model, exact = paired(way)
+    found = log_evidence(model, lambda: paired_guide(guide_way), **options)
+    assert_near(found, exact)
+
+
+def test_an_auto_guide_of_a_model_with_masks_inside_of_an_event():
+    model, exact = paired("inside")
+    guide = called(AutoNormal(model, init_scale=0.8))
+    assert_near(log_evidence(model, guide, num_particles=4000, schedule=3), exact)
+
+
+@pytest.mark.parametrize(("way", "guide_way"), [("none", "inside"), ("inside", "parts")])
+def test_a_mask_inside_of_the_guides_event_is_refused(way, guide_way):
+    with pytest.raises(ValueError, match=r"'z' has entries that a mask takes out of the guide"):
+        log_evidence(paired(way)[0], lambda: paired_guide(guide_way))
+
+
+def test_masks_that_are_drawn_inside_of_an_event():
+    """As AIR's: log E_q[w] by quadrature over the drawn a, whose b counts where a > 0."""
+
+    def program(guide):
+        def run():
+            with pyro.plate("data", 3):
+                a = pyro.sample("a", dist.Normal(0.3 if guide else 0.0, 1.0))
+                fn = dist.Normal(torch.full((3, 1), 0.4 if guide else 1.0), 0.8 if guide else 1.0)
+                b = pyro.sample("b", fn.mask(a[..., None] > 0).to_event(1))
+                if not guide:
+                    mean = torch.where(a > 0, a + b[..., 0], a)
+                    pyro.sample("x", dist.Normal(mean, 1.0), obs=X)
+
+        return run
+
+    a = torch.linspace(-8, 8, 4001, dtype=torch.float64)[:, None]
+    seen = dist.Normal(a + 1, math.sqrt(2)).log_prob(X), dist.Normal(a, 1.0).log_prob(X)
+    likelihood = torch.where(a > 0, *seen)
+    exact = (dist.Normal(0.0, 1.0).log_prob(a) + likelihood).logsumexp(0) + math.log(16 / 4000)
+    assert_near(log_evidence(program(False), program(True), num_particles=20_000), exact)
+
+
+def test_a_mask_inside_of_a_transform_is_refused():
+    def guide():
+        with pyro.plate("data", 3):
+            fn = dist.Normal(PAIRS / 2, 0.8).mask(PADDED[:, None])
+            moved = dist.TransformedDistribution(fn, [dist.transforms.AffineTransform(0.1, 1.0)])
+            pyro.sample("z", moved.to_event(1))
+
+    with pytest.raises(ValueError, match="'z' of the guide has a mask inside of a"):
+        log_evidence(paired("none")[0], guide)
+
+
+def test_a_masked_auxiliary_draw_is_refused():
+    def guide():
+        with pyro.plate("data", 3):
+            fn = dist.Normal(PAIRS / 2, 0.8).mask(False).to_event(1)
+            u = pyro.sample("u", fn, infer={"is_auxiliary": True})
+            pyro.sample("z", dist.Delta(u, event_dim=1))
+
+    with pytest.raises(ValueError, match="auxiliary site 'u'"):
+        log_evidence(paired("none")[0], guide)
+
+
+class TestTransportedLatents:
+    """NeuTraReparam masks the noise, and counts the latents' density where they are computed."""
+
+    Y = torch.tensor([1.0, -1.0], dtype=torch.float64)
+
+    def model(self):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0))
+        b = pyro.sample("b", dist.Normal(a, 1.0))
+        pyro.sample("y", dist.Normal(torch.stack([a, b], -1), 1.0).to_event(1), obs=self.Y)
+
+    def programs(self):
+        first = called(AutoMultivariateNormal(self.model, init_scale=0.5))
+        model = NeuTraReparam(first).reparam(self.model)
+        return model, called(AutoNormal(model, init_scale=1.6))
+
+    def test_their_evidence_is_that_of_the_model(self):
+        covariance = torch.tensor([[2.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
+        exact = dist.MultivariateNormal(torch.zeros(2), covariance).log_prob(self.Y)
+        assert_near(log_evidence(*self.programs(), num_particles=4000), exact)
+
+    def test_their_priors_are_no_likelihoods(self):
+        draws = refine(*self.programs(), num_samples=4)
+        assert list(draws.log_likelihood) == list(draws.observed) == ["y"]
+
+    def test_data_cannot_be_drawn_from_them(self):
+        with pytest.raises(ValueError, match="'a' of the model is a point mass with a density"):
+            sandwich(*self.programs())
 
 
 def test_a_scaled_guide_is_refused():

@@ -373,6 +373,24 @@ def test_masked_entries_keep_their_value_in_a_dream():
     assert (x == before).all()
 
 
+def test_entries_that_are_masked_inside_of_an_event_keep_their_value_in_a_dream():
+    mask, seen = torch.tensor([[True, False], [False, True]]), []
+
+    def model(x):
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            fn = dist.Normal(z.unsqueeze(-1), torch.ones(2))
+            pyro.sample("x", fn.mask(mask).to_event(1), obs=x)
+
+    def guide(x):
+        seen.append(x)
+        with pyro.plate("data", 2):
+            pyro.sample("z", dist.Normal(slope() * x.sum(-1), 0.5))
+
+    WakeSleep().loss_and_grads(model, guide, torch.full((2, 2), 99.0))
+    assert torch.equal(seen[-1] == 99, ~mask)
+
+
 def test_missing_data():
     def model(x, observed):
         with pyro.plate("data", len(x)):

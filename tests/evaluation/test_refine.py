@@ -35,6 +35,21 @@ WAYS = {
 ways = pytest.mark.parametrize("options", list(WAYS.values()), ids=list(WAYS))
 
 
+def test_a_plate_without_a_size_has_that_of_its_data():
+    """As pyro/examples/vae has it: Pyro gives the plate's frame the size -1."""
+    x = torch.tensor([1.0, -0.5, 2.0, 0.3])
+
+    def program(x, guide=False):
+        with pyro.plate("data"):
+            z = pyro.sample("z", dist.Normal(x / 2 if guide else torch.zeros(4), 0.5**0.5))
+            if not guide:
+                pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    draws = refine(program, lambda x: program(x, True), x, num_samples=3)
+    assert draws["z"].shape == (3, 4)
+    assert draws.coords["data"].tolist() == [0, 1, 2, 3]
+
+
 def assert_moments(draws, mean, variance):
     """Within 4.5 standard errors, and 3 percent of a standard deviation for the way's bias."""
     count = len(draws)

@@ -18,6 +18,7 @@ from pyro_mcvae import (
     BernoulliPrior,
     GaussianNoise,
     GaussianReverse,
+    LearnedMomentum,
     LearnedSchedule,
     LearnedStepSize,
     MonteCarloEM,
@@ -67,6 +68,12 @@ CONTINUOUS = {
     "sis": lambda: TraceSIS_ELBO(2),
     "sis-learned": lambda: TraceSIS_ELBO(
         kernel=ULA(LearnedStepSize(0.05), GaussianReverse(Network(2))),
+        schedule=LearnedSchedule(2),
+    ),
+    "sis-trained": lambda: TraceSIS_ELBO(
+        kernel=UnderdampedLangevin(
+            LearnedStepSize(AdaptiveStepSize(), 2, warmup=2), LearnedMomentum(0.9, 2)
+        ),
         schedule=LearnedSchedule(2),
     ),
     "sis-latent": lambda: TraceSIS_ELBO(2, ULA(AdaptiveStepSize(0.05)), coordinates="latent"),

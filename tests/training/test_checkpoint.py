@@ -1,6 +1,7 @@
 """A run that is killed and resumed is the run that was never killed."""
 
 import copy
+import functools
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoNormal
+from pyro.nn import PyroModule
 from torch import nn
 
 from pyro_mcvae import (
@@ -269,6 +271,172 @@ def test_a_run_killed_while_it_saves_leaves_the_older_checkpoint(where, tmp_path
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["run.pt"]
     assert load_checkpoint(path, run.parts) == {"step": 1}
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    """PyTorch writes checksums and does not read them: wrong weights would load without a word."""
+    saved, path = nn.Linear(20, 20), tmp_path / "run.pt"
+    save_checkpoint(path, {"net": saved})
+    whole = path.read_bytes()
+    first = whole.index(saved.weight.detach().numpy().tobytes())
+    chosen = torch.randint(len(whole), (60,)).tolist()
+    refused = 0
+    for at in [first + 7, first + 801, whole.index(b"extra"), whole.index(b"kinds"), *chosen]:
+        damaged = bytearray(whole)
+        damaged[at] ^= 1 << at % 8
+        path.write_bytes(damaged)
+        live = nn.Linear(20, 20)
+        before, rng = copy.deepcopy(live.state_dict()), torch.get_rng_state()
+        try:
+            load_checkpoint(path, {"net": live})
+        except ValueError:
+            refused += 1
+            assert_same(before, live.state_dict())
+            assert torch.equal(rng, torch.get_rng_state())
+        else:  # padding between the records
+            assert_same(saved.state_dict(), live.state_dict())
+    assert refused > 40
+    path.write_bytes(whole[:first] + b"1" + whole[first + 1 :])
+    with pytest.raises(ValueError, match=r"run.pt is damaged: its record '.*' is not what was"):
+        load_checkpoint(path, {"net": saved})
+
+
+def test_a_part_of_the_format_that_is_missing_is_refused_first(tmp_path):
+    path, live = tmp_path / "run.pt", nn.Linear(2, 2)
+    save_checkpoint(path, {"net": live})
+    content = torch.load(path, weights_only=False)
+    del content["extra"]
+    torch.save(content, path)
+    other = nn.Linear(2, 2)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match="is damaged: it has"):
+        load_checkpoint(path, {"net": other})
+    assert_same(before, other.state_dict())
+
+
+# Modules behind programs ------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Pyro's usual VAE: networks that are registered in bound methods."""
+
+    def __init__(self):
+        super().__init__()
+        self.decoder, self.encoder = nn.Linear(2, 3), nn.Linear(3, 2)
+
+    def model(self, x):
+        pyro.module("decoder", self.decoder)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(self.decoder(z), 0.5).to_event(1), obs=x)
+
+    def guide(self, x):
+        pyro.module("encoder", self.encoder)
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(self.encoder(x), 0.5).to_event(1))
+
+
+def svi_of(model, guide):
+    return SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=Trace_ELBO())
+
+
+def wrapped(program):
+    @functools.wraps(program)
+    def run(*args):
+        return program(*args)
+
+    return functools.partial(run)
+
+
+@pytest.mark.parametrize("wrap", [lambda program: program, wrapped], ids=["methods", "wrapped"])
+def test_an_svi_alone_has_the_modules_that_its_programs_are_methods_of(wrap, tmp_path):
+    def begin():
+        pyro.clear_param_store()
+        pair = Pair()
+        return pair, svi_of(wrap(pair.model), wrap(pair.guide))
+
+    x = torch.randn(5, 3)
+    _, svi = begin()
+    for _ in range(3):
+        svi.step(x)
+    save_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    wanted = [svi.step(x) for _ in range(3)]
+    pair, svi = begin()
+    load_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    loaded = copy.deepcopy(pair.state_dict())
+    assert [svi.step(x) for _ in range(3)] == wanted
+    assert all((value != loaded[name]).any() for name, value in pair.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, PyroModule[nn.Linear]], ids=["module", "pyro"])
+def test_a_module_that_only_its_program_knows_is_asked_for(kind, tmp_path):
+    """Its values would lie in the store, be trained there, and be used by nobody."""
+
+    def begin():
+        pyro.clear_param_store()
+        decoder = kind(2, 3)
+
+        def model(x):
+            if kind is nn.Linear:
+                pyro.module("decoder", decoder)
+            with pyro.plate("data", len(x)):
+                z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+                pyro.sample("x", dist.Normal(decoder(z), 0.5).to_event(1), obs=x)
+
+        def guide(x):
+            with pyro.plate("data", len(x)):
+                pyro.sample("z", dist.Normal(torch.zeros(2), 0.5).to_event(1))
+
+        return decoder, svi_of(model, guide)
+
+    x, path = torch.randn(5, 3), tmp_path / "run.pt"
+    saved, svi = begin()
+    for _ in range(3):
+        svi.step(x)
+    save_checkpoint(path, {"svi": svi})
+    end = copy.deepcopy(saved.state_dict())
+    wanted = [svi.step(x) for _ in range(3)]
+
+    decoder, svi = begin()
+    del saved
+    before = copy.deepcopy(decoder.state_dict())
+    with pytest.raises(ValueError, match="belongs to a module that is not among the parts"):
+        load_checkpoint(path, {"svi": svi})
+    assert_same(before, decoder.state_dict())
+    assert not list(pyro.get_param_store())
+    # Once the store knows it, its own tensors take the values.
+    svi.step(x)
+    load_checkpoint(path, {"svi": svi})
+    assert_same(end, decoder.state_dict())
+    assert [svi.step(x) for _ in range(3)] == wanted
+
+
+def test_a_function_around_an_autoguide_takes_its_values_from_the_store(tmp_path):
+    """A PyroParam looks there, so its guide need not be a part."""
+
+    def begin():
+        pyro.clear_param_store()
+
+        def model(x):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            with pyro.plate("data", len(x)):
+                pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=x)
+
+        auto = AutoNormal(model, init_scale=0.5)
+        return auto, svi_of(model, lambda x: auto(x))
+
+    x = torch.randn(5, 2)
+    auto, svi = begin()
+    for _ in range(3):
+        svi.step(x)
+    save_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    wanted = auto.locs.z.detach().clone()
+    auto, svi = begin()
+    load_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    auto(x)
+    assert torch.equal(auto.locs.z, wanted)
+    svi.step(x)
+    assert (auto.locs.z != wanted).all()
 
 
 # Parts by themselves --------------------------------------------------------------------------

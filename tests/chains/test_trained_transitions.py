@@ -1,0 +1,231 @@
+"""Step sizes and momenta of each transition: what they move, their gradients, and their limits."""
+
+import math
+
+import pytest
+import torch
+
+from pyro_mcvae import (
+    HMC,
+    MALA,
+    ULA,
+    AdaptiveStepSize,
+    FixedMomentum,
+    LearnedMomentum,
+    LearnedSchedule,
+    LearnedStepSize,
+    LinearSchedule,
+    RandomWalk,
+    TraceAIS_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
+from pyro_mcvae.chains.annealing import anneal, evaluator
+from tests.chains.densities import LOG_EVIDENCE, correlated
+from tests.estimates import assert_mean
+
+K = 4
+STEPS = torch.tensor([0.3, 0.9, 0.5, 0.7], dtype=torch.float64)
+MOMENTA = torch.tensor([0.5, 0.9, 0.1, 0.6], dtype=torch.float64)
+
+
+def underdamped(steps=STEPS, momenta=MOMENTA):
+    return UnderdampedLangevin(LearnedStepSize(steps, K), LearnedMomentum(momenta, K))
+
+
+KERNELS = {
+    "underdamped": underdamped,
+    "per coordinate": lambda: underdamped(STEPS.unsqueeze(-1) * torch.tensor([1.0, 0.6])),
+    "one momentum": lambda: UnderdampedLangevin(LearnedStepSize(STEPS, K), LearnedMomentum(0.7)),
+    "ULA": lambda: ULA(LearnedStepSize(STEPS.square() / 2, K)),
+    "MALA": lambda: MALA(LearnedStepSize(STEPS.square() / 2, K)),
+    "HMC": lambda: HMC(LearnedStepSize(STEPS, K), num_leapfrog=2),
+    "RandomWalk": lambda: RandomWalk(LearnedStepSize(STEPS, K)),
+}
+SIS = ["underdamped", "per coordinate", "one momentum", "ULA"]
+every = pytest.mark.parametrize("name", KERNELS)
+
+
+def chain(kernel, count=20_000, betas=None, noise=None):
+    evaluate = evaluator(correlated)
+    start = evaluate(torch.randn(count, 2) if noise is None else noise)
+    betas = LinearSchedule(K)() if betas is None else betas
+    return anneal(start, betas, kernel, evaluate, last_transition=False)
+
+
+@every
+def test_mean_weight_is_the_evidence_for_any_values(name):
+    found = chain(KERNELS[name]()).log_weight.detach()
+    weight = (found - LOG_EVIDENCE).exp()
+    assert weight.std() < 6
+    assert_mean(weight, torch.tensor(1.0))
+    assert found.mean() < LOG_EVIDENCE
+
+
+def test_each_transition_goes_by_its_own_values():
+    """Draw by draw the chain of kernels with these values, one after the other."""
+    kernel, evaluate, betas = underdamped(), evaluator(correlated), LinearSchedule(K)()
+    start = evaluate(torch.randn(50, 2))
+    torch.manual_seed(1)
+    found = anneal(start, betas, kernel, evaluate)
+    torch.manual_seed(1)
+    state, moves = start, 0.0
+    for k in range(K):
+        own = UnderdampedLangevin(STEPS[k], float(MOMENTA[k]))
+        part = anneal(state, betas[k : k + 2], own, evaluate)
+        state, moves = part.state, moves + part.infos[0].log_ratio
+    assert torch.allclose(found.state.position, state.position)
+    assert torch.allclose(sum(i.log_ratio for i in found.infos), moves)
+
+
+@pytest.mark.parametrize("name", SIS)
+def test_gradients_of_each_value_are_finite_differences(name):
+    kernel, schedule = KERNELS[name](), LearnedSchedule(K)
+    noise = torch.randn(6, 2)
+    parameters = [*kernel.parameters(), *schedule.parameters()]
+
+    def bound():
+        torch.manual_seed(2)
+        return chain(kernel, betas=schedule(), noise=noise).log_weight.mean()
+
+    grads = torch.autograd.grad(bound(), parameters)
+    for parameter, grad in zip(parameters, grads, strict=True):
+        flat = parameter.data.view(-1)
+        for at, slope in enumerate(grad.flatten()):
+            ends = []
+            for step in (1e-5, -2e-5):
+                flat[at] += step
+                ends.append(bound().detach())
+            flat[at] += 1e-5
+            assert torch.allclose(slope, (ends[0] - ends[1]) / 2e-5, rtol=1e-5, atol=1e-8)
+    if kernel.step_size.log_value.dim() == 1:
+        assert (grads[0] != 0).all()
+
+
+def test_the_first_momentum_and_the_last_move_of_ais_do_not_matter():
+    kernel = underdamped()
+    (grad,) = torch.autograd.grad(chain(kernel, 9).log_weight.mean(), kernel.momentum.logit)
+    assert grad[0] == 0
+    assert (grad[1:] != 0).all()
+    kernel = MALA(LearnedStepSize(STEPS.square() / 2, K))
+    (grad,) = torch.autograd.grad(chain(kernel, 9).log_weight.mean(), kernel.step_size.log_value)
+    assert grad[-1] == 0
+    assert (grad[:-1] != 0).all()
+
+
+def test_a_chain_that_stays_at_the_posterior_goes_by_the_last_values():
+    kernel = underdamped()
+    assert torch.allclose(kernel.step_size(), STEPS[-1])
+    assert torch.allclose(kernel.momentum(), MOMENTA[-1])
+
+
+@pytest.mark.parametrize("value", [0.01, 0.5, 0.99])
+@pytest.mark.parametrize("count", [None, 3])
+def test_momenta_begin_where_they_are_told(value, count):
+    momentum = LearnedMomentum(value, count)
+    assert torch.allclose(momentum(0), torch.tensor(value))
+    assert momentum.logit.shape == (() if count is None else (count,))
+
+
+@pytest.mark.parametrize("logit", [-1e30, -50.0, 50.0, 1e30])
+def test_momenta_stay_inside_with_finite_gradients(logit):
+    momentum = LearnedMomentum(0.5)
+    momentum.logit.data.fill_(logit)
+    kept = momentum()
+    assert 0 <= kept <= 0.999
+    (grad,) = torch.autograd.grad((1 - kept.square()).sqrt(), momentum.logit)
+    assert grad.isfinite()
+
+
+@pytest.mark.parametrize("log", [-1e3, -20.0, 20.0, 1e3])
+def test_step_sizes_stay_inside_and_find_their_way_back(log):
+    step_size = LearnedStepSize(0.1)
+    step_size.log_value.data.fill_(log)
+    assert 1e-6 * 0.999 <= step_size() <= 1e3 * 1.001
+    (grad,) = torch.autograd.grad(step_size(), step_size.log_value)
+    assert grad > 0
+
+
+def test_first_it_adapts_and_then_it_learns():
+    adaptive, same = AdaptiveStepSize(0.1, 0.8), AdaptiveStepSize(0.1, 0.8)
+    step_size = LearnedStepSize(adaptive, num_transitions=3, warmup=2)
+    for _ in range(2):
+        (grad,) = torch.autograd.grad(step_size.values().sum(), step_size.log_value)
+        assert (grad == 0).all()
+        step_size.log_value.data += 0.5  # what an optimizer might do all the same
+        assert (step_size.values() == same()).all()
+        step_size.log_value.data -= 0.5
+        step_size.update(torch.tensor(0.95))
+        same.update(torch.tensor(0.95))
+    step_size.update(torch.tensor(0.1))
+    assert (step_size.values() == same()).all()
+    step_size.log_value.data += torch.tensor([0.3, 1e3, -1e3])
+    expected = same() * torch.tensor([math.exp(0.3), 10.0, 0.1])
+    assert torch.allclose(step_size.values(), expected)
+    (grad,) = torch.autograd.grad(step_size.values().sum(), step_size.log_value)
+    assert torch.allclose(grad, expected)
+
+
+def test_a_frozen_one_does_not_count_its_steps():
+    step_size = LearnedStepSize(AdaptiveStepSize(0.1, 0.8), warmup=1).eval()
+    step_size.update(torch.tensor(1.0))
+    assert step_size.left == 1
+    assert torch.allclose(step_size(), torch.tensor(0.1))
+
+
+def test_a_restored_one_goes_on_where_it_was():
+    def make():
+        return LearnedStepSize(AdaptiveStepSize(0.1, 0.8), num_transitions=2, warmup=2)
+
+    saved, loaded = make(), make()
+    saved.update(torch.tensor(1.0))
+    state = saved.state_dict()
+    saved.update(torch.tensor(0.9))
+    loaded.load_state_dict(state)
+    assert loaded.left == 1
+    loaded.update(torch.tensor(0.9))
+    assert torch.equal(loaded.values(), saved.values())
+
+
+def test_a_recorded_step_finds_what_was_updated_in_its_place():
+    """The tensors stay the same ones, which a recorded loss reads again."""
+    step_size = LearnedStepSize(AdaptiveStepSize(0.1, 0.8, per_coordinate=True), 2, warmup=1)
+    step_size.update(torch.tensor(0.9), torch.randn(20, 3))  # which makes one per coordinate
+    before = dict(step_size.named_buffers())
+    used = step_size(0)
+    for _ in range(2):
+        step_size.update(torch.tensor(0.9), torch.randn(20, 3))
+    assert all(value is before[name] for name, value in step_size.named_buffers())
+    used.sum().backward()  # a graph of before is not touched
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: LearnedStepSize(STEPS, 3), r"initial must be one number or .* \[3\] or \[3, D\]"),
+        (lambda: LearnedStepSize(torch.ones(2, 2)), "come with num_transitions, got"),
+        (lambda: LearnedStepSize(0.1, 0), "num_transitions must be an int of at least 1"),
+        (lambda: LearnedStepSize(AdaptiveStepSize(), 2, 0), "warmup must be an int of at least 1"),
+        (lambda: LearnedMomentum(MOMENTA, 3), r"initial must be one number or .* \[3\], one row"),
+        (lambda: LearnedMomentum(MOMENTA), "must be one value, or come with num_transitions"),
+        (lambda: LearnedMomentum(1.0), "initial must be more than 0 and less than 0.999, got 1.0"),
+        (lambda: LearnedMomentum(0.0), "initial must be more than 0"),
+        (lambda: LearnedMomentum("0.9"), "initial must be a number or a tensor, got '0.9'"),
+        (lambda: FixedMomentum(True), "momentum must be at least 0 and less than 1, got True"),
+    ],
+)
+def test_bad_values(make, match):
+    with pytest.raises(ValueError, match=match):
+        make()
+
+
+def test_as_many_values_as_transitions():
+    for make in (
+        lambda: TraceSIS_ELBO(K + 1, underdamped()),
+        lambda: TraceSIS_ELBO(K - 1, UnderdampedLangevin(momentum=LearnedMomentum(0.9, K))),
+        lambda: TraceAIS_ELBO(K + 1, KERNELS["HMC"]()),
+    ):
+        with pytest.raises(ValueError, match=r"(step_size|momentum) has num_transitions=4 values"):
+            make()
+    with pytest.raises(ValueError, match="but the chain makes transition 5"):
+        chain(underdamped(), 3, LinearSchedule(K + 1)())
