@@ -1,4 +1,4 @@
-"""The log weight at given coordinates, and what is refused there."""
+"""The log weight at given coordinates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.sites import is_random, masked_entries
+from pyro_mcvae.programs.sites import masked_entries
 from pyro_mcvae.programs.terms import Term
 
-__all__ = ["Evaluation", "check_names", "check_weighed", "evaluate"]
+__all__ = ["Evaluation", "evaluate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,36 +46,3 @@ def evaluate(sample: WeightedParticles, records: list[Record], packing: Packing)
         return density if mask is None else torch.where(mask, density, 0.0)
 
     return Evaluation(sample.log_weight, sample.local_sum(log_base), sample, records)
-
-
-def check_weighed(sample: WeightedParticles) -> None:
-    """
-    :raises ValueError: for guides of which no latent has a weight, or coordinates.
-    """
-    if not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
-        raise ValueError(
-            "the guide draws no random latent: an empty guide, or a guide of point masses, has "
-            "no coordinates to move: use TraceSGVB_ELBO, which needs none"
-        )
-    if not sample.blocks:
-        raise ValueError(
-            "no latent of the guide can be weighed by itself, because a subsampled plate does "
-            "not enclose them: pass the full data, or use TraceSGVB_ELBO"
-        )
-
-
-def check_names(records: list[Record], packing: Packing, shared: frozenset[str]) -> None:
-    """
-    Check that sites do not come and go with the draws: they would have no place in a vector.
-
-    :param shared: the guide's global sites.
-    :raises ValueError: naming such a site.
-    """
-    for record in records:
-        differing = (record.keys() | shared) ^ (packing.sites.keys() | shared)
-        if differing:
-            raise ValueError(
-                f"guide site '{min(differing)}' is drawn in some executions and not in others, "
-                f"so that the latents make no vector of coordinates: draw it always, and mask "
-                f"it where it does not count, or weigh whole draws with TraceIWAE_ELBO"
-            )

@@ -19,7 +19,7 @@ from pyro_mcvae.coordinates.derivatives import (
     gradients_at_latents,
     guide_elbo,
 )
-from pyro_mcvae.coordinates.evaluation import Evaluation, check_names, check_weighed, evaluate
+from pyro_mcvae.coordinates.evaluation import Evaluation, evaluate
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.masks import all_coordinates, movable_coordinates
 from pyro_mcvae.coordinates.placing import (
@@ -28,9 +28,9 @@ from pyro_mcvae.coordinates.placing import (
     coordinate_at,
     drawn,
     latents_at,
-    packing_of,
     value_at,
 )
+from pyro_mcvae.coordinates.plan import check_names, plan_of
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -106,14 +106,8 @@ class LogWeight:
         self.programs, self.gradient = programs, gradient
         self._sampler, self._kind, self._given = sampler, coordinates, latents or {}
         sample, self._records = self._first_draw(within)
-        check_weighed(sample)
-        self.packing = packing_of(sample, self._records[0])
-        if not self.packing.sites:
-            raise ValueError(
-                "all random latents of the guide are shared by several data of a minibatch, so "
-                "that none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
-            )
-        check_names(self._records, self.packing, sample.structure.global_sites.guide)
+        self.plan = plan_of(sample, self._records, coordinates)
+        self.packing = self.plan.packing
         self.coordinates = self.packing.pack_runs(
             [{name: placed.at for name, placed in record.items()} for record in self._records]
         )

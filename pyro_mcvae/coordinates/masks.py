@@ -28,8 +28,10 @@ def movable_coordinates(
     for record, run in zip(records, sample.runs, strict=True):
         found = {n: masked_entries(run.guide_trace.nodes[n]) for n in packing.sites}
         masks.append({n: _as_event(m, record[n]) for n, m in found.items() if m is not None})
-    if not any(masks):
-        return None
+    return _packed(masks, records, packing) if any(masks) else None
+
+
+def _packed(masks: list[dict[str, Tensor]], records: list[Record], packing: Packing) -> Tensor:
     return packing.pack_runs(
         [
             {n: torch.ones_like(record[n].at) * found.get(n, 1) for n in packing.sites}

@@ -43,19 +43,27 @@ def coordinate_at(msg: Message, kind: Coordinates) -> Coordinate:
     if kind != "value" and is_straight_through(msg["fn"]):
         # Their density is that of values that were never rounded: moving those leaves the
         # program, whose model sees 0 and 1 only.
-        raise NoCoordinateError(
-            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) rounds its draws, so "
-            f"that they cannot be moved: use the relaxed distribution without StraightThrough "
-            f"in guide and model, or weigh the draws where they are with TraceIWAE_ELBO"
-        )
+        raise _rounded(msg)
     try:
         return coordinate_of(msg["fn"], kind)
     except NotImplementedError as error:
-        raise NoCoordinateError(
-            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has neither explicit "
-            f"noise nor an unconstrained form ({error}): use another distribution, or say how "
-            f"it is made from noise with register_noise"
-        ) from error
+        raise _unknown(msg, error) from error
+
+
+def _rounded(msg: Message) -> NoCoordinateError:
+    return NoCoordinateError(
+        f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) rounds its draws, so "
+        f"that they cannot be moved: use the relaxed distribution without StraightThrough "
+        f"in guide and model, or weigh the draws where they are with TraceIWAE_ELBO"
+    )
+
+
+def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
+    return NoCoordinateError(
+        f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has neither explicit "
+        f"noise nor an unconstrained form ({error}): use another distribution, or say how "
+        f"it is made from noise with register_noise"
+    )
 
 
 def drawn(msg: Message, kind: Coordinates, differentiable: bool, given: Tensor | None) -> Placed:

@@ -112,19 +112,24 @@ def local_estimate(sample: WeightedParticles, bound: Tensor, surrogate: Tensor) 
     :param bound: the bound of each datum, detached, shape ``[*plates]``.
     :param surrogate: a tensor of that shape with the gradient of the bound.
     """
-    shared = elbo_costs(sample.global_terms())
-    local = sample.scale * bound
-    value = as_scalar(total_cost(shared) + local.sum())
-    if not torch.is_grad_enabled():
-        return Estimate(value, value, sample.runs)
-    outside = elbo_surrogate(shared, sample.structure.coupled, _downstream(sample, local))
-    return Estimate(value, (sample.scale * surrogate).sum() + outside, sample.runs)
+    local, terms = sample.scale * bound, sample.global_terms()
+    value, path = local.sum(), (sample.scale * surrogate).sum()
+    if terms:
+        shared = elbo_costs(terms)
+        value = as_scalar(total_cost(shared) + value)
+        if torch.is_grad_enabled():
+            path = path + _shared_surrogate(sample, shared, local)
+    return Estimate(value, path if torch.is_grad_enabled() else value, sample.runs)
 
 
 def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
     """The same per datum."""
     shared = as_scalar(total_cost(elbo_costs(sample.global_terms())))
     return Bounds(bound, sample.scale, shared.to(bound), sample.plate_names)
+
+
+def _shared_surrogate(sample: WeightedParticles, shared: list[Cost], local: Tensor) -> Any:
+    return elbo_surrogate(shared, sample.structure.coupled, _downstream(sample, local))
 
 
 def _downstream(sample: WeightedParticles, bound: Tensor) -> MultiFrameTensor:
@@ -151,6 +156,8 @@ def elbo_surrogate(
         the score-function terms only.
     """
     paths = sum(c.path.sum() * c.term.plate_scale for c in costs if isinstance(c.path, Tensor))
+    if not any(isinstance(c.term.score, Tensor) for c in costs):
+        return paths
     return paths + score_function_term(costs, coupled, extra)
 
 
@@ -167,8 +174,6 @@ def score_function_term(
     where the elements were found to meet.
     """
     scored = [c.term for c in costs if isinstance(c.term.score, Tensor)]
-    if not scored:
-        return 0.0
     downstream = MultiFrameTensor() if extra is None else MultiFrameTensor(*extra.items())
     for c in costs:
         if isinstance(c.value, Tensor):

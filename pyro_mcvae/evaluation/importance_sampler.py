@@ -15,7 +15,8 @@ from pyro_mcvae.chains.annealing import Chain, anneal
 from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
-from pyro_mcvae.coordinates.chain_density import ChainDensity, named
+from pyro_mcvae.coordinates.chain_checks import named
+from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation.annealing import Annealing

@@ -15,7 +15,8 @@ from torch import Tensor
 from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel, Target
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
-from pyro_mcvae.coordinates.chain_density import ChainDensity, named, outside_inference_mode
+from pyro_mcvae.coordinates.chain_checks import named
+from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pyro
-import torch
 from pyro.poutine.trace_struct import Trace
 from torch.utils.checkpoint import _StopRecomputationError
 
@@ -18,6 +15,7 @@ from pyro_mcvae.programs.contract import check_nesting
 from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.messengers import ParticlePlate
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import find_nesting, nesting_of
@@ -140,7 +138,7 @@ class Runner:
             them, naming the remedy.
         """
         shared, before = execution.shared, Minibatch(execution.subsamples)
-        with _rewindable(execution.rewinds) as rewind:
+        with rewindable(execution.rewinds) as rewind:
             for attempt in itertools.count(1):
                 run, known = self._attempt(execution, count, shared)
                 found = shared if execution.find_shared is None else execution.find_shared(run)
@@ -282,21 +280,3 @@ def _not_vectorizable(
 def _set_back(subsamples: Minibatch, before: Minibatch) -> None:
     subsamples.clear()
     subsamples.update(before)
-
-
-@contextmanager
-def _rewindable(active: bool) -> Iterator[Callable[[], bool]]:
-    """A function that sets the random number generators back to where an active block began."""
-    if not active:
-        yield lambda: False
-        return
-    state = pyro.util.get_rng_state()
-    device = torch.cuda.is_initialized() and torch.cuda.get_rng_state()
-
-    def rewind() -> bool:
-        pyro.util.set_rng_state(state)
-        if device is not False:
-            torch.cuda.set_rng_state(device)
-        return True
-
-    yield rewind

@@ -128,7 +128,7 @@ class ParticleSampler:
             rest = range(1, self.num_particles)
             runs = [self._run(programs, *make(shared, fixed)) for _ in rest]
             sample = self.arrange(programs, [first, *runs])
-        if self.num_particles > 1 or make_sample_fn is not None:
+        if structure.collapsed and (self.num_particles > 1 or make_sample_fn is not None):
             check_not_collapsed(structure)
         return sample
 

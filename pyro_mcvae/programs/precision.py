@@ -38,8 +38,11 @@ def full_precision(fn: Any) -> Any:
             found = full_precision(value)
             if found is not value:
                 changed[name] = found
-    if not changed:
-        return fn
+    return _changed(fn, changed) if changed else fn
+
+
+def _changed(fn: Any, changed: dict[str, Any]) -> Any:
+    """A copy with other parameters."""
     if isinstance(fn, torch.distributions.Categorical):
         # It has normalised them in half precision: without this it would be no density.
         if "logits" in changed:

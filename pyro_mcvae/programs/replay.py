@@ -1,4 +1,4 @@
-"""A model run again at other values of its latents, in one handler, with what its sites showed."""
+"""A model replayed at other values of its latents, in one handler, with what its sites showed."""
 
 from __future__ import annotations
 

@@ -59,14 +59,7 @@ class StructureCache(Generic[T]):
                 found.pop(next(iter(found)))
             finding = found[key] = _Finding(find())
         elif renew and finding.used_often():
-            seen = find()
-            if seen != finding.value:
-                _logger.warning(
-                    "the programs show the same sites as before, but their dependencies have "
-                    "changed: say so by a bool or str argument or attribute, on which they are "
-                    "looked at again at once, or use a new loss object"
-                )
-            finding.value = seen
+            finding.renew(find())
         return finding.value
 
     def _of_pair(self, pair: tuple[Program, Program]) -> dict[Hashable, _Finding[T]]:
@@ -84,6 +77,15 @@ class _Finding(Generic[T]):
     def __init__(self, value: T) -> None:
         self.value = value
         self._uses, self._next = 1, _AGAIN
+
+    def renew(self, value: T) -> None:
+        if value != self.value:
+            _logger.warning(
+                "the programs show the same sites as before, but their dependencies have "
+                "changed: say so by a bool or str argument or attribute, on which they are "
+                "looked at again at once, or use a new loss object"
+            )
+        self.value = value
 
     def used_often(self) -> bool:
         """Count one use; whether it is time to look again."""

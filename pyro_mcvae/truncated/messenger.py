@@ -32,7 +32,7 @@ class StatesHandler(Recorder):
         super().__init__(guide_trace, subsamples)
         self._draw = draw
 
-    def supply(self, msg: Any, drawn: Any) -> None:
+    def fill(self, msg: Any, drawn: Any) -> None:
         if drawn is not None:
             if drawn["type"] != "sample" or drawn["is_observed"]:
                 kind = "observed" if drawn["type"] == "sample" else f"a {drawn['type']}"
@@ -40,7 +40,7 @@ class StatesHandler(Recorder):
                     f"site '{msg['name']}' is drawn by the model, and is {kind} in guide=: draw it "
                     f"there too, by pyro.sample without obs=, or give it another name"
                 )
-            super().supply(msg, drawn)
+            super().fill(msg, drawn)
         elif not msg["done"] and msg["value"] is None and is_random(msg):
             with without_autocast():
                 value = self._draw(msg)
