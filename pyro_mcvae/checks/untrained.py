@@ -14,6 +14,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import nn
 
 from pyro_mcvae.programs.modules import find_modules
+from pyro_mcvae.programs.types import Site
 
 __all__ = ["UntrainedGuide", "untrained_guide"]
 
@@ -107,7 +108,7 @@ def _is_unset(module: nn.Module) -> bool:
     return isinstance(module, AutoGuide) and module.prototype_trace is None
 
 
-def _begins(site: Any) -> bool:
+def _begins(site: Site) -> bool:
     """Whether ``pyro.param`` was given an initial value that is no parameter of a module."""
     given = [*site["args"][1:2], site["kwargs"].get("init_tensor")]
     return any(v is not None and not isinstance(v, nn.Parameter) for v in given)

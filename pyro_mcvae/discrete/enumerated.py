@@ -1,31 +1,27 @@
-"""One execution of guide and model in which discrete sites have several slots."""
+"""The costs and weights of one run in which discrete sites have several slots."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro import poutine
 from pyro.ops import packed
 from pyro.ops.contract import contract_tensor_tree
 from pyro.ops.rings import LogRing
-from pyro.poutine.enum_messenger import EnumMessenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.discrete.slots import SLOTS, SiteOptions, SiteSlots, SlotMessenger
-from pyro_mcvae.particles.runner import Layout
+from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slots import SLOTS, SiteSlots
 from pyro_mcvae.programs import sites
-from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Site
 
-__all__ = ["ScoredSite", "SlotCost", "SlotRun", "run_slots", "take_apart"]
+__all__ = ["ScoredSite", "SlotCost", "SlotRun", "take_apart"]
 
 
 @dataclass
@@ -66,7 +62,7 @@ class ScoredSite:
     """
 
     name: str
-    site: Any
+    site: Site
     slots: SiteSlots
     score: Tensor
     weight: Tensor
@@ -120,39 +116,6 @@ class SlotRun:
     run: Run
     costs: list[SlotCost]
     scored: dict[str, ScoredSite]
-
-
-def run_slots(
-    programs: Programs,
-    options: SiteOptions,
-    substitute: SubstituteMessenger,
-    layout: Layout,
-    tell: Callable[[str], None],
-) -> Run:
-    """
-    Run the guide with slots, then the model on its values.
-
-    :param layout: with a nesting, and with the particles' plate or without one.
-    """
-    nesting = layout.nesting
-    assert nesting is not None
-    depth = nesting + (layout.count is not None)
-    leading, args, kwargs = layout.plates(), programs.args, programs.kwargs
-    slots = SlotMessenger(options, -1 - depth, tell)
-    with substitute, poutine.trace() as tracer, slots, entered(leading[0]):
-        programs.guide(*args, **kwargs)
-    guide_trace = tracer.trace
-    # The second one goes on where the first stopped to give dims away.
-    with (
-        substitute,
-        poutine.trace() as tracer,
-        poutine.replay(trace=guide_trace),
-        EnumMessenger(),
-        entered(leading[1]),
-    ):
-        programs.model(*args, **kwargs)
-    model_trace = tracer.trace
-    return layout.collect(guide_trace, model_trace, leading, substitute.subsamples)
 
 
 def take_apart(run: Run) -> SlotRun:

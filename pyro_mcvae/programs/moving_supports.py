@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_mcvae.programs.sites import layers
+from pyro_mcvae.programs.types import Distribution
 
 __all__ = ["is_elementary", "moves_support", "transforms_of"]
 
@@ -24,7 +25,7 @@ _WRAPPERS = (torch.distributions.Independent, ExpandedDistribution, MaskedDistri
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
 
-def moves_support(fn: Any) -> bool:
+def moves_support(fn: Distribution) -> bool:
     """
     Whether the support's ends have a gradient to parameters.
 
@@ -38,7 +39,7 @@ def moves_support(fn: Any) -> bool:
     return any(t.requires_grad for t in _bounds(_support(fn)))
 
 
-def _moved_by_transforms(fn: Any) -> bool:
+def _moved_by_transforms(fn: Distribution) -> bool:
     base = fn.base_dist
     if moves_support(base):
         return True
@@ -53,7 +54,7 @@ def _moved_by_transforms(fn: Any) -> bool:
     return False
 
 
-def _support(fn: Any) -> Any:
+def _support(fn: Distribution) -> Any:
     try:
         return fn.support
     except NotImplementedError:
@@ -112,7 +113,7 @@ def is_elementary(transform: Any) -> bool:
     )
 
 
-def transforms_of(fn: Any) -> Iterator[Any]:
+def transforms_of(fn: Distribution) -> Iterator[Any]:
     """All transforms of a distribution, also below wrappers."""
     for layer in layers(fn):
         yield from getattr(layer, "transforms", ())

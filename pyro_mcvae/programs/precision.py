@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_mcvae.programs.types import Distribution
+
 __all__ = ["full_precision", "without_autocast"]
 
 _NOTHING = nullcontext()
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def full_precision(fn: Any) -> Any:
+def full_precision(fn: Distribution) -> Any:
     """
     A distribution whose half-precision parameters, as autocast networks return them, are cast to
     single precision; others are returned as they are.
@@ -41,7 +43,7 @@ def full_precision(fn: Any) -> Any:
     return _changed(fn, changed) if changed else fn
 
 
-def _changed(fn: Any, changed: dict[str, Any]) -> Any:
+def _changed(fn: Distribution, changed: dict[str, Any]) -> Any:
     """A copy with other parameters."""
     if isinstance(fn, torch.distributions.Categorical):
         # It has normalised them in half precision: without this it would be no density.

@@ -82,7 +82,7 @@ def _is_same(old: Term, site: Site) -> bool:
 
 
 @contextmanager
-def _checked_before(old: Any, site: Any) -> Iterator[None]:
+def _checked_before(old: Site, site: Site) -> Iterator[None]:
     """
     Leave out Pyro's validation of a value that has passed it: the same tensor, as an observation
     is, with the same support. Parameters are validated as always, when a distribution is made.

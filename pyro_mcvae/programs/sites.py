@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.relaxed import relaxed_log_prob
+from pyro_mcvae.programs.types import Distribution, Site
 
 __all__ = [
     "LEADING",
@@ -38,7 +39,6 @@ __all__ = [
     "subsampling_scale",
 ]
 
-Site = Mapping[str, Any]
 
 # The plate of the particles; the name that Pyro's own vectorised objectives give it.
 LEADING = "num_particles_vectorized"
@@ -88,7 +88,7 @@ def is_scored(site: Site) -> bool:
     )
 
 
-def _is_record(fn: Any) -> bool:
+def _is_record(fn: Distribution) -> bool:
     """Whether an observed site only records a value, as one that was reparameterized does."""
     return isinstance(fn, MaskedDistribution) and fn._mask is False and is_delta(fn)
 
@@ -98,24 +98,24 @@ def is_latent(site: Site) -> bool:
     return is_scored(site) and not site["is_observed"]
 
 
-def layers(fn: Any) -> Iterator[Any]:
+def layers(fn: Distribution | None) -> Iterator[Distribution]:
     """A distribution and those that it is made of, one inside of the other, outermost first."""
     while fn is not None:
         yield fn
         fn = getattr(fn, "base_dist", None)
 
 
-def is_delta(fn: Any) -> bool:
+def is_delta(fn: Distribution) -> bool:
     """Whether a distribution is a point mass, also under ``to_event``, ``mask`` or ``expand``."""
     return any(isinstance(layer, dist.Delta) for layer in layers(fn))
 
 
-def is_masked(fn: Any) -> bool:
+def is_masked(fn: Distribution) -> bool:
     """Whether a distribution masks itself, which its site does not show."""
     return any(isinstance(layer, MaskedDistribution) for layer in layers(fn))
 
 
-def is_straight_through(fn: Any) -> bool:
+def is_straight_through(fn: Distribution) -> bool:
     """Whether draws carry their relaxed value in an attribute, which copies of them lose."""
     return any(isinstance(layer, _STRAIGHT_THROUGH) for layer in layers(fn))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.types import Site
 
 __all__ = ["substitute"]
 
@@ -20,7 +21,7 @@ _DREAM_ARGS = "say by dream_args how the guide's arguments follow from the dream
 
 def substitute(
     programs: Programs,
-    sites: Mapping[str, Any],
+    sites: Mapping[str, Site],
     values: Mapping[str, Tensor],
     subsamples: Mapping[str, Tensor],
     remedy: str = _DREAM_ARGS,
@@ -80,7 +81,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _rewritten(
-    leaves: list[Tensor], sites: Mapping[str, Any], values: Mapping[str, Tensor], remedy: str
+    leaves: list[Tensor], sites: Mapping[str, Site], values: Mapping[str, Tensor], remedy: str
 ) -> dict[int, Tensor]:
     """Copies of the leaves that share memory with observed tensors, with the new values there."""
     found: dict[int, Tensor] = {}
@@ -119,7 +120,7 @@ Rows = list[tuple[int, Tensor]]
 
 
 def _copied_from(
-    name: str, site: Any, leaves: list[Tensor], subsamples: Mapping[str, Tensor], remedy: str
+    name: str, site: Site, leaves: list[Tensor], subsamples: Mapping[str, Tensor], remedy: str
 ) -> tuple[Tensor, Rows]:
     """The argument of which an observed tensor is a copy, and the rows of it."""
     found = []
@@ -138,7 +139,7 @@ def _copied_from(
     return found[0]
 
 
-def _selections(leaf: Tensor, site: Any, subsamples: Mapping[str, Tensor]) -> Iterator[Rows]:
+def _selections(leaf: Tensor, site: Site, subsamples: Mapping[str, Tensor]) -> Iterator[Rows]:
     """What of a leaf an observed tensor may be made of: all, or the rows of the site's plates."""
     yield []
     frames = [f for f in site["cond_indep_stack"] if f.name in subsamples and f.dim is not None]
@@ -175,7 +176,7 @@ def _same(part: Tensor, value: Any) -> bool:
     return bool(equal.all())
 
 
-def _refuse_twice(sites: Mapping[str, Any], values: Mapping[str, Tensor], remedy: str) -> None:
+def _refuse_twice(sites: Mapping[str, Site], values: Mapping[str, Tensor], remedy: str) -> None:
     seen: dict[Any, str] = {}
     for name in values:
         old = torch.as_tensor(sites[name]["value"])

@@ -20,6 +20,7 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.sites import is_scored, masks_of
+from pyro_mcvae.programs.types import Message, Site
 
 __all__ = [
     "Dependencies",
@@ -58,7 +59,7 @@ class _TrackDraws(Messenger):
         self.name_of: dict[int, str] = {}
         self.upstream: dict[str, frozenset[str]] = {}
 
-    def _pyro_post_sample(self, msg: Any) -> None:
+    def _pyro_post_sample(self, msg: Message) -> None:
         if msg["name"] not in self.tracked or msg["name"] in self.leaves:
             return
         self.upstream[msg["name"]] = frozenset(get_provenance(msg["value"]))
@@ -215,7 +216,7 @@ def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependenc
     return found
 
 
-def _log_prob_at(site: Any, value: Any) -> Any:
+def _log_prob_at(site: Site, value: Any) -> Any:
     """A site's log density, or the error of a flow without an inverse."""
     try:
         return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
