@@ -18,7 +18,7 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.sites import is_straight_through
-from pyro_mcvae.programs.types import Message
+from pyro_mcvae.programs.types import Message, SiteChanges
 
 __all__ = ["Placed", "Record", "coordinate_at", "drawn", "latents_at", "packing_of", "value_at"]
 
@@ -101,7 +101,7 @@ def value_at(msg: Message, placed: Placed) -> Tensor:
     return coordinate.value(at)
 
 
-def latents_at(record: Record, detach: bool) -> dict[str, dict[str, Any]]:
+def latents_at(record: Record, detach: bool) -> SiteChanges:
     """What changes at each guide site of a run at other coordinates: value and annotations."""
     found: dict[str, dict[str, Any]] = {}
     for name, placed in record.items():

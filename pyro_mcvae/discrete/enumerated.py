@@ -40,7 +40,7 @@ class SlotCost:
     term: Term
     value: Tensor
     path: Any
-    scale: Any
+    scale: float | Tensor
     plates: frozenset[str]
     keys: tuple[FactorKey, ...]
 
@@ -153,7 +153,7 @@ def _guide_cost(term: Term, plates: frozenset[str]) -> SlotCost:
     entropy = _exact_entropy(term)
     if entropy is not None:
         return SlotCost(term, *_cost(term, entropy), term.plate_scale, plates, (term.key,))
-    path: Any
+    path: Tensor | int
     value, path = _cost(term, -term.log_prob)
     if not isinstance(term.entropy, Tensor):
         path = 0
@@ -256,7 +256,7 @@ def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]
     return rest
 
 
-def _common_scale(costs: list[SlotCost]) -> Any:
+def _common_scale(costs: list[SlotCost]) -> float | Tensor:
     """The one scale of all factors of a sum, which multiplies its logarithm."""
     scales = {c.term.key.name: c.term.site["scale"] for c in costs}
     distinct = {id(s) if isinstance(s, Tensor) else s for s in scales.values()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -18,6 +17,7 @@ from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.replay import replay_model
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent
+from pyro_mcvae.programs.types import SiteChanges
 from pyro_mcvae.structure.blocks import GlobalSites, Structure
 from pyro_mcvae.structure.finder import StructureFinder
 
@@ -183,7 +183,7 @@ class ParticleSampler:
         self,
         programs: Programs,
         sample: WeightedParticles,
-        latents: Iterable[dict[str, dict[str, Any]]],
+        latents: Iterable[SiteChanges],
     ) -> WeightedParticles:
         """
         Run the model alone at other latents, with the guide's distributions of ``sample``.
@@ -228,7 +228,7 @@ class ParticleSampler:
         self,
         programs: Programs,
         sample: WeightedParticles,
-        latents: Iterable[dict[str, dict[str, Any]]],
+        latents: Iterable[SiteChanges],
     ) -> tuple[list[Run], bool]:
         runs, same, shared = [], True, sample.structure.global_sites
         for run, changes in zip(sample.runs, latents, strict=True):

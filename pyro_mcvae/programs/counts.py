@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -42,7 +41,9 @@ def _poisson(fn: Distribution) -> CountLaw:
     return CountLaw(fn.log_prob, cdf, tail, _either(cdf, tail), rate.floor())
 
 
-def _either(cdf: Callable[[Tensor], Tensor], tail: Callable[[Tensor], Tensor]) -> Any:
+def _either(
+    cdf: Callable[[Tensor], Tensor], tail: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, left: torch.where(left, cdf(x), tail(x))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.programs.types import Program, SiteChanges
 
 __all__ = [
     "Programs",
@@ -163,7 +163,7 @@ def run_model(
     return tracer.trace
 
 
-def _leaves(guide_trace: Trace, but: frozenset[str]) -> dict[str, dict[str, Any]]:
+def _leaves(guide_trace: Trace, but: frozenset[str]) -> SiteChanges:
     """Copies of the guide's draws that begin a graph of their own."""
     leaves = {}
     for name, site in guide_trace.nodes.items():
@@ -173,7 +173,7 @@ def _leaves(guide_trace: Trace, but: frozenset[str]) -> dict[str, dict[str, Any]
     return leaves
 
 
-def with_changes(trace: Trace, changes: Mapping[str, Mapping[str, Any]]) -> Trace:
+def with_changes(trace: Trace, changes: SiteChanges) -> Trace:
     """A copy of a trace with other values, or annotations, at some sites."""
     changed = trace.copy()
     for name, fields in changes.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pyro import distributions as dist
@@ -146,7 +146,7 @@ def reparameterized(site: Site) -> bool:
     return bool(getattr(site["fn"], "has_rsample", False)) and not scored
 
 
-def inner_scale(site: Site) -> Any:
+def inner_scale(site: Site) -> float | Tensor:
     """The user's own ``poutine.scale``: what remains of the site's scale without its plates."""
     scale, plates = site["scale"], subsampling_scale(site)
     if isinstance(scale, Tensor):
@@ -156,17 +156,17 @@ def inner_scale(site: Site) -> Any:
     return 1.0 if abs(ratio - 1.0) < 1e-9 else ratio
 
 
-def masked(site: Site, log_prob: Any) -> Any:
+def masked(site: Site, log_prob: Tensor) -> Tensor:
     """A site's log density with the user's scale and mask, without the plates' N/B."""
     return scale_and_mask(log_prob, inner_scale(site), site["mask"])
 
 
-def unscaled_masked(site: Site, log_prob: Any) -> Any:
+def unscaled_masked(site: Site, log_prob: Tensor) -> Tensor:
     """A site's log density with the user's mask alone."""
     return scale_and_mask(log_prob, 1.0, site["mask"])
 
 
-def masks_of(site: Site) -> list[Any]:
+def masks_of(site: Site) -> list[bool | Tensor]:
     """The masks of a site and of its distribution, from the outermost one; maybe False."""
     masks = [site["mask"]]
     fn = site["fn"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -165,7 +164,7 @@ def _replaced(leaf: Tensor, rows: Rows, value: Tensor) -> Tensor:
     return leaf.index_copy(d, index, _replaced(leaf.index_select(d, index), rest, value))
 
 
-def _same(part: Tensor, value: Any) -> bool:
+def _same(part: Tensor, value: Tensor) -> bool:
     value = torch.as_tensor(value)
     if part.numel() != value.numel():
         return False
@@ -177,7 +176,7 @@ def _same(part: Tensor, value: Any) -> bool:
 
 
 def _refuse_twice(sites: Mapping[str, Site], values: Mapping[str, Tensor], remedy: str) -> None:
-    seen: dict[Any, str] = {}
+    seen: dict[object, str] = {}
     for name in values:
         old = torch.as_tensor(sites[name]["value"])
         place = old.data_ptr(), old.shape, old.stride(), old.dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -212,7 +211,7 @@ class _Countable(Support):
         return Choice(*count_slots(self.law, 0, 0, budget, min_samples))
 
 
-def unmasked(fn: Distribution) -> Any:
+def unmasked(fn: Distribution) -> Distribution:
     """A distribution without the masks that it puts on itself."""
     while isinstance(fn, MaskedDistribution):
         fn = fn.base_dist

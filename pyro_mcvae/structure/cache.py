@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
@@ -37,7 +37,7 @@ class StructureCache(Generic[T]):
     def __init__(self) -> None:
         self._pairs: list[tuple[tuple[Program, Program], dict[Hashable, _Finding[T]]]] = []
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Programs are often local functions, which cannot be pickled; they are looked at again.
         return {"_pairs": []}
 
