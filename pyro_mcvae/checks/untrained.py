@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pyro
 from pyro import poutine
@@ -14,7 +13,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import nn
 
 from pyro_mcvae.programs.modules import find_modules
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.types import Program, Site
 
 __all__ = ["UntrainedGuide", "untrained_guide"]
 
@@ -32,7 +31,7 @@ class UntrainedGuide:
     logged.
     """
 
-    def __init__(self, guide: Callable[..., Any]) -> None:
+    def __init__(self, guide: Program) -> None:
         self._guide = poutine.unwrap(guide)
         self._known = frozenset(pyro.get_param_store().keys())
         roots = find_modules(guide)
@@ -94,7 +93,7 @@ class UntrainedGuide:
 
 
 @contextmanager
-def untrained_guide(guide: Callable[..., Any]) -> Iterator[UntrainedGuide]:
+def untrained_guide(guide: Program) -> Iterator[UntrainedGuide]:
     """Around the first run of a guide that is judged; an error leaves its modules as they were."""
     before = UntrainedGuide(guide)
     try:
@@ -118,5 +117,5 @@ def _some(names: list[str]) -> str:
     return ", ".join(f"'{n}'" for n in names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _copy(parts: dict[str, Any]) -> dict[str, Any]:
+def _copy(parts: dict[str, object]) -> dict[str, object]:
     return {n: v.copy() if isinstance(v, dict) else v for n, v in parts.items()}

@@ -9,6 +9,7 @@ from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record, packing_of
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.contract import check_plates
 from pyro_mcvae.programs.sites import is_random
 
 __all__ = ["Plan", "check_names", "plan_of"]
@@ -40,8 +41,15 @@ def plan_of(sample: WeightedParticles, records: list[Record], kind: Coordinates)
         (p.at.shape, p.at.dtype, type(p.coordinate), p.coordinate.reparameterized)
         for p in records[0].values()
     ]
-    nesting = sample.runs[0].nesting
-    key = kind, nesting, tuple(sites), tuple([tuple(record) for record in records])
+    run = sample.runs[0]
+    key = (
+        kind,
+        run.nesting,
+        run.leading,
+        run.shapes,
+        tuple(sites),
+        tuple([tuple(record) for record in records]),
+    )
     plans = sample.structure.notes
     if key not in plans:
         if len(plans) >= _MAX_PLANS:
@@ -51,6 +59,8 @@ def plan_of(sample: WeightedParticles, records: list[Record], kind: Coordinates)
 
 
 def _made(sample: WeightedParticles, records: list[Record]) -> Plan:
+    if sample.runs[0].leading is None:
+        check_plates(sample.runs[0])  # data outside of plates would stand among coordinates
     if not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
         raise ValueError(
             "the guide draws no random latent: an empty guide, or a guide of point masses, has "

@@ -124,7 +124,7 @@ def take_apart(run: Run) -> SlotRun:
     # The guide first: both traces share what a site knows about its dims.
     guide.symbolize_dims()
     scored, costs = {}, []
-    for term in run.terms:
+    for term in run.summands:
         if term.in_guide:
             plates = _plates(term, guide)
             if isinstance(term.score, Tensor):
@@ -211,7 +211,7 @@ def _slots_to(value: Tensor, dim: int) -> Tensor:
 def _exact_entropy(term: Term) -> Tensor | None:
     slots = term.site["infer"].get(SLOTS)
     fn = term.site["fn"]
-    if slots is None or not slots.options.exact_entropy or sites.is_masked(fn):
+    if slots is None or not slots.options.exact_entropy or sites.is_masked(fn) or term.left_out:
         return None
     entropy = None if slots.support is None else slots.support.entropy()
     return None if entropy is None else sites.masked(term.site, entropy)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.checks import as_int, check_count
 from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.types import Site
 
@@ -37,11 +37,14 @@ class SiteOptions:
 
     def __post_init__(self) -> None:
         k, n, budget = self.num_categories, self.num_samples, self.budget
-        if isinstance(k, bool) or (k != math.inf and not isinstance(k, int)) or k < 0:
+        whole = k if isinstance(k, float) and k == math.inf else as_int(k)
+        if whole is None or whole < 0:
             raise ValueError(f"num_categories must be an int of at least 0 or math.inf, got {k!r}")
-        check_count("num_samples", n, 0)
+        k, n = whole, check_count("num_samples", n, 0)
         if budget is not None:
-            check_count("budget", budget)
+            budget = check_count("budget", budget)
+        for name, value in (("num_categories", k), ("num_samples", n), ("budget", budget)):
+            object.__setattr__(self, name, value)
         if k == 0 and n == 0 and budget is None:
             raise ValueError(
                 "num_categories=0 and num_samples=0 evaluate nothing: pass num_samples >= 1"
@@ -77,7 +80,14 @@ class SiteOptions:
             return SiteOptions(math.inf, 0, exact_entropy=self.exact_entropy)
         if not own:
             return self
-        if "budget" not in own and own.keys() & {"num_categories", "num_samples"}:
+        counts = own.keys() & {"num_categories", "num_samples"}
+        if counts and own.get("budget") is not None:
+            raise SlotError(
+                f"guide site '{site['name']}', infer['mcvae']: budget stands for num_categories "
+                f"and num_samples, so that {', '.join(sorted(counts))} has no effect beside it: "
+                f"pass one or the other"
+            )
+        if "budget" not in own and counts:
             own["budget"] = None
         try:
             return replace(self, **own)

@@ -115,7 +115,11 @@ class SlotMessenger(EnumMessenger):
             return
         self._check_nested(msg, slots.value.shape[0])
         infer["enumerate"] = "parallel"
-        msg["fn"] = _StandIn(fn, slots.value)
+        value = slots.value
+        if infer.get("expand"):
+            # As the program asks, for operators such as cat that do not broadcast.
+            value = value.expand(value.shape[:1] + fn.batch_shape + fn.event_shape)
+        msg["fn"] = _StandIn(fn, value)
         super()._pyro_sample(msg)
         msg["fn"] = fn
         del infer["enumerate"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 from torch import Tensor
 
@@ -11,6 +10,7 @@ from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.schedules import Schedule, as_schedule
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
+from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.ops.checks import check_count
 
 __all__ = ["DEFAULT_STEPS", "LEAVE_OUT", "Annealing", "make_annealing"]
@@ -34,18 +34,23 @@ class Annealing:
     """
 
     def __init__(
-        self, kernel: Kernel, schedule: Schedule, coordinates: str, warmup: int, without: str
+        self,
+        kernel: Kernel,
+        schedule: Schedule,
+        coordinates: Coordinates,
+        warmup: int,
+        without: str,
     ) -> None:
         self.kernel = copy.deepcopy(kernel)
         self.betas = schedule().detach().clone()
-        self.coordinates: Any = coordinates
+        self.coordinates = coordinates
         self.warmup = warmup
         self.without = without
         step_size = self.kernel.step_size
         self._chooses = isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None
         self.use(coordinates)
 
-    def use(self, coordinates: str) -> None:
+    def use(self, coordinates: Coordinates) -> None:
         """Move other coordinates; must come before the warm-up."""
         self.coordinates = coordinates
         if self._chooses:
@@ -76,7 +81,7 @@ class Annealing:
 def make_annealing(
     schedule: Schedule | Tensor | int | None,
     kernel: Kernel | None,
-    coordinates: str,
+    coordinates: Coordinates,
     warmup: int,
     without: str = LEAVE_OUT,
 ) -> Annealing | None:
@@ -90,7 +95,7 @@ def make_annealing(
         raise ValueError(f"kernel must be a Kernel such as HMC(), got {kernel!r}")
     if coordinates not in ("noise", "latent"):
         raise ValueError(f"coordinates must be 'noise' or 'latent', got {coordinates!r}")
-    check_count("warmup", warmup, 0)
+    warmup = check_count("warmup", warmup, 0)
     if schedule is None and kernel is None:
         return None
     schedule = as_schedule(schedule, DEFAULT_STEPS if schedule is None else None)

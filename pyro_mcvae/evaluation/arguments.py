@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+
+from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["as_arguments", "check_call", "check_function"]
 
 
-def as_arguments(batch: Any, device: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_arguments(
+    batch: object, device: torch.device | None = None
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """
     Positional and keyword arguments: those of a tuple or a list, of a mapping, or a single one.
 
@@ -31,21 +35,20 @@ def as_arguments(batch: Any, device: Any = None) -> tuple[tuple[Any, ...], dict[
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
 
 
-def check_function(name: str, value: Any) -> None:
+def check_function(name: str, value: object) -> None:
     """Raise a ValueError unless ``value`` is a function, or None."""
     if value is not None and not callable(value):
         raise ValueError(f"{name} must be a function or None, got {value!r}")
 
 
-def check_call(
-    programs: tuple[Callable[..., Any], ...], args: tuple[Any, ...], kwargs: dict[Any, Any]
-) -> None:
+def check_call(programs: Programs) -> None:
     """
     Check that a batch can be the programs' arguments.
 
     :raises ValueError: naming what a program says of arguments that it does not take.
     """
-    for role, program in zip(("model", "guide"), programs, strict=True):
+    args, kwargs = programs.args, programs.kwargs
+    for role, program in (("model", programs.model), ("guide", programs.guide)):
         target = program.forward if isinstance(program, nn.Module) else program
         try:
             # What is wrapped may be called with other arguments.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,7 +106,7 @@ def _plate_sizes(sites: list[Site]) -> dict[str, int]:
     return sizes
 
 
-def _latents(run: Run) -> Iterator[tuple[str, Any]]:
+def _latents(run: Run) -> Iterator[tuple[str, Site]]:
     return ((n, s) for n, s in run.model_trace.nodes.items() if is_latent(s))
 
 
@@ -120,7 +119,7 @@ def _term(run: Run, name: str) -> Term:
     return next(t for t in run.terms if not t.in_guide and t.key.name == name)
 
 
-def _dims(site: Any) -> tuple[str, ...]:
+def _dims(site: Site) -> tuple[str, ...]:
     names = {f.dim: f.name for f in plate_frames(site) if f.dim is not None}
     depth = max((-d for d in names), default=0)
     # Dims between plates, of size one, get names of their own.
@@ -130,7 +129,7 @@ def _dims(site: Any) -> tuple[str, ...]:
 def _stack(
     sample: WeightedParticles,
     name: str,
-    site: Any,
+    site: Site,
     event_dim: int,
     pick: Callable[[Run, str], Tensor],
 ) -> Tensor:

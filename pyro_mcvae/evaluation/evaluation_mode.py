@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeAlias
 
 import pyro
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pyro_mcvae.programs.modules import find_modules
+from pyro_mcvae.programs.types import Program
 
 __all__ = ["evaluation_mode"]
+
+# The states of Pyro's generators, by library, and those of each GPU.
+Generators: TypeAlias = tuple[dict[str, object], list[Tensor] | None]
 
 # What Pyro's parameter store consists of.
 _TABLES = "_params", "_param_to_name", "_constraints"
 
 
 @contextmanager
-def evaluation_mode(*programs: Callable[..., Any], seed: int | None = None) -> Iterator[None]:
+def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[None]:
     """
     Evaluate programs without changing them.
 
@@ -58,7 +62,7 @@ def evaluation_mode(*programs: Callable[..., Any], seed: int | None = None) -> I
             _set_generators(generators)
 
 
-def _check_seed(seed: Any) -> None:
+def _check_seed(seed: int | None) -> None:
     whole = hasattr(seed, "__index__") and not isinstance(seed, bool | torch.Tensor)
     # NumPy's generator, which Pyro seeds too, takes no other.
     if seed is not None and not (whole and 0 <= seed < 1 << 32):
@@ -75,12 +79,12 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
                 )
 
 
-def _generators() -> tuple[Any, Any]:
+def _generators() -> Generators:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     return pyro.util.get_rng_state(), cuda
 
 
-def _set_generators(state: tuple[Any, Any]) -> None:
+def _set_generators(state: Generators) -> None:
     pyro.util.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state_all(state[1])

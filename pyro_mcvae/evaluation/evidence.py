@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.chains.kernel import Kernel
-from pyro_mcvae.chains.schedules import Schedule
-from pyro_mcvae.coordinates.chain_density import outside_inference_mode
-from pyro_mcvae.evaluation.annealing import make_annealing
-from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
+from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
-from pyro_mcvae.ops.checks import check_count, check_flag
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["LogEvidence", "log_evidence"]
@@ -121,23 +114,9 @@ class LogEvidence:
         return "\n".join(lines)
 
 
+@judge()
 def log_evidence(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    *args: Any,
-    num_particles: int = 1000,
-    schedule: Schedule | Tensor | int | None = None,
-    kernel: Kernel | None = None,
-    chunk_size: int | None = None,
-    keep_log_weight: bool = False,
-    joint: bool | None = None,
-    coordinates: str = "noise",
-    warmup: int = 20,
-    seed: int | None = None,
-    vectorize_particles: bool = True,
-    max_plate_nesting: float = math.inf,
-    strict_enumeration_warning: bool = True,
-    **kwargs: Any,
+    programs: Programs, options: Options, *, keep_log_weight: bool = False
 ) -> LogEvidence:
     r"""
     Estimate :math:`\log p(x_n)` of each datum, without training anything.
@@ -173,22 +152,9 @@ def log_evidence(
 
     :param model: a Pyro model.
     :param guide: its guide.
-    :param args: their arguments; keyword arguments likewise.
-    :param int num_particles: how many weights each datum has, K.
-    :param schedule: a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor from 0 to 1, or the
-        number of linear steps; 10 if only a kernel is given.
-    :param Kernel kernel: for chains; :class:`HMC` with 3 leapfrog steps if only a schedule is
-        given.
-    :param int chunk_size: how many particles are run at once.
+    :param args: their arguments; keyword arguments likewise, see ``model_kwargs``.
     :param bool keep_log_weight: keep all log weights, in memory that grows with K.
-    :param joint: weigh global and local latents together; None does so if the guide draws global
-        ones.
-    :param str coordinates: what chains move, ``"noise"`` or ``"latent"``.
-    :param int warmup: chains that adapt the step size; 0 takes it as it is.
-    :param int seed: for a random stream of its own.
-    :param bool vectorize_particles: run the programs once per chunk, instead of once per particle.
-    :param max_plate_nesting: as in Pyro; found out if it is left out.
-    :param bool strict_enumeration_warning: as in Pyro.
+    {options}
     :returns: a :class:`LogEvidence`.
     :raises ValueError: for latents outside of a subsampled plate, guides that draw nothing, point
         masses in the data's plates, discrete latents in chains, guides that never ran, masks and
@@ -216,50 +182,30 @@ def log_evidence(
         >>> bool((found.pareto_k < 0.5).all())
         True
     """
-    check_count("num_particles", num_particles)
-    if chunk_size is not None:
-        check_count("chunk_size", chunk_size)
     check_flag("keep_log_weight", keep_log_weight)
-    annealing = make_annealing(schedule, kernel, coordinates, warmup)
-    programs = Programs(model, guide, args, kwargs)
-    with (
-        evaluation_mode(model, guide, seed=seed),
-        outside_inference_mode(programs) as programs,
-        torch.no_grad(),
-    ):
-        importance_sampler = ImportanceSampler(
-            programs,
-            annealing,
-            joint,
-            vectorize_particles,
-            max_plate_nesting,
-            strict_enumeration_warning,
-        )
-        return estimate(importance_sampler, num_particles, chunk_size, keep_log_weight)
+    with importance_sampler(programs, options, options.annealing()) as sampler:
+        return estimate(sampler, options.num_particles, keep_log_weight)
 
 
 def estimate(
-    importance_sampler: ImportanceSampler,
-    num_particles: int,
-    chunk_size: int | None,
-    keep_log_weight: bool = False,
+    sampler: ImportanceSampler, num_particles: int, keep_log_weight: bool = False
 ) -> LogEvidence:
-    """The evidence by a :class:`~pyro_mcvae.evaluation.importance_sampler.ImportanceSampler`."""
+    """The evidence, by the weights of an importance sampler or of its chains."""
     summary, kept, acceptance = WeightSummary(num_particles), [], []
-    for count in importance_sampler.chunks(num_particles, chunk_size):
-        if importance_sampler.annealing is None:
-            sample = importance_sampler.draw(count)
+    for count in sampler.chunks(num_particles):
+        if sampler.annealing is None:
+            sample = sampler.draw(count)
             log_weight, runs = sample.log_weight, sample.runs
         else:
-            chain, density = importance_sampler.chain(count)
+            chain, density = sampler.chain(count)
             log_weight, runs = chain.log_weight, density.runs
             if chain.infos:
                 acceptance.append(count * torch.stack([i.acceptance.mean() for i in chain.infos]))
-        importance_sampler.check(log_weight, runs)
+        sampler.check(log_weight, runs)
         summary.add(log_weight)
         if keep_log_weight:
             kept.append(log_weight)
-    reference, dtype = importance_sampler.reference, importance_sampler.reference.log_weight.dtype
+    reference, dtype = sampler.reference, sampler.reference.log_weight.dtype
     found = LogEvidence(
         summary.log_mean.to(dtype),
         summary.standard_error.to(dtype),
@@ -269,12 +215,12 @@ def estimate(
         num_particles,
         reference.plate_names,
         reference.scale,
-        importance_sampler.shared(),
-        importance_sampler.given,
+        sampler.shared(),
+        sampler.given,
         torch.cat(kept) if kept else None,
     )
-    if importance_sampler.annealing is None:
+    if sampler.annealing is None:
         return found
     mean = torch.stack(acceptance).sum(0) / num_particles if acceptance else None
-    step_size = importance_sampler.annealing.kernel.step_size().detach().clone()
+    step_size = sampler.annealing.kernel.step_size().detach().clone()
     return replace(found, acceptance=mean, step_size=step_size)

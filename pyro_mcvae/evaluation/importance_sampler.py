@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -16,31 +15,22 @@ from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
 from pyro_mcvae.coordinates.chain_checks import named
-from pyro_mcvae.coordinates.chain_density import ChainDensity
+from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
+from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.evaluation import preconditions
 from pyro_mcvae.evaluation.annealing import Annealing
-from pyro_mcvae.ops.checks import check_flag
+from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
+from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_plates, nonfinite_sites
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import (
-    is_delta,
-    is_latent,
-    is_random,
-    is_scored,
-    is_subsampled,
-)
-from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.structure import dependencies
 from pyro_mcvae.truncated.guide import TruncatedPosterior
 
-__all__ = ["ImportanceSampler"]
-
-_logger = logging.getLogger(__name__)
+__all__ = ["ImportanceSampler", "importance_sampler"]
 
 # How many numbers the draws of one chunk may have by default, over all sites.
 _CHUNK = 1 << 23
@@ -50,57 +40,46 @@ class ImportanceSampler:
     """
     The weights of one minibatch.
 
-    Runs the programs once to find out what is weighed: a *pilot*, whose minibatch (and, without
-    ``joint``, whose global latents) every chunk shares.
+    Runs the programs once to find out what is weighed: the *reference*, whose minibatch (and,
+    without ``joint``, whose global latents) every chunk shares.
 
-    :param joint: weigh global and local latents together. None: if the guide draws global ones.
     :ivar programs: those that are weighed; see :func:`count_masked`.
     :param annealing: chains instead of plain importance sampling.
+    :ivar given: latents whose values are held: point masses, and globals that were drawn once.
+    :ivar held: the same as the model's sites have them.
     :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
     """
 
     def __init__(
-        self,
-        programs: Programs,
-        annealing: Annealing | None = None,
-        joint: bool | None = None,
-        vectorize: bool = True,
-        max_plate_nesting: float = math.inf,
-        strict_enumeration: bool = True,
+        self, programs: Programs, options: Options, annealing: Annealing | None = None
     ) -> None:
         if isinstance(programs.guide, TruncatedPosterior):
             raise ValueError(
                 "the weights of a TruncatedPosterior are those of its states alone, which are a "
                 "bound on the evidence and no estimate of it: use TraceTruncated_ELBO().bounds"
             )
-        check_flag("joint", joint, or_none=True)
-        check_flag("vectorize_particles", vectorize)
-        check_flag("strict_enumeration_warning", strict_enumeration)
         self.programs, self.annealing = programs, annealing
-        self._vectorize, self._nesting = vectorize, max_plate_nesting
-        self._strict = strict_enumeration
-        self._tracers: dict[int, ParticleSampler] = {}
-        self._joint = bool(joint)
+        self._options, self._joint = options, bool(options.joint)
+        self._samplers: dict[int, ParticleSampler] = {}
         with untrained_guide(programs.guide) as before:
             self.reference = self._sampler(1).sample(programs)
             before.check(self.reference.runs[0].guide_trace)
         check_not_collapsed(self.reference.structure)
-        check_plates(self.reference.runs[0])
-        points = self._points(self.reference.runs[0])
-        self._check_observed()
-        self._check_draws(points)
+        run = self.reference.runs[0]
+        check_plates(run)
+        points = preconditions.find_points(programs, run)
+        preconditions.check_observed(run)
+        preconditions.check_draws(run, points)
         self._count_alike(points)
-        self._refuse_local_points(points)
-        drawn = self._drawn_globals(points)
-        if joint is None and drawn:
-            self._refuse_minibatch(drawn)
-            self._joint, self._tracers = True, {}
+        preconditions.check_points(self.reference, points)
+        drawn = tuple(sorted(self.reference.structure.global_sites.guide - points))
+        if options.joint is None and drawn:
+            preconditions.check_no_minibatch(self.reference.runs[0], drawn)
+            self._joint, self._samplers = True, {}
             self.reference, drawn = self._sampler(1).sample(self.programs), ()
-        self._check_blocks()
-        #: Latents whose values are held: point masses, and globals that were drawn once.
+        preconditions.check_blocks(self.reference)
         self.given = tuple(sorted(points)) + drawn
         self._drawn = drawn
-        #: The same as the model's sites have them.
         self.held = points | frozenset(drawn)
 
     @property
@@ -108,9 +87,9 @@ class ImportanceSampler:
         """How many weights one particle has."""
         return math.prod(self.reference.log_weight.shape[1:])
 
-    def chunks(self, count: int, chunk_size: int | None) -> Iterator[int]:
+    def chunks(self, count: int) -> Iterator[int]:
         """The sizes of the chunks that ``count`` particles are drawn in."""
-        size = chunk_size or max(1, _CHUNK // max(1, self._numbers()))
+        size = self._options.chunk_size or max(1, _CHUNK // max(1, self._numbers()))
         while count > 0:
             yield min(size, count)
             count -= size
@@ -124,7 +103,7 @@ class ImportanceSampler:
     def on(self, programs: Programs) -> ImportanceSampler:
         """The same for other data: the plates' minibatch and the latents that are held stay."""
         other = copy.copy(self)
-        other.programs, other._tracers = programs, {}
+        other.programs, other._samplers = programs, {}
         reference = self.reference
         other.reference = other._sampler(1).single(
             programs, reference.subsamples, reference.global_values()
@@ -140,19 +119,34 @@ class ImportanceSampler:
         """Whether global latents were drawn once."""
         return bool(self._drawn)
 
-    def log_weight(self, count: int, **options: Any) -> LogWeight:
+    def log_weight(
+        self,
+        count: int,
+        *,
+        gradient: GradientMode = GradientMode.NONE,
+        coordinates: Coordinates = "noise",
+        latents: dict[str, Tensor] | None = None,
+    ) -> LogWeight:
         """The log weight as a function of coordinates, begun at ``count`` new draws."""
-        sampler = self._sampler(count)
-        return LogWeight(sampler, self.programs, within=self.reference, **options)
+        return LogWeight(
+            self._sampler(count),
+            self.programs,
+            within=self.reference,
+            gradient=gradient,
+            coordinates=coordinates,
+            latents=latents,
+        )
 
-    def density(self, count: int, **options: Any) -> ChainDensity:
-        """What the chains of this judge move in."""
+    def density(self, count: int, latents: dict[str, Tensor] | None = None) -> ChainDensity:
+        """What the chains of this judge move in, begun at new draws or at given latents."""
         assert self.annealing is not None
         gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
         with torch.set_grad_enabled(bool(gradient)):
-            coordinates = options.pop("coordinates", self.annealing.coordinates)
             log_weight = self.log_weight(
-                count, coordinates=coordinates, gradient=gradient, **options
+                count,
+                gradient=gradient,
+                coordinates=self.annealing.coordinates,
+                latents=latents,
             )
         if log_weight.discrete:
             raise ValueError(
@@ -174,7 +168,7 @@ class ImportanceSampler:
             return
         if annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains: some hundred are enough.
-            count = min(math.ceil(100 / max(1, self.elements)), next(self.chunks(100, None)))
+            count = min(math.ceil(100 / max(1, self.elements)), next(self.chunks(100)))
             for turn in range(annealing.warmup):
                 chain, _ = self._chain(count, True)
                 gradient = None
@@ -215,73 +209,24 @@ class ImportanceSampler:
         return total
 
     def _sampler(self, count: int) -> ParticleSampler:
-        if count not in self._tracers:
+        if count not in self._samplers:
             sampler = ParticleSampler(
                 count,
-                self._vectorize,
-                self._nesting,
+                self._options.vectorize_particles,
+                self._options.max_plate_nesting,
                 joint=self._joint,
-                strict_enumeration=self._strict,
+                strict_enumeration=self._options.strict_enumeration_warning,
                 find_roots=True,
             )
-            for other in self._tracers.values():
+            for other in self._samplers.values():
                 sampler.structures, sampler.runner = other.structures, other.runner
-            self._tracers[count] = sampler
-        return self._tracers[count]
+            self._samplers[count] = sampler
+        return self._samplers[count]
 
     def _numbers(self) -> int:
         traces = (t for r in self.reference.runs for t in (r.guide_trace, r.model_trace))
         values = (s["value"] for t in traces for s in t.nodes.values() if s["type"] == "sample")
         return 2 * sum(v.numel() for v in values if isinstance(v, Tensor))
-
-    def _points(self, run: Run) -> frozenset[str]:
-        """The guide's point masses, but for those that follow from a random draw of the guide."""
-        sites = [t.site for t in run.terms if t.in_guide and is_latent(t.site)]
-        points = {s["name"] for s in sites if is_delta(s["fn"])}
-        names = frozenset(s["name"] for s in sites if is_random(s))
-        if points and names:
-            found = dependencies.find_dependencies(self.programs, names, run.subsamples)
-            points = {n for n in points if not found.factors.get(FactorKey("guide", n), names)}
-        return frozenset(points)
-
-    def _drawn_globals(self, points: frozenset[str]) -> tuple[str, ...]:
-        return tuple(sorted(self.reference.structure.global_sites.guide - points))
-
-    def _refuse_minibatch(self, drawn: tuple[str, ...]) -> None:
-        for term in self.reference.runs[0].terms:
-            for frame in term.site["cond_indep_stack"]:
-                if is_subsampled(frame):
-                    raise ValueError(
-                        f"the guide's site{named(drawn)} shared by data of several minibatches, so "
-                        f"that all data have one evidence together, but plate '{frame.name}' is "
-                        f"subsampled ({frame.size} of {frame.full_size}). Pass the full data; or "
-                        f"joint=False, for the evidence of each datum given one draw of "
-                        f"{', '.join(map(repr, drawn))}"
-                    )
-
-    def _check_observed(self) -> None:
-        if any(t.site["is_observed"] for t in self._model()):
-            return
-        guide = self.reference.runs[0].guide_trace.nodes
-        observed = [n for n, s in guide.items() if is_scored(s) and s["is_observed"]]
-        if observed:
-            raise ValueError(
-                f"the model observes nothing, and the guide observes site '{observed[0]}': pass "
-                f"the model first and the guide second"
-            )
-        _logger.warning(
-            "the model observes nothing, so that its log evidence is 0: pass obs= to pyro.sample, "
-            "or use poutine.condition"
-        )
-
-    def _check_draws(self, points: frozenset[str]) -> None:
-        if not any(t.in_guide and is_random(t.site) for t in self.reference.runs[0].terms):
-            what = f" (its site{named(tuple(sorted(points)))} a point mass)" if points else ""
-            raise ValueError(
-                f"the guide draws no random latent{what}, and importance sampling from a single "
-                f"point says nothing about the evidence: use a guide that draws, such as "
-                f"AutoNormal"
-            )
 
     def _count_alike(self, points: frozenset[str]) -> None:
         """Let both programs count the same entries of each latent, or refuse them."""
@@ -294,26 +239,15 @@ class ImportanceSampler:
             self.reference = sampler.single(self.programs, subsamples)
         check_masks(self.reference.runs[0], apart)
 
-    def _model(self) -> list[Term]:
-        return [t for t in self.reference.runs[0].terms if not t.in_guide]
 
-    def _check_blocks(self) -> None:
-        terms = self.reference.runs[0].terms
-        if not self.reference.blocks:
-            plate = next(f for t in terms for f in t.site["cond_indep_stack"] if is_subsampled(f))
-            raise ValueError(
-                f"no latent of the guide can be weighed by itself, because the subsampled plate "
-                f"'{plate.name}' ({plate.size} of {plate.full_size}) does not enclose them: pass "
-                f"the full data"
-            )
-
-    def _refuse_local_points(self, points: frozenset[str]) -> None:
-        structure = self.reference.structure
-        for name in sorted(points):
-            b = structure.block_of.get(FactorKey("guide", name))
-            if b is not None and structure.blocks[b].plates:
-                raise ValueError(
-                    f"site '{name}' of the guide is a point mass inside of the data's plates: "
-                    f"importance sampling never sees any other value of it. Give it a "
-                    f"distribution, or observe it in the model"
-                )
+@contextmanager
+def importance_sampler(
+    programs: Programs, options: Options, annealing: Annealing | None = None
+) -> Iterator[ImportanceSampler]:
+    """The weights of programs, which stay as they are; how every judge begins."""
+    with (
+        evaluation_mode(programs.model, programs.guide, seed=options.seed),
+        outside_inference_mode(programs) as programs,
+        torch.no_grad(),
+    ):
+        yield ImportanceSampler(programs, options, annealing)

@@ -17,7 +17,7 @@ def to_inference_data(
     draws: PosteriorDraws,
     *,
     num_chains: int | None = None,
-    coords: Mapping[str, Any] | None = None,
+    coords: Mapping[str, object] | None = None,
     dims: Mapping[str, Sequence[str]] | None = None,
 ) -> Any:
     """
@@ -52,7 +52,7 @@ def to_inference_data(
     _check_names(draws, coords, dims)
     chains = _num_chains(draws.num_samples, num_chains)
 
-    def split(values: Mapping[str, Tensor]) -> dict[str, Any]:
+    def split(values: Mapping[str, Tensor]) -> dict[str, object]:
         return {n: _numpy(v.reshape(chains, -1, *v.shape[1:])) for n, v in values.items()}
 
     stats = {"log_weight": draws.log_weight}
@@ -79,7 +79,9 @@ def to_inference_data(
     return arviz.from_dict(groups, coords=known, dims=names)
 
 
-def _check_names(draws: PosteriorDraws, coords: Any, dims: Any) -> None:
+def _check_names(
+    draws: PosteriorDraws, coords: object, dims: Mapping[str, Sequence[str]] | None
+) -> None:
     for name, given in (("coords", coords), ("dims", dims)):
         if given is not None and not isinstance(given, Mapping):
             raise ValueError(f"{name} must be a dict or None, got {given!r}")
@@ -122,5 +124,5 @@ def _names(
     return {n: found for n, found in names.items() if found}
 
 
-def _numpy(value: Tensor) -> Any:
+def _numpy(value: Tensor) -> object:
     return torch.as_tensor(value).detach().cpu().numpy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,41 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.chains.kernel import Kernel
-from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.coordinates.chain_density import outside_inference_mode
-from pyro_mcvae.evaluation.annealing import make_annealing
 from pyro_mcvae.evaluation.arguments import as_arguments, check_call, check_function
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
-from pyro_mcvae.ops.checks import check_count, check_flag
+from pyro_mcvae.evaluation.options import make_options, shows_options
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.types import Program
 
 __all__ = ["log_evidence_loader"]
 
 
+@shows_options
 def log_evidence_loader(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    batches: Iterable[Any],
+    model: Program,
+    guide: Program,
+    batches: Iterable[object],
     *,
-    to_args: Callable[[Any], Any] | None = None,
-    device: Any = None,
+    to_args: Callable[[Any], object] | None = None,
+    device: torch.device | str | int | None = None,
     progress: bool = True,
     plate: str | None = None,
-    num_particles: int = 1000,
-    schedule: Schedule | Tensor | int | None = None,
-    kernel: Kernel | None = None,
-    chunk_size: int | None = None,
     keep_log_weight: bool = False,
-    joint: bool | None = None,
-    coordinates: str = "noise",
-    warmup: int = 20,
-    seed: int | None = None,
-    vectorize_particles: bool = True,
-    max_plate_nesting: float = math.inf,
-    strict_enumeration_warning: bool = True,
+    **options: Any,
 ) -> LogEvidence:
     r"""
     :func:`log_evidence` over the batches of a :class:`~torch.utils.data.DataLoader`, or any other
@@ -59,12 +48,14 @@ def log_evidence_loader(
         labels.
     :param device: where to move the tensors of each batch.
     :param bool progress: show a bar, if ``tqdm`` is installed.
+    :param model: a Pyro model.
+    :param guide: its guide.
     :param str plate: along which plate the batches lie, where the programs nest several.
+    :param bool keep_log_weight: keep all log weights, in memory that grows with K.
+    {options}
     :returns: a :class:`LogEvidence`.
     :raises ValueError: where the latents are weighed over all data, whose evidence is not the sum
         of those of batches; for no batch at all; and as :func:`log_evidence`.
-
-    The other arguments are those of :func:`log_evidence`.
 
     Example::
 
@@ -79,40 +70,29 @@ def log_evidence_loader(
         >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
         torch.Size([10])
     """
-    check_count("num_particles", num_particles)
-    if chunk_size is not None:
-        check_count("chunk_size", chunk_size)
+    given = make_options("log_evidence_loader", options)
     check_flag("keep_log_weight", keep_log_weight)
     check_flag("progress", progress)
     check_function("to_args", to_args)
-    device = _device(device)
+    target = _device(device)
     _check_loader(batches)
-    annealing = make_annealing(schedule, kernel, coordinates, warmup)
+    annealing = given.annealing()
     found = []
-    with evaluation_mode(model, guide, seed=seed), torch.no_grad():
+    with evaluation_mode(model, guide, seed=given.seed), torch.no_grad():
         for batch in _shown(batches, progress):
-            args, kwargs = as_arguments(batch if to_args is None else to_args(batch), device)
-            given = Programs(model, guide, args, kwargs)
-            check_call((model, guide), args, kwargs)
-            with outside_inference_mode(given) as programs:
-                importance_sampler = ImportanceSampler(
-                    programs,
-                    annealing,
-                    joint,
-                    vectorize_particles,
-                    max_plate_nesting,
-                    strict_enumeration_warning,
-                )
-                _check_batches(importance_sampler)
-                found.append(
-                    estimate(importance_sampler, num_particles, chunk_size, keep_log_weight)
-                )
+            args, kwargs = as_arguments(batch if to_args is None else to_args(batch), target)
+            programs = Programs(model, guide, args, kwargs)
+            check_call(programs)
+            with outside_inference_mode(programs) as programs:
+                sampler = ImportanceSampler(programs, given, annealing)
+                _check_batches(sampler)
+                found.append(estimate(sampler, given.num_particles, keep_log_weight))
     if not found:
         raise ValueError("there was no batch: the loader is empty, or was used up before")
     return _side_by_side(found, plate)
 
 
-def _device(device: Any) -> Any:
+def _device(device: torch.device | str | int | None) -> torch.device | None:
     try:
         return None if device is None else torch.device(device)
     except (TypeError, RuntimeError) as error:
@@ -121,7 +101,7 @@ def _device(device: Any) -> Any:
         ) from error
 
 
-def _check_loader(batches: Any) -> None:
+def _check_loader(batches: object) -> None:
     """
     :raises ValueError: for what is no iterable of batches, or would be taken apart in a wrong way.
     """
@@ -138,7 +118,7 @@ def _check_loader(batches: Any) -> None:
         )
 
 
-def _shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
+def _shown(batches: Iterable[object], progress: bool) -> Iterable[object]:
     if not progress:
         return batches
     try:
@@ -148,8 +128,8 @@ def _shown(batches: Iterable[Any], progress: bool) -> Iterable[Any]:
     return tqdm(batches, desc="log evidence", leave=False)
 
 
-def _check_batches(importance_sampler: ImportanceSampler) -> None:
-    if any(not block.plates for block in importance_sampler.reference.blocks):
+def _check_batches(sampler: ImportanceSampler) -> None:
+    if any(not block.plates for block in sampler.reference.blocks):
         raise ValueError(
             "the latents of these programs are weighed over all data of a batch at once, and the "
             "evidence of several batches is not the sum of theirs: call log_evidence on the full "

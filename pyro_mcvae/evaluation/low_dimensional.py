@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +13,11 @@ from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel, Target
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.coordinates.chain_checks import named
-from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
+from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
-from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
+from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp
 from pyro_mcvae.ops.kernel_density import KernelDensity
@@ -78,19 +75,14 @@ class LowDimensionalEvidence:
         return (self.scale * self.standard_error).square().sum().sqrt()
 
 
+@judge(without=("num_particles", "schedule", "coordinates", "warmup", "chunk_size"))
 def low_dimensional_evidence(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    *args: Any,
+    programs: Programs,
+    options: Options,
+    *,
     num_chains: int = 20,
     num_draws: int = 50,
-    warmup: int = 100,
-    kernel: Kernel | None = None,
-    joint: bool | None = None,
-    seed: int | None = None,
-    vectorize_particles: bool = True,
-    max_plate_nesting: float = math.inf,
-    **kwargs: Any,
+    num_transitions: int = 100,
 ) -> LowDimensionalEvidence:
     r"""
     The marginal likelihood estimator of Kingma and Welling [1, appendix D].
@@ -113,23 +105,21 @@ def low_dimensional_evidence(
     coordinates. It works for fewer than 5 latent dimensions per datum. For more, and for
     discrete latents, use annealed importance sampling, whose estimates are bounds in expectation.
 
-    Nothing is trained, and kernels are copied. The step size adapts during the warm-up, unless it
-    is fixed, and is then frozen; every move of HMC takes 0.7 to 1 times of it, lest trajectories of
-    one length return to where they began.
+    Nothing is trained, and kernels are copied. The step size adapts before the first draw,
+    unless it is fixed, and is then frozen; every move of HMC takes 0.7 to 1 times of it, lest
+    trajectories of one length return to where they began.
 
     :param model: a Pyro model.
     :param guide: its guide.
-    :param args: their arguments; keyword arguments likewise.
+    :param args: their arguments; keyword arguments likewise, see ``model_kwargs``.
     :param int num_chains: independent chains per datum, half of which fit f; at least 4.
     :param int num_draws: draws of each chain, one after each transition.
-    :param int warmup: transitions before.
+    :param int num_transitions: transitions before the first draw.
     :param Kernel kernel: an adjusted one; ``HMC`` with 4 leapfrog steps, as in [1], adapting to an
         acceptance of 0.9, by default.
     :param joint: one evidence of all data, with global latents among the few dimensions; None if
         the guide draws global ones. False draws these once, for the evidence given them.
-    :param int seed: for a random stream of its own.
-    :param bool vectorize_particles: run the programs once for all chains.
-    :param max_plate_nesting: as in Pyro; found out if it is left out.
+    {options}
     :returns: a :class:`LowDimensionalEvidence`.
     :raises ValueError: for 5 dimensions or more, discrete latents, latents outside of a subsampled
         plate, unadjusted kernels and counts that are too small.
@@ -152,40 +142,29 @@ def low_dimensional_evidence(
         >>> bool(((found.log_evidence - exact).abs() < 4 * found.standard_error).all())
         True
     """
-    check_count("num_chains", num_chains, 4)
-    check_count("num_draws", num_draws, 1)
-    check_count("warmup", warmup, 0)
-    kernel = _prepared(kernel)
-    programs = Programs(model, guide, args, kwargs)
-    with (
-        evaluation_mode(model, guide, seed=seed),
-        outside_inference_mode(programs) as programs,
-        torch.no_grad(),
-    ):
-        importance_sampler = ImportanceSampler(
-            programs, None, joint, vectorize_particles, max_plate_nesting
-        )
-        chains = _Chains(importance_sampler, kernel, num_chains)
-        chains.move(warmup, adapt=True)
+    num_chains = check_count("num_chains", num_chains, 4)
+    num_draws = check_count("num_draws", num_draws, 1)
+    num_transitions = check_count("num_transitions", num_transitions, 0)
+    kernel = _prepared(options.kernel)
+    with importance_sampler(programs, options) as sampler:
+        chains = _Chains(sampler, kernel, num_chains)
+        chains.move(num_transitions, adapt=True)
         kernel.eval()
-        positions, log_joints = chains.move(num_draws)
-        return _estimate(importance_sampler, chains, positions, log_joints)
+        return _estimate(sampler, chains, *chains.move(num_draws))
 
 
 class _Chains:
     """The chains of one minibatch, in its posterior."""
 
-    def __init__(
-        self, importance_sampler: ImportanceSampler, kernel: Kernel, num_chains: int
-    ) -> None:
+    def __init__(self, sampler: ImportanceSampler, kernel: Kernel, num_chains: int) -> None:
         self._kernel = kernel
         gradient = GradientMode.of_kernel(kernel.needs_gradient)
         with torch.set_grad_enabled(bool(gradient)):
-            log_weight = importance_sampler.log_weight(num_chains, gradient=gradient)
+            log_weight = sampler.log_weight(num_chains, gradient=gradient)
         _check_latents(log_weight)
         density = ChainDensity(log_weight)
         self._state = density.start()
-        importance_sampler.check(self._state.log_weight, density.runs)
+        sampler.check(self._state.log_weight, density.runs)
         self.active = log_weight.valid
         self._target = Target(density, log_weight.first.log_weight.new_ones(()), self.active)
         self.acceptance = self._target.beta
@@ -217,7 +196,7 @@ class _Chains:
 
 
 def _estimate(
-    importance_sampler: ImportanceSampler, chains: _Chains, positions: Tensor, log_joints: Tensor
+    sampler: ImportanceSampler, chains: _Chains, positions: Tensor, log_joints: Tensor
 ) -> LowDimensionalEvidence:
     count, num_chains = positions.shape[:2]
     half = num_chains // 2
@@ -232,7 +211,7 @@ def _estimate(
     if bool((r_hat > 1.1).any()):
         _logger.warning(
             "the chains of %d of %d data have not reached the posterior (r_hat up to %.2f): take "
-            "more warmup, another kernel or a better guide",
+            "more num_transitions, another kernel or a better guide",
             int((r_hat > 1.1).sum()),
             r_hat.numel(),
             float(r_hat.max()),
@@ -244,10 +223,10 @@ def _estimate(
         r_hat,
         chains.acceptance,
         chains.step_size,
-        importance_sampler.reference.plate_names,
-        importance_sampler.reference.scale,
-        importance_sampler.shared(),
-        importance_sampler.given,
+        sampler.reference.plate_names,
+        sampler.reference.scale,
+        sampler.shared(),
+        sampler.given,
     )
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.chains.kernel import Kernel, Target
-from pyro_mcvae.chains.schedules import Schedule
-from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
-from pyro_mcvae.coordinates.log_weight import LogWeight
-from pyro_mcvae.evaluation.annealing import LEAVE_OUT, make_annealing
+from pyro_mcvae.chains.kernel import Target
+from pyro_mcvae.coordinates.chain_density import ChainDensity
+from pyro_mcvae.evaluation.annealing import LEAVE_OUT
 from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
-from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
+from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
@@ -29,24 +25,9 @@ _LEAVE_OUT_ALL = (
 )
 
 
+@judge(num_particles=10)
 def refine(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    *args: Any,
-    num_samples: int = 1000,
-    num_particles: int = 10,
-    schedule: Schedule | Tensor | int | None = None,
-    kernel: Kernel | None = None,
-    num_transitions: int = 0,
-    chunk_size: int | None = None,
-    joint: bool | None = None,
-    coordinates: str = "noise",
-    warmup: int = 20,
-    seed: int | None = None,
-    vectorize_particles: bool = True,
-    max_plate_nesting: float = math.inf,
-    strict_enumeration_warning: bool = True,
-    **kwargs: Any,
+    programs: Programs, options: Options, *, num_samples: int = 1000, num_transitions: int = 0
 ) -> PosteriorDraws:
     r"""
     Draws from the posterior :math:`p(z \mid x)`, made of the guide's.
@@ -66,17 +47,17 @@ def refine(
     the local ones are refined given these (one draw after the other: slower).
 
     :param int num_samples: how many draws.
+    :param model: a Pyro model.
+    :param guide: its guide.
+    :param args: their arguments; keyword arguments likewise, see ``model_kwargs``.
     :param int num_particles: candidates per draw.
-    :param schedule: as in :func:`log_evidence`.
-    :param Kernel kernel: as there.
     :param int num_transitions: transitions at the end, with an adjusted kernel.
-    :param int chunk_size: how many candidates are run at once.
+    {options}
     :returns: :class:`PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`.
     :raises ValueError: as :func:`log_evidence`, and for transitions of an unadjusted kernel.
 
-    Warns where :math:`\hat k` of the candidates' weights is above 0.7. The other arguments are
-    those of :func:`log_evidence`.
+    Warns where :math:`\hat k` of the candidates' weights is above 0.7.
 
     [1] Rubin (1988), *Using the SIR Algorithm to Simulate Posterior Distributions*.
 
@@ -98,55 +79,34 @@ def refine(
         >>> Predictive(model, posterior_samples=draws)()["x"].shape
         torch.Size([1000, 3])
     """
-    check_count("num_samples", num_samples)
-    check_count("num_particles", num_particles)
-    check_count("num_transitions", num_transitions, 0)
-    if chunk_size is not None:
-        check_count("chunk_size", chunk_size)
-    if num_transitions and schedule is None and kernel is None:
-        schedule = 1
-    without = _LEAVE_OUT_ALL if num_transitions else LEAVE_OUT
-    annealing = make_annealing(schedule, kernel, coordinates, warmup, without)
+    num_samples = check_count("num_samples", num_samples)
+    num_transitions = check_count("num_transitions", num_transitions, 0)
+    if num_transitions and options.schedule is None and options.kernel is None:
+        options = replace(options, schedule=1)
+    annealing = options.annealing(_LEAVE_OUT_ALL if num_transitions else LEAVE_OUT)
     if num_transitions and annealing is not None and not annealing.kernel.adjusted:
         raise ValueError(
             f"num_transitions={num_transitions} needs a kernel that leaves the posterior "
             f"invariant, which {type(annealing.kernel).__name__} does not: use HMC, MALA or "
             f"RandomWalk, or num_transitions=0"
         )
-    programs = Programs(model, guide, args, kwargs)
-    with (
-        evaluation_mode(model, guide, seed=seed),
-        outside_inference_mode(programs) as programs,
-        torch.no_grad(),
-    ):
-        importance_sampler = ImportanceSampler(
-            programs,
-            annealing,
-            joint,
-            vectorize_particles,
-            max_plate_nesting,
-            strict_enumeration_warning,
-        )
-        return _collect(importance_sampler, num_samples, num_particles, num_transitions, chunk_size)
+    with importance_sampler(programs, options, annealing) as sampler:
+        return _collect(sampler, num_samples, options.num_particles, num_transitions)
 
 
 def _collect(
-    importance_sampler: ImportanceSampler,
-    num_samples: int,
-    candidates: int,
-    transitions: int,
-    chunk_size: int | None,
+    sampler: ImportanceSampler, num_samples: int, candidates: int, transitions: int
 ) -> PosteriorDraws:
     summary = WeightSummary(num_samples * candidates)
     parts, done = [], 0
-    whole = next(importance_sampler.chunks(num_samples * candidates, chunk_size))
+    whole = next(sampler.chunks(num_samples * candidates))
     # A draw needs all of its candidates at once.
-    size = 1 if importance_sampler.holds_draws else max(1, whole // candidates)
+    size = 1 if sampler.holds_draws else max(1, whole // candidates)
     while done < num_samples:
-        if importance_sampler.holds_draws and done:
-            importance_sampler.renew()
+        if sampler.holds_draws and done:
+            sampler.renew()
         count = min(size, num_samples - done)
-        parts.append(_Refined(importance_sampler, count, candidates, transitions, summary))
+        parts.append(_Refined(sampler, count, candidates, transitions, summary))
         done += count
     sites = [part.sites for part in parts]
     draws = PosteriorDraws({n: torch.cat([s.latents[n] for s in sites]) for n in sites[0].latents})
@@ -157,10 +117,10 @@ def _collect(
     accepted = [part.acceptance for part in parts if part.acceptance is not None]
     draws.acceptance = torch.cat(accepted) if accepted else None
     draws.step_size = None
-    if importance_sampler.annealing is not None:
-        draws.step_size = importance_sampler.annealing.kernel.step_size().detach().clone()
+    if sampler.annealing is not None:
+        draws.step_size = sampler.annealing.kernel.step_size().detach().clone()
     draws.observed, draws.dims, draws.coords = sites[0].observed, sites[0].dims, sites[0].coords
-    draws.plates = importance_sampler.reference.plate_names
+    draws.plates = sampler.reference.plate_names
     draws.pareto_k = summary.pareto_k.to(draws.log_weight.dtype)
     if candidates > 1:
         _warn(draws.pareto_k)
@@ -180,22 +140,22 @@ class _Refined:
 
     def __init__(
         self,
-        importance_sampler: ImportanceSampler,
+        sampler: ImportanceSampler,
         count: int,
         candidates: int,
         transitions: int,
         summary: WeightSummary,
     ) -> None:
-        annealing, density = importance_sampler.annealing, None
+        annealing, density = sampler.annealing, None
         if annealing is None:
-            at = importance_sampler.log_weight(count * candidates)
+            at = sampler.log_weight(count * candidates)
             log_weight, position, infos = at.first.log_weight, at.coordinates, []
             runs = at.first.sample.runs
         else:
-            chain, density = importance_sampler.chain(count * candidates, last_transition=True)
+            chain, density = sampler.chain(count * candidates, last_transition=True)
             at, log_weight, infos = density.log_weight, chain.log_weight, chain.infos
             position, runs = chain.state.position, density.runs
-        importance_sampler.check(log_weight, runs)
+        sampler.check(log_weight, runs)
         summary.add(log_weight)
         chosen = _choose(log_weight.reshape(count, candidates, *log_weight.shape[1:]))
         position = _take(position, chosen)
@@ -204,12 +164,8 @@ class _Refined:
             acceptance = sum(info.acceptance for info in infos) / len(infos)
             self.acceptance = _take(torch.as_tensor(acceptance), chosen)
         if transitions and density is not None:
-            position = _move(density, importance_sampler, position, chosen, transitions)
-        self.sites = site_draws(_evaluate(at, position).sample)
-
-
-def _evaluate(at: LogWeight, position: Tensor) -> Any:
-    return at(position.detach())
+            position = _move(density, sampler, position, chosen, transitions)
+        self.sites = site_draws(at(position.detach()).sample)
 
 
 def _choose(log_weight: Tensor) -> Tensor:
@@ -231,19 +187,19 @@ def _take(value: Tensor, chosen: Tensor) -> Tensor:
 
 def _move(
     density: ChainDensity,
-    importance_sampler: ImportanceSampler,
+    sampler: ImportanceSampler,
     position: Tensor,
     chosen: Tensor,
     transitions: int,
 ) -> Tensor:
     """Further transitions that leave the posterior invariant."""
-    assert importance_sampler.annealing is not None
+    assert sampler.annealing is not None
     free = density.log_weight.movable
     free = None if free is None else _take(free, chosen)
     target = Target(density, position.new_ones(()), free)
     state = density(position)
     for _ in range(transitions):
-        state, _ = importance_sampler.annealing.kernel.step(state, target)
+        state, _ = sampler.annealing.kernel.step(state, target)
     return state.position
 
 
@@ -254,5 +210,5 @@ def _warn(pareto_k: Tensor) -> None:
             f"the Pareto k of the weights is above 0.7 for {bad} of {pareto_k.numel()} posteriors "
             f"(largest {float(pareto_k.max()):.2f}): their draws may miss what the guide misses. "
             f"Use chains (schedule=10, and more), or num_transitions",
-            stacklevel=4,
+            stacklevel=5,
         )

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.chains.kernel import Kernel
-from pyro_mcvae.chains.schedules import Schedule
-from pyro_mcvae.coordinates.chain_density import outside_inference_mode
-from pyro_mcvae.evaluation.annealing import make_annealing
-from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.importance_sampler import importance_sampler
+from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.sites import is_random
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 __all__ = ["Report", "report"]
 
+_RICHER = "full covariances or a flow"
+_UNSEEN = (
+    "Pareto k and effective sample size tell of the draws that were made: a mode of the posterior "
+    "where the guide draws nothing shows in neither."
+)
 _QUANTILES = 0.05, 0.25, 0.5, 0.75, 0.95
 
 
@@ -52,9 +55,19 @@ class Report:
         """Log evidence minus ELBO, in nats: an estimate of KL(guide || posterior)."""
         return self.evidence.log_evidence - self.bound
 
+    @property
+    def missed(self) -> Tensor:
+        r"""
+        Where chains find more of the posterior than the guide's weights, beyond their errors,
+        though :math:`\hat k` is good: the guide misses a part of it. False without chains.
+        """
+        more = self.evidence.log_evidence - self.guide.log_evidence
+        error = torch.hypot(self.evidence.standard_error, self.guide.standard_error)
+        return (more > 0.1) & (more > 4 * error) & ~self.guide.unreliable
+
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
         """The data with the largest gaps: their indices in the plates, and the gaps in nats."""
-        check_count("count", count)
+        count = check_count("count", count)
         flat = self.gap.flatten()
         found = flat.topk(min(count, len(flat)))
         indices = [
@@ -68,7 +81,14 @@ class Report:
         k = self.guide.pareto_k
         bad = float((k > 0.7).double().mean())
         gap = float(self.gap.mean())
-        alone = self.gap.dim() == 0
+        richer = "AutoMultivariateNormal or a flow" if self.gap.dim() == 0 else _RICHER
+        if bool(self.missed.any()):
+            return (
+                f"The chains find more than the guide's weights for {int(self.missed.sum())} of "
+                f"{self.gap.numel()}, where Pareto k is good: the guide misses a part of the "
+                f"posterior, such as a mode. Begin its training elsewhere, or try a richer guide "
+                f"({richer})."
+            )
         if bad <= 0.05 and gap < 0.1:
             return "The guide is close to the posterior: the ELBO (TraceSGVB_ELBO) is tight enough."
         if self.discrete:
@@ -78,7 +98,6 @@ class Report:
                 "The guide covers the posterior, but not closely: TraceIWAE_ELBO(num_particles=10) "
                 "gains most of the gap."
             )
-        richer = "AutoMultivariateNormal or a flow" if alone else "full covariances or a flow"
         again = ""
         if self.evidence is self.guide:
             again = " This evidence is an underestimate: pass schedule=10 for one by chains."
@@ -101,32 +120,50 @@ class Report:
         )
 
     def __str__(self) -> str:
-        evidence, k, ess = self.evidence, self.guide.pareto_k, self.guide.effective_sample_size
-        n = self.gap.numel()
-        error = evidence.standard_error.square().sum().sqrt() / n
-        what = f"{n} in {', '.join(evidence.plates)}" if evidence.plates else f"{n}"
-        way = "importance sampling" if evidence is self.guide else "annealed chains"
-        rows = [
-            ("weights", f"{what}; {evidence.num_particles} particles each"),
-            ("ELBO", f"{float(self.bound.mean()):.3f}"),
-            ("log evidence", f"{float(evidence.mean):.3f} ± {float(error):.3f} ({way})"),
-            ("gap", f"{float(self.gap.mean()):.3f}"),
-            ("Pareto k", _quantiles(k) + f"; above 0.7: {int((k > 0.7).sum())} of {n}"),
-            ("effective sample size", _quantiles(ess)),
-        ]
-        if n > 1:
+        rows = [*self._rows_of_the_guide(), *self._rows_of_chains()]
+        by = "the guide's weights" if self.evidence is self.guide else "chains"
+        rows.append((f"gap: log evidence by {by} - ELBO", f"{float(self.gap.mean()):.3f}"))
+        if self.gap.numel() > 1:
             worst = ", ".join(
                 f"{index[0] if len(index) == 1 else index} ({gap:.2f})"
                 for index, gap in self.worst()
             )
             rows.append(("largest gaps", worst))
-        if evidence.given:
-            rows.append(("given", ", ".join(evidence.given)))
+        if self.guide.given:
+            rows.append(("given", ", ".join(self.guide.given)))
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {text}" for name, text in rows]
-        return "\n".join(["nats per weight; quantiles 5, 25, 50, 75, 95 %", *lines, self.advice])
+        head = "nats per weight; quantiles 5, 25, 50, 75, 95 %"
+        return "\n".join([head, *lines, self.advice, self._unseen()])
 
-    def plot(self) -> Any:
+    def _rows_of_the_guide(self) -> list[tuple[str, str]]:
+        guide, n = self.guide, self.gap.numel()
+        what = f"{n} in {', '.join(guide.plates)}" if guide.plates else f"{n}"
+        bad = int(guide.unreliable.sum())
+        return [
+            ("weights", f"{what}; {guide.num_particles} particles each"),
+            ("guide: ELBO", f"{float(self.bound.mean()):.3f}"),
+            ("guide: log evidence", f"{_mean(guide)} (importance sampling)"),
+            ("guide: Pareto k", f"{_quantiles(guide.pareto_k)}; above 0.7: {bad} of {n}"),
+            ("guide: effective sample size", _quantiles(guide.effective_sample_size)),
+        ]
+
+    def _rows_of_chains(self) -> list[tuple[str, str]]:
+        chains = self.evidence
+        if chains is self.guide:
+            return []
+        return [
+            ("chains: log evidence", f"{_mean(chains)} (annealed from the guide's draws)"),
+            ("chains: Pareto k", _quantiles(chains.pareto_k)),
+            ("chains: effective sample size", _quantiles(chains.effective_sample_size)),
+        ]
+
+    def _unseen(self) -> str:
+        if self.evidence is self.guide:
+            return f"{_UNSEEN} schedule=10 lets annealed chains look further."
+        return f"{_UNSEEN} Chains find it only if they get there from the guide's draws."
+
+    def plot(self) -> Figure:
         """
         A figure: the gaps' histogram, and k-hat and effective sample size of each datum.
 
@@ -157,32 +194,26 @@ class Report:
         return figure
 
 
-def report(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    *args: Any,
-    num_particles: int = 1000,
-    schedule: Schedule | Tensor | int | None = None,
-    kernel: Kernel | None = None,
-    chunk_size: int | None = None,
-    joint: bool | None = None,
-    coordinates: str = "noise",
-    warmup: int = 20,
-    seed: int | None = None,
-    vectorize_particles: bool = True,
-    max_plate_nesting: float = math.inf,
-    strict_enumeration_warning: bool = True,
-    **kwargs: Any,
-) -> Report:
+@judge()
+def report(programs: Programs, options: Options) -> Report:
     r"""
     Judge a guide: its bound, the evidence, the gap between them, how heavy the weights' tails are,
     which data it serves worst, and what to try next.
 
-    The guide's own weights are always looked at; with a ``schedule`` or a ``kernel`` the evidence
-    is that of annealed chains, which is right for guides too narrow for importance sampling.
+    The guide's own weights are always looked at; with a ``schedule`` or a ``kernel`` annealed
+    chains look as well, and the evidence is theirs, which is right for guides too narrow for
+    importance sampling.
 
+    **What no number here sees**: :math:`\hat k` and the effective sample size tell of the draws
+    that were made. A mode of the posterior where the guide draws nothing shows in neither; chains
+    find it if they get there from the guide's draws, and then the report says so.
+
+    :param model: a Pyro model.
+    :param guide: its guide.
+    :param args: their arguments; keyword arguments likewise, see ``model_kwargs``.
+    {options}
     :returns: a :class:`Report`, to print or to :meth:`~Report.plot`.
-    :raises ValueError: as :func:`log_evidence`, whose arguments these are.
+    :raises ValueError: as :func:`log_evidence`.
 
     Example::
 
@@ -198,30 +229,14 @@ def report(
         The guide covers the posterior, but not closely: TraceIWAE_ELBO(num_particles=10) gains
         most of the gap.
     """
-    check_count("num_particles", num_particles)
-    if chunk_size is not None:
-        check_count("chunk_size", chunk_size)
-    annealing = make_annealing(schedule, kernel, coordinates, warmup)
-    programs = Programs(model, guide, args, kwargs)
-    with (
-        evaluation_mode(model, guide, seed=seed),
-        outside_inference_mode(programs) as programs,
-        torch.no_grad(),
-    ):
-        importance_sampler = ImportanceSampler(
-            programs,
-            None,
-            joint,
-            vectorize_particles,
-            max_plate_nesting,
-            strict_enumeration_warning,
-        )
-        plain = evidence = estimate(importance_sampler, num_particles, chunk_size)
+    annealing = options.annealing()
+    with importance_sampler(programs, options) as sampler:
+        plain = evidence = estimate(sampler, options.num_particles)
         if annealing is not None:
-            chains = importance_sampler.on(importance_sampler.programs)
+            chains = sampler.on(sampler.programs)
             chains.annealing = annealing
-            evidence = estimate(chains, num_particles, chunk_size)
-        sites = [t.site for t in importance_sampler.reference.runs[0].terms if t.in_guide]
+            evidence = estimate(chains, options.num_particles)
+        sites = [t.site for t in sampler.reference.runs[0].terms if t.in_guide]
         discrete = tuple(s["name"] for s in sites if is_random(s) and s["fn"].support.is_discrete)
         return Report(evidence, plain, discrete)
 
@@ -231,6 +246,11 @@ def _quantiles(values: Tensor) -> str:
     ordered = values.flatten().sort().values
     picked = [ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in _QUANTILES]
     return " ".join(f"{float(v):.2f}" for v in picked[: 1 if len(ordered) == 1 else None])
+
+
+def _mean(evidence: LogEvidence) -> str:
+    error = evidence.standard_error.square().sum().sqrt() / evidence.standard_error.numel()
+    return f"{float(evidence.mean):.3f} ± {float(error):.3f}"
 
 
 def _plain(value: Tensor) -> list[float]:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import anneal_back
-from pyro_mcvae.chains.kernel import Kernel
-from pyro_mcvae.chains.schedules import Schedule
-from pyro_mcvae.coordinates.chain_density import outside_inference_mode
-from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, Annealing, make_annealing
+from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, Annealing
 from pyro_mcvae.evaluation.arguments import check_function
-from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
+from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.simulation import (
     Simulation,
     ToArgs,
@@ -87,24 +82,13 @@ class Sandwich:
         )
 
 
+@judge(num_particles=10)
 def sandwich(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    *args: Any,
+    programs: Programs,
+    options: Options,
+    *,
     num_simulations: int = 1,
-    num_particles: int = 10,
-    schedule: Schedule | Tensor | int | None = None,
-    kernel: Kernel | None = None,
     to_args: ToArgs | None = None,
-    chunk_size: int | None = None,
-    joint: bool | None = None,
-    coordinates: str = "noise",
-    warmup: int = 20,
-    seed: int | None = None,
-    vectorize_particles: bool = True,
-    max_plate_nesting: float = math.inf,
-    strict_enumeration_warning: bool = True,
-    **kwargs: Any,
 ) -> Sandwich:
     r"""
     Bound the log evidence of data simulated from the model from both sides [1].
@@ -128,19 +112,22 @@ def sandwich(
     ``to_args`` says what the arguments are. It is checked that the model's
     densities are those that the data were drawn from.
 
-    :param args: the programs' arguments, for the shapes of the data; keyword arguments likewise.
+    :param model: a Pyro model.
+    :param guide: its guide.
+    :param args: their arguments, for the shapes of the data; keyword arguments likewise, see
+        ``model_kwargs``.
     :param int num_simulations: data sets to simulate.
     :param int num_particles: P, chains per datum in each direction.
-    :param schedule: as in :func:`log_evidence`; by default 10 steps.
-    :param Kernel kernel: as there, an adjusted one; by default :class:`HMC`.
+    :param schedule: a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor from 0 to 1, or the
+        number of linear steps; by default 10.
+    :param Kernel kernel: an adjusted one; by default :class:`HMC` with 3 leapfrog steps.
     :param to_args: maps the simulated observations, a dict by site, to the programs' arguments (a
         tuple, a dict of keyword arguments, or the only argument).
+    {options}
     :returns: a :class:`Sandwich`.
     :raises ValueError: as :func:`log_evidence`; for unadjusted kernels, ``pyro.factor``,
         ``poutine.scale``; for data that reach the programs in another way; and for guides that
         cannot begin at given latents.
-
-    The other arguments are those of :func:`log_evidence`.
 
     [1] Grosse, Ghahramani, Adams (2015), *Sandwiching the Marginal Likelihood Using Bidirectional
     Monte Carlo*.
@@ -158,93 +145,67 @@ def sandwich(
         >>> bool(0 < found.mean_gap < 0.1)
         True
     """
-    check_count("num_simulations", num_simulations)
+    num_simulations = check_count("num_simulations", num_simulations)
     check_function("to_args", to_args)
-    check_count("num_particles", num_particles)
-    if chunk_size is not None:
-        check_count("chunk_size", chunk_size)
-    if schedule is None and kernel is None:
-        schedule = DEFAULT_STEPS
-    annealing = make_annealing(schedule, kernel, coordinates, warmup, _WITHOUT_CHAINS)
+    if options.schedule is None and options.kernel is None:
+        options = replace(options, schedule=DEFAULT_STEPS)
+    annealing = options.annealing(_WITHOUT_CHAINS)
     assert annealing is not None
     if not annealing.kernel.adjusted:
         raise ValueError(
             f"a chain of {type(annealing.kernel).__name__} cannot be run backwards: use a kernel "
             f"that leaves its target invariant, HMC, MALA or RandomWalk"
         )
-    programs = Programs(model, guide, args, kwargs)
     if is_messenger(programs):
         raise ValueError(
-            f"the guide {type(guide).__name__} runs its own model, which simulated data do not "
-            f"reach: use the AutoGuide that it stands for, such as AutoNormal"
+            f"the guide {type(programs.guide).__name__} runs its own model, which simulated "
+            f"data do not reach: use the AutoGuide that it stands for, such as AutoNormal"
         )
-    with (
-        evaluation_mode(model, guide, seed=seed),
-        outside_inference_mode(programs) as programs,
-        torch.no_grad(),
-    ):
-        importance_sampler = ImportanceSampler(
-            programs,
-            annealing,
-            joint,
-            vectorize_particles,
-            max_plate_nesting,
-            strict_enumeration_warning,
-        )
-        lower, upper = [], []
+    with importance_sampler(programs, options, annealing) as sampler:
+        pairs = []
         for _ in range(num_simulations):
-            simulation = simulate(
-                importance_sampler.programs,
-                importance_sampler.reference,
-                importance_sampler.held,
-                to_args,
-            )
-            both = _both_ways(importance_sampler, simulation, annealing, num_particles, chunk_size)
-            lower.append(both[0])
-            upper.append(both[1])
+            simulation = simulate(sampler.programs, sampler.reference, sampler.held, to_args)
+            pairs.append(_both_ways(sampler, simulation, annealing, options.num_particles))
+        lower, upper = zip(*pairs, strict=True)
         return Sandwich(
             torch.stack(lower),
             torch.stack(upper),
-            num_particles,
-            importance_sampler.reference.plate_names,
-            importance_sampler.given,
+            options.num_particles,
+            sampler.reference.plate_names,
+            sampler.given,
             annealing.kernel.step_size().detach().clone(),
         )
 
 
 def _both_ways(
-    user: ImportanceSampler,
-    simulation: Simulation,
-    annealing: Annealing,
-    num_particles: int,
-    chunk_size: int | None,
+    user: ImportanceSampler, simulation: Simulation, annealing: Annealing, num_particles: int
 ) -> tuple[Tensor, Tensor]:
-    importance_sampler = user.on(simulation.programs)
-    values = guide_values(simulation.programs, importance_sampler.reference, simulation.latents)
-    _choose_coordinates(importance_sampler, annealing, values)
+    sampler = user.on(simulation.programs)
+    values = guide_values(simulation.programs, sampler.reference, simulation.latents)
+    _choose_coordinates(sampler, annealing, values)
     lower, upper = [], []
-    for count in importance_sampler.chunks(num_particles, chunk_size):
-        chain, forward = importance_sampler.chain(count)
-        importance_sampler.check(chain.log_weight, forward.runs)
+    for count in sampler.chunks(num_particles):
+        chain, forward = sampler.chain(count)
+        sampler.check(chain.log_weight, forward.runs)
         lower.append(chain.log_weight)
-        density = importance_sampler.density(count, latents=values)
+        density = sampler.density(count, values)
         check_density(simulation, density.log_weight.first.sample.runs[0])
         start = density.start()
         free = density.log_weight.movable
         back = anneal_back(
             start, annealing.betas.to(start.log_weight.device), annealing.kernel, density, free
         )
-        importance_sampler.check(-back, density.runs)
+        sampler.check(-back, density.runs)
         upper.append(back)
     return log_mean_exp(torch.cat(lower)), -log_mean_exp(-torch.cat(upper))
 
 
 def _choose_coordinates(
-    importance_sampler: ImportanceSampler, annealing: Annealing, values: dict[str, Tensor]
+    sampler: ImportanceSampler, annealing: Annealing, values: dict[str, Tensor]
 ) -> None:
     """Unconstrained latents, where the noise that made a given value is not known."""
     try:
-        importance_sampler.density(1, latents=values)
+        sampler.density(1, values)
     except NoCoordinateError:
         if annealing.coordinates == "latent":
             raise

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -23,11 +22,12 @@ from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_random, is_scored
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import model_term
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure import dependencies
 
 __all__ = ["Simulation", "check_density", "guide_values", "simulate"]
 
-ToArgs = Callable[[dict[str, Tensor]], Any]
+ToArgs = Callable[[dict[str, Tensor]], object]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ def simulate(
     """
     Draw latents from the prior, then observations.
 
-    :param pilot: an execution on the user's data, for its minibatch and its held latents.
-    :param held: latents that keep the pilot's values.
+    :param reference: an execution on the user's data, for its minibatch and its held latents.
+    :param held: latents that keep the reference's values.
     :param to_args: maps the observations, by site, to the programs' arguments. None: the observed
         tensors are replaced where the arguments hold them.
     :raises ValueError: for models that no data can be drawn from, naming the site; and where it is
@@ -103,7 +103,7 @@ def check_density(simulation: Simulation, run: Run) -> None:
             )
 
 
-def _check_generative(name: str, site: Any) -> None:
+def _check_generative(name: str, site: Site) -> None:
     fn = site["fn"]
     while not isinstance(fn, dist.Unit) and hasattr(fn, "base_dist"):
         fn = fn.base_dist
@@ -135,7 +135,7 @@ def guide_values(
     AutoGuides draw auxiliary sites, of which the latents are functions: a site is inverted where
     it holds the unconstrained values of the latents that follow from it, side by side.
 
-    :param pilot: an execution of both programs.
+    :param reference: an execution of both programs.
     :raises ValueError: naming an auxiliary site that holds anything else.
     """
     run = reference.runs[0]

@@ -20,6 +20,7 @@ from pyro_mcvae.programs.messengers import ParticlePlate
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import find_nesting, nesting_of
 from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
 from pyro_mcvae.structure.blocks import GlobalSites
 
 __all__ = ["Execution", "Layout", "Plates", "Runner"]
@@ -86,10 +87,10 @@ class Execution:
         turn out to be others is made again.
     :ivar rewinds: whether the random number generators are set back for that, too.
     :ivar name: what stands in the leading dims.
-    :ivar several: whether there are leading dims although ``count`` is None, as of slots.
+    :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
     :ivar nesting: how many batch dims belong to plates, where that is settled.
     :ivar compared: the pair whose runs with and without leading dims are compared, where it is
-        another one.
+        another one; ``execute`` then looks at the contract of the programs itself.
     """
 
     programs: Programs
@@ -127,6 +128,7 @@ class Runner:
         check_nesting(max_plate_nesting)
         self.declared_nesting = max_plate_nesting
         self.checks = RunChecks(strict_enumeration, model_enumeration)
+        self.auxiliary = AuxiliaryDraws()
         self._found_nesting: int | None = None
 
     def run(self, execution: Execution, count: int | None) -> Run:
@@ -151,12 +153,13 @@ class Runner:
                 shared = found
                 if rewind():
                     _set_back(execution.subsamples, before)
+        settled = self.auxiliary.settle(execution.programs, run)
         if not known:
             programs = execution.compared or execution.programs
             if count is not None or (execution.several and run.outer_sizes):
-                self.checks.check_leading_dims(programs, run, shared, execution.name)
+                self.checks.check_leading_dims(programs, settled, shared, execution.name)
             self.checks.remember(programs, run, shared)
-        return run
+        return settled
 
     def check(
         self,
@@ -208,7 +211,7 @@ class Runner:
             self.check_nesting(run.nesting)
         programs = execution.compared or execution.programs
         known = self.checks.is_known(programs, run, layout.shared)
-        if not known:
+        if not known and execution.compared is None:
             depth = self.declared_nesting
             if layout.nesting is not None:
                 depth = layout.nesting + (layout.count is not None)

@@ -237,6 +237,7 @@ class ParticleSampler:
             if not is_same:
                 # Another branch of the model may have latents that the guide's draws are not for.
                 self.runner.check(programs, found, shared)
+                found = self.runner.auxiliary.settle(programs, found)
             runs.append(found)
             same = same and is_same
         return runs, same

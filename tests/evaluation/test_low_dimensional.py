@@ -52,7 +52,7 @@ def test_exact_models(name):
 
 def test_error_bars_are_calibrated():
     exact = ConjugateGaussian(N=300)
-    found = low_dimensional_evidence(exact.model, exact.guide, num_draws=30, warmup=40)
+    found = low_dimensional_evidence(exact.model, exact.guide, num_draws=30, num_transitions=40)
     off = deviations(found, exact.log_evidence_per_datum())
     # A t distribution with 9 degrees of freedom has 98.5% within three standard errors.
     assert (off.abs() < 3).double().mean() > 0.96
@@ -74,7 +74,7 @@ def test_a_posterior_of_two_modes_with_the_prior_as_a_guide():
     z = torch.linspace(-8, 8, 4001)[:, None]
     joint = dist.Normal(0.0, 1.0).log_prob(z) + dist.Normal(z**2, 0.5).log_prob(x)
     exact = joint.logsumexp(0) + math.log(16 / 4000)
-    found = low_dimensional_evidence(model, prior, num_chains=100, warmup=50, num_draws=20)
+    found = low_dimensional_evidence(model, prior, num_chains=100, num_transitions=50, num_draws=20)
     # Any share of chains in each mode will do, as f is fitted to the draws; but the chains that
     # are averaged must have the shares of the posterior, which the symmetric start gives them.
     assert (deviations(found, exact).abs() < 5).all()
@@ -126,10 +126,12 @@ def test_plates_side_by_side_with_vectors_of_different_lengths():
 
 def test_global_latents_jointly():
     exact = HierarchicalGaussian(N=3)
-    found = low_dimensional_evidence(exact.model, exact.guide, warmup=200)
+    found = low_dimensional_evidence(exact.model, exact.guide, num_transitions=200)
     assert abs(deviations(found, exact.log_evidence())) < 5
     assert found.plates == ()
-    given = low_dimensional_evidence(exact.model, exact.guide, joint=False, num_draws=2, warmup=2)
+    given = low_dimensional_evidence(
+        exact.model, exact.guide, joint=False, num_draws=2, num_transitions=2
+    )
     assert given.log_evidence.shape == (3,)
     assert given.given
 
@@ -143,7 +145,7 @@ def test_every_kernel_and_programs_that_cannot_be_vectorized(vectorize):
         exact.guide,
         num_chains=8,
         num_draws=60,
-        warmup=30,
+        num_transitions=30,
         kernel=kernel,
         vectorize_particles=vectorize,
     )
@@ -158,7 +160,7 @@ def test_nothing_is_trained():
     exact.model()
     exact.guide()
     before = exact.params()
-    low_dimensional_evidence(exact.model, exact.guide, num_draws=2, warmup=2)
+    low_dimensional_evidence(exact.model, exact.guide, num_draws=2, num_transitions=2)
     params = dict(pyro.get_param_store().named_parameters())
     assert all(p.grad is None for p in params.values())
     assert all((exact.params()[n] == v).all() for n, v in before.items())
@@ -176,7 +178,7 @@ def test_chains_that_have_not_mixed_are_reported(caplog):
     exact = ConjugateGaussian(N=3)
     exact.set_guide(log_s=3.0)
     low_dimensional_evidence(
-        exact.model, exact.guide, num_draws=10, warmup=0, kernel=HMC(0.001, num_leapfrog=1)
+        exact.model, exact.guide, num_draws=10, num_transitions=0, kernel=HMC(0.001, num_leapfrog=1)
     )
     assert "have not reached the posterior" in caplog.text
 
@@ -191,7 +193,11 @@ def test_what_is_refused():
     exact = ConjugateGaussian(N=3)
     with pytest.raises(ValueError, match=r"leaves the posterior invariant.*got ULA"):
         low_dimensional_evidence(exact.model, exact.guide, kernel=ULA())
-    for name, value, least in (("num_chains", 3, 4), ("num_draws", 0, 1), ("warmup", -1, 0)):
+    for name, value, least in (
+        ("num_chains", 3, 4),
+        ("num_draws", 0, 1),
+        ("num_transitions", -1, 0),
+    ):
         with pytest.raises(ValueError, match=f"{name} must be an int of at least {least}, got"):
             low_dimensional_evidence(exact.model, exact.guide, **{name: value})
 

@@ -1,13 +1,14 @@
 """The verdict on a guide: its numbers, its advice, its figure."""
 
 import math
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae import report
+from pyro_mcvae import Report, report
 from tests.models import (
     ConjugateGaussian,
     DiscreteMixture,
@@ -95,3 +96,55 @@ def test_a_tail_may_be_missing():
     assert "-inf" in str(found)
     assert float(found.guide.pareto_k.max()) == -math.inf
     found.plot()
+
+
+def two_modes():
+    """The posterior of a magnitude: two modes of the same weight, far from each other."""
+    x = torch.full((3,), 3.0)
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z.abs(), 0.5), obs=x)
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(0.8 * x, math.sqrt(0.2)))
+
+    return model, guide, dist.Normal(0.0, math.sqrt(1.25)).log_prob(x) + math.log(2)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": 2, "num_particles": 30}])
+def test_a_mode_that_is_never_drawn_shows_in_no_number(options):
+    model, guide, exact = two_modes()
+    found = report(model, guide, **options)
+    assert torch.allclose(exact - found.evidence.log_evidence, torch.tensor(math.log(2.0)))
+    assert float(found.guide.pareto_k.max()) == -math.inf
+    assert not bool(found.missed.any())
+    assert "a mode of the posterior where the guide draws nothing shows in neither" in str(found)
+
+
+def test_what_chains_find_more_is_said():
+    """By numbers: of three data one is larger by far, one within the error, one has a bad tail."""
+    model, guide, _ = two_modes()
+    plain = report(model, guide, num_particles=30).guide
+    plain = replace(plain, pareto_k=torch.tensor([0.2, 0.2, 0.9]))
+    more = torch.tensor([0.7, 0.05, 0.7])
+    error = torch.full((3,), 0.02)
+    chains = replace(plain, log_evidence=plain.log_evidence + more, standard_error=error)
+    found = Report(chains, plain, ())
+    assert found.missed.tolist() == [True, False, False]
+    assert "for 1 of 3, where Pareto k is good: the guide misses a part" in found.advice
+    assert not bool(Report(plain, plain, ()).missed.any())
+
+
+def test_labels_say_what_is_the_guides_and_what_the_chains():
+    exact = ConjugateGaussian(N=5)
+    alone = str(report(exact.model, exact.guide, num_particles=50))
+    assert "guide: log evidence" in alone
+    assert "chains: " not in alone
+    both = report(exact.model, exact.guide, num_particles=50, schedule=2)
+    text = str(both)
+    assert f"guide: log evidence                 {float(both.guide.mean):.3f}" in text
+    assert f"chains: log evidence                {float(both.evidence.mean):.3f}" in text
+    assert "gap: log evidence by chains - ELBO" in text

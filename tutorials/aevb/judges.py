@@ -82,7 +82,13 @@ def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup
         vae.model, around.guide, x, num_particles=particles, max_plate_nesting=1
     )
     papers = low_dimensional_evidence(
-        vae.model, guide, x, num_chains=10, num_draws=10, warmup=warmup, max_plate_nesting=1
+        vae.model,
+        guide,
+        x,
+        num_chains=10,
+        num_draws=10,
+        num_transitions=warmup,
+        max_plate_nesting=1,
     )
     values, errors = evidence.log_evidence, evidence.standard_error
     return Verdict(
