@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from pyro_mcvae.chains.kernel import State, finite
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import Evaluation, LogWeight
+from pyro_mcvae.ops.recording import holds
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
 
@@ -86,7 +87,7 @@ class ChainDensity:
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
             near, reads = position.detach().abs() <= _FAR, _may_read(position)
-            all_near = reads and bool(near.all())
+            all_near = reads and holds(near.all())
             # A tensor of its own: transforms remember what they made of one that they know, and its
             # graph, in which a recomputation of the same evaluation would meet itself.
             own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
@@ -94,7 +95,7 @@ class ChainDensity:
             if all_near and _is_finite(state):
                 return self._kept(state)
             state, regular = _mended(state, near.all(-1))
-            if full and reads and not regular.all():
+            if full and reads and not holds(regular.all()):
                 state = self._with_constants(state, regular)
             return self._kept(state)
 
@@ -151,7 +152,7 @@ def costs_nothing_to_read(value: Tensor) -> bool:
 def _is_finite(state: State) -> bool:
     """Whether everything is finite; a sum that overflows is taken for what is not."""
     sums = [t.detach().sum() for t in state[1:] if t is not None]
-    return math.isfinite(sum(sums[1:], sums[0]).item())
+    return holds(sum(sums[1:], sums[0]).isfinite())
 
 
 def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:

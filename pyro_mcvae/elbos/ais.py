@@ -50,7 +50,7 @@ class TraceAIS_ELBO(ChainELBO):
     :param int num_steps: K; 5 if neither it nor a schedule is given.
     :param Kernel kernel: an adjusted one, :class:`MALA` (default), :class:`HMC` or
         :class:`RandomWalk`, or one's own.
-    :param schedule: a :class:`~pyro_mcvae.chains.schedules.Schedule` or a tensor from 0 to 1;
+    :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1;
         :class:`LinearSchedule` by default.
     :param int num_particles: independent chains, whose W are averaged; at least 2 for the
         baseline, unless K is 1.

@@ -59,7 +59,7 @@ class TraceSIS_ELBO(ChainELBO):
     :param int num_steps: K; 5 if neither it nor a schedule is given.
     :param Kernel kernel: an unadjusted one, :class:`ULA` (default) or
         :class:`UnderdampedLangevin`, or one's own.
-    :param schedule: a :class:`~pyro_mcvae.chains.schedules.Schedule` or a tensor from 0 to 1;
+    :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1;
         :class:`LinearSchedule` by default.
     :param int num_particles: independent chains, whose W are averaged.
     :param bool multi_sample: average :math:`\exp W` inside of the logarithm instead, which is

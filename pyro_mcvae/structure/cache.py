@@ -6,8 +6,7 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, TypeVar
 
-import torch
-
+from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
 
@@ -88,12 +87,7 @@ class _Finding(Generic[T]):
     def used_often(self) -> bool:
         """Count one use; whether it is time to look again."""
         self._uses += 1
-        if self._uses < self._next or _capturing():
+        if self._uses < self._next or is_recording():
             return False
         self._next += min(self._next, _AT_LEAST_EVERY)
         return True
-
-
-def _capturing() -> bool:
-    """Whether a CUDA graph is being made of this step, which must not look at values."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -12,6 +12,18 @@ from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.checks import check_count, check_flag
 
 __all__ = ["RankBatches"]
+
+
+class BatchesState(TypedDict):
+    """Where an epoch stands, and what its order is made of."""
+
+    num_data: int
+    shuffle: bool
+    seed: int
+    epoch: int
+    position: int
+    parts: int
+    before: list[tuple[int, int]]
 
 
 class RankBatches:
@@ -68,8 +80,8 @@ class RankBatches:
         rank: int | None = None,
         num_ranks: int | None = None,
     ) -> None:
-        for name, value in (("num_data", num_data), ("batch_size", batch_size)):
-            check_count(name, value)
+        num_data = check_count("num_data", num_data)
+        batch_size = check_count("batch_size", batch_size)
         check_flag("fixed", fixed)
         self.num_ranks = ranks.num_ranks() if num_ranks is None else num_ranks
         self.rank = ranks.rank() if rank is None else rank
@@ -119,14 +131,19 @@ class RankBatches:
         generator.manual_seed(int(drawn[-1]))
         return torch.randperm(self.num_data, generator=generator)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> BatchesState:
         """Epoch, place, and what the order is made of."""
-        names = "num_data", "shuffle", "seed", "epoch", "position"
-        state = {name: getattr(self, name) for name in names}
-        parts = self.num_ranks if self.fixed else 1
-        return {**state, "parts": parts, "before": list(self._before)}
+        return BatchesState(
+            num_data=self.num_data,
+            shuffle=self.shuffle,
+            seed=self.seed,
+            epoch=self.epoch,
+            position=self.position,
+            parts=self.num_ranks if self.fixed else 1,
+            before=list(self._before),
+        )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: BatchesState) -> None:
         """
         Go on where another left off.
 
@@ -136,11 +153,11 @@ class RankBatches:
             raise ValueError(
                 f"the batches were of {state['num_data']} data, and are now of {self.num_data}"
             )
-        for name in ("shuffle", "seed", "epoch"):
-            setattr(self, name, state[name])
-        parts = state.get("parts", 1)
+        self.shuffle, self.seed, self.epoch = state["shuffle"], state["seed"], state["epoch"]
+        parts = state["parts"]
         now = [(parts, state["position"] // parts)] if state["position"] else []
-        self._before, self.position = [*map(tuple, state.get("before", [])), *now], 0
+        self._before = [*((ranks, count) for ranks, count in state["before"]), *now]
+        self.position = 0
 
 
 def _split(order: Tensor, parts: int) -> list[Tensor]:

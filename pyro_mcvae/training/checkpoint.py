@@ -7,29 +7,57 @@ import pickle
 import re
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import torch
 from pyro.distributions import constraints
 from torch import nn
 
 from pyro_mcvae.ops import ranks
-from pyro_mcvae.training.generators import rng_state, seed_another, set_rng_state
+from pyro_mcvae.training.generators import RNGState, rng_state, seed_another, set_rng_state
 from pyro_mcvae.training.parts import ModulePart, as_parts
-from pyro_mcvae.training.store import ParamStorePart, Part, PyroOptimPart, store_names
+from pyro_mcvae.training.store import (
+    ParamStorePart,
+    Part,
+    PyroOptimPart,
+    Saved,
+    StoreState,
+    store_names,
+)
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 _FORMAT = "pyro_mcvae checkpoint"
 _VERSION = 1
 _STORE = "pyro's parameter store"
-_KEYS = {"format", "version", "kinds", "parts", "store", "names", "ranks", "extra"}
 
 
-def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], **extra: Any) -> None:
+class RankState(TypedDict):
+    """What each rank has for itself."""
+
+    rng: RNGState
+    parts: dict[str, Saved]
+
+
+class Content(TypedDict):
+    """What a file holds; parts by their names."""
+
+    format: str
+    version: int
+    kinds: dict[str, str]
+    parts: dict[str, Saved]
+    store: StoreState
+    names: dict[str, str]
+    ranks: list[RankState]
+    extra: dict[str, Saved]
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str], parts: Mapping[str, object], **extra: object
+) -> None:
     """
     Save a training run, so that it can be resumed as if it had never stopped.
 
@@ -77,25 +105,24 @@ def save_checkpoint(path: str | os.PathLike[str], parts: Mapping[str, Any], **ex
     """
     found = as_parts(parts)
     modules = _modules(found)
-    content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "kinds": {name: part.kind for name, part in found.items()},
-        "parts": {name: part.save() for name, part in found.items()},
-        "store": ParamStorePart(modules).save(),
-        "names": store_names(modules),
-        "ranks": ranks.gather(
-            {
-                "rng": rng_state(),
-                "parts": {name: part.save() for name, part in found.items() if part.by_rank},
-            }
-        ),
-        "extra": extra,
-    }
+    own = RankState(
+        rng=rng_state(),
+        parts={name: part.save() for name, part in found.items() if part.by_rank},
+    )
+    content = Content(
+        format=_FORMAT,
+        version=_VERSION,
+        kinds={name: part.kind for name, part in found.items()},
+        parts={name: part.save() for name, part in found.items()},
+        store=ParamStorePart(modules).save(),
+        names=store_names(modules),
+        ranks=ranks.gather(own),
+        extra=extra,
+    )
     ranks.first_alone(lambda: _write(Path(path), content))
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write(path: Path, content: Content) -> None:
     # Beside it, since only within one file system a file takes another's place at once.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
@@ -111,8 +138,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def load_checkpoint(
-    path: str | os.PathLike[str], parts: Mapping[str, Any], *, weights_only: bool = True
-) -> dict[str, Any]:
+    path: str | os.PathLike[str], parts: Mapping[str, object], *, weights_only: bool = True
+) -> dict[str, Saved]:
     """
     Restore a training run. Its next step is the one that would have followed the save, to the bit
     on the same machine.
@@ -149,13 +176,13 @@ def load_checkpoint(
     modules = _modules(found)
     live: dict[str, Part] = {**found, _STORE: ParamStorePart(modules)}
     states = _renamed(content, found, store_names(modules))
-    own = content["ranks"][ranks.rank()] if ranks.rank() < len(content["ranks"]) else {}
+    own = content["ranks"][ranks.rank()] if ranks.rank() < len(content["ranks"]) else None
     rng = rng_state()
     undo = [part.undo() for part in live.values()]
     name = ""
     try:
         for name, part in live.items():
-            part.load(own.get("parts", {}).get(name, states[name]))
+            part.load(own["parts"].get(name, states[name]) if own else states[name])
         name = "the random number generators"
         if own:
             set_rng_state(own["rng"])
@@ -166,8 +193,7 @@ def load_checkpoint(
             restore()
         set_rng_state(rng)
         raise ValueError(f"'{name}' of {path} does not fit: {error}") from error
-    extra: dict[str, Any] = content["extra"]
-    return extra
+    return content["extra"]
 
 
 def _modules(parts: Mapping[str, Part]) -> dict[str, nn.Module]:
@@ -175,12 +201,12 @@ def _modules(parts: Mapping[str, Part]) -> dict[str, nn.Module]:
 
 
 def _renamed(
-    content: Mapping[str, Any], parts: Mapping[str, Part], names: Mapping[str, str]
-) -> dict[str, Any]:
+    content: Content, parts: Mapping[str, Part], names: Mapping[str, str]
+) -> dict[str, Saved]:
     """The saved states by part, with the names in the store that live modules go by."""
     new = {old: names.get(where, old) for where, old in content["names"].items()}
 
-    def rename(state: Mapping[str, Any]) -> dict[str, Any]:
+    def rename(state: Mapping[str, Saved]) -> dict[str, Saved]:
         split = {key: key.split("$$$", 1) for key in state}
         return {
             "$$$".join([new.get(first, first), *rest]): state[key]
@@ -191,11 +217,12 @@ def _renamed(
     for name, part in parts.items():
         if isinstance(part, PyroOptimPart):
             states[name] = rename(states[name])
-    states[_STORE] = {key: rename(value) for key, value in content["store"].items()}
+    store = cast("dict[str, dict[str, Saved]]", content["store"])
+    states[_STORE] = {key: rename(value) for key, value in store.items()}
     return states
 
 
-def _read(path: Path, weights_only: bool) -> dict[str, Any]:
+def _read(path: Path, weights_only: bool) -> Content:
     _check_bits(path)
     try:
         with torch.serialization.safe_globals(_constraints()):
@@ -219,11 +246,12 @@ def _read(path: Path, weights_only: bool) -> dict[str, Any]:
             f"{path} has version {content['version']} of the checkpoint format, and this package "
             f"reads version {_VERSION}"
         )
-    if content.keys() != _KEYS:
+    wanted = Content.__required_keys__
+    if content.keys() != wanted:
         raise ValueError(
-            f"{path} is damaged: it has {sorted(map(str, content))} instead of {sorted(_KEYS)}"
+            f"{path} is damaged: it has {sorted(map(str, content))} instead of {sorted(wanted)}"
         )
-    return content
+    return cast("Content", content)
 
 
 def _check_bits(path: Path) -> None:
@@ -258,12 +286,12 @@ def _checksums() -> Iterator[None]:
         options.set_crc32_options(before)
 
 
-def _outline(content: Any) -> str:
+def _outline(content: object) -> str:
     keys = f" of {sorted(map(str, content))[:5]}" if isinstance(content, dict) else ""
     return type(content).__name__ + keys
 
 
-def _check_names(content: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
+def _check_names(content: Content, parts: Mapping[str, Part]) -> None:
     saved, live = content["kinds"], {name: part.kind for name, part in parts.items()}
     if saved.keys() != live.keys():
         raise ValueError(
@@ -275,7 +303,7 @@ def _check_names(content: Mapping[str, Any], parts: Mapping[str, Part]) -> None:
             raise ValueError(f"'{name}' was saved from a {kind}, and is now a {live[name]}")
 
 
-def _constraints() -> list[Any]:
+def _constraints() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
     """Constraints are the only objects in a parameter store that are not tensors."""
     modules = torch.distributions.constraints, constraints
     classes = {c for m in modules for c in vars(m).values() if isinstance(c, type)}

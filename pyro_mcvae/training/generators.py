@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TypedDict
 
 import pyro
 import torch
+from torch import Tensor
 
-__all__ = ["rng_state", "seed_another", "set_rng_state"]
+__all__ = ["RNGState", "rng_state", "seed_another", "set_rng_state"]
 
 
-def rng_state() -> dict[str, Any]:
+class RNGState(TypedDict):
+    """The states of the generators, NumPy's with a list in the place of its array."""
+
+    torch: Tensor
+    random: tuple[object, ...]
+    numpy: tuple[object, ...]
+    cuda: list[Tensor]
+
+
+def rng_state() -> RNGState:
     """PyTorch's on all devices, NumPy's and Python's, of tensors and plain values."""
     state = pyro.util.get_rng_state()
     name, keys, *rest = state["numpy"]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     # A list, where NumPy has an array, which safe loading refuses.
-    return {**state, "numpy": (name, keys.tolist(), *rest), "cuda": cuda}
+    return RNGState(
+        torch=state["torch"],
+        random=state["random"],
+        numpy=(name, keys.tolist(), *rest),
+        cuda=cuda,
+    )
 
 
-def set_rng_state(state: Mapping[str, Any]) -> None:
+def set_rng_state(state: RNGState) -> None:
     """Set what :func:`rng_state` returned."""
     pyro.util.set_rng_state({name: state[name] for name in ("torch", "random", "numpy")})
     # On a machine with fewer devices the others' states have nowhere to go.
@@ -28,7 +42,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(saved, device)
 
 
-def seed_another(state: Mapping[str, Any], rank: int) -> None:
+def seed_another(state: RNGState, rank: int) -> None:
     """Seed a rank that had no state of its own, from the first one's."""
     set_rng_state(state)
     seed = int(torch.randint(2**31, (rank + 1,))[-1])

@@ -5,25 +5,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import cast
 
 import torch
 from pyro.infer import SVI
 from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.optim import PyroOptim
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae.comparisons.chain_states import ChainStates
+from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.ops.ranks import num_ranks, rank
-from pyro_mcvae.training.store import Part, PyroOptimPart, Undo
+from pyro_mcvae.training.store import Part, PyroOptimPart, Saved, Undo
 from pyro_mcvae.truncated.closed_form import ClosedForm
 from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 __all__ = ["ModulePart", "as_parts"]
 
 
-def as_parts(parts: Mapping[str, Any]) -> dict[str, Part]:
+def as_parts(parts: Mapping[str, object]) -> dict[str, Part]:
     """
     Parts by name; an :class:`~pyro.infer.SVI` is several.
 
@@ -34,13 +35,15 @@ def as_parts(parts: Mapping[str, Any]) -> dict[str, Part]:
     return dict(sorted(found, key=lambda item: not isinstance(item[1], ModulePart)))
 
 
-def _flatten(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flatten(parts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for name, value in parts.items():
         if not isinstance(value, SVI):
             yield name, value
             continue
         yield f"{name}.optim", value.optim
-        yield f"{name}.loss", value.loss.__self__ if hasattr(value.loss, "__self__") else value.loss
+        loss = getattr(value.loss, "__self__", value.loss)
+        # How a loss is computed is not what it has learned.
+        yield f"{name}.loss", loss.plain if isinstance(loss, CompiledELBO) else loss
         seen = None
         for program in ("model", "guide"):
             found = _module_of(getattr(value, program))
@@ -60,7 +63,7 @@ def _module_of(program: object) -> nn.Module | None:
     return program
 
 
-def _as_part(name: str, value: Any) -> Part:
+def _as_part(name: str, value: object) -> Part:
     if isinstance(value, nn.Module):
         return ModulePart(value)
     if isinstance(value, PyroOptim):
@@ -79,7 +82,7 @@ def _as_part(name: str, value: Any) -> Part:
     )
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, ELBOModule):
         return f"ELBOModule({_kind(value.elbo)})"
     return type(value).__name__
@@ -91,17 +94,17 @@ class ModulePart(Part):
     def __init__(self, module: nn.Module) -> None:
         # The wrapper belongs to the number of processes, not to what was learned.
         wrapped = isinstance(module, DistributedDataParallel)
-        self.module: Any = module.module if wrapped else module
+        self.module = cast("nn.Module", module.module if wrapped else module)
         self.kind = _kind(self.module)
 
-    def save(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.module.state_dict()
+    def save(self) -> dict[str, Saved]:
+        state: dict[str, Saved] = self.module.state_dict()
         for path, module in self.module.named_modules(remove_duplicate=False):
             if isinstance(module, TruncatedPosterior):
                 module.gather_into(state, f"{path}." if path else "")
         return state
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def _check(self, state: Mapping[str, Saved]) -> None:
         live = dict(self.module.named_parameters(remove_duplicate=False))
         missing = [name for name in live if name not in state]
         if missing:
@@ -113,7 +116,7 @@ class ModulePart(Part):
                     f"{tuple(state[name].shape)}"
                 )
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Saved]) -> None:
         self._check(state)
         for path, module in self.module.named_modules():
             start = f"{path}.states_" if path else "states_"
@@ -132,12 +135,13 @@ class ModulePart(Part):
             ) from error
 
     def undo(self) -> Undo:
-        kept: list[tuple[Any, ...]] = []
+        kept: list[tuple[dict[str, Tensor | None], ...]] = []
         shards = []
         for module in self.module.modules():
             if isinstance(module, TruncatedPosterior):
                 shards.append((module, module.copy_shards()))
-            for tensors in (module._parameters, module._buffers):
+            for held in (module._parameters, module._buffers):
+                tensors = cast("dict[str, Tensor | None]", held)
                 values = {n: None if t is None else t.detach().clone() for n, t in tensors.items()}
                 kept.append((tensors, dict(tensors), values))
 
@@ -148,7 +152,7 @@ class ModulePart(Part):
                     tensors.update(before)
                     for name, value in values.items():
                         if value is not None:
-                            before[name].copy_(value)
+                            cast("Tensor", before[name]).copy_(value)
             for module, states in shards:
                 module.restore_shards(states)
 
@@ -158,15 +162,15 @@ class ModulePart(Part):
 class _ObjectPart(Part):
     """Anything with a pair of methods: optimizers, schedules, generators, statistics."""
 
-    def __init__(self, value: Any, get: str, set_: str) -> None:
+    def __init__(self, value: object, get: str, set_: str) -> None:
         self.kind = _kind(value)
         self.by_rank = isinstance(value, torch.Generator)
         self._get, self._set = getattr(value, get), getattr(value, set_)
 
-    def save(self) -> Any:
+    def save(self) -> Saved:
         return self._get()
 
-    def load(self, state: Any) -> None:
+    def load(self, state: Saved) -> None:
         # Some keep what they are given, and change it later.
         self._set(copy.deepcopy(state))
 
@@ -182,13 +186,13 @@ class _ClosedFormPart(_ObjectPart):
         super().__init__(value, "state_dict", "load_state_dict")
         self._value = value
 
-    def save(self) -> Any:
+    def save(self) -> Saved:
         state = super().save()
         if num_ranks() > 1:
             state["total"], state["count"] = self._value.over_ranks()
         return state
 
-    def load(self, state: Any) -> None:
+    def load(self, state: Saved) -> None:
         # They are summed over ranks again when they are used.
         super().load(state if rank() == 0 else {**state, "total": 0.0, "count": 0.0})
 
@@ -196,13 +200,13 @@ class _ClosedFormPart(_ObjectPart):
 class _StatelessPart(Part):
     """An objective without parts of its own."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.kind = _kind(value)
 
     def save(self) -> None:
         return None
 
-    def load(self, state: Any) -> None:
+    def load(self, state: Saved) -> None:
         pass
 
     def undo(self) -> Undo:

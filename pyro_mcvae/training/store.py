@@ -6,16 +6,35 @@ import copy
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import pyro
 import torch
 from pyro.optim import PyroOptim
 from torch import Tensor, nn
 
-__all__ = ["ParamStorePart", "Part", "PyroOptimPart", "Undo", "store_names"]
+if TYPE_CHECKING:
+    from torch.distributions.constraints import Constraint
 
-Undo = Callable[[], None]
+__all__ = ["ParamStorePart", "Part", "PyroOptimPart", "Saved", "StoreState", "Undo", "store_names"]
+
+Undo: TypeAlias = Callable[[], None]
+# What an object's own ``state_dict`` returns: tensors and plain values, however it has them.
+Saved: TypeAlias = Any
+
+
+class StoreState(TypedDict):
+    """
+    What is saved of the parameter store, by names in it.
+
+    :ivar owners: part and name of the parameters that modules among the parts hold.
+    :ivar of_modules: those that other modules hold.
+    """
+
+    owners: dict[str, str]
+    of_modules: dict[str, bool]
+    params: dict[str, Tensor]
+    constraints: dict[str, Constraint]
 
 
 class Part(ABC):
@@ -30,11 +49,11 @@ class Part(ABC):
     by_rank = False
 
     @abstractmethod
-    def save(self) -> Any:
+    def save(self) -> Saved:
         """The state, of tensors and plain values; tensors may be the live ones."""
 
     @abstractmethod
-    def load(self, state: Any) -> None:
+    def load(self, state: Saved) -> None:
         """Set the state; may fail halfway."""
 
     @abstractmethod
@@ -50,12 +69,12 @@ class PyroOptimPart(Part):
         made = optim.pt_optim_constructor
         self.kind = f"{type(optim).__name__}({getattr(made, '__name__', made)})"
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> dict[str, Saved]:
         # What was loaded and has not met its parameter yet is part of the state.
         state = {**self._optim._state_waiting_to_be_consumed, **self._optim.get_state()}
         return {name: value for name, value in state.items() if name is not None}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Saved]) -> None:
         # A state is consumed where an optimizer is made, so the present ones have to go.
         self._optim.optim_objs.clear()
         self._optim.grad_clip.clear()
@@ -104,7 +123,7 @@ class ParamStorePart(Part):
             for name, value in module.named_parameters(remove_duplicate=False)
         }
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> StoreState:
         keys: dict[int, str] = {}
         for key, value in self._owned().items():
             keys.setdefault(id(value), key)
@@ -117,7 +136,7 @@ class ParamStorePart(Part):
             "constraints": state["constraints"],
         }
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: StoreState) -> None:
         owned, params = self._owned(), self._store._params
         for name in list(params):
             if name not in state["params"]:

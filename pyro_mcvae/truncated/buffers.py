@@ -13,7 +13,7 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.shards import Shard
 from pyro_mcvae.truncated.evolution import distinct_states
 from pyro_mcvae.truncated.joint import JointRuns
-from pyro_mcvae.truncated.layout import Layout, Rows
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout
 from pyro_mcvae.truncated.search import Populations
 from pyro_mcvae.truncated.shards import (
     Shards,
@@ -47,7 +47,7 @@ class StateBuffers(nn.Module):
 
     def __init__(self, num_states: int, shard: str | Iterable[str] | None = None) -> None:
         super().__init__()
-        check_count("num_states", num_states)
+        num_states = check_count("num_states", num_states)
         self.num_states = num_states
         self.shard = as_names(shard)
         self._agreed: set[str] = set()
@@ -61,7 +61,7 @@ class StateBuffers(nn.Module):
                 self._agreed.add(name)
                 ranks.from_first_rank(self._states(layout))
 
-    def _minibatch(self, layout: Layout, rows: Rows) -> Tensor:
+    def _minibatch(self, layout: StateLayout, rows: DataIndex) -> Tensor:
         """The packed states of a minibatch, ``[E, S, bytes]``."""
         kept = self._states(layout)
         return kept.index_select(0, self._place(layout, rows).to(kept.device))
@@ -74,7 +74,7 @@ class StateBuffers(nn.Module):
             minibatches, and let them have these.
         """
         for b, layout in runs.layouts.searched:
-            population, rows = populations[b], runs.rows[b]
+            population, rows = populations[b], runs.data_index[b]
             if population is not None and rows is not None:
                 kept = self._states(layout)
                 index = self._place(layout, rows).to(kept.device)
@@ -116,14 +116,14 @@ class StateBuffers(nn.Module):
         for _, _, kept, value in copied:
             kept.copy_(value)
 
-    def _buffer(self, layout: Layout) -> str:
+    def _buffer(self, layout: StateLayout) -> str:
         return f"states_{layout.name}"
 
-    def _states(self, layout: Layout) -> Tensor:
+    def _states(self, layout: StateLayout) -> Tensor:
         name = self._buffer(layout)
         return self._shards[name][1] if name in self._shards else self.get_buffer(name)
 
-    def _place(self, layout: Layout, rows: Rows) -> Tensor:
+    def _place(self, layout: StateLayout, rows: DataIndex) -> Tensor:
         """Where the rows of a minibatch are among those that are kept here."""
         name = self._buffer(layout)
         if name not in self._shards:
@@ -132,7 +132,9 @@ class StateBuffers(nn.Module):
         check_owned(layout.plates[shard.axis].name, shard, rows.index)
         return shard.place(rows.index)
 
-    def _prepare(self, layout: Layout, bank: Tensor | None) -> None:
+    # Not as tensors of the inference mode, in which no later step could write.
+    @torch.inference_mode(False)
+    def _prepare(self, layout: StateLayout, bank: Tensor | None) -> None:
         """Make the first states of a block, or check those that were loaded."""
         name, space = self._buffer(layout), layout.space
         if self.num_states > space.cardinality:
@@ -173,7 +175,7 @@ class StateBuffers(nn.Module):
             name: (shard, kept.shape) for name, (shard, kept) in self._shards.items()
         }
 
-    def _check(self, layout: Layout, found: tuple[int, ...]) -> None:
+    def _check(self, layout: StateLayout, found: tuple[int, ...]) -> None:
         wanted = (layout.num_data, self.num_states, layout.space.num_bytes)
         if found[1:] == wanted[1:] and found != wanted:
             raise ValueError(
@@ -205,6 +207,7 @@ class StateBuffers(nn.Module):
         for name, (shard, kept) in self._shards.items():
             destination[prefix + key_of(name, shard)] = kept
 
+    @torch.inference_mode(False)
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *found: list[str]
     ) -> None:

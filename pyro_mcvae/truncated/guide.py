@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.coordinates import chain_density
 from pyro_mcvae.ops import ranks
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.sites import is_scored, is_subsampled
+from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.buffers import StateBuffers
+from pyro_mcvae.truncated.data_record import DataRecord
 from pyro_mcvae.truncated.draws import apart, sample_states
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
 from pyro_mcvae.truncated.joint import JointRuns
@@ -28,6 +27,9 @@ from pyro_mcvae.truncated.searched_sites import GuideDraws, Layouts, find_layout
 from pyro_mcvae.truncated.shards import check_names
 
 __all__ = ["TruncatedPosterior"]
+
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 
 
 class TruncatedPosterior(StateBuffers):
@@ -52,6 +54,11 @@ class TruncatedPosterior(StateBuffers):
     no density and keep the value zero. Every other latent is drawn by ``guide``, once per step,
     and enters as in the plain ELBO; one draw of a datum's latents serves all of its states, so
     that they may not depend on its discrete ones.
+
+    States belong to a datum by its index, and were searched for its observations. A search that
+    meets other observations there warns, once; whatever else is asked of the guide is refused for
+    them: search for them by :meth:`fit`, or make another guide. What was searched for is not saved
+    with the states, and not compared where all states are kept or Pyro's validation is off.
 
     As a function of the model's arguments it is a Pyro guide like others, which draws from q_n,
     for :class:`~pyro.infer.Predictive` say; :meth:`posterior` answers what is asked of a posterior.
@@ -80,14 +87,18 @@ class TruncatedPosterior(StateBuffers):
         discrete site.
     :param shard: the name of the data plate (or several names, of plates side by side) whose states
         are dealt out over the ranks of a distributed run; by default each rank has all states.
+    :param bool fixed_data: whether a datum's observations are the same at every call, so that
+        others in its place are refused; False for data that are drawn anew (by a binarisation,
+        say). What the model itself draws or computes from parameters is never compared.
     :param bool vectorize: run the model once for all states, in a leading batch dim.
     :param max_plate_nesting: how many batch dims the programs' plates occupy; found out if left
         out.
     :raises ValueError: if ``num_states`` is not an int of at least 1. On the first call: for a
         model without discrete sites or with continuous ones that ``guide`` does not draw, for
         discrete sites that no data plate encloses, if ``num_states`` exceeds the number of states,
-        and for a ``shard`` that is no data plate. On any call: for a changed number of data, and
-        indices that are out of range or, with ``shard``, another rank's.
+        and for a ``shard`` that is no data plate. On any call: for a changed number of data, other
+        observations than those that were searched for, and indices that are out of range or, with
+        ``shard``, another rank's.
 
     [1] Lücke, Forster (2019), *k-means as a variational EM approximation of Gaussian mixture
     models*; Lücke (2019), *Truncated Variational Expectation Maximization*.
@@ -116,13 +127,14 @@ class TruncatedPosterior(StateBuffers):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Program,
         num_states: int = 64,
         evolution: EvolutionaryUpdate | None = None,
-        guide: Callable[..., Any] | None = None,
+        guide: Program | None = None,
         proposals: PriorDraws | Proposals | None = None,
         *,
         shard: str | Iterable[str] | None = None,
+        fixed_data: bool = True,
         vectorize: bool = True,
         max_plate_nesting: float = math.inf,
     ) -> None:
@@ -135,27 +147,25 @@ class TruncatedPosterior(StateBuffers):
         self.guide = guide
         self.proposals = proposals
         self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
-        self._found: list[tuple[Any, Layouts]] = []
-        self._seen: dict[str, Tensor] = {}
-        self._warned = False
+        self._found: list[tuple[object, Layouts]] = []
+        self.fixed_data = fixed_data
+        self._record = DataRecord()
         self._own = ParticleSampler(2, vectorize, max_plate_nesting)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Of a copy or a pickle the structure is found again.
         return {**self.__dict__, "_found": []}
 
     @property
-    def model(self) -> Callable[..., Any]:
+    def model(self) -> Program:
         return self._model[0]
-
-    # What an objective asks -----------------------------------------------------------------
 
     def begin(
         self,
-        model: Callable[..., Any],
+        model: Program,
         sampler: ParticleSampler,
-        args: Any,
-        kwargs: Any,
+        args: Args,
+        kwargs: Kwargs,
         given: GuideDraws | None = None,
     ) -> JointRuns:
         """
@@ -166,9 +176,19 @@ class TruncatedPosterior(StateBuffers):
         layouts = self._layouts(model, sampler, args, kwargs)
         return JointRuns(sampler, layouts, model, self.guide, args, kwargs, given)
 
-    def evaluate(self, runs: JointRuns) -> tuple[Populations, WeightedParticles]:
-        """The states of a minibatch as they are, with their log joint."""
-        return evaluate(runs, self._minibatch, self.num_states)
+    def evaluate(
+        self, runs: JointRuns, searched: bool = False
+    ) -> tuple[Populations, WeightedParticles]:
+        """
+        The states of a minibatch as they are, with their log joint.
+
+        :param searched: whether states will be searched for these data, and kept.
+        :raises ValueError: where states are kept for other data, and are not searched for these.
+        """
+        populations, sample = evaluate(runs, self._minibatch, self.num_states)
+        if self.fixed_data:
+            self._record.compare(runs, sample, self.num_states, searched)
+        return populations, sample
 
     def search(self, runs: JointRuns, populations: Populations) -> Populations:
         """One E-step, which is not stored."""
@@ -190,38 +210,11 @@ class TruncatedPosterior(StateBuffers):
         read = all(x is None or chain_density.costs_nothing_to_read(x) for x in runs.layouts.bank)
         return known and read and 2 * count <= self.num_states
 
-    def check_data(self, sample: WeightedParticles) -> None:
-        """Warn once if a plate without indices shows other observations than before."""
-        first, last = sample.runs[0], sample.runs[-1]
-        seen = {}
-        for name, site in first.model_trace.nodes.items():
-            if not is_scored(site) or not site["is_observed"]:
-                continue
-            value = site["value"].detach()
-            # Data that are computed from the states are no sign of other data.
-            own = value.dim() - site["fn"].event_dim <= first.nesting
-            own = own and torch.equal(value, last.model_trace.nodes[name]["value"])
-            if own and not any(is_subsampled(f) for f in site["cond_indep_stack"]):
-                value = value.flatten().double().nan_to_num()
-                place = torch.linspace(1.0, 2.0, len(value), dtype=value.dtype, device=value.device)
-                seen[name] = (value * place).sum()
-        for name, now in seen.items():
-            before = self._seen.get(name)
-            if before is not None and not torch.equal(before, now.cpu()) and not self._warned:
-                self._warned = True
-                warnings.warn(
-                    f"site '{name}' is observed with other values than before, in plates without "
-                    f"indices: states belong to a datum by its place, so other data in the same "
-                    f"places inherit them. For minibatches pass their indices, pyro.plate(..., N, "
-                    f"subsample=index); for held-out data make another TruncatedPosterior; data "
-                    f"that are drawn anew for the same places are fine",
-                    stacklevel=3,
-                )
-            self._seen[name] = now.cpu()
+    def store(self, runs: JointRuns, populations: Populations, shared: bool = False) -> None:
+        super().store(runs, populations, shared)
+        self._record.keep(runs)
 
-    # What a user asks -----------------------------------------------------------------------
-
-    def fit(self, *args: Any, num_steps: int = 1, **kwargs: Any) -> Tensor:
+    def fit(self, *args: object, num_steps: int = 1, **kwargs: object) -> Tensor:
         """
         E-steps alone: the states improve, the parameters stay (for held-out data, say).
 
@@ -232,13 +225,11 @@ class TruncatedPosterior(StateBuffers):
         for _ in range(num_steps):
             with apart(), torch.no_grad():
                 runs = self.begin(self.model, self._own, args, kwargs)
-                populations, sample = self.evaluate(runs)
-                if is_validation_enabled():
-                    self.check_data(sample)
+                populations, _ = self.evaluate(runs, searched=True)
                 self.store(runs, self.search(runs, populations))
         return self.posterior(*args, **kwargs).free_energy
 
-    def posterior(self, *args: Any, **kwargs: Any) -> StatePosterior:
+    def posterior(self, *args: object, **kwargs: object) -> StatePosterior:
         """
         The truncated posterior of the data of one call, under the present parameters and, where
         ``guide`` draws other latents, given one new draw of them.
@@ -247,13 +238,15 @@ class TruncatedPosterior(StateBuffers):
         """
         return self._posterior(args, kwargs)
 
-    def _posterior(self, args: Any, kwargs: Any, given: GuideDraws | None = None) -> StatePosterior:
+    def _posterior(
+        self, args: tuple[object, ...], kwargs: dict[str, object], given: GuideDraws | None = None
+    ) -> StatePosterior:
         with apart(), torch.no_grad():
             runs = self.begin(self.model, self._own, args, kwargs, given)
             populations, sample = self.evaluate(runs)
         return StatePosterior(runs, populations, sample)
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def forward(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """
         Draw from the truncated posterior, as a guide: what ``guide`` draws; given that, an
         auxiliary site for the index of the state in each data plate, and a point mass at each
@@ -266,10 +259,12 @@ class TruncatedPosterior(StateBuffers):
             nesting = self._layouts(self.model, self._own, args, kwargs).nesting
         return sample_states(partial(self._posterior, args, kwargs), guide_trace, nesting)
 
-    # States ---------------------------------------------------------------------------------
-
     def _layouts(
-        self, model: Callable[..., Any], sampler: ParticleSampler, args: Any, kwargs: Any
+        self,
+        model: Program,
+        sampler: ParticleSampler,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Layouts:
         # A guide may have been called before its process joined others.
         key = (
@@ -292,10 +287,12 @@ class TruncatedPosterior(StateBuffers):
     def forget(self) -> None:
         """Drop all states, as if the guide had never been called; the next call makes others."""
         super().forget()
-        self._found, self._seen = [], {}
+        self._found = []
+        self._record.forget()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         before = self._shapes()
+        self._record.forget()
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if before != self._shapes():
             self._found = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 from pyro.infer.util import is_validation_enabled
@@ -11,21 +11,22 @@ from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_mcvae.checks.leading_dims import STATES
+from pyro_mcvae.particles.runner import Execution, Layout
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites
 from pyro_mcvae.programs.execution import Programs, entered, with_changes
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
+from pyro_mcvae.programs.messengers import SampleFn, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import LEADING, is_latent, subsampling_scale
+from pyro_mcvae.programs.sites import is_latent, subsampling_scale
 from pyro_mcvae.programs.terms import Term, guide_term, scored
+from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
 from pyro_mcvae.truncated.data_index import find_data_index
-from pyro_mcvae.truncated.layout import Rows
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout
 from pyro_mcvae.truncated.messenger import StatesHandler
 from pyro_mcvae.truncated.possible import (
     frozen_entries,
@@ -49,7 +50,7 @@ __all__ = ["JointRuns", "Leaves"]
 Leaves = dict[tuple[str, int], Tensor]
 
 
-def _draw_nothing(*args: Any, **kwargs: Any) -> None:
+def _draw_nothing(*args: object, **kwargs: object) -> None:
     """The guide of a model all of whose latents are searched."""
 
 
@@ -69,10 +70,10 @@ class JointRuns:
         self,
         sampler: ParticleSampler,
         layouts: Layouts,
-        model: Callable[..., Any],
-        guide: Callable[..., Any] | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        model: Program,
+        guide: Program | None,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
         given: GuideDraws | None = None,
     ) -> None:
         self._sampler, self.layouts = sampler, layouts
@@ -87,14 +88,16 @@ class JointRuns:
         self._guide_terms = [
             shared_by_data(guide_term(s), layouts.plates) for s in scored(self.guide_trace)
         ]
-        self.rows: list[Rows | None] = [None] * len(layouts.blocks)
+        self.data_index: list[DataIndex | None] = [None] * len(layouts.blocks)
         # What is known of runs that show the same sites and plates.
         self._known: WeightedParticles | None = None
-        self._known_by: Any = None
+        self._known_by: object = None
         #: Whether all densities were finite, of those that have a graph.
         self.finite = True
         #: How many passes through the model were made, and at how many states of a datum in all.
         self.num_runs, self.num_states = 0, 0
+        #: By block a fingerprint of each datum's observations.
+        self.observed: dict[int, Tensor] = {}
 
     def run(
         self,
@@ -114,8 +117,8 @@ class JointRuns:
         together = self._sampler.vectorize
         values: dict[str, Tensor] = {}
 
-        def draw(at: int | None) -> Callable[[Any], Tensor | None]:
-            def supply(msg: Any) -> Tensor | None:
+        def draw(at: int | None) -> SampleFn:
+            def supply(msg: Site) -> Tensor | None:
                 name = msg["name"]
                 if load is None:
                     return None
@@ -133,14 +136,11 @@ class JointRuns:
 
         if together:
             found = [self._vectorized(draw(None), count)]
-            shown = _shown(found[0])
-            known = self._known if shown == self._known_by else None
-            if known is not None:
-                return known.with_runs(found)
-            shared = self.layouts.structure.global_sites
-            self._sampler.runner.check(self._plain, found[0], shared, STATES)
+            shown = found[0].signature, found[0].sizes, found[0].unbatched
+            if self._known is not None and shown == self._known_by:
+                return self._known.with_runs(found)
         else:
-            found = [self._once(draw(i), None) for i in range(count)]
+            found = [self._once(draw(i), Layout(None, None)) for i in range(count)]
         structures = [
             self._sampler.structures.of(self._programs, run, renew=False) for run in found
         ]
@@ -171,9 +171,16 @@ class JointRuns:
             parts.append(part.flatten(1).t())
         return parts
 
+    def block(self, b: int) -> tuple[StateLayout, DataIndex]:
+        """A searched block's layout and its data of the minibatch, after the first run."""
+        layout, rows = self.layouts.blocks[b], self.data_index[b]
+        assert layout is not None
+        assert rows is not None
+        return layout, rows
+
     def frozen(self, sample: WeightedParticles, b: int) -> Tensor:
         """The entries of a block that are masked out in each state, ``[E, C, D]``."""
-        layout, rows = self.layouts.blocks[b], self.rows[b]
+        layout, rows = self.layouts.blocks[b], self.data_index[b]
         assert layout is not None
         assert rows is not None
         return frozen_entries(layout, rows, sample)
@@ -185,17 +192,17 @@ class JointRuns:
 
     def _load(
         self,
-        msg: Any,
+        msg: Site,
         load: Callable[[int], Tensor] | list[Tensor | None],
         values: dict[str, Tensor],
     ) -> None:
         for b, layout in self.layouts.searched:
             if msg["name"] in layout.sites:
-                if self.rows[b] is None:
+                if self.data_index[b] is None:
                     # Where the states are: a copy from the host would have to be waited for.
                     device = next(x.device for x in self.layouts.bank if x is not None)
-                    self.rows[b] = find_data_index(layout, msg, self.subsamples, device)
-                rows = self.rows[b]
+                    self.data_index[b] = find_data_index(layout, msg, self.subsamples, device)
+                rows = self.data_index[b]
                 states = load(b) if callable(load) else load[b]
                 assert rows is not None
                 assert states is not None
@@ -206,27 +213,22 @@ class JointRuns:
             f"TruncatedPosterior for a program of another structure"
         )
 
-    def _vectorized(self, draw: Callable[[Any], Tensor | None], count: int) -> Run:
-        try:
-            return self._once(draw, count)
-        except StatesError:
-            raise
-        except Exception as error:
-            with isolated(), torch.no_grad():
-                # Raises the program's own error, if it has one without states side by side too.
-                self._sampler.run_once(self._programs)
-            raise RuntimeError(
-                f"the model cannot be run with {count} states side by side in batch dim "
-                f"{-self.layouts.nesting - 1}, though it runs with one. Pass "
-                f"vectorize_particles=False, or make it broadcast over leading dims (index from "
-                f"the right, as in z[..., 0]). The error was: {type(error).__name__}: {error}"
-            ) from error
+    def _vectorized(self, draw: SampleFn, count: int) -> Run:
+        execution = Execution(
+            self._programs,
+            partial(self._once, draw),
+            self.subsamples,
+            self.layouts.structure.global_sites,
+            name=STATES,
+            nesting=self.layouts.nesting,
+            compared=self._plain,
+        )
+        return self._sampler.runner.run(execution, count)
 
-    def _once(self, draw: Callable[[Any], Tensor | None], count: int | None) -> Run:
+    def _once(self, draw: SampleFn, layout: Layout) -> Run:
         nesting, structure = self.layouts.nesting, self.layouts.structure
-        plate, guide_trace = None, self.guide_trace
+        count, plate, guide_trace = layout.count, layout.plates()[1], self.guide_trace
         if count is not None:
-            plate = ParticlePlate(count, -nesting - 1, structure.global_sites.model)
             skip = structure.global_sites.guide
             local = [t.site for t in self._guide_terms if t.key.name not in skip]
             if local:
@@ -251,6 +253,7 @@ class JointRuns:
         unbatched = frozenset(FactorKey("model", n) for n in names_of)
         all_terms = (*terms, *self._guide_terms, *searched)
         run = Run(both, model_trace, all_terms, nesting, count, unbatched, self.subsamples)
+        run = self._sampler.runner.auxiliary.settle(self._programs, run)
         if is_validation_enabled():
             check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
             if nesting_of(model_trace) > nesting:
@@ -266,29 +269,13 @@ class JointRuns:
         return run
 
 
-def _shown(run: Run) -> Any:
-    """The sites and plates of a run, but for the number of states."""
-    return run.unbatched, [
-        (
-            t.key,
-            t.site["is_observed"],
-            [
-                (f.name, f.dim, f.size, f.counter, f.full_size)
-                for f in t.site["cond_indep_stack"]
-                if f.name != LEADING
-            ],
-        )
-        for t in run.terms
-    ]
-
-
-def _no_density(site: Any) -> Term:
+def _no_density(site: Site) -> Term:
     """The guide's term of a searched site: zero, and of no dtype that others would take."""
     zero = torch.zeros((), dtype=torch.int8, device=site["value"].device)
     return Term(FactorKey("guide", site["name"]), site, zero, subsampling_scale(site))
 
 
-def _expanded(site: Any, count: int, nesting: int) -> Tensor:
+def _expanded(site: Site, count: int, nesting: int) -> Tensor:
     """A local draw of the guide, the same for all states."""
     value, events = site["value"], site["fn"].event_dim
     batch = value.shape[: value.dim() - events]

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -23,10 +22,13 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
-from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.terms import Term, observed_terms
+from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.blocks import Structure
-from pyro_mcvae.truncated.layout import Layout, Rows, existing_entries, site_spec
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout, existing_entries, site_spec
+from pyro_mcvae.truncated.masked_entries import reader_of_masked
 
 __all__ = [
     "GuideDraws",
@@ -51,7 +53,7 @@ class SearchMessenger(Messenger):
     It stands for the truncated posterior where only its sites and plates matter.
     """
 
-    def __init__(self, model: Callable[..., Any], guide: Callable[..., Any] | None) -> None:
+    def __init__(self, model: Program, guide: Program | None) -> None:
         super().__init__()
         self.model, self.guide = model, guide
         self._traces = Trace(), Trace()
@@ -65,14 +67,14 @@ class SearchMessenger(Messenger):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         guide_trace = run_guide(self.guide, args, kwargs)
         self._searched = set()
         with poutine.trace() as tracer, self, poutine.replay(trace=guide_trace):
             self.model(*args, **kwargs)
         self._traces = tracer.trace, guide_trace
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Site) -> None:
         if msg["done"] or msg["is_observed"] or msg["value"] is not None or not is_random(msg):
             return
         if not msg["fn"].support.is_discrete:
@@ -93,13 +95,16 @@ class SearchMessenger(Messenger):
         return model_trace, with_searched(guide_trace, model_trace, self._searched)
 
 
-def run_guide(
-    guide: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Trace:
+def run_guide(guide: Program | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Trace:
     """The trace of a guide; an empty one where there is none."""
     with poutine.trace() as tracer:
         if guide is not None:
             guide(*args, **kwargs)
+    for term in observed_terms(tracer.trace):
+        raise StatesError(
+            f"site '{term.key.name}' of guide= is observed, and what a guide observes is no part "
+            f"of a posterior's states: leave it out, or write pyro.factor for a factor of log q"
+        )
     return tracer.trace
 
 
@@ -127,7 +132,7 @@ def shared_by_data(term: Term, plates: frozenset[PlateKey]) -> Term:
     return replace(term, site={**site, "fn": point})
 
 
-def with_searched(guide_trace: Trace, model_trace: Trace, names: Any) -> Trace:
+def with_searched(guide_trace: Trace, model_trace: Trace, names: Collection[str]) -> Trace:
     """The guide's trace with the searched sites, which have no density of their own."""
     both = guide_trace.copy()
     for name, site in model_trace.nodes.items():
@@ -147,20 +152,28 @@ class Layouts:
     :ivar nesting: how many batch dims belong to plates.
     :ivar blocks: for each block of the structure its layout, None where it has no discrete site.
     :ivar around: the plates of each discrete site.
+    :ivar given: the observed sites whose values are neither drawn nor computed from parameters.
     :ivar masked: whether some discrete site is masked.
     :ivar bank: draws of each block's states from the model, shape ``[states, D]``.
     """
 
     nesting: int
     structure: Structure
-    blocks: list[Layout | None]
+    blocks: list[StateLayout | None]
     around: Mapping[str, frozenset[PlateKey]]
+    given: frozenset[str]
     masked: bool
     bank: list[Tensor | None]
 
     @cached_property
-    def searched(self) -> list[tuple[int, Layout]]:
+    def searched(self) -> list[tuple[int, StateLayout]]:
         return [(b, layout) for b, layout in enumerate(self.blocks) if layout is not None]
+
+    @cached_property
+    def given_names(self) -> str:
+        """The same for a message."""
+        names = ", ".join(map(repr, sorted(self.given)))
+        return f"site {names} is" if len(self.given) == 1 else f"sites {names} are"
 
     @cached_property
     def plates(self) -> frozenset[PlateKey]:
@@ -174,11 +187,11 @@ class Layouts:
 
 
 def find_layouts(
-    tracer: ParticleSampler,
-    model: Callable[..., Any],
-    guide: Callable[..., Any] | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    sampler: ParticleSampler,
+    model: Program,
+    guide: Program | None,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     bank: int = 256,
 ) -> Layouts:
     """
@@ -189,7 +202,8 @@ def find_layouts(
     search = SearchMessenger(model, guide)
     programs = Programs(model, search, args, kwargs)
     with isolated(), torch.no_grad():
-        run = tracer.run_once(programs)
+        run = sampler.run_once(programs)
+        given = _given_data(programs, run)
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
@@ -200,16 +214,18 @@ def find_layouts(
             "the model has no discrete site to search: every latent is continuous or drawn by "
             "guide=. Use TraceSGVB_ELBO or TraceIWAE_ELBO with a guide of their own"
         )
+    with torch.no_grad():
+        _check_masks(reader_of_masked(programs, run, names))
     sites = [run.model_trace.nodes[n] for n in names]
     around = {s["name"]: frozenset(map(plate_key, plate_frames(s))) for s in sites}
     plates = frozenset(plate for found in around.values() for plate in found)
     shared = (shared_by_data(t, plates) if t.in_guide else t for t in run.terms)
     run = replace(run, terms=tuple(shared))
-    structure = tracer.structures.of(programs, run)
+    structure = sampler.structures.of(programs, run)
     for site in sites:
         _check_home(site, structure)
     frames = {plate_key(f): f for t in run.terms for f in plate_frames(t.site)}
-    blocks: list[Layout | None] = []
+    blocks: list[StateLayout | None] = []
     banks: list[Tensor | None] = []
     for b, block in enumerate(structure.blocks):
         own = [s for s in sites if structure.block_of[FactorKey("model", s["name"])] == b]
@@ -218,9 +234,9 @@ def find_layouts(
             banks.append(None)
             continue
         full = tuple(frames[k].full_size or frames[k].size for k in block.plates)
-        layout = Layout(block.plates, full, [site_spec(s, run.nesting) for s in own])
+        layout = StateLayout(block.plates, full, [site_spec(s, run.nesting) for s in own])
         sizes = tuple(frames[k].size for k in block.plates)
-        rows = Rows(sizes, torch.zeros(0))
+        rows = DataIndex(sizes, torch.zeros(0))
         drawn = [
             layout.states({n: trace.nodes[n]["value"] for n in layout.sites}, rows)
             for trace in draws
@@ -228,10 +244,39 @@ def find_layouts(
         blocks.append(layout)
         banks.append(torch.cat(drawn).flatten(0, 1)[: max(bank, 1)])
     masked = any(existing_entries(s) is not None for s in sites)
-    return Layouts(run.nesting, structure, blocks, around, masked, banks)
+    return Layouts(run.nesting, structure, blocks, around, given, masked, banks)
 
 
-def _check_home(site: Any, structure: Structure) -> None:
+def _given_data(programs: Programs, run: Run) -> frozenset[str]:
+    """The observed sites that show the same values in another run, and pass no gradient."""
+    with torch.enable_grad():
+        again = run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1]
+    nodes = run.model_trace.nodes
+    observed = [t.key.name for t in run.terms if not t.in_guide and t.site["is_observed"]]
+    return frozenset(
+        name
+        for name in observed
+        if name in again
+        and not again.nodes[name]["value"].requires_grad
+        and _equal(nodes[name]["value"], again.nodes[name]["value"])
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _check_masks(read: tuple[str, str] | None) -> None:
+    if read is not None:
+        name, reader = read
+        raise StatesError(
+            f"site '{name}' is masked out for some data, whose entries have the value zero in all "
+            f"states, but site '{reader}' reads them: put poutine.mask around the observations "
+            f"alone, so that '{name}' has its prior everywhere"
+        )
+
+
+def _check_home(site: Site, structure: Structure) -> None:
     name = site["name"]
     b = structure.block_of[FactorKey("guide", name)]
     frames = plate_frames(site)

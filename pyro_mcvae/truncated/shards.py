@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.shards import Shard
-from pyro_mcvae.truncated.layout import Layout
+from pyro_mcvae.truncated.layout import StateLayout
 from pyro_mcvae.truncated.searched_sites import StatesError
 
 __all__ = [
@@ -46,7 +46,7 @@ def as_names(shard: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def shard_of(layout: Layout, names: tuple[str, ...]) -> Shard | None:
+def shard_of(layout: StateLayout, names: tuple[str, ...]) -> Shard | None:
     """
     Which rows of a block this process keeps; None for all of them.
 
@@ -64,7 +64,7 @@ def shard_of(layout: Layout, names: tuple[str, ...]) -> Shard | None:
     return Shard(layout.full_sizes, found[0], ranks.rank(), ranks.num_ranks())
 
 
-def check_names(names: tuple[str, ...], layouts: list[Layout]) -> None:
+def check_names(names: tuple[str, ...], layouts: list[StateLayout]) -> None:
     """
     Check that the plates that are dealt out have states.
 

@@ -83,6 +83,13 @@ def independent_guide():
         pyro.sample("a", dist.Categorical(logits=param("qa", 4, 3)))
 
 
+def reversed_guide():
+    # The model draws a first: at each slot of b, a has slots of its own.
+    with pyro.plate("data", 4):
+        b = pyro.sample("b", dist.Bernoulli(logits=param("qbb", 4)))
+        pyro.sample("a", dist.Categorical(logits=Vindex(param("qab", 2, 3))[b.long(), :]))
+
+
 def subsampled_model():
     c = pyro.sample("c", dist.Categorical(logits=param("pc", 3)))
     # Always the same minibatch, so that the exact gradient has no noise of its own.
@@ -274,6 +281,7 @@ PROGRAMS = {
     "unplated": Discrete(unplated_model, unplated_guide, 0),
     "dependent": Discrete(dependent_model, dependent_guide),
     "independent": Discrete(dependent_model, independent_guide),
+    "reversed": Discrete(dependent_model, reversed_guide),
     "subsampled": Discrete(subsampled_model, subsampled_guide),
     "nested": Discrete(nested_model, nested_guide, 2),
     "crossed": Discrete(crossed_model, crossed_guide, 2),

@@ -36,6 +36,17 @@ PER_DATUM = [
 ]
 NAMES = ["gaussian", "ppca", "gamma", "mixture", "nested", "chain", "sequential"]
 per_datum = pytest.mark.parametrize("make", PER_DATUM, ids=NAMES)
+# Many data in one step are as many independent draws; a sequential plate loops over its data.
+WIDE = [
+    lambda: ConjugateGaussian(N=60),
+    lambda: ProbabilisticPCA(N=60, p=4, d=2, family="full"),
+    lambda: GammaPoisson(N=60),
+    lambda: DiscreteMixture(N=60, C=3),
+    lambda: NestedGaussian(G=60, M=2),
+    lambda: LinearGaussianChain(N=60, T=3),
+    lambda: SequentialPlate(N=6),
+]
+wide = pytest.mark.parametrize("make", WIDE, ids=NAMES)
 modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
 estimators = pytest.mark.parametrize("estimator", ["reparam", "dreg", "vimco"])
 
@@ -68,37 +79,40 @@ def test_an_exact_guide_makes_the_bound_the_evidence(make, vectorize):
 
 @modes
 @pytest.mark.parametrize("num_particles", [1, 2, 3])
-@pytest.mark.parametrize("make", [PER_DATUM[0], PER_DATUM[3]], ids=["gaussian", "mixture"])
+@pytest.mark.parametrize("make", [WIDE[0], WIDE[3]], ids=["gaussian", "mixture"])
 def test_value_is_the_exact_expectation(make, num_particles, vectorize):
     exact = make()
     elbo = TraceIWAE_ELBO(num_particles=num_particles, vectorize_particles=vectorize)
-    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(500)])
-    assert_mean(found, exact.iwae_per_datum(num_particles))
+    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(50)])
+    off = found - exact.iwae_per_datum(num_particles)
+    # In total, and for data of every size.
+    assert_mean(torch.stack([off, off * exact.x, off * exact.x**2], -1).flatten(0, 1), 0.0)
 
 
 @modes
 @estimators
 def test_gradient_is_exact_for_a_gaussian_guide(estimator, vectorize):
-    exact = ConjugateGaussian(N=4)
+    exact = ConjugateGaussian(N=100)
     elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=vectorize)
     target = exact.grad(exact.iwae_per_datum, 2)
-    assert_gradient(elbo, exact, target, 600)
+    assert_gradient(elbo, exact, target, 50)
 
 
 @modes
 def test_gradient_is_exact_under_subsampling(vectorize):
-    exact = ConjugateGaussian(N=6, subsample_size=2)
+    exact = ConjugateGaussian(N=90, subsample_size=30)
     elbo = TraceIWAE_ELBO(2, vectorize_particles=vectorize)
-    assert_gradient(elbo, exact, exact.grad(exact.iwae_per_datum, 2), 600)
+    assert_gradient(elbo, exact, exact.grad(exact.iwae_per_datum, 2), 80)
 
 
 @modes
-@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("size", [None, 4])
 def test_global_latent_drawn_once_with_discrete_local_ones(size, vectorize):
-    exact = BetaBernoulli(N=4, subsample_size=size)
+    exact = BetaBernoulli(N=8, subsample_size=size)
+    exact.set_guide(log_beta=exact.values["log_beta"] + 1.0)  # far off: gradients that stand out
     elbo = TraceIWAE_ELBO(3, vectorize_particles=vectorize)
-    assert_mean(values(elbo, exact, 400), exact.iwae(3))
-    assert_gradient(elbo, exact, exact.grad(exact.iwae, 3), 800)
+    assert_mean(values(elbo, exact, 100), exact.iwae(3))
+    assert_gradient(elbo, exact, exact.grad(exact.iwae, 3), 150)
 
 
 @modes
@@ -107,7 +121,7 @@ def test_exact_local_posteriors_leave_the_bound_of_the_global_latent(size, vecto
     exact = HierarchicalGaussian(N=6, subsample_size=size)
     exact.set_guide("conditional")
     elbo = TraceIWAE_ELBO(4, vectorize_particles=vectorize)
-    assert_mean(values(elbo, exact, 600), exact.global_bound())
+    assert_mean(values(elbo, exact, 200), exact.global_bound())
 
 
 def test_joint_weight_is_exact_where_the_joint_guide_is():
@@ -120,18 +134,18 @@ def test_joint_weight_is_exact_where_the_joint_guide_is():
 def test_joint_bound_rises_above_that_of_a_single_global_draw():
     exact = HierarchicalGaussian(N=3)
     joint = values(TraceIWAE_ELBO(200, joint=True, vectorize_particles=True), exact, 60)
-    once = values(TraceIWAE_ELBO(200, vectorize_particles=True), exact, 300)
+    once = values(TraceIWAE_ELBO(200, vectorize_particles=True), exact, 150)
     assert joint.mean() < exact.log_evidence() + 3 * joint.std() / 60**0.5
-    assert joint.mean() > once.mean() + 3 * once.std() / 300**0.5
+    assert joint.mean() > once.mean() + 3 * once.std() / 150**0.5
     assert_mean(once, exact.global_bound(), sigmas=6)
 
 
-@per_datum
+@wide
 def test_bound_rises_with_particles_and_stays_below_the_evidence(make):
-    exact = make()
-    found = [values(TraceIWAE_ELBO(k, vectorize_particles=True), exact, 300) for k in (1, 5, 50)]
+    exact, count = make(), 40
+    found = [values(TraceIWAE_ELBO(k, vectorize_particles=True), exact, count) for k in (1, 5, 50)]
     means = [f.mean() for f in found]
-    errors = [f.std() / 300**0.5 for f in found]
+    errors = [f.std() / count**0.5 for f in found]
     assert_mean(found[0], exact.elbo())
     assert means[1] > means[0] + 3 * (errors[0] + errors[1])
     assert means[2] > means[1]
@@ -152,25 +166,27 @@ def test_one_particle_is_the_plain_elbo_in_value_and_gradient(make):
         assert torch.allclose(grad, their_grads[name], atol=1e-9), name
 
 
-@per_datum
+@wide
 def test_vectorized_and_looped_particles_agree_in_distribution(make):
     exact = make()
-    count = 400
+    count = 40
     looped, vectorized = (
-        values(TraceIWAE_ELBO(3, vectorize_particles=v), exact, count) for v in (False, True)
+        torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(count)])
+        for elbo in (TraceIWAE_ELBO(3, vectorize_particles=v) for v in (False, True))
     )
-    error = ((looped.var() + vectorized.var()) / count).sqrt()
-    assert abs(looped.mean() - vectorized.mean()) < 4 * error
-    assert 0.75 < looped.std() / vectorized.std() < 1.33
+    error = ((looped.var(0) + vectorized.var(0)).sum() / count).sqrt()
+    assert abs((looped - vectorized).sum(1).mean()) < 4 * error
+    ratio = looped.var(0).mean() / vectorized.var(0).mean()
+    assert 0.56 < ratio < 1.77
 
 
 def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_falls():
     # Rainforth et al. (2018): the guide's gradient has signal-to-noise 1/sqrt(K) with reparam,
     # Tucker et al. (2019): sqrt(K) with dreg.
     def signal_to_noise(estimator, num_particles):
-        exact = ConjugateGaussian(N=20)
+        exact = ConjugateGaussian(N=100)
         elbo = TraceIWAE_ELBO(num_particles, estimator, vectorize_particles=True)
-        grad = gradients(elbo, exact, 300)["a"]
+        grad = gradients(elbo, exact, 80)["a"]
         return (grad.mean() / grad.std()).abs()
 
     ratios = {e: [signal_to_noise(e, k) for k in (5, 500)] for e in ("reparam", "dreg")}
@@ -188,71 +204,73 @@ def test_sticking_the_landing_has_no_variance_at_the_optimum():
 
 
 def test_mixed_guide_uses_dreg_and_vimco_in_one_program():
-    x = torch.tensor([-1.0, 0.5, 2.0])
+    size, count = 60, 60
+    x = torch.tensor([-1.0, 0.5, 2.0]).repeat(size // 3)
 
     class Mixed:
         values: ClassVar = {"logit": torch.tensor(0.3), "loc": torch.tensor([-0.5, 0.8])}
 
         def model(self):
-            with pyro.plate("data", 3):
+            with pyro.plate("data", size):
                 c = pyro.sample("c", dist.Bernoulli(0.4))
                 z = pyro.sample("z", dist.Normal(2 * c - 1, 1.0))
                 pyro.sample("x", dist.Normal(z, 1.0), obs=x)
 
         def guide(self):
             logit, loc = (pyro.param(n, v.clone()) for n, v in self.values.items())
-            with pyro.plate("data", 3):
+            with pyro.plate("data", size):
                 c = pyro.sample("c", dist.Bernoulli(logits=logit + x))
                 pyro.sample("z", dist.Normal(loc[c.long()] + 0.3 * x, 0.9))
 
     programs_ = Mixed()
-    auto = gradients(TraceIWAE_ELBO(4, "auto", vectorize_particles=True), programs_, 900)
-    plain = gradients(TraceIWAE_ELBO(4, "reparam", vectorize_particles=True), programs_, 900)
-    score = gradients(TraceIWAE_ELBO(4, "vimco", vectorize_particles=True), programs_, 900)
+    auto = gradients(TraceIWAE_ELBO(4, "auto", vectorize_particles=True), programs_, count)
+    plain = gradients(TraceIWAE_ELBO(4, "reparam", vectorize_particles=True), programs_, count)
+    score = gradients(TraceIWAE_ELBO(4, "vimco", vectorize_particles=True), programs_, count)
     for name in Mixed.values:
         for other in (plain, score):
             difference = auto[name].mean(0) - other[name].mean(0)
-            error = ((auto[name].var(0) + other[name].var(0)) / 900).sqrt()
+            error = ((auto[name].var(0) + other[name].var(0)) / count).sqrt()
             assert (difference.abs() < 4.5 * error).all(), name
-        assert (auto[name].mean(0).abs() > 5 * auto[name].std(0) / 900**0.5).any()
+        assert (auto[name].mean(0).abs() > 5 * auto[name].std(0) / count**0.5).any()
     # dreg was in use where it applies.
     assert (auto["loc"].var(0) < 0.8 * plain["loc"].var(0)).all()
 
 
 @pytest.mark.parametrize("estimator", ["stl", "dreg", "auto"])
 def test_structured_and_flow_guides_are_unbiased(estimator):
-    exact = LinearGaussianChain(N=2, T=2)
-    plain = gradients(TraceIWAE_ELBO(3, "reparam", vectorize_particles=True), exact, 600)
+    count = 60
+    exact = LinearGaussianChain(N=30, T=2)
+    plain = gradients(TraceIWAE_ELBO(3, "reparam", vectorize_particles=True), exact, count)
     if estimator == "stl":
         elbo = TraceIWAE_ELBO(1, estimator)
-        plain = gradients(TraceIWAE_ELBO(1, "reparam"), exact, 600)
+        plain = gradients(TraceIWAE_ELBO(1, "reparam"), exact, count)
     else:
         elbo = TraceIWAE_ELBO(3, estimator, vectorize_particles=True)
-    other = gradients(elbo, exact, 600)
+    other = gradients(elbo, exact, count)
     for name, samples in other.items():
-        error = ((samples.var(0) + plain[name].var(0)) / 600).sqrt()
+        error = ((samples.var(0) + plain[name].var(0)) / count).sqrt()
         assert ((samples.mean(0) - plain[name].mean(0)).abs() <= 4.5 * error + 1e-9).all(), name
 
 
 def test_dreg_through_the_inverse_of_a_flow_matches_reparam():
     torch.manual_seed(0)
     flow = dist.transforms.affine_coupling(2, [8])
-    x = torch.randn(3, 2)
+    x = torch.randn(30, 2)
 
     def model():
-        with pyro.plate("data", 3):
+        with pyro.plate("data", 30):
             z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
             pyro.sample("x", dist.Normal(z, 0.7).to_event(1), obs=x)
 
     def guide():
         pyro.module("flow", flow)
-        with pyro.plate("data", 3):
+        with pyro.plate("data", 30):
             base = dist.Normal(0.5 * x, 1.0).to_event(1)
             pyro.sample("z", dist.TransformedDistribution(base, [flow]))
 
     parameter = next(flow.parameters())
 
-    def mean(estimator, count=600):
+    def mean(estimator, count=80):
         elbo = TraceIWAE_ELBO(4, estimator, vectorize_particles=True)
         found = []
         for _ in range(count):
@@ -338,7 +356,8 @@ def test_bayesian_regression_on_minibatches_is_the_averaged_elbo(vectorize, capl
         pyro.sample("w", dist.Normal(0.3, 0.5))
 
     both = Programs(model, guide, (), {})
-    found = values(TraceIWAE_ELBO(5, vectorize_particles=vectorize), both, 1500)
+    particles = 50 if vectorize else 2
+    found = values(TraceIWAE_ELBO(particles, vectorize_particles=vectorize), both, 300)
     prior, q = dist.Normal(0.0, 1.0), dist.Normal(0.3, 0.5)
     likelihood = dist.Normal(0.3, 1.0).log_prob(x) - 0.5 * 0.5**2
     assert_mean(found, likelihood.sum() - torch.distributions.kl_divergence(q, prior))
@@ -352,9 +371,11 @@ def programs(exact):
 @pytest.mark.parametrize("estimator", ["auto", "vimco"])
 @pytest.mark.parametrize("kind", ["scale", "scales", "mask", "masked distribution"])
 def test_gradient_under_scale_and_mask_is_that_of_reparam(estimator, kind):
-    x = torch.tensor([0.5, -1.0, 2.0])
-    scale = {"scale": 2.0, "scales": torch.tensor([0.3, 1.0, 3.0])}.get(kind, 1.0)
-    kept = torch.tensor([[True, False], [True, True], [False, True]])
+    size, count = 120, 80
+    x = torch.tensor([0.5, -1.0, 2.0]).repeat(size // 3)
+    scales = torch.tensor([0.3, 1.0, 3.0]).repeat(size // 3)
+    scale = {"scale": 2.0, "scales": scales}.get(kind, 1.0)
+    kept = torch.tensor([[True, False], [True, True], [False, True]]).repeat(size // 3, 1)
     parameters = {"slope": torch.tensor([0.6, 0.1]), "log_s": torch.tensor([0.3, 0.0])}
 
     def latent(loc, s):
@@ -368,10 +389,10 @@ def test_gradient_under_scale_and_mask_is_that_of_reparam(estimator, kind):
         # Masks are per element, so there the two coordinates are elements of an inner plate.
         inner = contextlib.nullcontext() if kind.startswith("scale") else pyro.plate("pair", 2)
         dim = -1 if kind.startswith("scale") else -2
-        with pyro.plate("data", 3, dim=dim), pyro.poutine.scale(scale=scale):
+        with pyro.plate("data", size, dim=dim), pyro.poutine.scale(scale=scale):
             with inner:
                 if observe:
-                    z = latent(torch.zeros(3, 2), torch.ones(2))
+                    z = latent(torch.zeros(size, 2), torch.ones(2))
                 else:
                     slope, log_s = (pyro.param(n, v.clone()) for n, v in parameters.items())
                     latent(slope * x[:, None], log_s.exp())
@@ -385,7 +406,6 @@ def test_gradient_under_scale_and_mask_is_that_of_reparam(estimator, kind):
         model = staticmethod(lambda: program(True))
         guide = staticmethod(lambda: program(False))
 
-    count = 1500
     plain, other = (
         gradients(TraceIWAE_ELBO(3, e, vectorize_particles=True), Both, count)
         for e in ("reparam", estimator)

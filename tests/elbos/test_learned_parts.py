@@ -5,10 +5,20 @@ import copy
 import pyro
 import pyro.distributions as dist
 import pyro.optim
+import pytest
 import torch
 from pyro.infer import SVI
+from pyro.infer.autoguide import AutoNormal
 
-from pyro_mcvae import LearnedSchedule, TraceSIS_ELBO
+from pyro_mcvae import (
+    AdaptiveStepSize,
+    LearnedMomentum,
+    LearnedSchedule,
+    LearnedStepSize,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
 
 
 def test_learned_parts_that_were_loaded_into_the_store_go_on_learning(tmp_path):
@@ -67,3 +77,108 @@ def test_a_copy_of_an_objective_learns_by_itself():
     assert torch.equal(other.schedule.logits, torch.zeros(2))
     SVI(model, guide, pyro.optim.Adam({"lr": 0.2}), loss=other).step()
     assert not torch.equal(other.schedule.logits, loss.schedule.logits)
+
+
+def trained(initial=None, warmup=20, num_steps=3, **options):
+    step_size = LearnedStepSize(AdaptiveStepSize(initial), num_steps, warmup)
+    return TraceSIS_ELBO(
+        kernel=UnderdampedLangevin(step_size, LearnedMomentum(0.9, num_steps)),
+        schedule=LearnedSchedule(num_steps),
+        **options,
+    )
+
+
+class Steep:
+    """A likelihood that is narrower than the guide's first scale, and many of its widths away."""
+
+    def __init__(self, scale):
+        self.scale, self.x = scale, torch.tensor([5.0, -5.0, 0.0])
+
+    def model(self):
+        z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(5 * z, self.scale).to_event(1), obs=self.x)
+
+    def train(self, loss, steps):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        guide = AutoNormal(self.model, init_scale=0.1)
+        optim = pyro.optim.ClippedAdam({"lr": 0.02})
+        svi = SVI(self.model, guide, optim, loss=loss)
+        with pyro.validation_enabled(False):  # it costs most of the time
+            losses = torch.tensor([svi.step() for _ in range(steps)])
+        return svi, losses
+
+
+def test_trained_transitions_are_safe_from_bad_starts():
+    """No worse than the ELBO after as many steps, from a guide ten widths away."""
+    problem = Steep(0.2)
+    elbo, _ = problem.train(TraceSGVB_ELBO(), 120)
+    reached = torch.tensor([elbo.evaluate_loss() for _ in range(100)]).mean()
+    for initial in (None, 5.0):  # small, and far too long
+        svi, losses = problem.train(trained(initial, num_steps=2), 120)
+        assert losses.isfinite().all()
+        svi.loss.__self__.eval()
+        assert torch.tensor([svi.evaluate_loss() for _ in range(40)]).mean() < reached + 1.5
+
+
+@pytest.mark.parametrize("interface", ["svi", "module"])
+def test_every_parameter_of_every_transition_trains(interface):
+    problem, loss = Steep(1.0), trained(warmup=1)
+    before = {name: p.detach().clone() for name, p in loss.named_parameters()}
+    if interface == "svi":
+        problem.train(loss, 4)
+    else:
+        module = loss(problem.model, AutoNormal(problem.model))
+        module()
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        for _ in range(4):
+            optimizer.zero_grad()
+            module().backward()
+            optimizer.step()
+    moved = {name: p != before[name] for name, p in loss.named_parameters()}
+    # A chain's first momentum is drawn anew.
+    assert not moved["kernel.momentum.logit"][0]
+    assert moved["kernel.momentum.logit"][1:].all()
+    assert moved["kernel.step_size.log_value"].all()
+    assert moved["schedule.logits"].all()
+
+
+def test_latent_step_sizes_of_a_single_chain_stay_sane():
+    """One chain has no spread to divide by; its step size grew by a tenth at every step."""
+    x = torch.tensor([1.0, -1.0])
+
+    def model():
+        z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=x)
+
+    def guide():
+        loc = pyro.param("loc", torch.zeros(2))
+        pyro.sample("z", dist.Normal(loc, 0.8).to_event(1))
+
+    loss = TraceSIS_ELBO(2, coordinates="latent")
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss=loss)
+    with pyro.validation_enabled(False):
+        for _ in range(80):
+            svi.step()
+    assert loss.last_step.acceptance.mean() > 0.7
+    loss.eval()
+    exact = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
+    found = -torch.tensor([svi.evaluate_loss() for _ in range(40)])
+    assert abs(found.mean() - exact) < 0.5
+
+
+def test_latent_chains_begin_as_narrow_as_the_guide():
+    """At the guide's scale of 0.01 Langevin's 0.01 is a step of fourteen standard deviations."""
+
+    def model():
+        pyro.sample("z", dist.Normal(torch.zeros(3), 0.02).to_event(1))
+
+    def guide():
+        scale = pyro.param("scale", torch.full((3,), 0.01))
+        pyro.sample("z", dist.Normal(torch.zeros(3), scale).to_event(1))
+
+    loss = TraceSIS_ELBO(3, coordinates="latent")
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 1e-4}), loss=loss)
+    svi.step()
+    assert (loss.last_step.acceptance > 0.9).all()
+    assert abs(svi.evaluate_loss()) < 10

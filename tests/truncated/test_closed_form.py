@@ -4,8 +4,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 
-from pyro_mcvae import BernoulliPrior, GaussianNoise, TruncatedPosterior
+from pyro_mcvae import BernoulliPrior, GaussianNoise, TraceTruncated_ELBO, TruncatedPosterior
 
 N, H, D = 20, 3, 4
 MADE = torch.Generator().manual_seed(0)
@@ -64,6 +65,74 @@ def test_alternating_updates_raise_the_free_energy():
         for update in updates:
             update.add(guide.posterior(everything))
             update.update()
+
+
+SCALE = torch.tensor([1.0, 1.0, 9.0, 4.0, 0.5])
+
+
+def scaled(pi, sigma):
+    with pyro.plate("data", 5), poutine.scale(scale=SCALE):
+        z = pyro.sample("z", dist.Bernoulli(pi))
+        pyro.sample("x", dist.Normal(2 * z, sigma), obs=X[:5, 0])
+
+
+def masked_by_states(pi, sigma):
+    with pyro.plate("data", 5):
+        z = pyro.sample("z", dist.Bernoulli(pi))
+        with poutine.mask(mask=z == 0):
+            pyro.sample("x", dist.Normal(0.5, sigma), obs=X[:5, 0])
+
+
+def two_plates(pi, sigma):
+    """The second plate has weights of its own."""
+    with pyro.plate("other", 5):
+        y = pyro.sample("y", dist.Bernoulli(0.7))
+        pyro.sample("w", dist.Normal(3 * y, 0.5), obs=X[5:10, 0])
+    with pyro.plate("data", 5):
+        z = pyro.sample("z", dist.Bernoulli(pi))
+        pyro.sample("x", dist.Normal(2 * z, sigma), obs=X[:5, 0])
+
+
+@pytest.mark.parametrize("program", [scaled, masked_by_states, two_plates])
+def test_updates_go_where_the_gradient_of_the_loss_says(program):
+    """A Bernoulli's and a Normal's gradient are linear in the moments that an update matches."""
+    pi, sigma = torch.tensor(0.4), torch.tensor(0.8)
+    posterior = TruncatedPosterior(lambda: program(pi, sigma), 2).posterior()
+    updates = BernoulliPrior("z", pi), GaussianNoise("x", sigma)
+    for update in updates:
+        update.add(posterior)
+    counts = [update.count for update in updates]
+    p, s = pi.clone().requires_grad_(), sigma.clone().requires_grad_()
+    trained = TruncatedPosterior(lambda: program(p, s), 2)
+    TraceTruncated_ELBO().loss_and_grads(trained.model, trained)
+    for update in updates:
+        update.update()
+    assert abs(pi - p) > 1e-3
+    torch.testing.assert_close(p.grad, counts[0] * (p - pi) / (p * (1 - p)), check_dtype=False)
+    torch.testing.assert_close(s.grad, counts[1] * (s**2 - sigma**2) / s**3, check_dtype=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "update", "message"),
+    [
+        (dist.LogNormal, lambda: GaussianNoise("x", torch.ones(())), "'x' is LogNormal, and not N"),
+        (
+            lambda loc, scale: dist.FoldedDistribution(dist.Normal(loc, scale)),
+            lambda: GaussianNoise("x", torch.ones(())),
+            "'x' is FoldedDistribution, and not Normal",
+        ),
+        (dist.Normal, lambda: BernoulliPrior("z", torch.ones(())), "'z' is Binomial, and not a B"),
+        (dist.Normal, lambda: BernoulliPrior("x", torch.ones(())), "'x' is Normal, and not a B"),
+    ],
+)
+def test_other_distributions_are_refused(family, update, message):
+    def program():
+        with pyro.plate("data", N):
+            z = pyro.sample("z", dist.Binomial(2, 0.4))
+            pyro.sample("x", family(z, 1.0), obs=X[:, 0].exp())
+
+    with pytest.raises(ValueError, match=message):
+        update().add(TruncatedPosterior(program, 3).posterior())
 
 
 def test_misuse_is_refused():

@@ -1,0 +1,89 @@
+"""Ways to run a recorded graph."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from pyro_mcvae.compiled.repeats import compile_parts
+
+__all__ = ["Backend"]
+
+_logger = logging.getLogger(__name__)
+
+Run = Callable[..., list[Tensor]]
+
+
+class Backend:
+    """
+    Makes a function of a graph.
+
+    :param str name: ``"eager"``, ``"inductor"`` or another backend of :func:`torch.compile`.
+    :param options: of :func:`torch.compile`.
+    """
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        self.name, self.options = name, options
+
+    @property
+    def replays(self) -> bool:
+        """Whether graphs are run as they are."""
+        return self.name == "eager"
+
+    def compile(self, graph: GraphModule, example: list[Tensor]) -> Run:
+        """The graph's function; the graph itself where the compiler fails, which is logged."""
+        if self.replays:
+            return graph
+        _logger.warning(
+            "compiling a step of %d operations once, by %s; it trains on when that is done "
+            "(backend='eager' needs no compiler)",
+            len(graph.graph.nodes),
+            self.name,
+        )
+        begin = time.perf_counter()
+        try:
+            with torch.no_grad():
+                run = self._compile(graph, example)
+        except Exception as error:
+            _logger.warning(
+                "%s cannot compile the step, which is replayed without a compiler from now on: %s",
+                self.name,
+                _first_line(getattr(error, "inner_exception", error)),
+            )
+            return graph
+        _logger.warning("compiled in %.1f s", time.perf_counter() - begin)
+        return run
+
+    def _compile(self, graph: GraphModule, example: list[Tensor]) -> Run:
+        from torch._inductor import config
+
+        # The random numbers of PyTorch's own operations: a compiled step draws those of the plain
+        # one. Measured, they cost no more than Inductor's.
+        with config.patch(fallback_random=True):
+            run: Run
+            if self.name == "inductor" and not self.options:
+                run = compile_parts(graph, example, _inductor)
+            else:
+                run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
+            # The first call is the compilation of torch.compile.
+            generator = torch.get_rng_state()
+            run(*example)
+            torch.set_rng_state(generator)
+        return run
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _inductor(part: GraphModule, example: list[Tensor]) -> Run:
+    import torch._inductor
+
+    run: Run = torch._inductor.compile(part, list(example))
+    return run

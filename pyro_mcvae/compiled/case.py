@@ -1,0 +1,202 @@
+"""One kind of call of a loss: when it is recorded, replayed, compared, and given up."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.compiled.backends import Backend
+from pyro_mcvae.compiled.dependencies import Dependencies
+from pyro_mcvae.compiled.generators import Generators
+from pyro_mcvae.compiled.recording import NotUsable, Outcome, Recording, record
+from pyro_mcvae.compiled.refusal import NotRecordable
+from pyro_mcvae.compiled.signature import Call
+
+__all__ = ["Case", "is_due"]
+
+_logger = logging.getLogger(__name__)
+
+# Programs make parameters and find out about themselves in their first steps.
+_PLAIN_STEPS = 2
+# How many recordings of one kind of call are kept: of training and of evaluation mode, say.
+_MAX_RECORDINGS = 4
+# After so many comparisons that failed, or programs that changed at each step, it is given up.
+_MAX_FAILURES, _MAX_UNSTABLE = 3, 16
+# A recording is compiled at its third use: one that serves once or twice is not worth it.
+_COMPILED_FROM = 3
+_EVERY = 100
+
+
+def is_due(uses: int) -> bool:
+    """Whether a recording is compared at this use: at 1, 2, 4, 8, ..., and every hundredth."""
+    return uses % _EVERY == 0 or (uses & (uses - 1) == 0 and uses < _EVERY)
+
+
+class Side(Protocol):
+    """How a step of one of a loss's functions is taken, and what it hands back."""
+
+    def plain(self, call: Call) -> Any:
+        """As ever."""
+
+    def observed(self, call: Call, leaves: list[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """As ever; also its results and its gradients, to be compared."""
+
+    def handed(self, recording: Recording, outcome: Outcome) -> Any:
+        """What a recorded step computed."""
+
+
+class Case:
+    """
+    Calls that differ in their tensors' values only.
+
+    :param loss: whose calls they are.
+    :param Side side: how it is called.
+    """
+
+    def __init__(
+        self, loss: Any, side: Side, backend: Backend, tell: Callable[[str], None]
+    ) -> None:
+        self._loss, self._side, self._backend, self._tell = loss, side, backend, tell
+        self._recordings: list[Recording] = []
+        self._plain_steps = self._failures = self._unstable = self._unusable = 0
+        self._seen: Dependencies | None = None
+        self.refused = ""
+        self.fixed_floats = False
+
+    def take(self, call: Call) -> Any:
+        """One step."""
+        if self.refused:
+            return self._side.plain(call)
+        for i, recording in enumerate(self._recordings):
+            if recording.is_valid():
+                self._recordings.insert(0, self._recordings.pop(i))
+                return self._replayed(recording, call)
+        if self._plain_steps >= _PLAIN_STEPS and self._is_stable():
+            return self._recorded(call)
+        return self._watched(call)
+
+    def _is_stable(self) -> bool:
+        """Whether nothing has changed since the last plain step."""
+        if self._seen is None:
+            return False
+        entry = self._seen.changed()
+        if entry is None:
+            return True
+        self._unstable += 1
+        if self._unstable > _MAX_UNSTABLE:
+            self._refuse(
+                f"{entry.name} is another at each step: pass it as an argument of the programs, "
+                f"where floats may change"
+            )
+        return False
+
+    def _watched(self, call: Call) -> Any:
+        self._plain_steps += 1
+        found = self._side.plain(call)
+        self._seen = None if self.refused else self._dependencies(call)
+        return found
+
+    def _dependencies(self, call: Call) -> Dependencies:
+        return Dependencies.of(call.model, call.guide)
+
+    def _recorded(self, call: Call) -> Any:
+        generators, self._seen = Generators(), None
+        try:
+            recording, outcome = record(self._loss, call)
+        except NotUsable:
+            generators.put_back()
+            return self._plain_instead(call)
+        except NotRecordable as reason:
+            generators.put_back()
+            # With floats as inputs it is tried once more, with floats as they are.
+            self.fixed_floats = any(type(a) is float and call.is_input(a) for a in call.leaves)
+            self._refuse("" if self.fixed_floats else str(reason))
+            return self._side.plain(call)
+        self._recordings.insert(0, recording)
+        del self._recordings[_MAX_RECORDINGS:]
+        return self._side.handed(recording, outcome)
+
+    def _replayed(self, recording: Recording, call: Call) -> Any:
+        recording.uses += 1
+        generators = Generators()
+        compared = is_due(recording.uses)
+        try:
+            run = recording.graph if compared else self._run(recording, call)
+            outcome = recording.replay(call, run)
+        except RuntimeError as error:
+            generators.put_back()
+            self._failed(recording, f"its replay failed ({str(error).splitlines()[0]})")
+            return self._side.plain(call)
+        if compared:
+            generators.put_back()
+            return self._compared(recording, outcome, call)
+        if not outcome.is_usable():
+            generators.put_back()
+            return self._plain_instead(call)
+        recording.commit(outcome)
+        return self._side.handed(recording, outcome)
+
+    def _run(self, recording: Recording, call: Call) -> Callable[..., list[Tensor]]:
+        if recording.run is None:
+            if recording.uses < _COMPILED_FROM and not self._backend.replays:
+                return recording.graph
+            example = [*recording.constants, *call.inputs()]
+            recording.run = self._backend.compile(recording.graph, example)
+        return recording.run
+
+    def _plain_instead(self, call: Call) -> Any:
+        """For steps that are not finite, or take another way than the recorded one."""
+        self._unusable += 1
+        if self._unusable >= 8 and 2 * self._unusable > sum(r.uses for r in self._recordings):
+            self._refuse("more than half of its steps take another way than the recorded one")
+        return self._side.plain(call)
+
+    def _compared(self, recording: Recording, outcome: Outcome, call: Call) -> Any:
+        found, results, gradients = self._side.observed(call, recording.leaves)
+        usable = all(bool(r.isfinite()) for r in results)
+        taken = outcome.assumed is None or bool(outcome.assumed)
+        if usable and taken and not _agree(recording, outcome, results, gradients):
+            self._failed(recording, "its numbers have changed")
+        return found
+
+    def _failed(self, recording: Recording, why: str) -> None:
+        self._recordings = [r for r in self._recordings if r is not recording]
+        self._failures += 1
+        if self._failures >= _MAX_FAILURES:
+            self._refuse(f"{why}, for the {self._failures}rd time: it depends on what is not seen")
+        else:
+            _logger.warning("a step is recorded anew, since %s", why)
+
+    def _refuse(self, reason: str) -> None:
+        self._recordings, self._seen = [], None
+        self.refused = reason or "floats"
+        if reason:
+            self._tell(reason)
+
+
+def _agree(
+    recording: Recording, outcome: Outcome, results: list[Tensor], gradients: list[Tensor]
+) -> bool:
+    states = [recording.constants[i] for i in recording.updated]
+    pairs = [
+        *zip(outcome.results, results, strict=True),
+        *zip(outcome.gradients, gradients, strict=True),
+        *zip(outcome.updated, states, strict=True),
+    ]
+    return all(_is_close(a, b) for a, b in pairs)
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    found, expected = found.detach().to(expected.dtype), expected.detach()
+    if not expected.is_floating_point():
+        return bool((found == expected).all())
+    # Rounding, which a long chain magnifies.
+    tolerance = 64 * torch.finfo(expected.dtype).eps ** 0.75
+    error, size = (found - expected).norm(), expected.norm()
+    return bool((error <= tolerance * (1 + size)) | ~(error + size).isfinite())

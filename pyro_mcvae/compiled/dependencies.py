@@ -1,0 +1,189 @@
+"""What a pair of programs reads besides its arguments: globals, closures, attributes."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from pyro.poutine.messenger import Messenger
+from torch import Tensor, nn
+
+from pyro_mcvae.compiled.refusal import is_library
+
+__all__ = ["Dependencies", "Entry", "is_plain"]
+
+# Values that are compared; everything else by identity.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_MAX_ENTRIES, _MAX_DEPTH, _MAX_LENGTH = 4096, 12, 64
+_MISSING = object()
+
+
+class Entry(NamedTuple):
+    """One thing that can be seen: ``get(key)`` was ``value``."""
+
+    get: Callable[[Any], Any]
+    key: Any
+    value: Any
+    name: str
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether it still has the value."""
+        now, then = self.get(self.key), self.value
+        return now is then or (type(now) is type(then) and is_plain(then) and bool(now == then))
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
+
+
+@dataclass
+class Dependencies:
+    """
+    The globals, closed-over variables, attributes, parameters and buffers that programs can see.
+
+    Followed from the programs through functions, methods, partials, modules, containers and objects
+    of classes that are not PyTorch's, Pyro's or other installed packages'.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
+    _seen: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, *roots: Any) -> Dependencies:
+        """Everything that can be seen from the roots, with its present values."""
+        found = cls()
+        for root in roots:
+            found._visit(root, type(root).__name__, 0)
+        return found
+
+    def changed(self) -> Entry | None:
+        """The first entry that has another value now."""
+        # At every step: by identity, and by value only where that fails.
+        for entry in self.entries:
+            if entry[0](entry[1]) is not entry[2] and not entry.unchanged:
+                return entry
+        return None
+
+    def _visit(self, value: Any, name: str, depth: int) -> None:
+        if depth > _MAX_DEPTH or id(value) in self._seen or len(self.entries) > _MAX_ENTRIES:
+            return
+        if isinstance(value, (*_PLAIN, Tensor, type)):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module) or _is_of_the_user(value):
+            self.objects.append(value)
+        for entry in _entries(value, name):
+            self.entries.append(entry)
+            self._visit(entry.value, entry.name, depth + 1)
+        for part, label in _parts(value, name):
+            self._visit(part, label, depth + 1)
+
+
+def _entries(value: Any, name: str) -> Iterator[Entry]:
+    if isinstance(value, FunctionType):
+        if not is_library(value.__code__):
+            yield from _globals(value)
+        for label, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            if (held := _contents(cell)) is not _MISSING:
+                yield Entry(_contents, cell, held, f"'{label}', which {value.__name__} closes over")
+    elif isinstance(value, nn.Module):
+        for kind in ("parameters", "buffers", "modules"):
+            yield from _named(getattr(value, f"_{kind}"), f"'{{}}' of the {kind} of {name}")
+        yield from _attributes(value, type(value).__name__)
+    elif type(value) in (list, tuple, dict) and len(value) <= _MAX_LENGTH:
+        if type(value) is not tuple:
+            yield Entry(len, value, len(value), f"the length of {name}")
+        items = value.items() if type(value) is dict else enumerate(value)
+        item = functools.partial(_item, value)
+        yield from (Entry(item, k, v, f"{name}[{k!r}]") for k, v in items)
+    elif isinstance(value, Messenger) or _is_of_the_user(value):
+        yield from _attributes(value, type(value).__name__)
+
+
+def _globals(function: FunctionType) -> Iterator[Entry]:
+    space = function.__globals__
+    for name in _names(function.__code__):
+        held = space.get(name, _MISSING)
+        if isinstance(held, ModuleType):
+            path = getattr(held, "__file__", None)
+            if path and not is_library(compile("", path, "exec")):
+                inner = [n for n in _names(function.__code__) if n in vars(held)]
+                yield from _named(vars(held), f"'{{}}' of module {held.__name__}", inner)
+        elif held is not _MISSING:
+            yield from _named(space, "global '{}'", [name])
+
+
+def _names(code: CodeType) -> dict[str, None]:
+    """The globals and attributes that a function names, functions within it included."""
+    found = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found.update(_names(constant))
+    return found
+
+
+def _named(space: dict[str, Any], name: str, keys: Any = None) -> Iterator[Entry]:
+    for key in list(space if keys is None else keys):
+        yield Entry(space.get, key, space[key], name.format(key))
+
+
+def _attributes(value: Any, kind: str) -> Iterator[Entry]:
+    space = getattr(value, "__dict__", {})
+    keys = [k for k in space if not k.startswith("_") or not isinstance(value, nn.Module)]
+    keys = [k for k in keys if _is_watched(space[k])]
+    yield from _named(space, f"attribute '{{}}' of {kind}", keys)
+
+
+def _is_watched(value: Any) -> bool:
+    return (
+        is_plain(value)
+        or isinstance(
+            value, Tensor | FunctionType | MethodType | list | tuple | dict | functools.partial
+        )
+        or _is_of_the_user(value)
+    )
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[Any, str]]:
+    """What is followed, though it cannot be another."""
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        parts = [value.__self__, value.__func__]
+    elif isinstance(value, nn.Module) or _is_of_the_user(value):
+        parts = _methods(value)
+    else:
+        parts = [getattr(value, "__wrapped__", None), getattr(value, "__defaults__", None)]
+    yield from ((part, name) for part in parts if part is not None)
+
+
+def _methods(value: Any) -> list[Any]:
+    found = [f for c in type(value).__mro__ for f in vars(c).values()]
+    return [f for f in found if isinstance(f, FunctionType) and not is_library(f.__code__)]
+
+
+def _is_of_the_user(value: Any) -> bool:
+    """Whether an object's class is written in Python, outside of installed packages."""
+    if isinstance(value, SimpleNamespace | Namespace):
+        return True
+    return bool(_methods(value)) and not isinstance(value, type | ModuleType)
+
+
+def _item(held: Any, key: Any) -> Any:
+    try:
+        return held[key]
+    except LookupError:
+        return _MISSING
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING  # not filled yet

@@ -1,0 +1,135 @@
+"""A loss recorded once, and replayed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from pyro.infer.elbo import ELBO
+from torch import Tensor, nn
+
+from pyro_mcvae.compiled.backends import Backend
+from pyro_mcvae.compiled.case import Case
+from pyro_mcvae.compiled.refusal import NotRecordable
+from pyro_mcvae.compiled.sides import DifferentiableLoss, Loss, LossAndGrads
+from pyro_mcvae.compiled.signature import Call
+
+__all__ = ["CompiledELBO"]
+
+_logger = logging.getLogger(__name__)
+
+_SIDES = {side.name: side for side in (Loss, LossAndGrads, DifferentiableLoss)}
+# Kinds of calls; beyond that a program is called in ever new ways, and recordings do not pay.
+_MAX_CASES = 16
+
+
+class CompiledELBO(ELBO, nn.Module):
+    """
+    Any loss, recorded once and replayed: the numbers of the plain loss without its Python.
+
+    The first steps run as ever. Then one step is recorded as a graph of tensor operations, with its
+    gradient and with the updates of what adapts; further steps compute the graph.
+
+    :param loss: an objective with Pyro's interface: one of this package's, or Pyro's own.
+    :param str backend: ``"inductor"`` compiles the graph, once, for seconds to a minute;
+        ``"eager"`` computes it as it is, with the very operations of the plain loss; or another
+        backend of :func:`torch.compile`.
+    :param options: of :func:`torch.compile`, such as ``mode="reduce-overhead"``.
+
+    Example::
+
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     slope = pyro.param("slope", torch.tensor(0.1))
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(slope * x, 0.7))
+        >>> x = torch.tensor([-2.0, 0.0, 2.0])
+        >>> loss = CompiledELBO(TraceSIS_ELBO(num_steps=2), backend="eager")
+        >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss)
+        >>> losses = [svi.step(x) for _ in range(100)]
+        >>> bool(abs(pyro.param("slope") - 0.5) < 0.2)
+        True
+    """
+
+    def __init__(self, loss: ELBO, backend: str = "inductor", **options: Any) -> None:
+        nn.Module.__init__(self)
+        if not callable(getattr(loss, "loss", None)):
+            raise ValueError(f"CompiledELBO takes a loss such as Trace_ELBO(), got {loss!r}")
+        ELBO.__init__(self)
+        self.plain = loss
+        self._backend = Backend(backend, options)
+        self._forget()
+
+    def loss(
+        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The plain loss's ``loss``."""
+        return self._take("loss", model, guide, args, kwargs)
+
+    def loss_and_grads(
+        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The plain loss's ``loss_and_grads``."""
+        return self._take("loss_and_grads", model, guide, args, kwargs)
+
+    def differentiable_loss(
+        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """The plain loss's ``differentiable_loss``."""
+        found: Tensor = self._take("differentiable_loss", model, guide, args, kwargs)
+        return found
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        # Pyro's hook for one particle, abstract in ELBO.
+        return self.plain._get_trace(model, guide, args, kwargs)
+
+    def _take(self, function: str, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        call = Call.of(function, model, guide, args, kwargs)
+        try:
+            return self._case(call).take(call)
+        except NotRecordable as reason:
+            self._tell(str(reason))
+            return _SIDES[function](self.plain).plain(call)
+
+    def _case(self, call: Call) -> Case:
+        case = self._cases.get(key := call.key)
+        if case is not None and case.fixed_floats and not call.fixed_floats:
+            call.fixed_floats = True
+            case = self._cases.get(key := call.key)
+        if case is None:
+            if len(self._cases) >= _MAX_CASES:
+                raise NotRecordable(
+                    f"it is called in more than {_MAX_CASES} ways (shapes, modes, arguments that "
+                    f"are no tensors or floats): new ones"
+                )
+            side = _SIDES[call.function](self.plain)
+            case = self._cases[key] = Case(self.plain, side, self._backend, self._tell)
+        return case
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # The kernel, the schedule, last_step, bounds: what the loss has is the same here.
+            if name.startswith("_") or name == "plain":
+                raise
+            return getattr(self.plain, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Recordings hold the very tensors of programs; a copy makes its own.
+        return {**self.__dict__, "_cases": {}, "_told": set()}
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            _logger.warning(
+                "%s cannot be recorded and runs as ever: %s", type(self.plain).__name__, reason
+            )
+
+    def _forget(self) -> None:
+        self._cases: dict[Hashable, Case] = {}
+        self._told: set[str] = set()

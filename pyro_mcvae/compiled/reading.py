@@ -1,0 +1,164 @@
+"""Numbers that a loss makes of tensors, while it is recorded."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from pyro_mcvae.compiled.refusal import NotRecordable, is_library, program_line
+from pyro_mcvae.ops.recording import assume
+
+__all__ = ["Reading", "ReadingMode"]
+
+Function = Callable[..., Any]
+
+
+class Reading(float):
+    """
+    What ``tensor.item()`` returns in a recorded loss: a number that knows its tensor.
+
+    Sums and multiples of it are recorded; a decision by its value is refused, but for the question
+    whether it is NaN, which is asked of the recorded step alone.
+    """
+
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Reading:
+        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+            found = cls(tensor.detach().item())
+        # A Python number has double precision.
+        found.tensor = tensor.detach().double() if tensor.dtype.is_floating_point else tensor
+        return found
+
+    def __neg__(self) -> Reading:
+        return Reading.of(-self.tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return _same(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not _same(self, other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _same(number: Reading, other: object) -> bool:
+    if other is not number:
+        _refuse_comparison(number)
+    return float.__eq__(number, number)
+
+
+def _refuse_comparison(*_: Any) -> Any:
+    raise NotRecordable(f"decides by a tensor's value at {program_line()}")
+
+
+def _arithmetic(name: str) -> Function:
+    def combine(self: Reading, other: Any) -> Any:
+        if isinstance(other, Tensor):
+            return NotImplemented
+        other = other.tensor if isinstance(other, Reading) else other
+        return Reading.of(getattr(self.tensor, name)(other))
+
+    return combine
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow"):
+    setattr(Reading, f"__{_name}__", _arithmetic(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "bool", "int", "float", "trunc", "floor", "ceil", "round"):
+    setattr(Reading, f"__{_name}__", _refuse_comparison)
+
+
+class ReadingMode(TorchFunctionMode):
+    """
+    Watches a step that is being recorded for tensors whose values it looks at.
+
+    :param backward: what ``loss.backward()`` does.
+    """
+
+    def __init__(self, backward: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._backward = backward
+        self.refused: NotRecordable | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.backward:
+            return self._backward(args[0])
+        if func is Tensor.register_hook:
+            return func(args[0], self._watched(args[1]))
+        if func is Tensor.item and not _in_a_program():
+            return Reading.of(args[0])
+        if func is Tensor.__bool__ and is_library(sys._getframe(1).f_code):
+            return _branch(args[0])
+        if func in _READS or (func in _PICKS and _picks_by_value(args)):
+            self.refused = NotRecordable(f"{_READS.get(func, _BY_VALUE)} at {program_line()}")
+            raise self.refused
+        return func(*_as_tensors(args), **(kwargs or {}))
+
+    def _watched(self, hook: Function) -> Function:
+        """A hook on gradients, such as Pyro's warnings; the backward pass runs without modes."""
+
+        def watched(gradient: Tensor) -> Any:
+            with self:
+                return hook(gradient)
+
+        return watched
+
+
+def _branch(condition: Tensor) -> bool:
+    """
+    Which way a library takes, which Pyro asks of masks: every replay checks that it is the same.
+
+    A program's own decisions are refused: they are other ones at the next step.
+    """
+    with disable_proxy_modes_tracing():
+        way = bool(condition)
+    assume(condition.bool() if way else ~condition.bool())
+    return way
+
+
+def _in_a_program() -> bool:
+    return any(isinstance(h, TraceMessenger) and not h.param_only for h in _PYRO_STACK)
+
+
+def _as_tensors(args: Any) -> Any:
+    if any(isinstance(a, Reading) for a in args):
+        return tree_map_only(Reading, lambda reading: reading.tensor, args)
+    return args
+
+
+def _picks_by_value(args: Any) -> bool:
+    index = args[1] if len(args) > 1 else None
+    parts = index if isinstance(index, tuple | list) else (index,)
+    return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
+
+
+_BY_VALUE = "indexes by truth values, so that shapes depend on a tensor's value,"
+_PICKS = {Tensor.__getitem__}
+_READ = "reads a tensor's value"
+_READS: dict[Any, str] = {
+    Tensor.item: f"{_READ} (.item())",
+    Tensor.tolist: f"{_READ} (.tolist())",
+    Tensor.numpy: f"{_READ} (.numpy())",
+    Tensor.__array__: f"{_READ} (as a NumPy array)",
+    Tensor.__bool__: f"{_READ} (as a truth value)",
+    Tensor.__int__: f"{_READ} (as an int)",
+    Tensor.__float__: f"{_READ} (as a float)",
+    Tensor.__index__: f"{_READ} (as an index)",
+    Tensor.is_nonzero: f"{_READ} (as a truth value)",
+    Tensor.nonzero: "has a shape that depends on values (nonzero)",
+    torch.nonzero: "has a shape that depends on values (nonzero)",
+    Tensor.masked_select: "has a shape that depends on values (masked_select)",
+    torch.masked_select: "has a shape that depends on values (masked_select)",
+    torch.unique: "has a shape that depends on values (unique)",
+    Tensor.unique: "has a shape that depends on values (unique)",
+}

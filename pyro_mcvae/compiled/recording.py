@@ -1,0 +1,280 @@
+"""One step of a loss, its gradient included, as one graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, make_fx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from pyro_mcvae.compiled.dependencies import Dependencies, Entry
+from pyro_mcvae.compiled.generators import other_generators
+from pyro_mcvae.compiled.graph import as_function
+from pyro_mcvae.compiled.reading import Reading, ReadingMode
+from pyro_mcvae.compiled.refusal import NotRecordable, said_by
+from pyro_mcvae.compiled.signature import Call
+from pyro_mcvae.compiled.writes import Slot, Spaces
+from pyro_mcvae.ops.recording import assumptions
+
+__all__ = ["NotUsable", "Outcome", "Recording", "record"]
+
+Run = Callable[..., list[Tensor]]
+
+
+class NotUsable(NotRecordable):
+    """This very step is not finite, or takes a way that others do not."""
+
+
+@dataclass
+class Outcome:
+    """
+    What one step computed.
+
+    :ivar results: the tensors of what the loss returned.
+    :ivar assumed: whether what the recording assumes was so; None if it assumes nothing.
+    :ivar gradients: one for each of the recording's leaves.
+    :ivar written: the new values of each slot.
+    :ivar updated: the new values of the tensors that are updated in place.
+    """
+
+    results: list[Tensor]
+    assumed: Tensor | None
+    gradients: list[Tensor]
+    written: list[list[Tensor]]
+    updated: list[Tensor]
+
+    def is_usable(self) -> bool:
+        """Whether the step is one that the plain loss would have taken, too; reads its values."""
+        if self.assumed is not None and not bool(self.assumed):
+            return False
+        return all(math.isfinite(r.item()) for r in self.results)
+
+
+@dataclass
+class Recording:
+    """
+    A recorded step.
+
+    :ivar leaves: the parameters that have a gradient.
+    :ivar params: names of ``pyro.param`` statements and the parameters behind them.
+    :ivar dependencies: what the graph took for constant.
+    """
+
+    graph: GraphModule
+    constants: list[Tensor]
+    updated: list[int]
+    leaves: list[Tensor]
+    params: list[tuple[str, Tensor]]
+    slots: list[Slot]
+    sizes: list[int]
+    spec: TreeSpec
+    fixed: list[Any]
+    assumes: bool
+    dependencies: Dependencies
+    uses: int = 0
+    run: Run | None = None
+    _sources: list[tuple[int, Slot]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        # What a step reads where the one before has written it.
+        self._sources = [
+            (i, s) for i, c in enumerate(self.constants) for s in self.slots if s.before is c
+        ]
+
+    def is_valid(self) -> bool:
+        """Whether nothing has changed of what the graph takes for constant."""
+        store = pyro.get_param_store()._params
+        return (
+            all(store.get(name) is value for name, value in self.params)
+            and all(_is_like(s.space.get(s.key), s.before) for _, s in self._sources)
+            and self.dependencies.changed() is None
+        )
+
+    def replay(self, call: Call, run: Run) -> Outcome:
+        """Compute a step; nothing is changed by it but the generators."""
+        constants = self.constants
+        for i, slot in self._sources:
+            constants[i] = slot.space[slot.key]
+        with torch.no_grad():
+            return self.outcome(run(*constants, *call.inputs()))
+
+    def outcome(self, outputs: list[Tensor]) -> Outcome:
+        """Sort a graph's outputs."""
+        parts, start = [], 0
+        for size in self.sizes:
+            parts.append(list(outputs[start : start + size]))
+            start += size
+        results, assumed, gradients, *written = parts
+        return Outcome(
+            results, assumed[0] if assumed else None, gradients, written, list(outputs[start:])
+        )
+
+    def commit(self, outcome: Outcome) -> None:
+        """Write what the step writes besides gradients."""
+        for i, new in zip(self.updated, outcome.updated, strict=True):
+            self.constants[i].detach().copy_(new)
+        for slot, tensors in zip(self.slots, outcome.written, strict=True):
+            slot.write(tensors)
+
+    def result(self, results: list[Any]) -> Any:
+        """What the loss returned, of its tensors or numbers."""
+        given = iter(results)
+        return tree_unflatten([next(given) if f is None else f for f in self.fixed], self.spec)
+
+
+def _is_like(now: Any, then: Tensor) -> bool:
+    return isinstance(now, Tensor) and (now.shape, now.dtype, now.device) == (
+        then.shape,
+        then.dtype,
+        then.device,
+    )
+
+
+class _Step:
+    """Makes a recording's parts while the step runs."""
+
+    def __init__(self, loss: Any, call: Call, spaces: Spaces) -> None:
+        self._loss, self._call, self._spaces = loss, call, spaces
+        self.leaves: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        call = self._call
+        args, kwargs = call.with_inputs(inputs)
+        mode = ReadingMode(self._backward)
+        function = getattr(self._loss, call.function)
+        with assumptions() as assumed, pyro.validation_enabled(False):
+            with poutine.trace(param_only=True) as capture, mode:
+                returned = function(call.model, call.guide, *args, **kwargs)
+            if isinstance(returned, Tensor) and returned.requires_grad:
+                self._backward(returned)
+            if mode.refused is not None:
+                raise mode.refused
+            self._params = capture.trace.nodes
+            results = self._results(returned)
+            holds = [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else []
+        self.slots = self._spaces.written(_is_recorded)
+        parts = [results, holds, self.gradients, *(s.tensors for s in self.slots)]
+        self.sizes = [len(part) for part in parts]
+        self.outputs = [t.detach() for part in parts for t in part]
+        return self.outputs
+
+    def _backward(self, loss: Tensor) -> None:
+        leaves = list(_leaves(loss))
+        if not leaves:
+            return
+        found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        for leaf, gradient in zip(leaves, found, strict=True):
+            if gradient is None:
+                continue
+            for i, known in enumerate(self.leaves):
+                if known is leaf:
+                    self.gradients[i] = self.gradients[i] + gradient
+                    break
+            else:
+                self.leaves.append(leaf)
+                self.gradients.append(gradient)
+
+    def _results(self, returned: Any) -> list[Tensor]:
+        leaves, self.spec = tree_flatten(returned)
+        tensors = [r.tensor if isinstance(r, Reading) else r for r in leaves]
+        self.fixed = [None if isinstance(t, Tensor) else t for t in tensors]
+        return [t for t in tensors if isinstance(t, Tensor)]
+
+    @property
+    def params(self) -> list[tuple[str, Tensor]]:
+        """Names and unconstrained values of the parameter statements."""
+        return [(n, site["value"].unconstrained()) for n, site in self._params.items()]
+
+
+def record(loss: Any, call: Call) -> tuple[Recording, Outcome]:
+    """
+    Take one step, and record it.
+
+    :returns: the recording, and what the step computed, whose writes are done but not its
+        gradients'.
+    :raises NotRecordable: with the reason; then nothing has changed but the generators.
+    """
+    roots = (call.model, call.guide, loss, *(a for a in call.leaves if callable(a)))
+    before, others = Dependencies.of(*roots), other_generators()
+    spaces, names = Spaces(before), set(pyro.get_param_store()._params)
+    step = _Step(loss, call, spaces)
+    try:
+        traced = make_fx(step)(*call.inputs())
+        _check_unchanged(before, others, step.slots, names)
+        graph, constants, updated = as_function(traced)
+    except NotRecordable:
+        spaces.put_back()
+        raise
+    except Exception as error:
+        spaces.put_back()
+        raise NotRecordable(said_by(error)) from error
+    recording = Recording(
+        graph,
+        constants,
+        updated,
+        step.leaves,
+        step.params,
+        step.slots,
+        step.sizes,
+        step.spec,
+        step.fixed,
+        bool(step.sizes[1]),
+        _without_slots(Dependencies.of(*roots), step.slots),
+    )
+    outcome = recording.outcome(step.outputs)
+    if not outcome.is_usable():
+        spaces.put_back()
+        raise NotUsable
+    return recording, outcome
+
+
+def _check_unchanged(
+    before: Dependencies, others: dict[str, object], slots: list[Slot], names: set[str]
+) -> None:
+    for name, state in other_generators().items():
+        if state != others[name]:
+            raise NotRecordable(f"draws random numbers from {name}'s generator: use PyTorch's")
+    if new := set(pyro.get_param_store()._params) - names:
+        raise NotRecordable(f"makes new parameters ({sorted(new)[0]}) long after its first step")
+    entry = _without_slots(before, slots).changed()
+    if entry is not None:
+        raise NotRecordable(f"each step changes {entry.name}, which a replay would not")
+
+
+def _without_slots(dependencies: Dependencies, slots: list[Slot]) -> Dependencies:
+    keys = {(id(s.space), s.key) for s in slots}
+
+    def is_slot(entry: Entry) -> bool:
+        key = entry.key
+        return isinstance(key, str) and (id(getattr(entry.get, "__self__", None)), key) in keys
+
+    dependencies.entries = [e for e in dependencies.entries if not is_slot(e)]
+    return dependencies
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    mode = get_proxy_mode()
+    return mode is not None and has_proxy_slot(tensor, mode.tracer)
+
+
+def _leaves(loss: Tensor) -> Iterator[Tensor]:
+    """The parameters behind a loss, in the order of their discovery."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and not _is_recorded(variable):
+            yield variable
+        waiting += [following for following, _ in node.next_functions]

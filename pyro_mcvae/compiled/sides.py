@@ -1,0 +1,117 @@
+"""The three functions of a loss: how a recorded step hands back what the plain one does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.runtime import _PYRO_STACK
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_mcvae.compiled.recording import Outcome, Recording
+from pyro_mcvae.compiled.signature import Call
+
+__all__ = ["DifferentiableLoss", "Loss", "LossAndGrads"]
+
+
+class Loss:
+    """``loss``: numbers, no gradient."""
+
+    name = "loss"
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+
+    def plain(self, call: Call) -> Any:
+        """As ever."""
+        return getattr(self._loss, self.name)(call.model, call.guide, *call.args, **call.kwargs)
+
+    def observed(self, call: Call, leaves: list[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """As ever; also its results and its gradients, to be compared."""
+        found = self.plain(call)
+        return found, _as_tensors(found), []
+
+    def handed(self, recording: Recording, outcome: Outcome) -> Any:
+        """What a recorded step computed."""
+        _state_params(recording)
+        return recording.result([r.item() for r in outcome.results])
+
+
+class LossAndGrads(Loss):
+    """``loss_and_grads``: gradients are accumulated in the parameters."""
+
+    name = "loss_and_grads"
+
+    def observed(self, call: Call, leaves: list[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """As ever, from gradients of zero, to which those that were there are added."""
+        before = [p.grad for p in leaves]
+        for p in leaves:
+            p.grad = None
+        try:
+            found = self.plain(call)
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in leaves]
+        finally:
+            for p, old in zip(leaves, before, strict=True):
+                if old is not None:
+                    p.grad = old if p.grad is None else old + p.grad
+        return found, _as_tensors(found), gradients
+
+    def handed(self, recording: Recording, outcome: Outcome) -> Any:
+        """What a recorded step computed."""
+        for p, gradient in zip(recording.leaves, outcome.gradients, strict=True):
+            if p.grad is None:
+                p.grad = gradient
+            else:
+                p.grad += gradient
+        return super().handed(recording, outcome)
+
+
+class DifferentiableLoss(Loss):
+    """``differentiable_loss``: a tensor with a ``backward``."""
+
+    name = "differentiable_loss"
+
+    def observed(self, call: Call, leaves: list[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """As ever; its gradient is computed once more than it is used."""
+        found = self.plain(call)
+        if not found.requires_grad:
+            return found, [found], []
+        gradients = torch.autograd.grad(found, leaves, retain_graph=True, allow_unused=True)
+        zipped = zip(gradients, leaves, strict=True)
+        return found, [found], [torch.zeros_like(p) if g is None else g for g, p in zipped]
+
+    def handed(self, recording: Recording, outcome: Outcome) -> Any:
+        """What a recorded step computed."""
+        _state_params(recording)
+        (loss,) = outcome.results
+        if not recording.leaves or not torch.is_grad_enabled():
+            return loss
+        return _WithGradients.apply(loss, outcome.gradients, *recording.leaves)
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradients are already there."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *(g * scale.to(g.dtype) for g in ctx.gradients))
+
+
+def _state_params(recording: Recording) -> None:
+    """Say which parameters a step used to whom it concerns: SVI learns what to optimise by it."""
+    if _PYRO_STACK:
+        for name, _ in recording.params:
+            pyro.param(name)
+
+
+def _as_tensors(found: Any) -> list[Tensor]:
+    leaves = tree_leaves(found)
+    return [torch.as_tensor(v, dtype=torch.double) for v in leaves if isinstance(v, float | Tensor)]

@@ -1,0 +1,105 @@
+"""What a call of a loss is, so that a recording of one serves the other."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from pyro_mcvae.compiled.refusal import NotRecordable
+
+__all__ = ["Call"]
+
+_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+@dataclass
+class Call:
+    """
+    One call of one of a loss's functions.
+
+    :ivar function: ``loss``, ``differentiable_loss`` or ``loss_and_grads``.
+    :ivar leaves: of the arguments; tensors and floats are a recording's inputs.
+    """
+
+    function: str
+    model: Any
+    guide: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: TreeSpec
+    fixed_floats: bool = False
+
+    @classmethod
+    def of(cls, function: str, model: Any, guide: Any, args: Any, kwargs: Any) -> Call:
+        """With its arguments' leaves."""
+        return cls(function, model, guide, args, kwargs, *tree_flatten((args, kwargs)))
+
+    @property
+    def key(self) -> Hashable:
+        """
+        Equal for calls that one recording may serve.
+
+        :raises NotRecordable: naming an argument that no recording can take.
+        """
+        about = [self._about(i, leaf) for i, leaf in enumerate(self.leaves)]
+        return (self.function, self.model, self.guide, self.spec, *about, *_settings())
+
+    def _about(self, index: int, leaf: Any) -> Hashable:
+        if type(leaf) in (Tensor, torch.nn.Parameter) and not leaf.requires_grad:
+            return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+        if type(leaf) is float and not self.fixed_floats:
+            return float
+        if isinstance(leaf, (*_PLAIN, float)):
+            return (type(leaf), leaf)
+        if isinstance(leaf, Tensor):
+            why = "requires a gradient" if leaf.requires_grad else f"is a {type(leaf).__name__}"
+        elif callable(leaf):
+            return leaf  # its own globals and attributes are watched
+        else:
+            why = f"is a {type(leaf).__name__}, whose changes do not show"
+        raise NotRecordable(
+            f"argument {index} {why}: pass tensors, numbers, strings, or containers of these"
+        )
+
+    def inputs(self) -> list[Tensor]:
+        """The tensors, and the floats as tensors."""
+        return [
+            leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
+            for leaf in self.leaves
+            if self.is_input(leaf)
+        ]
+
+    def is_input(self, leaf: Any) -> bool:
+        """Whether a leaf may have another value at each replay."""
+        return isinstance(leaf, Tensor) or (type(leaf) is float and not self.fixed_floats)
+
+    def with_inputs(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other tensors in the place of the inputs."""
+        given = iter(inputs)
+        leaves = [next(given) if self.is_input(leaf) else leaf for leaf in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return args, kwargs
+
+
+def _settings() -> tuple[Hashable, ...]:
+    for handler in _PYRO_STACK:
+        if not (isinstance(handler, TraceMessenger) and handler.param_only):
+            raise NotRecordable(
+                f"the loss is called within a handler ({type(handler).__name__}), which would not "
+                f"see the sites of a recording: put it around the model or the guide"
+            )
+    if torch.is_inference_mode_enabled():
+        raise NotRecordable("the loss is called in inference mode: use torch.no_grad()")
+    autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
+    return (torch.is_grad_enabled(), torch.get_default_dtype(), *autocast)
+
+
+_DEVICES = ("cpu", "cuda")

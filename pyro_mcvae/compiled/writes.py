@@ -1,0 +1,123 @@
+"""Attributes that a step writes: step sizes that adapt, a record of the last step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pyro_mcvae.compiled.dependencies import Dependencies, is_plain
+from pyro_mcvae.compiled.refusal import NotRecordable
+
+__all__ = ["Slot", "Spaces"]
+
+Rebuild = Callable[[list[Tensor]], Any]
+
+
+@dataclass
+class Slot:
+    """
+    One attribute that a step wrote.
+
+    :ivar tensors: those of its new value, which are outputs of the recording.
+    :ivar rebuild: makes another such value of other tensors.
+    """
+
+    space: dict[str, Any]
+    key: str
+    before: Any
+    tensors: list[Tensor]
+    rebuild: Rebuild
+
+    def write(self, tensors: list[Tensor]) -> None:
+        """What the step would have written."""
+        self.space[self.key] = self.rebuild(tensors)
+
+
+class Spaces:
+    """The attributes and buffers of programs and a loss as they are when this is made."""
+
+    def __init__(self, dependencies: Dependencies) -> None:
+        self._before: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        for value in dependencies.objects:
+            spaces = [vars(value)] if hasattr(value, "__dict__") else []
+            if isinstance(value, nn.Module):
+                spaces.append(value._buffers)
+                held = [b for b in value._buffers.values() if b is not None]
+                self._buffers += [(b, b.detach().clone()) for b in held]
+            self._before += [(type(value).__name__, space, dict(space)) for space in spaces]
+
+    def put_back(self) -> None:
+        """Undo what a step did that failed."""
+        for _, space, before in self._before:
+            if any(space.get(k, space) is not v for k, v in before.items()):
+                space.update(before)
+            for key in space.keys() - before.keys():
+                del space[key]
+        for buffer, copy in self._buffers:
+            buffer.detach().copy_(copy)
+
+    def written(self, is_recorded: Callable[[Tensor], bool]) -> list[Slot]:
+        """
+        What a step wrote since then.
+
+        :param is_recorded: tells the tensors that the step computed.
+        :raises NotRecordable: naming an attribute with another plain value: a counter, say.
+        """
+        slots = []
+        for kind, key, space, old in self._changes():
+            new = space[key]
+            if is_plain(new) and not _equal(new, old):
+                raise NotRecordable(
+                    f"each step changes attribute '{key}' of {kind} (from {old!r} to {new!r}): "
+                    f"make it a tensor, or a buffer, that is updated in place"
+                )
+            leaves, rebuild = _flatten(new)
+            wanted = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and is_recorded(t)]
+            if wanted:
+                slots.append(
+                    Slot(
+                        space,
+                        key,
+                        old,
+                        [leaves[i] for i in wanted],
+                        _partial(rebuild, leaves, wanted),
+                    )
+                )
+        return slots
+
+    def _changes(self) -> Iterator[tuple[str, str, dict[str, Any], Any]]:
+        for kind, space, before in self._before:
+            for key, value in list(space.items()):
+                if before.get(key, before) is not value:
+                    yield kind, key, space, before.get(key)
+
+
+def _equal(new: Any, old: Any) -> bool:
+    return is_plain(old) and bool(new == old)
+
+
+def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value) if f.init]
+        held = [getattr(value, name) for name in names]
+        return held, lambda new: dataclasses.replace(value, **dict(zip(names, new, strict=True)))
+    leaves, spec = tree_flatten(value)
+    return leaves, lambda new: tree_unflatten(new, spec)
+
+
+def _partial(rebuild: Callable[[list[Any]], Any], leaves: list[Any], wanted: list[int]) -> Rebuild:
+    rest = [None if i in wanted else leaf for i, leaf in enumerate(leaves)]
+
+    def filled(tensors: list[Tensor]) -> Any:
+        new = list(rest)
+        for i, tensor in zip(wanted, tensors, strict=True):
+            new[i] = tensor
+        return rebuild(new)
+
+    return filled

@@ -1,0 +1,302 @@
+"""Changes between steps are noticed; what cannot be recorded runs as ever, with one line."""
+
+import logging
+import random
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI, Trace_ELBO
+from torch import Tensor, nn
+
+from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from pyro_mcvae.compiled.case import is_due
+from tests.compiled.programs import assert_same_run, batches, make, reasons, train, uses
+
+x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+shift = 0.0
+settings = SimpleNamespace(width=1.0)
+
+
+def guide(x: Tensor, *_: Any, **__: Any) -> None:
+    slope = pyro.param("slope", torch.tensor(0.1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.Normal(slope * x, 0.7))
+
+
+def normal_model(x: Tensor, loc: Any = 0.0, scale: Any = 1.0) -> None:
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z + loc, scale), obs=x)
+
+
+def seeded(loss: Any, model: Any, *args: Any, seed: int = 7, guide: Any = guide) -> float:
+    torch.manual_seed(seed)
+    found: float = loss.loss_and_grads(model, guide, *args)
+    return found
+
+
+def check(model: Any, loss: Any = None, guide: Any = guide, args: Any = (x,)) -> CompiledELBO:
+    """Record a program; its numbers are the plain ones at every step on the way."""
+    plain = TraceSGVB_ELBO() if loss is None else loss
+    compiled = CompiledELBO(plain, "eager")
+    for step in range(7):
+        found = seeded(compiled, model, *args, seed=step, guide=guide)
+        assert found == seeded(plain, model, *args, seed=step, guide=guide)
+    return compiled
+
+
+def test_comparisons_are_at_powers_of_two_and_every_hundredth_step() -> None:
+    due = [n for n in range(1, 401) if is_due(n)]
+    assert due == [1, 2, 4, 8, 16, 32, 64, 100, 200, 300, 400]
+
+
+def test_shapes_and_dtypes_have_recordings_of_their_own() -> None:
+    loss = check(normal_model)
+    other = [torch.randn(5), torch.randn(3, dtype=torch.float32)]
+    for data in other:
+        for step in range(5):
+            assert seeded(loss, normal_model, data, seed=step) == seeded(
+                TraceSGVB_ELBO(), normal_model, data, seed=step
+            )
+    assert len(loss._cases) == 3
+    assert uses(loss) == 4 + 2 + 2
+
+
+def test_training_modes() -> None:
+    net = make(dropout=0.5)
+    loss = CompiledELBO(TraceSGVB_ELBO(), "eager")
+    data = batches(1)[0]
+    for step in range(24):
+        net.train(step // 6 % 2 == 0)
+        torch.manual_seed(step)
+        found = loss.loss_and_grads(net.model, net.guide, data)
+        assert found == seeded(TraceSGVB_ELBO(), net.model, data, seed=step, guide=net.guide)
+    assert uses(loss) >= 14
+
+
+def test_floats_are_inputs_and_other_arguments_are_not() -> None:
+    loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
+    for step in range(10):
+        args = (x, 0.1 * step, 1.0 + step)
+        found = seeded(loss, normal_model, *args, seed=step)
+        assert found == pytest.approx(seeded(plain, normal_model, *args, seed=step), rel=1e-12)
+    assert uses(loss) == 7
+    for scale in (1, 2, 1, 2):
+        args = (x, 0.0, scale)
+        assert seeded(loss, normal_model, *args) == seeded(plain, normal_model, *args)
+    assert len(loss._cases) == 3
+
+
+def test_a_float_that_python_needs_is_fixed() -> None:
+    def model(x: Tensor, power: float) -> None:
+        normal_model(x, loc=x.new_zeros(()).expand(int(power))[0])
+
+    loss = check(model, args=(x, 3.0))
+    assert uses(loss) >= 1
+    assert reasons(loss) == ["floats"]
+
+
+@pytest.mark.parametrize("kind", ["global", "namespace", "closure", "attribute", "default"])
+def test_what_programs_see_besides_their_arguments(kind: str) -> None:
+    inner = SimpleNamespace(value=0.5)
+    width = 1.0
+
+    class Model:
+        def __init__(self) -> None:
+            self.loc = 0.5
+
+        def __call__(self, x: Tensor) -> None:
+            normal_model(x, self.loc + shift, width * settings.width)
+
+    model = Model()
+    loss, plain = check(model), TraceSGVB_ELBO()
+    assert uses(loss) >= 3
+
+    def change(value: float) -> None:
+        nonlocal width
+        if kind == "global":
+            globals()["shift"] = value
+        elif kind == "namespace":
+            settings.width = value
+        elif kind == "closure":
+            width = value
+        elif kind == "attribute":
+            model.loc = value
+        else:
+            inner.value = value
+
+    before = {"global": 0.0, "attribute": 0.5}.get(kind, 1.0)
+    try:
+        for value in (2.0, 3.0):
+            change(value)
+            for step in range(4):
+                assert seeded(loss, model, x, seed=step) == seeded(plain, model, x, seed=step)
+    finally:
+        change(before)
+
+
+def test_a_parameter_that_is_replaced_or_made_later() -> None:
+    loss, plain = check(normal_model), TraceSGVB_ELBO()
+    pyro.clear_param_store()
+    pyro.param("slope", torch.tensor(0.4))
+    assert seeded(loss, normal_model, x) == seeded(plain, normal_model, x)
+    net = make()
+    module = CompiledELBO(TraceSGVB_ELBO(), "eager")
+    data = batches(1)[0]
+    for step in range(5):
+        seeded(module, net.model, data, guide=net.guide, seed=step)
+    net.decoder = nn.Sequential(nn.Linear(2, 4))
+    pyro.clear_param_store()
+    args = (net.model, data)
+    assert seeded(module, *args, guide=net.guide) == seeded(plain, *args, guide=net.guide)
+
+
+def test_svi_learns_of_the_parameters() -> None:
+    loss = CompiledELBO(Trace_ELBO(), "eager")
+    svi = SVI(normal_model, guide, pyro.optim.Adam({"lr": 0.1}), loss)
+    svi.step(x)
+    for _ in range(6):
+        before = pyro.param("slope").item()
+        svi.step(x)
+        assert pyro.param("slope").item() != before
+
+
+def counter() -> Callable[..., None]:
+    count = 0
+
+    def model(x: Tensor) -> None:
+        nonlocal count
+        count += 1
+        normal_model(x, loc=0.1 * count)
+
+    return model
+
+
+def by_value(x: Tensor) -> None:
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        loc = z if z.sum() > 0 else -z
+        pyro.sample("x", dist.Normal(loc, 1.0), obs=x)
+
+
+def item(x: Tensor) -> None:
+    normal_model(x, loc=x.sum().item())
+
+
+def python_random(x: Tensor) -> None:
+    normal_model(x, loc=random.random())
+
+
+def numpy_random(x: Tensor) -> None:
+    normal_model(x, loc=np.random.randn())
+
+
+def masked(x: Tensor) -> None:
+    normal_model(x, loc=x[x > 0].sum())
+
+
+REFUSED = {
+    "counter": (counter, "each step changes 'count', which model closes over"),
+    "branch": (lambda: by_value, r"test_changes.py:\d+, loc = z if z.sum\(\) > 0 else -z"),
+    "item": (lambda: item, r"\(.item\(\)\) at .*test_changes.py:\d+, normal_model"),
+    "Python": (lambda: python_random, "draws random numbers from Python's generator"),
+    "NumPy": (lambda: numpy_random, "draws random numbers from NumPy's generator"),
+    "index": (lambda: masked, "indexes by truth values.* at .*test_changes.py"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_recorded_runs_as_ever(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    made, message = REFUSED[kind]
+    runs = []
+    for compiled in (False, True):
+        model = made()
+        pyro.clear_param_store()
+        pyro.set_rng_seed(1)
+        plain = TraceIWAE_ELBO(2)
+        loss = CompiledELBO(plain, "eager") if compiled else plain
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss)
+        with caplog.at_level(logging.WARNING):
+            runs.append([svi.step(x) for _ in range(8)])
+    if kind not in ("counter", "Python", "NumPy"):  # what was tried has drawn and counted, too
+        assert runs[0] == runs[1]
+    assert uses(loss) == 0
+    lines = [r.getMessage() for r in caplog.records if "cannot be recorded" in r.getMessage()]
+    assert len(lines) == 1
+    assert re.search(message, lines[0]), lines
+
+
+def test_a_handler_around_the_loss_is_refused() -> None:
+    loss = check(normal_model)
+    with pyro.poutine.scale(scale=2.0):
+        found = seeded(loss, normal_model, x)
+        assert found == seeded(TraceSGVB_ELBO(), normal_model, x)
+
+
+def test_what_is_not_seen_is_found_by_a_comparison(caplog: pytest.LogCaptureFixture) -> None:
+    held = np.zeros(1)
+
+    def model(x: Tensor) -> None:
+        normal_model(x, loc=float(held[0]))
+
+    loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
+    for step in range(5):
+        seeded(loss, model, x, seed=step)
+    held[0] = 1.0  # in place, in an array
+    stale = 0
+    for step in range(5, 20):
+        found = seeded(loss, model, x, seed=step)
+        stale += found != seeded(plain, model, x, seed=step)
+    assert stale <= 4
+    assert found == seeded(plain, model, x, seed=19)
+
+
+def test_a_loss_that_is_not_finite_names_its_site_and_changes_nothing() -> None:
+    loss = CompiledELBO(TraceSIS_ELBO(2, max_plate_nesting=1), "eager")
+    svi = SVI(normal_model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+    for _ in range(6):
+        svi.step(x)
+    slope, size = pyro.param("slope").item(), loss.kernel.step_size().clone()
+    torch.manual_seed(2)
+    pyro.enable_validation(False)
+    with pytest.raises(ValueError, match="'x'"):
+        svi.step(torch.tensor([0.5, float("nan"), 1.0]))
+    assert pyro.param("slope").item() == slope
+    assert torch.equal(loss.kernel.step_size(), size)
+    assert np.isfinite(svi.step(x))
+
+
+def test_new_kinds_of_calls_run_as_ever_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
+    for size in range(1, 20):
+        data = torch.zeros(size)
+        assert seeded(loss, normal_model, data) == seeded(plain, normal_model, data)
+    assert "more than 16 ways" in caplog.text
+
+
+def test_an_attribute_that_changes_at_each_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    net = make()
+    loss = CompiledELBO(TraceSGVB_ELBO(), "eager")
+    for step in range(24):
+        net.width = 1.0 + step
+        loss.loss_and_grads(net.model, net.guide, batches(1)[0])
+    assert "'width' of Net is another at each step: pass it as an argument" in caplog.text
+
+
+def test_a_plain_program_stays_exact_in_a_long_run() -> None:
+    assert uses(assert_same_run(TraceSGVB_ELBO)) > 0
+    _, state = train(make(), CompiledELBO(TraceSGVB_ELBO(), "eager"), 130)
+    _, expected = train(make(), TraceSGVB_ELBO(), 130)
+    assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
+
+
+def test_what_is_no_loss_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes a loss such as Trace_ELBO"):
+        CompiledELBO("ELBO")  # type: ignore[arg-type]

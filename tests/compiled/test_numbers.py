@@ -1,0 +1,223 @@
+"""A replayed step has the plain step's numbers."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import (
+    SVI,
+    RenyiELBO,
+    Trace_ELBO,
+    TraceEnum_ELBO,
+    TraceGraph_ELBO,
+    TraceMeanField_ELBO,
+    config_enumerate,
+)
+from torch import Tensor
+
+from pyro_mcvae import (
+    NVIL,
+    ULA,
+    CompiledELBO,
+    LearnedSchedule,
+    LearnedStepSize,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+    load_checkpoint,
+    save_checkpoint,
+)
+from tests.compiled.programs import assert_same_run, batches, make, reasons, train, uses
+
+MANY: dict[str, Any] = {"vectorize_particles": True, "max_plate_nesting": 1}
+LOSSES: dict[str, Callable[[], Any]] = {
+    "SGVB": TraceSGVB_ELBO,
+    "IWAE": lambda: TraceIWAE_ELBO(3, **MANY),
+    "IWAE, one by one": lambda: TraceIWAE_ELBO(2),
+    "IWAE, reparam": lambda: TraceIWAE_ELBO(3, "reparam", **MANY),
+    "SIS": lambda: TraceSIS_ELBO(2, max_plate_nesting=1),
+    "SIS, reweighted": lambda: TraceSIS_ELBO(2, gradient_estimator="reweighted"),
+    "SIS, in the latents": lambda: TraceSIS_ELBO(2, coordinates="latent"),
+    "SIS, learned": lambda: TraceSIS_ELBO(
+        schedule=LearnedSchedule(2), kernel=UnderdampedLangevin(LearnedStepSize(0.1))
+    ),
+    "AIS": lambda: TraceAIS_ELBO(2, **MANY),
+    "Trace_ELBO": Trace_ELBO,
+    "TraceMeanField_ELBO": TraceMeanField_ELBO,
+    "TraceGraph_ELBO": TraceGraph_ELBO,
+    "RenyiELBO": lambda: RenyiELBO(0.5, 3, **MANY),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_parameters_are_those_of_the_plain_loss(name: str) -> None:
+    loss = assert_same_run(LOSSES[name])
+    assert uses(loss) == 9 + 1
+    assert not reasons(loss)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.5}, {"norm": True}], ids=str)
+def test_dropout_and_running_statistics(options: dict[str, Any]) -> None:
+    assert uses(assert_same_run(TraceSGVB_ELBO, **options)) == 10
+
+
+def test_step_sizes_adapt_and_the_record_of_the_step_is_the_last_one() -> None:
+    found = []
+    for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
+        loss = TraceSIS_ELBO(2, ULA(), coordinates="latent", max_plate_nesting=1)
+        train(make(), wrap(loss), 20)
+        record = loss.last_step
+        assert record is not None
+        found.append((loss.kernel.step_size(), record.acceptance, record.log_weight))
+        assert len(loss.kernel.step_size()) == 2
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Column(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.unsqueeze(-1))
+
+
+def discrete() -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+
+    def model(x: Tensor) -> None:
+        logits = pyro.param("prior", torch.zeros(3))
+        loc = pyro.param("loc", torch.tensor([-1.0, 0.0, 1.0]))
+        with pyro.plate("data", len(x)):
+            y = pyro.sample("y", dist.Categorical(logits=logits))
+            pyro.sample("x", dist.Normal(loc[y], 1.0), obs=x)
+
+    def guide(x: Tensor) -> None:
+        weight = pyro.param("weight", torch.randn(3))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Categorical(logits=x.unsqueeze(-1) * weight))
+
+    return model, guide, [torch.randn(6) for _ in range(10)]
+
+
+@pytest.mark.parametrize("kind", ["exact", "sampled", "network", "enumerated"])
+def test_discrete_latents(kind: str) -> None:
+    made: dict[str, Callable[[], Any]] = {
+        "exact": lambda: TraceRaoBlackwell_ELBO(3),
+        "sampled": lambda: TraceRaoBlackwell_ELBO(1, num_samples=1),
+        "network": lambda: TraceRaoBlackwell_ELBO(1, baseline=NVIL(Column())),
+        "enumerated": lambda: TraceEnum_ELBO(max_plate_nesting=1),
+    }
+    runs = []
+    for compiled in (False, True):
+        pyro.clear_param_store()
+        model, guide, data = discrete()
+        guide = config_enumerate(guide) if kind == "enumerated" else guide
+        loss = made[kind]()
+        loss = CompiledELBO(loss, "eager") if compiled else loss
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+        torch.manual_seed(1)
+        runs.append([svi.step(x) for x in data])
+    assert runs[0] == runs[1]
+    assert uses(loss) == 7
+
+
+def test_minibatches_drawn_by_plates() -> None:
+    data = torch.randn(20)
+
+    def model() -> None:
+        with pyro.plate("data", 20, subsample_size=4) as index:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=data[index])
+
+    def guide() -> None:
+        slope = pyro.param("slope", torch.tensor(0.1))
+        with pyro.plate("data", 20, subsample_size=4) as index:
+            pyro.sample("z", dist.Normal(slope * data[index], 0.7))
+
+    runs = []
+    for compiled in (False, True):
+        pyro.clear_param_store()
+        loss = TraceSIS_ELBO(2, max_plate_nesting=1)
+        loss = CompiledELBO(loss, "eager") if compiled else loss
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+        torch.manual_seed(1)
+        runs.append([svi.step() for _ in range(12)])
+    assert runs[0] == runs[1]
+    assert uses(loss) == 9
+
+
+@pytest.mark.parametrize("make_loss", [TraceSGVB_ELBO, Trace_ELBO], ids=["SGVB", "Trace_ELBO"])
+def test_as_a_module_with_an_optimizer_of_torch(make_loss: Callable[[], Any]) -> None:
+    runs = []
+    for compiled in (False, True):
+        net = make()
+        loss = CompiledELBO(make_loss(), "eager") if compiled else make_loss()
+        module = loss(net.model, net.guide)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        torch.manual_seed(1)
+        losses = []
+        for x in batches(10):
+            optimizer.zero_grad()
+            value = module(x)
+            (2 * value).backward()
+            optimizer.step()
+            losses.append(value.item())
+        with torch.no_grad():
+            losses += [module(x).item() for x in batches(5)]
+        runs.append((losses, [p.detach() for p in net.parameters()]))
+        pyro.clear_param_store()
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+    assert uses(loss) == 7 + 2
+
+
+def test_gradients_accumulate_as_ever() -> None:
+    net = make()
+    loss = CompiledELBO(TraceSGVB_ELBO(), "eager")
+    for x in batches(6):
+        loss.loss_and_grads(net.model, net.guide, x)
+    grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    twin = make()
+    twin.load_state_dict(net.state_dict())
+    torch.manual_seed(4)
+    loss.loss_and_grads(net.model, net.guide, batches(1)[0])
+    torch.manual_seed(4)
+    TraceSGVB_ELBO().loss_and_grads(twin.model, twin.guide, batches(1)[0])
+    after = [p.grad for p in net.parameters()]
+    alone = [p.grad for p in twin.parameters()]
+    for now, before, new in zip(after, grads, alone, strict=True):
+        assert now is not None
+        assert new is not None
+        assert torch.equal(now, before + new)
+
+
+def test_checkpoints_are_those_of_the_plain_loss(tmp_path: Path) -> None:
+    def svi(net: Any, loss: Any) -> SVI:
+        return SVI(net.model, net.guide, pyro.optim.Adam({"lr": 0.01}), loss)
+
+    compiled = CompiledELBO(TraceSIS_ELBO(2, max_plate_nesting=1), "eager")
+    first = svi(make(), compiled)
+    for x in batches(8):
+        first.step(x)
+    save_checkpoint(tmp_path / "run.pt", {"svi": first})
+    after = [first.step(x) for x in batches(8)]
+    load_checkpoint(tmp_path / "run.pt", {"svi": first})
+    assert [first.step(x) for x in batches(8)] == after
+
+
+def test_copies_make_recordings_of_their_own() -> None:
+    loss = CompiledELBO(TraceSIS_ELBO(2, ULA(0.1), max_plate_nesting=1), "eager")
+    train(make(), loss)
+    assert uses(loss) > 0
+    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert uses(other) == 0
+        assert other.num_steps == 2

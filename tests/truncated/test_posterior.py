@@ -1,0 +1,83 @@
+"""Expectations under truncated posteriors: each datum by its own weights, in any plates."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae import TruncatedPosterior
+
+# As many members as groups: nothing but the place of a dim tells them apart.
+X = torch.tensor([[1.5, 0.2, 2.0], [1.1, 0.1, 0.9], [0.2, 1.0, 0.0]], dtype=torch.float64)
+
+
+def nested():
+    with pyro.plate("groups", 3, dim=-1):
+        a = pyro.sample("a", dist.Bernoulli(0.5))
+        with pyro.plate("members", 3, dim=-2):
+            b = pyro.sample("b", dist.Bernoulli(0.3 + 0.4 * a))
+            pyro.sample("x", dist.Normal(a + b, 0.7), obs=X)
+
+
+def exact():
+    """P(a, b_m | x) of each member and group, by Bayes: ``[a, b, members, groups]``."""
+    a, b = torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), torch.tensor([0.0, 1.0]).reshape(2, 1, 1)
+    each = dist.Bernoulli(0.3 + 0.4 * a).log_prob(b) + dist.Normal(a + b, 0.7).log_prob(X)
+    member = each.logsumexp(1, keepdim=True)
+    of_a = member.sum(2, keepdim=True).softmax(0)
+    return of_a * (each - member).exp()
+
+
+def test_expectations_in_nested_plates_are_the_exact_ones():
+    posterior = TruncatedPosterior(nested, 16).posterior()
+    q = exact()
+    for function, wanted in (
+        (lambda v: v["a"], q[1].sum(0)[:1]),
+        (lambda v: v["b"], q[:, 1].sum(0)),
+        (lambda v: v["a"] * v["b"], q[1, 1]),
+        (lambda v: v["b"].sum(1, keepdim=True), q[:, 1].sum((0, 1), keepdim=True)[0]),
+        (
+            lambda v: torch.stack([v["a"] * v["b"], v["b"]], -1),
+            torch.stack([q[1, 1], q[:, 1].sum(0)], -1),
+        ),
+    ):
+        torch.testing.assert_close(posterior.expectation(function), wanted)
+    for name in ("a", "b"):
+        found = posterior.expectation(lambda v, name=name: v[name])
+        torch.testing.assert_close(found, posterior.marginals()[name])
+
+
+RESULTS = {
+    "members summed": lambda v: v["b"].sum(1),
+    "groups summed": lambda v: v["b"].sum(2),
+    "other data": lambda v: v["b"][:, :, :2],
+    "other states": lambda v: v["b"][:5],
+}
+
+
+@pytest.mark.parametrize("function", RESULTS.values(), ids=RESULTS)
+def test_results_that_would_meet_other_weights_are_refused(function):
+    posterior = TruncatedPosterior(nested, 16).posterior()
+    with pytest.raises(ValueError, match=r"the function returned shape .*keepdim=True"):
+        posterior.expectation(function)
+
+
+def several():
+    for name, loc in (("left", 0.0), ("right", 1.0)):
+        with pyro.plate(name, 3):
+            z = pyro.sample(f"z_{name}", dist.Bernoulli(0.3))
+            pyro.sample(f"x_{name}", dist.Normal(z + loc, 0.7), obs=X[0])
+
+
+def test_each_of_several_data_plates_has_its_own_weights():
+    posterior = TruncatedPosterior(several, 2).posterior()
+    for name, loc in (("left", 0.0), ("right", 1.0)):
+        parts = [
+            dist.Bernoulli(0.3).log_prob(torch.tensor(z)) + dist.Normal(z + loc, 0.7).log_prob(X[0])
+            for z in (0.0, 1.0)
+        ]
+        found = posterior.expectation(lambda v, name=name: v[f"z_{name}"], plate=name)
+        torch.testing.assert_close(found, torch.stack(parts).softmax(0)[1])
+    for plate in (None, "x"):
+        with pytest.raises(ValueError, match=r"names no single one.*pass one of 'left', 'right'"):
+            posterior.expectation(lambda v: v["z_right"], plate=plate)
