@@ -145,7 +145,8 @@ def low_dimensional_evidence(
     num_chains = check_count("num_chains", num_chains, 4)
     num_draws = check_count("num_draws", num_draws, 1)
     num_transitions = check_count("num_transitions", num_transitions, 0)
-    kernel = _prepared(options.kernel)
+    with torch.inference_mode(False):  # a step size that adapts is changed in place
+        kernel = _prepared(options.kernel)
     with importance_sampler(programs, options) as sampler:
         chains = _Chains(sampler, kernel, num_chains)
         chains.move(num_transitions, adapt=True)
