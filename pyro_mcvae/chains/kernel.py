@@ -19,7 +19,7 @@ __all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite"]
 
 class State(NamedTuple):
     r"""
-    Where chains stand, with everything that was computed there.
+    Where chains stand, with everything that was computed there. :class:`Kernel` has an example.
 
     :ivar position: shape ``[*batch, D]``.
     :ivar log_base: the log density at :math:`\beta = 0`, shape ``[*batch]``.
@@ -41,6 +41,8 @@ class State(NamedTuple):
 class Target:
     r"""
     One annealed density, :math:`\log \gamma_\beta = \log \text{base} + \beta \log w`.
+
+    :class:`Kernel` has an example.
 
     :ivar evaluate: computes the :class:`State` at a position.
     :ivar beta: the inverse temperature, a scalar.
@@ -90,6 +92,8 @@ def finite(gradient: Tensor) -> Tensor:
 
 class Proposal(NamedTuple):
     r"""
+    :class:`Kernel` has an example.
+
     :ivar state: the proposed state.
     :ivar log_ratio: :math:`\log m(z' \to z) - \log m(z \to z')`, shape ``[*batch]``; the reverse
         move's log density minus the forward one's.
@@ -104,6 +108,8 @@ class Proposal(NamedTuple):
 class Info(NamedTuple):
     r"""
     What happened in one transition.
+
+    :class:`Kernel` has an example.
 
     :ivar log_ratio: what an unadjusted move adds to the log weight, shape ``[*batch]``.
     :ivar acceptance: :math:`\alpha`, detached, shape ``[*batch]``; for unadjusted kernels the
@@ -179,9 +185,13 @@ class Kernel(nn.Module, ABC):
     def __init__(self, step_size: float | Tensor | StepSize | None = None) -> None:
         super().__init__()
         self.step_size = as_step_size(step_size)
+        # A leapfrog step of 2 is stable under N(0, 1), and Langevin's eta is its square over 2.
+        most = math.inf if self.adjusted else 2.0
         for part in self.step_size.modules():
             if isinstance(part, AdaptiveStepSize):
-                part.complete(self.initial_step_size, self.target_acceptance, self.step_size_power)
+                part.complete(
+                    self.initial_step_size, self.target_acceptance, self.step_size_power, most
+                )
 
     @abstractmethod
     def propose(self, state: State, target: Target) -> Proposal:

@@ -47,7 +47,7 @@ class StateBuffers(nn.Module):
 
     def __init__(self, num_states: int, shard: str | Iterable[str] | None = None) -> None:
         super().__init__()
-        check_count("num_states", num_states)
+        num_states = check_count("num_states", num_states)
         self.num_states = num_states
         self.shard = as_names(shard)
         self._agreed: set[str] = set()

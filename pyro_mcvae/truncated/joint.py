@@ -253,6 +253,7 @@ class JointRuns:
         unbatched = frozenset(FactorKey("model", n) for n in names_of)
         all_terms = (*terms, *self._guide_terms, *searched)
         run = Run(both, model_trace, all_terms, nesting, count, unbatched, self.subsamples)
+        run = self._sampler.runner.auxiliary.settle(self._programs, run)
         if is_validation_enabled():
             check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
             if nesting_of(model_trace) > nesting:

@@ -24,10 +24,11 @@ from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
-from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.terms import Term, observed_terms
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.truncated.layout import DataIndex, StateLayout, existing_entries, site_spec
+from pyro_mcvae.truncated.masked_entries import reader_of_masked
 
 __all__ = [
     "GuideDraws",
@@ -99,6 +100,11 @@ def run_guide(guide: Program | None, args: tuple[object, ...], kwargs: dict[str,
     with poutine.trace() as tracer:
         if guide is not None:
             guide(*args, **kwargs)
+    for term in observed_terms(tracer.trace):
+        raise StatesError(
+            f"site '{term.key.name}' of guide= is observed, and what a guide observes is no part "
+            f"of a posterior's states: leave it out, or write pyro.factor for a factor of log q"
+        )
     return tracer.trace
 
 
@@ -208,6 +214,8 @@ def find_layouts(
             "the model has no discrete site to search: every latent is continuous or drawn by "
             "guide=. Use TraceSGVB_ELBO or TraceIWAE_ELBO with a guide of their own"
         )
+    with torch.no_grad():
+        _check_masks(reader_of_masked(programs, run, names))
     sites = [run.model_trace.nodes[n] for n in names]
     around = {s["name"]: frozenset(map(plate_key, plate_frames(s))) for s in sites}
     plates = frozenset(plate for found in around.values() for plate in found)
@@ -256,6 +264,16 @@ def _given_data(programs: Programs, run: Run) -> frozenset[str]:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _check_masks(read: tuple[str, str] | None) -> None:
+    if read is not None:
+        name, reader = read
+        raise StatesError(
+            f"site '{name}' is masked out for some data, whose entries have the value zero in all "
+            f"states, but site '{reader}' reads them: put poutine.mask around the observations "
+            f"alone, so that '{name}' has its prior everywhere"
+        )
 
 
 def _check_home(site: Site, structure: Structure) -> None:
