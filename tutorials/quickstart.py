@@ -34,7 +34,13 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_mcvae import TraceAIS_ELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from pyro_mcvae import (
+    CompiledELBO,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+)
 
 # What is compared: one line per objective, each a recipe for the loss that `pyro.infer.SVI` gets.
 OBJECTIVES: dict[str, Callable[[], Any]] = {
@@ -152,13 +158,14 @@ def held_out_log_prob(vae: VAE, x: Tensor, num_particles: int) -> Tensor:
     return torch.cat([iwae.bounds(vae.model, vae.guide, chunk).per_datum for chunk in chunks])
 
 
-def train(name: str, task: Task, seed: int) -> Run:
+def train(name: str, task: Task, seed: int, compiled: bool = False) -> Run:
     """Train a VAE with the objective of this name, and estimate log p(x) on the way."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)  # Every objective starts from the same weights.
     num_train, num_pixels = task.train.shape
     vae = VAE(num_pixels, task.num_hidden, task.num_latents).to(task.train.device)
-    svi = SVI(vae.model, vae.guide, Adam({"lr": task.learning_rate}), loss=OBJECTIVES[name]())
+    loss_fn = CompiledELBO(OBJECTIVES[name]()) if compiled else OBJECTIVES[name]()
+    svi = SVI(vae.model, vae.guide, Adam({"lr": task.learning_rate}), loss=loss_fn)
 
     bounds, seconds, curve = [], [], {}
     quiet = 30 if "CI" in os.environ else 0.1  # A log file needs fewer updates than a terminal.
@@ -280,6 +287,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--limit", type=positive_int, metavar="N", help="train and test on N images at most")
     add("--seed", type=int, default=0)
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
+    add("--compiled", action="store_true", help="record each step once, and compile it")
     add("--output", type=Path, default=Path("quickstart.png"), metavar="FILE")
     args = parser.parse_args(argv)
 
@@ -302,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> list[Run]:
     task.epochs = args.epochs or task.epochs
     task.batch_size = args.batch_size or task.batch_size
 
-    runs = [train(name, task, args.seed) for name in args.objective]
+    runs = [train(name, task, args.seed, args.compiled) for name in args.objective]
     print(f"\n{args.dataset}, {task.epochs} epochs; nats per image, ± standard error over images")
     print(table(runs))
     draw(runs, task, args.output)

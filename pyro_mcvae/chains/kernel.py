@@ -19,7 +19,7 @@ __all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite"]
 
 class State(NamedTuple):
     r"""
-    Where chains stand, with everything that was computed there.
+    Where chains stand, with everything that was computed there. :class:`Kernel` has an example.
 
     :ivar position: shape ``[*batch, D]``.
     :ivar log_base: the log density at :math:`\beta = 0`, shape ``[*batch]``.
@@ -47,6 +47,8 @@ class State(NamedTuple):
 class Target:
     r"""
     One annealed density, :math:`\log \gamma_\beta = \log \text{base} + \beta \log w`.
+
+    :class:`Kernel` has an example.
 
     :ivar evaluate: computes the :class:`State` at a position.
     :ivar beta: the inverse temperature, a scalar.
@@ -104,6 +106,8 @@ def finite(gradient: Tensor) -> Tensor:
 
 class Proposal(NamedTuple):
     r"""
+    :class:`Kernel` has an example.
+
     :ivar state: the proposed state.
     :ivar log_ratio: :math:`\log m(z' \to z) - \log m(z \to z')`, shape ``[*batch]``; the reverse
         move's log density minus the forward one's.
@@ -123,6 +127,8 @@ class Proposal(NamedTuple):
 class Info(NamedTuple):
     r"""
     What happened in one transition.
+
+    :class:`Kernel` has an example.
 
     :ivar log_ratio: what an unadjusted move adds to the log weight, shape ``[*batch]``.
     :ivar acceptance: :math:`\alpha`, detached, shape ``[*batch]``; for unadjusted kernels the

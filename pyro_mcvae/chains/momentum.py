@@ -21,6 +21,7 @@ class Momentum(nn.Module, ABC):
 
     Before a transition the momentum becomes :math:`\mu\, p + \sqrt{1 - \mu^2}\, u` with
     :math:`u \sim N(0, I)`.
+    :class:`LearnedMomentum` has an example.
 
     :ivar num_transitions: for how many transitions there is a value each; None for one value that
         serves them all.

@@ -236,7 +236,7 @@ class LearnedStepSize(StepSize):
         warmup: int = 200,
     ) -> None:
         super().__init__()
-        check_count("warmup", warmup)
+        warmup = check_count("warmup", warmup)
         self.num_transitions = num_transitions
         self.start = initial if isinstance(initial, AdaptiveStepSize) else None
         given = torch.ones(()) if isinstance(initial, AdaptiveStepSize) else initial

@@ -15,6 +15,7 @@ class StepSize(nn.Module, ABC):
     Base class: a module whose call returns the present step size of a transition.
 
     One value serves every coordinate, or there is one per coordinate, shape ``[D]``.
+    :class:`LearnedStepSize` has an example.
 
     :ivar num_transitions: for how many transitions there is a value each; None for one value that
         serves them all.

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from pyro_mcvae.compiled.repeats import compile_parts
+
 __all__ = ["Backend"]
 
 _logger = logging.getLogger(__name__)
@@ -52,21 +54,21 @@ class Backend:
             _logger.warning(
                 "%s cannot compile the step, which is replayed without a compiler from now on: %s",
                 self.name,
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0]}",
+                _first_line(getattr(error, "inner_exception", error)),
             )
             return graph
         _logger.warning("compiled in %.1f s", time.perf_counter() - begin)
         return run
 
     def _compile(self, graph: GraphModule, example: list[Tensor]) -> Run:
-        import torch._inductor
         from torch._inductor import config
 
         # The random numbers of PyTorch's own operations: a compiled step draws those of the plain
         # one. Measured, they cost no more than Inductor's.
         with config.patch(fallback_random=True):
+            run: Run
             if self.name == "inductor" and not self.options:
-                run: Run = torch._inductor.compile(graph, list(example))
+                run = compile_parts(graph, example, _inductor)
             else:
                 run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
             # The first call is the compilation of torch.compile.
@@ -74,3 +76,14 @@ class Backend:
             run(*example)
             torch.set_rng_state(generator)
         return run
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _inductor(part: GraphModule, example: list[Tensor]) -> Run:
+    import torch._inductor
+
+    run: Run = torch._inductor.compile(part, list(example))
+    return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
@@ -30,5 +29,7 @@ class Generators:
 
 def other_generators() -> dict[str, object]:
     """Python's and NumPy's generators, whose draws a recording would repeat."""
+    import numpy
+
     state: Any = numpy.random.get_state()
     return {"Python": random.getstate(), "NumPy": (state[0], state[1].tobytes(), *state[2:])}

@@ -32,6 +32,7 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     :raises NotRecordable: if an input is written to.
     """
     graph = recorded.graph
+    _remove_detached(graph)
     _remove_dead(graph)
     constants = _lift(recorded)
     updated = _take_out_updates(graph)
@@ -55,6 +56,12 @@ def _remove_dead(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and (is_pure(node) or node.op == "get_attr"):
             graph.erase_node(node)
+
+
+def _remove_detached(graph: Graph) -> None:
+    # Without gradients they are what they detach, and yet cost a call each.
+    for node in graph.find_nodes(op="call_function", target=_aten.detach.default):
+        node.replace_all_uses_with(node.args[0])
 
 
 def _lift(recorded: GraphModule) -> list[Tensor]:

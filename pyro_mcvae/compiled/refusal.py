@@ -11,13 +11,12 @@ from types import CodeType, FrameType
 import pyro
 import torch
 
-import pyro_mcvae
-
 __all__ = ["NotRecordable", "is_library", "program_line", "said_by"]
 
+_PACKAGE = os.path.dirname(__file__)
 _LIBRARIES = tuple(
     os.path.dirname(path) + os.sep
-    for path in (torch.__file__, pyro.__file__, pyro_mcvae.__file__, sysconfig.__file__)
+    for path in (torch.__file__, pyro.__file__, _PACKAGE, sysconfig.__file__)
 )
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 

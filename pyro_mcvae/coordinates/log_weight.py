@@ -23,6 +23,7 @@ from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.contract import check_plates
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
@@ -139,6 +140,8 @@ class LogWeight:
             sample = sampler.resample(programs, within, sample_fns, count, detach)
         # A step whose structure was new may have begun more than once.
         self._records = records[-len(sample.runs) :]
+        if sample.runs[0].leading is None:
+            check_plates(sample.runs[0])  # data outside of plates would stand among coordinates
         if not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
             raise ValueError(
                 "the guide draws no random latent: an empty guide, or a guide of point masses, has "

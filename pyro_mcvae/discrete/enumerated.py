@@ -26,7 +26,7 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.terms import Term, terms_of
+from pyro_mcvae.programs.terms import Term, observed_terms, terms_of
 
 __all__ = ["ScoredSite", "SlotCost", "SlotRun", "run_slots", "take_apart"]
 
@@ -160,7 +160,7 @@ def run_slots(
         raise ValueError("the programs have more plates than max_plate_nesting says")
     terms = tuple(terms_of(guide_trace, model_trace))
     if is_validation_enabled():
-        check_shapes(guide_trace, model_trace, terms, depth)
+        check_shapes(guide_trace, model_trace, [*terms, *observed_terms(guide_trace)], depth)
     shown = nesting, layout.count
     found = unbatched(leading)
     return Run(guide_trace, model_trace, terms, *shown, found, substitute.subsamples)
@@ -172,7 +172,7 @@ def take_apart(run: Run) -> SlotRun:
     # The guide first: both traces share what a site knows about its dims.
     guide.symbolize_dims()
     scored, costs = {}, []
-    for term in run.terms:
+    for term in run.summands:
         if term.in_guide:
             plates = _plates(term, guide)
             if isinstance(term.score, Tensor):
@@ -259,7 +259,7 @@ def _slots_to(value: Tensor, dim: int) -> Tensor:
 def _exact_entropy(term: Term) -> Tensor | None:
     slots = term.site["infer"].get(SLOTS)
     fn = term.site["fn"]
-    if slots is None or not slots.options.exact_entropy or sites.is_masked(fn):
+    if slots is None or not slots.options.exact_entropy or sites.is_masked(fn) or term.left_out:
         return None
     entropy = None if slots.support is None else slots.support.entropy()
     return None if entropy is None else sites.masked(term.site, entropy)

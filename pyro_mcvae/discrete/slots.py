@@ -13,7 +13,7 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.enum_messenger import EnumMessenger
 from torch import Tensor
 
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.checks import as_int, check_count
 from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.precision import full_precision
 from pyro_mcvae.programs.relaxed import relaxed_sample
@@ -50,11 +50,14 @@ class SiteOptions:
 
     def __post_init__(self) -> None:
         k, n, budget = self.num_categories, self.num_samples, self.budget
-        if isinstance(k, bool) or (k != math.inf and not isinstance(k, int)) or k < 0:
+        whole = k if isinstance(k, float) and k == math.inf else as_int(k)
+        if whole is None or whole < 0:
             raise ValueError(f"num_categories must be an int of at least 0 or math.inf, got {k!r}")
-        check_count("num_samples", n, 0)
+        k, n = whole, check_count("num_samples", n, 0)
         if budget is not None:
-            check_count("budget", budget)
+            budget = check_count("budget", budget)
+        for name, value in (("num_categories", k), ("num_samples", n), ("budget", budget)):
+            object.__setattr__(self, name, value)
         if k == 0 and n == 0 and budget is None:
             raise ValueError(
                 "num_categories=0 and num_samples=0 evaluate nothing: pass num_samples >= 1"
@@ -90,7 +93,14 @@ class SiteOptions:
             return SiteOptions(math.inf, 0, exact_entropy=self.exact_entropy)
         if not own:
             return self
-        if "budget" not in own and own.keys() & {"num_categories", "num_samples"}:
+        counts = own.keys() & {"num_categories", "num_samples"}
+        if counts and own.get("budget") is not None:
+            raise SlotError(
+                f"guide site '{site['name']}', infer['mcvae']: budget stands for num_categories "
+                f"and num_samples, so that {', '.join(sorted(counts))} has no effect beside it: "
+                f"pass one or the other"
+            )
+        if "budget" not in own and counts:
             own["budget"] = None
         try:
             return replace(self, **own)
@@ -189,7 +199,11 @@ class SlotMessenger(EnumMessenger):
             return
         self._check_nested(msg, slots.value.shape[0])
         infer["enumerate"] = "parallel"
-        msg["fn"] = _StandIn(fn, slots.value)
+        value = slots.value
+        if infer.get("expand"):
+            # As the program asks, for operators such as cat that do not broadcast.
+            value = value.expand(value.shape[:1] + fn.batch_shape + fn.event_shape)
+        msg["fn"] = _StandIn(fn, value)
         super()._pyro_sample(msg)
         msg["fn"] = fn
         del infer["enumerate"]

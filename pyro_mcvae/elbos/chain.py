@@ -26,6 +26,7 @@ from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.programs.execution import Programs
@@ -101,6 +102,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     ) -> None:
         nn.Module.__init__(self)
         MonteCarloELBO.__init__(self, num_particles, **options)
+        check_flag("multi_sample", multi_sample)
+        check_flag("recompute", recompute)
         _check_choice("coordinates", coordinates, get_args(ChainCoordinates))
         _check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
         self.schedule = as_schedule(schedule, num_steps)
@@ -118,7 +121,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
         # Roots tell whether a guide is mean-field, which then need not be run again.
-        self._sampler.structures = StructureFinder(joint, find_roots=True)
+        self.sampler.structures = StructureFinder(joint, find_roots=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copy trains its own parts, which the store must not take for the original's.
@@ -130,7 +133,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         """K, the number of annealing steps."""
         return self.schedule.num_steps
 
-    def _estimate(self, programs: Programs) -> Estimate:
+    def estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
         with outside_inference_mode(programs) as programs:
             if wanted and any(p.requires_grad for p in self.parameters()):
@@ -146,7 +149,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         finish = partial(self._adapt, chain) if wanted else None
         return replace(estimate, runs=density.runs, finish=finish, overflow=_OVERFLOW)
 
-    def _bounds(self, programs: Programs) -> Bounds:
+    def bounds_of(self, programs: Programs) -> Bounds:
         with outside_inference_mode(programs) as programs:
             density = self._density(programs, GradientMode.NONE)
             bound = self._average(self._run(density).log_weight)
@@ -164,7 +167,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if self.kernel.needs_gradient:
             gradient |= GradientMode.COORDINATES
         with torch.set_grad_enabled(bool(gradient)):
-            log_weight = LogWeight(self._sampler, programs, self.coordinates, gradient)
+            log_weight = LogWeight(self.sampler, programs, self.coordinates, gradient)
         self._check_sites(log_weight)
         return ChainDensity(log_weight)
 

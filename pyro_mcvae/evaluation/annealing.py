@@ -95,7 +95,7 @@ def make_annealing(
         raise ValueError(f"kernel must be a Kernel such as HMC(), got {kernel!r}")
     if coordinates not in ("noise", "latent"):
         raise ValueError(f"coordinates must be 'noise' or 'latent', got {coordinates!r}")
-    check_count("warmup", warmup, 0)
+    warmup = check_count("warmup", warmup, 0)
     if schedule is None and kernel is None:
         return None
     schedule = as_schedule(schedule, DEFAULT_STEPS if schedule is None else None)

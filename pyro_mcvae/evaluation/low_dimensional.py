@@ -141,9 +141,9 @@ def low_dimensional_evidence(
         >>> bool(((found.log_evidence - exact).abs() < 4 * found.standard_error).all())
         True
     """
-    check_count("num_chains", num_chains, 4)
-    check_count("num_draws", num_draws, 1)
-    check_count("num_transitions", num_transitions, 0)
+    num_chains = check_count("num_chains", num_chains, 4)
+    num_draws = check_count("num_draws", num_draws, 1)
+    num_transitions = check_count("num_transitions", num_transitions, 0)
     kernel = _prepared(options.kernel)
     with importance_sampler(programs, options) as sampler:
         chains = _Chains(sampler, kernel, num_chains)

@@ -79,8 +79,8 @@ def refine(
         >>> Predictive(model, posterior_samples=draws)()["x"].shape
         torch.Size([1000, 3])
     """
-    check_count("num_samples", num_samples)
-    check_count("num_transitions", num_transitions, 0)
+    num_samples = check_count("num_samples", num_samples)
+    num_transitions = check_count("num_transitions", num_transitions, 0)
     if num_transitions and options.schedule is None and options.kernel is None:
         options = replace(options, schedule=1)
     annealing = options.annealing(_LEAVE_OUT_ALL if num_transitions else LEAVE_OUT)

@@ -145,7 +145,7 @@ def sandwich(
         >>> bool(0 < found.mean_gap < 0.1)
         True
     """
-    check_count("num_simulations", num_simulations)
+    num_simulations = check_count("num_simulations", num_simulations)
     check_function("to_args", to_args)
     if options.schedule is None and options.kernel is None:
         options = replace(options, schedule=DEFAULT_STEPS)

@@ -22,6 +22,7 @@ from pyro_mcvae.programs.messengers import ParticlePlate
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import find_nesting, nesting_of
 from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
 from pyro_mcvae.structure.blocks import GlobalSites
 
 __all__ = ["Execution", "Layout", "Plates", "Runner", "unbatched"]
@@ -122,6 +123,7 @@ class Runner:
         self.strict_enumeration = strict_enumeration
         self.model_enumeration = model_enumeration
         self.checks = LeadingDimsCheck()
+        self.auxiliary = AuxiliaryDraws()
         self._found_nesting: int | None = None
 
     def run(self, execution: Execution, count: int | None) -> Run:
@@ -146,6 +148,7 @@ class Runner:
                 shared = found
                 if rewind():
                     _set_back(execution.subsamples, before)
+        run = self.auxiliary.settle(execution.programs, run)
         if count is not None or (execution.several and run.outer_sizes):
             programs = execution.compared or execution.programs
             self.check(programs, run, shared, execution.name)

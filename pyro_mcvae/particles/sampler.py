@@ -238,6 +238,7 @@ class ParticleSampler:
             if not is_same:
                 # Another branch of the model may have latents that the guide's draws are not for.
                 check_sites(found.guide_trace, found.model_trace, self.runner.strict_enumeration)
+                found = self.runner.auxiliary.settle(programs, found)
                 if found.leading is not None:
                     self.runner.check(programs, found, shared)
             runs.append(found)

@@ -71,8 +71,12 @@ def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> tuple[Term, ...]
         if term.log_prob.shape != old.log_prob.shape:
             return None
         terms.append(term)
-    nodes = guide_trace.nodes
-    return *terms, *[guide_term(nodes[t.key.name], t.key) for t in run.terms if t.in_guide]
+    return *terms, *[_guide_again(t, guide_trace) for t in run.terms if t.in_guide]
+
+
+def _guide_again(old: Term, guide_trace: Trace) -> Term:
+    term = guide_term(guide_trace.nodes[old.key.name], old.key)
+    return term.without_density() if old.left_out else term
 
 
 def _is_same(old: Term, site: Site) -> bool:

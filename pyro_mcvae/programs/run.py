@@ -13,7 +13,16 @@ from torch import Tensor
 from pyro_mcvae.programs.contract import check_batch_dims, check_shapes
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.terms import SiteSignature, SiteSizes, Term, terms_of
+from pyro_mcvae.programs.sites import observes_data
+from pyro_mcvae.programs.terms import (
+    SiteSignature,
+    SiteSizes,
+    Term,
+    observed_terms,
+    scored,
+    site_signature,
+    terms_of,
+)
 
 __all__ = ["Run", "collect"]
 
@@ -37,13 +46,25 @@ class Run:
     unbatched: frozenset[FactorKey] = frozenset()
     subsamples: Minibatch = field(default_factory=Minibatch)
 
+    @property
+    def guide_data(self) -> list[Term]:
+        """The densities of what the guide observes, which are no factors of the weight."""
+        return observed_terms(self.guide_trace)
+
+    @property
+    def summands(self) -> list[Term]:
+        """What a plain ELBO sums: the factors of the weight, and what the guide observes."""
+        return [*self.terms, *self.guide_data]
+
     @cached_property
     def signature(self) -> tuple[SiteSignature, ...]:
         """
         What the run shows of its programs' structure: sites, plates, which of these are
         subsampled. Runs of one pair of programs with equal signatures have one structure.
         """
-        return tuple([t.signature for t in self.terms])
+        observed = [s for s in scored(self.guide_trace) if observes_data(s)]
+        apart = [site_signature(FactorKey("guide", s["name"]), s) for s in observed]
+        return *[t.signature for t in self.terms], *apart
 
     @cached_property
     def sizes(self) -> tuple[SiteSizes, ...]:
@@ -108,7 +129,8 @@ def collect(
     terms = tuple(terms_of(guide_trace, model_trace))
     if is_validation_enabled():
         depth = declared_nesting if leading is None else nesting + 1
-        check_shapes(guide_trace, model_trace, terms, depth)
+        shown = [*terms, *observed_terms(guide_trace)]
+        check_shapes(guide_trace, model_trace, shown, depth)
     if leading is not None:
         check_batch_dims(terms, nesting)
     subsamples = Minibatch() if subsamples is None else subsamples

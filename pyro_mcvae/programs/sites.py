@@ -24,6 +24,7 @@ __all__ = [
     "PlateKey",
     "changed_draw",
     "is_delta",
+    "is_factor",
     "is_latent",
     "is_masked",
     "is_random",
@@ -32,6 +33,7 @@ __all__ = [
     "layers",
     "masked_entries",
     "masks_of",
+    "observes_data",
     "plate_frames",
     "plate_key",
     "reparameterized",
@@ -108,6 +110,20 @@ def layers(fn: Any) -> Iterator[Any]:
 def is_delta(fn: Any) -> bool:
     """Whether a distribution is a point mass, also under ``to_event``, ``mask`` or ``expand``."""
     return any(isinstance(layer, dist.Delta) for layer in layers(fn))
+
+
+def is_factor(fn: Any) -> bool:
+    """Whether a distribution is a factor of the density that draws nothing."""
+    return any(isinstance(layer, dist.Unit) for layer in layers(fn))
+
+
+def observes_data(site: Site) -> bool:
+    """
+    Whether a scored site of a guide has the density of something that the guide did not draw.
+
+    A factor, or a point mass with a density of its own, says by itself what it is: a part of log q.
+    """
+    return site["is_observed"] and not is_factor(site["fn"]) and not is_delta(site["fn"])
 
 
 def is_masked(fn: Any) -> bool:
@@ -230,7 +246,9 @@ def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
     return ValueError(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
         f"({type(site['fn']).__name__}): {error}\nA flow without an inverse knows the density of "
-        f"its own draws only: use an invertible one, or, for chains, coordinates='noise'."
+        f"its own draws only, and no longer once these are detached or moved: use an invertible "
+        f"one, or a loss that leaves them where they are (TraceSGVB_ELBO, TraceIWAE_ELBO), or, "
+        f"for chains, coordinates='noise' with the full gradient."
     )
 
 

@@ -196,7 +196,12 @@ def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependenc
             if not is_scored(site):
                 continue
             key = FactorKey(program, name)
-            upstream = tracker.upstream.get(name, frozenset()) if program == "guide" else None
+            upstream = None
+            if program == "guide":
+                upstream = tracker.upstream.get(name)
+                if upstream is None:
+                    # Of a point mass, the value says more than its density, a comparison.
+                    upstream = _behind([site["value"]], tracker)
             around = _behind([site["scale"], *masks_of(site)], tracker)
             log_prob = _log_prob_at(site, site["value"])
             parents = _parents_of(log_prob, upstream, tracker)

@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", nargs="+", metavar="OBJECTIVE", help="RB, say")
     parser.add_argument("--quick", action="store_true", help="each objective at one size")
+    parser.add_argument("--compiled", action="store_true", help="also replay and Inductor")
     parser.add_argument(
         "--limit", type=float, default=60.0, help="seconds after which 8 steps of a case will do"
     )
@@ -64,7 +65,7 @@ def main() -> None:
     for case in suite.cases(args.device, args.quick):
         if args.only and case.objective not in args.only:
             continue
-        row = suite.run(case, args.steps, args.limit)
+        row = suite.run(case, args.steps, args.limit, args.compiled)
         ratios = "  ".join(f"{name} {ratio:.2f}" for name, ratio in row["ratios"].items())
         print(f"{row['name']}: {row['milliseconds']['SVI']:.2f} ms  {ratios}", flush=True)
         rows.append(row)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from pyro_mcvae import (
     MALA,
     ULA,
+    CompiledELBO,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
@@ -45,6 +46,9 @@ RATIOS = [
     ("bare Pyro", "by hand"),
     ("SVI", "Pyro's"),
     ("SVI", "least"),
+    ("replay", "by hand"),
+    ("Inductor", "by hand"),
+    ("Inductor", "SVI"),
 ]
 
 
@@ -224,7 +228,7 @@ def medians(
     return {name: statistics.median(found[5:] or found) for name, found in times.items()}
 
 
-def sides(case: Case) -> dict[str, Callable[[], Step]]:
+def sides(case: Case, compiled: bool = False) -> dict[str, Callable[[], Step]]:
     """What is measured, the objective under SVI first."""
     if case.objective == "Truncated":
         return truncated_sides.sides(case)
@@ -238,16 +242,19 @@ def sides(case: Case) -> dict[str, Callable[[], Step]]:
         "Pyro's": lambda: svi_step(case, nearest(case), x),
         "least": lambda: least_step(case, x),
     }
+    if compiled:
+        for name, backend in {"replay": "eager", "Inductor": "inductor"}.items():
+            found[name] = lambda b=backend: svi_step(case, CompiledELBO(objective(case), b), x)
     if case.device != "cpu":
         found["captured"] = lambda: captured_step(case, x)
     return found
 
 
-def run(case: Case, count: int, limit: float = math.inf) -> dict[str, Any]:
+def run(case: Case, count: int, limit: float = math.inf, compiled: bool = False) -> dict[str, Any]:
     """Times, ratios and memory of one case."""
     pyro.enable_validation(case.validation)
     pyro.clear_param_store()
-    made = sides(case)
+    made = sides(case, compiled)
     # On the CPU each side's first steps; a CUDA device frees what other sides have cached.
     megabytes = {n: peak(make, case.device) for n, make in made.items()}
     pyro.clear_param_store()

@@ -1,0 +1,183 @@
+"""
+The parts of a recorded graph that repeat: the transitions of a chain, and their backward passes.
+
+A chain is recorded unrolled. A stretch of operations that follows itself again and again is cut
+into equal parts, which are compiled once, so that compiling costs little more for many transitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.fx.passes.split_module import split_module
+
+from pyro_mcvae.compiled.graph import is_pure
+
+__all__ = ["compile_parts", "cuts", "split_at_repeats"]
+
+Run = Callable[..., list[Tensor]]
+# Shorter repetitions are not worth a call of their own.
+_SHORTEST = 30
+# What depends on no draw and is as small as this is computed first: a schedule's values, say, of
+# which each transition takes another.
+_SMALL = 1024
+
+
+def compile_parts(
+    graph: GraphModule, example: list[Tensor], compiler: Callable[[GraphModule, list[Tensor]], Run]
+) -> Run:
+    """
+    Compile a graph part by part, and equal parts once.
+
+    :param compiler: makes a function of a part.
+    """
+    split = split_at_repeats(graph)
+    if split is None:
+        return compiler(graph, example)
+    made: dict[Hashable, Run] = {}
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        found: list[Tensor] = _Compiling(split, made, compiler).run(*inputs)
+        return found
+
+    run(*example)
+    for name, part in list(split.named_children()):
+        setattr(split, name, _Compiled(made[_structure(part)]))
+    return split
+
+
+def split_at_repeats(graph: GraphModule) -> GraphModule | None:
+    """A graph that calls its parts; None where nothing repeats."""
+    _compute_small_things_first(graph)
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
+    found = cuts([_label(n) for n in nodes])
+    if not found:
+        return None
+    part, parts = 0, {}
+    for i, node in enumerate(nodes):
+        part += i in found
+        parts[node] = part
+    last = dict.fromkeys(graph.graph.nodes, 0)
+    return split_module(graph, graph, lambda n: parts.get(n, last[n]))
+
+
+def cuts(labels: list[Hashable]) -> set[int]:
+    """
+    Where parts begin, of which several in a row are alike.
+
+    Example::
+
+        >>> from pyro_mcvae.compiled.repeats import cuts
+        >>> body = list(range(40))
+        >>> sorted(cuts(["first", *body, *body, *body, "last"]))
+        [1, 41, 81, 121]
+    """
+    known: dict[Hashable, int] = {}
+    codes = torch.tensor([known.setdefault(label, len(known)) for label in labels])
+    found: set[int] = set()
+    waiting = [(0, len(labels))]
+    while waiting:
+        begin, end = waiting.pop()
+        best = _longest_repetition(codes[begin:end])
+        if best is None:
+            continue
+        start, period, count = best
+        found |= {begin + start + i * period for i in range(count + 1)}
+        waiting += [(begin, begin + start), (begin + start + count * period, end)]
+    return found - {0, len(labels)}
+
+
+def _longest_repetition(codes: Tensor) -> tuple[int, int, int] | None:
+    """Start, period and count of the repetition that saves most."""
+    best, saved = None, 0
+    for period in range(_SHORTEST, len(codes) // 2 + 1):
+        same = codes[period:] == codes[:-period]
+        breaks = torch.cat([torch.tensor([-1]), (~same).nonzero()[:, 0], torch.tensor([len(same)])])
+        lengths = breaks.diff() - 1
+        longest = int(lengths.argmax())
+        count = int(lengths[longest]) // period + 1
+        if (count - 1) * period > saved:
+            saved = (count - 1) * period
+            best = int(breaks[longest]) + 1, period, count
+    return best
+
+
+def _label(node: Node) -> Hashable:
+    """What a node does, whichever nodes it does it to."""
+    rest = map_arg((node.args, node.kwargs), lambda n: None)
+    return (str(node.target), str(rest), str(node.meta.get("tensor_meta")))
+
+
+def _structure(part: Any) -> Hashable:
+    """Equal for parts that are the same function of their inputs."""
+    numbers = {node: i for i, node in enumerate(part.graph.nodes)}
+    lines = []
+    for node in part.graph.nodes:
+        refers = map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
+        target = "" if node.op == "placeholder" else str(node.target)
+        meta = node.meta.get("tensor_meta")
+        about = None if meta is None else (meta.shape, meta.dtype, meta.stride)
+        lines.append((node.op, target, str(refers), str(about)))
+    return tuple(lines)
+
+
+def _compute_small_things_first(graph: GraphModule) -> None:
+    first = next(n for n in graph.graph.nodes if n.op == "call_function")
+    early = {n for n in graph.graph.nodes if n.op == "placeholder"}
+    for node in list(graph.graph.nodes):
+        meta = node.meta.get("tensor_meta")
+        small = meta is not None and meta.shape.numel() <= _SMALL
+        if small and is_pure(node) and all(n in early for n in node.all_input_nodes):
+            early.add(node)
+            if node is first:
+                first = node.next
+            else:
+                first.prepend(node)
+    graph.recompile()
+
+
+class _Compiling(torch.fx.Interpreter):
+    """Runs a split graph, and compiles each kind of part for the inputs that it meets."""
+
+    def __init__(
+        self,
+        split: GraphModule,
+        made: dict[Hashable, Run],
+        compiler: Callable[[GraphModule, list[Tensor]], Run],
+    ) -> None:
+        super().__init__(split)
+        self._made, self._compiler = made, compiler
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        part = self.fetch_attr(target)
+        key = _structure(part)
+        if key not in self._made:
+            self._made[key] = _unpacked(part, self._compiler(part, list(args)))
+        return self._made[key](*args)
+
+
+def _unpacked(part: GraphModule, run: Run) -> Callable[..., Any]:
+    """A compiled function returns a sequence, also of one output."""
+    (output,) = (n for n in part.graph.nodes if n.op == "output")
+    if isinstance(output.args[0], tuple | list):
+        return run
+
+    def single(*inputs: Tensor) -> Any:
+        found = run(*inputs)
+        return found[0] if isinstance(found, tuple | list) else found
+
+    return single
+
+
+class _Compiled(torch.nn.Module):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self._run = (run,)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._run[0](*inputs)

@@ -1,0 +1,98 @@
+"""Ways to run a recording: its parts, compilers, and none."""
+
+import logging
+import math
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import Tensor
+
+from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from pyro_mcvae.compiled.recording import record
+from pyro_mcvae.compiled.repeats import compile_parts, cuts, split_at_repeats
+from pyro_mcvae.compiled.signature import Call
+from tests.compiled.programs import Net, batches, make, train
+
+
+def recorded(num_steps: int) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    net, loss = make(), TraceSIS_ELBO(num_steps, max_plate_nesting=1)
+    x = batches(1)[0]
+    for _ in range(3):
+        loss.loss_and_grads(net.model, net.guide, x)
+    recording, _ = record(loss, Call.of("loss_and_grads", net.model, net.guide, (x,), {}))
+    return recording.graph, [*recording.constants, x]
+
+
+def test_parts_compute_what_the_graph_computes_and_equal_ones_are_compiled_once() -> None:
+    graph, inputs = recorded(6)
+    torch.manual_seed(0)
+    expected = graph(*inputs)
+    compiled = []
+
+    def compiler(part: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        compiled.append(part)
+        return part
+
+    run = compile_parts(graph, inputs, compiler)
+    torch.manual_seed(0)
+    assert all(torch.equal(a, b) for a, b in zip(run(*inputs), expected, strict=True))
+    split = split_at_repeats(graph)
+    assert split is not None
+    # Two of the transitions' parts and one of their backward passes', whatever their number.
+    assert len(list(split.children())) >= 2 * 6
+    assert len(compiled) <= 8
+
+
+def test_cuts_find_every_repetition() -> None:
+    a, b = [f"a{i}" for i in range(35)], [f"b{i}" for i in range(50)]
+    labels = ["x", *a, *a, *a, "y", *b, *b, "z"]
+    assert sorted(cuts(labels)) == [1, 36, 71, 106, 107, 157, 207]
+    assert cuts(a + b) == set()
+
+
+def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no compiler here")
+
+    found = []
+    for loss in (TraceSGVB_ELBO(), CompiledELBO(TraceSGVB_ELBO(), backend=broken)):
+        with caplog.at_level(logging.WARNING):
+            found.append(train(make(), loss)[0])
+    assert found[0] == found[1]
+    lines = [r.getMessage() for r in caplog.records if "no compiler here" in r.getMessage()]
+    assert len(lines) == 2  # one for steps, one for evaluations
+    assert "replayed without a compiler from now on" in lines[0]
+
+
+def test_a_backend_of_torch_compile() -> None:
+    losses, _ = train(make(), TraceSGVB_ELBO())
+    found, _ = train(make(), CompiledELBO(TraceSGVB_ELBO(), backend="aot_eager"))
+    assert found == pytest.approx(losses, rel=1e-10)
+
+
+@pytest.mark.slow
+def test_inductor_draws_the_numbers_of_the_plain_loss() -> None:
+    losses, _ = train(make(), TraceSIS_ELBO(2, max_plate_nesting=1))
+    found, _ = train(make(), CompiledELBO(TraceSIS_ELBO(2, max_plate_nesting=1)))
+    assert found == pytest.approx(losses, rel=1e-8)
+
+
+OPTIONS = [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "options", [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}], ids=str
+)
+def test_on_a_gpu(options: dict[str, str]) -> None:
+    # pytest -m slow tests/compiled/test_backends.py -k gpu
+    net: Net = make().to("cuda", torch.float32)
+    plain = TraceSIS_ELBO(2, max_plate_nesting=1).to("cuda")
+    loss = CompiledELBO(plain, **options)  # type: ignore[arg-type]
+    svi = SVI(net.model, net.guide, pyro.optim.Adam({"lr": 0.01}), loss)
+    losses = [svi.step(x.to("cuda", torch.float32)) for x in batches(60)]
+    assert all(map(math.isfinite, losses))
+    assert sum(losses[-20:]) < sum(losses[:20])
