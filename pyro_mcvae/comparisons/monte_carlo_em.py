@@ -207,7 +207,7 @@ class MonteCarloEM(ChainELBO):
         start = density.start()
         if self.states is not None:
             start = density(self.states.resume(first.sample, start.position))
-        target = Target(density, log_weight.new_ones(()), density.log_weight.free)
+        target = Target(density, log_weight.new_ones(()), density.log_weight.movable)
         state, infos = start, []
         with torch.no_grad():
             for _ in range(self.num_steps):
@@ -230,7 +230,7 @@ class MonteCarloEM(ChainELBO):
             self.states.keep(sample, chain.state.position)
         self._draw = None
         if self.updates_per_draw > 1:
-            self._draw = _Draw(sample, _call(log_weight._programs), self.updates_per_draw - 1)
+            self._draw = _Draw(sample, _call(log_weight.programs), self.updates_per_draw - 1)
 
     def _wrong_kernel(self, name: str) -> str:
         return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.hmc import HMC
@@ -41,8 +42,9 @@ class Annealing:
         warmup: int,
         without: str,
     ) -> None:
-        self.kernel = copy.deepcopy(kernel)
-        self.betas = schedule().detach().clone()
+        with torch.inference_mode(False):  # a step size that adapts is changed in place
+            self.kernel = copy.deepcopy(kernel)
+            self.betas = schedule().detach().clone()
         self.coordinates = coordinates
         self.warmup = warmup
         self.without = without
@@ -99,4 +101,6 @@ def make_annealing(
     if schedule is None and kernel is None:
         return None
     schedule = as_schedule(schedule, DEFAULT_STEPS if schedule is None else None)
-    return Annealing(HMC() if kernel is None else kernel, schedule, coordinates, warmup, without)
+    with torch.inference_mode(False):
+        kernel = HMC() if kernel is None else kernel
+    return Annealing(kernel, schedule, coordinates, warmup, without)

@@ -84,9 +84,7 @@ OPTIONS = [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(
-    "options", [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}], ids=str
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_on_a_gpu(options: dict[str, str]) -> None:
     # pytest -m slow tests/compiled/test_backends.py -k gpu
     net: Net = make().to("cuda", torch.float32)
