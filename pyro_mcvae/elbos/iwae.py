@@ -93,7 +93,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     :param int num_particles: K, the draws inside of the logarithm.
     :param str gradient_estimator: one of the above.
     :param bool joint: one weight over everything, global latents drawn K times as well; without
-        subsampled plates only.
+        subsampled plates only. On small full data with global latents it is the tighter bound.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: if ``num_particles`` is not an int of at least 1, for an unknown
