@@ -22,6 +22,7 @@ from pyro_mcvae.chains.underdamped import UnderdampedLangevin
 from pyro_mcvae.comparisons.monte_carlo_em import MonteCarloEM
 from pyro_mcvae.comparisons.wake_sleep import WakeSleep
 from pyro_mcvae.compiled.elbo import CompiledELBO
+from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.coordinates.noise import Noise, register_noise
 from pyro_mcvae.discrete.control_variates import (
     NVIL,
@@ -32,7 +33,11 @@ from pyro_mcvae.discrete.control_variates import (
 )
 from pyro_mcvae.discrete.relaxed_control_variates import REBAR, RELAX, GumbelSoftmax
 from pyro_mcvae.elbos.ais import TraceAIS_ELBO
-from pyro_mcvae.elbos.base import Bounds, MonteCarloELBO
+from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.elbo_terms import (
+    local_bounds,
+    local_estimate,
+)
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
 from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
@@ -83,6 +88,7 @@ __all__ = [
     "BernoulliPrior",
     "Bounds",
     "CompiledELBO",
+    "Estimate",
     "EvolutionaryUpdate",
     "FitnessProportional",
     "FixedMomentum",
@@ -102,6 +108,7 @@ __all__ = [
     "LeaveOneOut",
     "LinearSchedule",
     "LogEvidence",
+    "LogWeight",
     "LowDimensionalEvidence",
     "Momentum",
     "MonteCarloELBO",
@@ -138,6 +145,8 @@ __all__ = [
     "WakeSleep",
     "capture",
     "load_checkpoint",
+    "local_bounds",
+    "local_estimate",
     "log_evidence",
     "log_evidence_loader",
     "low_dimensional_evidence",

@@ -46,7 +46,7 @@ class HMC(Kernel):
         jitter: float = 0.0,
     ) -> None:
         super().__init__(step_size)
-        check_count("num_leapfrog", num_leapfrog)
+        num_leapfrog = check_count("num_leapfrog", num_leapfrog)
         if not 0.0 <= jitter < 1.0:
             raise ValueError(f"jitter must be at least 0 and less than 1, got {jitter!r}")
         self.num_leapfrog = num_leapfrog

@@ -19,7 +19,7 @@ __all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite"]
 
 class State(NamedTuple):
     r"""
-    Where chains stand, with everything that was computed there.
+    Where chains stand, with everything that was computed there. :class:`Kernel` has an example.
 
     :ivar position: shape ``[*batch, D]``.
     :ivar log_base: the log density at :math:`\beta = 0`, shape ``[*batch]``.
@@ -27,6 +27,12 @@ class State(NamedTuple):
     :ivar grad_base: the gradient of ``log_base``, shape ``[*batch, D]``; None if not computed.
     :ivar grad_weight: the gradient of ``log_weight``, likewise.
     :ivar momentum: for kernels that keep one between transitions, shape ``[*batch, D]``.
+
+    Example::
+
+        >>> position = torch.zeros(3, 2)
+        >>> State(position, -position.square().sum(-1), position.sum(-1)).log_weight
+        tensor([0., 0., 0.])
     """
 
     position: Tensor
@@ -42,6 +48,8 @@ class Target:
     r"""
     One annealed density, :math:`\log \gamma_\beta = \log \text{base} + \beta \log w`.
 
+    :class:`Kernel` has an example.
+
     :ivar evaluate: computes the :class:`State` at a position.
     :ivar beta: the inverse temperature, a scalar.
     :ivar free: 1 where a coordinate may move and 0 where it may not, broadcastable to positions;
@@ -49,6 +57,14 @@ class Target:
     :ivar transition: which transition of a chain moves with respect to it, from 0, for kernels
         with parameters of each transition: ``self.step_size(target.transition)``. -1, the last, for
         chains that stay at the posterior.
+
+    Example::
+
+        >>> def evaluate(position):
+        ...     return State(position, torch.zeros(len(position)), position.sum(-1))
+        >>> target = Target(evaluate, torch.tensor(0.5))
+        >>> target.log_density(target.evaluate(torch.ones(3, 2)))
+        tensor([1., 1., 1.])
     """
 
     evaluate: Callable[[Tensor], State]
@@ -90,10 +106,17 @@ def finite(gradient: Tensor) -> Tensor:
 
 class Proposal(NamedTuple):
     r"""
+    :class:`Kernel` has an example.
+
     :ivar state: the proposed state.
     :ivar log_ratio: :math:`\log m(z' \to z) - \log m(z \to z')`, shape ``[*batch]``; the reverse
         move's log density minus the forward one's.
     :ivar log_reverse: the same with another reverse kernel than m, where a kernel has one.
+
+    Example::
+
+        >>> position = torch.ones(3, 2)
+        >>> symmetric = Proposal(State(position, torch.zeros(3), torch.zeros(3)), torch.zeros(3))
     """
 
     state: State
@@ -105,12 +128,19 @@ class Info(NamedTuple):
     r"""
     What happened in one transition.
 
+    :class:`Kernel` has an example.
+
     :ivar log_ratio: what an unadjusted move adds to the log weight, shape ``[*batch]``.
     :ivar acceptance: :math:`\alpha`, detached, shape ``[*batch]``; for unadjusted kernels the
         probability that the move would have been accepted with.
     :ivar accepted: which moves were accepted; None for unadjusted kernels.
     :ivar log_prob: the log probability of what was decided, :math:`\log \alpha` or
         :math:`\log (1 - \alpha)`, with its gradient; None for unadjusted kernels.
+
+    Example::
+
+        >>> Info(log_ratio=torch.zeros(3), acceptance=torch.ones(3)).accepted is None
+        True
     """
 
     log_ratio: Tensor
@@ -179,9 +209,13 @@ class Kernel(nn.Module, ABC):
     def __init__(self, step_size: float | Tensor | StepSize | None = None) -> None:
         super().__init__()
         self.step_size = as_step_size(step_size)
+        # A leapfrog step of 2 is stable under N(0, 1), and Langevin's eta is its square over 2.
+        most = math.inf if self.adjusted else 2.0
         for part in self.step_size.modules():
             if isinstance(part, AdaptiveStepSize):
-                part.complete(self.initial_step_size, self.target_acceptance, self.step_size_power)
+                part.complete(
+                    self.initial_step_size, self.target_acceptance, self.step_size_power, most
+                )
 
     @abstractmethod
     def propose(self, state: State, target: Target) -> Proposal:

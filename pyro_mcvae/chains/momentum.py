@@ -21,9 +21,18 @@ class Momentum(nn.Module, ABC):
 
     Before a transition the momentum becomes :math:`\mu\, p + \sqrt{1 - \mu^2}\, u` with
     :math:`u \sim N(0, I)`.
+    :class:`LearnedMomentum` has an example.
 
     :ivar num_transitions: for how many transitions there is a value each; None for one value that
         serves them all.
+
+    Example::
+
+        >>> class Rising(Momentum):
+        ...     def forward(self, transition=-1):
+        ...         return torch.tensor(0.9 if transition else 0.5)
+        >>> from pyro_mcvae import TraceSIS_ELBO, UnderdampedLangevin
+        >>> elbo = TraceSIS_ELBO(5, UnderdampedLangevin(momentum=Rising()))
     """
 
     num_transitions: int | None = None

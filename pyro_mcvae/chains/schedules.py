@@ -42,7 +42,7 @@ class Schedule(nn.Module, ABC):
 
     def __init__(self, num_steps: int) -> None:
         super().__init__()
-        check_count("num_steps", num_steps)
+        num_steps = check_count("num_steps", num_steps)
         self.num_steps = num_steps
 
     @abstractmethod

@@ -54,7 +54,10 @@ class AdaptiveStepSize(StepSize):
     :param bool per_coordinate: one step size per coordinate. None: only for chains in ``"latent"``
         coordinates, which the guide has not whitened.
     :param float rate: the largest relative increase per update.
-    :param bounds: the least and the largest value.
+    :param bounds: the least and the largest value. None: 1e-6 and 1e3; for unadjusted kernels in
+        ``"noise"`` coordinates 1e-6 and 2, beyond which a leapfrog step is unstable under the base
+        density itself: far from the posterior every move is an improvement, and the acceptance of
+        1 says nothing.
     :raises ValueError: for values outside of these ranges.
 
     [1] Thin et al. (2021), *Monte Carlo Variational Auto-Encoders*.
@@ -77,7 +80,7 @@ class AdaptiveStepSize(StepSize):
         target_acceptance: float | None = None,
         per_coordinate: bool | None = None,
         rate: float = 0.1,
-        bounds: tuple[float, float] = _BOUNDS,
+        bounds: tuple[float, float] | None = None,
     ) -> None:
         super().__init__()
         if target_acceptance is not None and not 0 < target_acceptance < 1:
@@ -86,6 +89,8 @@ class AdaptiveStepSize(StepSize):
             )
         if not 0 < rate < 1:
             raise ValueError(f"rate must lie between 0 and 1, got {rate!r}")
+        self._bounded = bounds is not None
+        bounds = _BOUNDS if bounds is None else bounds
         if not 0 < bounds[0] < bounds[1] < math.inf:
             raise ValueError(f"bounds must be two increasing positive numbers, got {bounds!r}")
         self.target_acceptance = target_acceptance
@@ -96,16 +101,25 @@ class AdaptiveStepSize(StepSize):
         self.register_buffer("value", start)
         self.register_buffer("base", start.clone())
         self.register_buffer("begun", torch.tensor(False))
-        self.power = 1.0
+        self.power, self.most = 1.0, math.inf
         self._new = True
 
-    def complete(self, initial: float, target_acceptance: float, power: float = 1.0) -> None:
+    def complete(
+        self,
+        initial: float,
+        target_acceptance: float,
+        power: float = 1.0,
+        most: float = math.inf,
+    ) -> None:
         """
         Fill in what was left to the kernel.
 
         :param float power: how the step size goes with the width of a density: 1 for lengths.
+        :param float most: the largest one that is stable under a standard normal density.
         """
         self.power = power
+        if not self._bounded:
+            self.most = most
         if self.target_acceptance is None:
             self.target_acceptance = target_acceptance
         if bool(self.base.isnan()):
@@ -139,7 +153,9 @@ class AdaptiveStepSize(StepSize):
         change = torch.where(acceptance.isfinite(), change, 0.0)
         # An objective that was not moved along adapts where the model is.
         base = self.base.to(acceptance.device) * (self.rate * change).exp()
-        self._assign("base", base.clamp(*self.bounds))
+        # What has not been whitened may need steps of any length.
+        most = self.bounds[1] if self.per_coordinate else min(self.bounds[1], self.most)
+        self._assign("base", base.clamp(self.bounds[0], most))
         if self.per_coordinate and gradient is not None:
             followed = self._followed(gradient.reshape(-1, gradient.shape[-1]), change)
             self._assign("value", torch.where(acceptance.isfinite(), followed, self.value))
@@ -220,7 +236,7 @@ class LearnedStepSize(StepSize):
         warmup: int = 200,
     ) -> None:
         super().__init__()
-        check_count("warmup", warmup)
+        warmup = check_count("warmup", warmup)
         self.num_transitions = num_transitions
         self.start = initial if isinstance(initial, AdaptiveStepSize) else None
         given = torch.ones(()) if isinstance(initial, AdaptiveStepSize) else initial

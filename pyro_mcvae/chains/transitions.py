@@ -27,7 +27,7 @@ def begin_with(
                 f"num_transitions, got a tensor of shape {tuple(start.shape)}"
             )
         return start
-    check_count("num_transitions", num_transitions)
+    num_transitions = check_count("num_transitions", num_transitions)
     if start.dim() == 0:
         return start.repeat(num_transitions)
     if len(start) != num_transitions or start.dim() > 1 + most:

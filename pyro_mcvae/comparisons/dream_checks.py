@@ -13,12 +13,12 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pyro_mcvae.comparisons.dreams import dream, dreamt_values, is_factor, recognize
+from pyro_mcvae.comparisons.dreams import dream, dreamt_values, recognize
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_random, is_scored
+from pyro_mcvae.programs.sites import is_factor, is_random, is_scored
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.structure import dependencies
 

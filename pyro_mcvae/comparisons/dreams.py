@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pyro import distributions as dist
 from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
@@ -18,10 +17,10 @@ from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_delta, is_latent, is_scored, layers
+from pyro_mcvae.programs.sites import is_delta, is_factor, is_latent, is_scored
 from pyro_mcvae.programs.terms import terms_of
 
-__all__ = ["dream", "dreamt_values", "is_factor", "recognize"]
+__all__ = ["dream", "dreamt_values", "recognize"]
 
 
 class _Dreaming(Messenger):
@@ -33,11 +32,6 @@ class _Dreaming(Messenger):
         if is_factor(msg["fn"]):
             return  # nothing to draw
         msg["is_observed"], msg["done"], msg["value"] = False, False, None
-
-
-def is_factor(fn: Any) -> bool:
-    """Whether a distribution is a factor of the density that draws nothing."""
-    return any(isinstance(layer, dist.Unit) for layer in layers(fn))
 
 
 def dream(programs: Programs, subsamples: Minibatch) -> Trace:

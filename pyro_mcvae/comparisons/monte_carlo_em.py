@@ -134,8 +134,8 @@ class MonteCarloEM(ChainELBO):
         joint: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        check_count("num_steps", num_steps)
-        check_count("updates_per_draw", updates_per_draw)
+        num_steps = check_count("num_steps", num_steps)
+        updates_per_draw = check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)
         check_flag("joint", joint)
         if kernel is None:
@@ -166,20 +166,20 @@ class MonteCarloEM(ChainELBO):
         self._draw = None  # made by another state
         super()._load_from_state_dict(*args)
 
-    def _estimate(self, programs: Programs) -> Estimate:
+    def estimate(self, programs: Programs) -> Estimate:
         draw = self._draw
         if torch.is_grad_enabled() and draw is not None and _same_call(draw, programs):
-            sample = self._sampler.replay_at_rest(programs, draw.sample)
+            sample = self.sampler.replay_at_rest(programs, draw.sample)
             if sample is not None:
                 return self._update_again(programs, draw, sample)
-        return super()._estimate(programs)
+        return super().estimate(programs)
 
     def _update_again(self, programs: Programs, draw: _Draw, sample: WeightedParticles) -> Estimate:
         """A step at earlier draws; its value is the guide's ELBO of the same minibatch, anew."""
         with torch.no_grad():
             particles = sample.num_particles
             free: list[SampleFn] = [_leave_to_pyro] * (particles if sample.runs[1:] else 1)
-            fresh = self._sampler.resample(programs, draw.sample, free, particles)
+            fresh = self.sampler.resample(programs, draw.sample, free, particles)
             bound = fresh.log_weight.mean(0)
             estimate = local_estimate(fresh, bound, bound)
         local = (sample.scale * _model_log_prob(sample).mean(0)).sum()
@@ -207,7 +207,7 @@ class MonteCarloEM(ChainELBO):
         start = density.start()
         if self.states is not None:
             start = density(self.states.resume(first.sample, start.position))
-        target = Target(density, log_weight.new_ones(()), density.log_weight.free)
+        target = Target(density, log_weight.new_ones(()), density.log_weight.movable)
         state, infos = start, []
         with torch.no_grad():
             for _ in range(self.num_steps):
@@ -230,7 +230,7 @@ class MonteCarloEM(ChainELBO):
             self.states.keep(sample, chain.state.position)
         self._draw = None
         if self.updates_per_draw > 1:
-            self._draw = _Draw(sample, _call(log_weight._programs), self.updates_per_draw - 1)
+            self._draw = _Draw(sample, _call(log_weight.programs), self.updates_per_draw - 1)
 
     def _wrong_kernel(self, name: str) -> str:
         return (

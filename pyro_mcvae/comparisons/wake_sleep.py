@@ -111,7 +111,7 @@ class WakeSleep(MonteCarloELBO):
         **options: Unpack[ELBOOptions],
     ) -> None:
         super().__init__(num_particles, **options)
-        check_count("num_dreams", num_dreams)
+        num_dreams = check_count("num_dreams", num_dreams)
         if dream_args is not None and not callable(dream_args):
             raise ValueError(
                 f"dream_args must be a function (dream, *args, **kwargs) -> (args, kwargs), got "
@@ -122,8 +122,8 @@ class WakeSleep(MonteCarloELBO):
         self._programs: tuple[Any, Any] | None = None
         self._checked: set[frozenset[str]] = set()
 
-    def _estimate(self, programs: Programs) -> Estimate:
-        runs = self._sampler.independent(programs, detach_latents=True)
+    def estimate(self, programs: Programs) -> Estimate:
+        runs = self.sampler.independent(programs, detach_latents=True)
         value = as_scalar(sum(total_cost(elbo_costs(run.terms)) for run in runs))
         value = value / self.num_particles
         if not torch.is_grad_enabled():
@@ -134,11 +134,11 @@ class WakeSleep(MonteCarloELBO):
         surrogate = wake / self.num_particles + sleep / self.num_dreams
         # A loss that is not finite is reported; the sleep phase's is not part of the value.
         value = torch.where(surrogate.detach().isfinite(), value, torch.nan)
-        return Estimate(value, surrogate, [*runs, *nights])
+        return Estimate(value, surrogate, [*runs, *nights], scored=True)
 
-    def _bounds(self, programs: Programs) -> Bounds:
-        runs = self._sampler.independent(programs, detach_latents=True)
-        sample = self._sampler.arrange(programs, runs)
+    def bounds_of(self, programs: Programs) -> Bounds:
+        runs = self.sampler.independent(programs, detach_latents=True)
+        sample = self.sampler.arrange(programs, runs)
         return elbo_bounds(sample, [elbo_costs(run.terms) for run in runs])
 
     def _sleep(self, programs: Programs, run: Run) -> Run:

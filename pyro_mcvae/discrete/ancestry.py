@@ -38,7 +38,7 @@ def _derive(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozens
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
     found = dependencies.find_dependencies(programs, names, run.subsamples)
     _check_slots(slot_run, found)
-    direct = {t.key: found.factors.get(t.key, names) for t in run.terms}
+    direct = {t.key: found.factors.get(t.key, names) for t in run.summands}
     closed = {name: direct[FactorKey("guide", name)] | {name} for name in names}
     for _ in names:
         wider = {n: frozenset().union(*(closed[p] for p in ps)) for n, ps in closed.items()}

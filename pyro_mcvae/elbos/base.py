@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.execution import Programs, run_pair
@@ -23,6 +24,8 @@ from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.run import Run
 
 __all__ = ["Bounds", "ELBOOptions", "Estimate", "MonteCarloELBO"]
+
+_logger = logging.getLogger(__name__)
 
 
 class Bounds(NamedTuple):
@@ -65,11 +68,13 @@ class Bounds(NamedTuple):
 @dataclass(slots=True)
 class Estimate:
     """
-    One step's value and gradient.
+    One step's value and gradient. :class:`MonteCarloELBO` has an example.
 
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
     :ivar runs: the executions behind it, to name a site where the value is not finite.
+    :ivar scored: whether the surrogate has the score-function terms of draws without
+        reparameterization; a training step with such draws is refused otherwise.
     :ivar overflow: what to say where the value is not finite though every site is.
     :ivar finish: what to do after a training step that succeeded, such as adapting.
     """
@@ -77,6 +82,7 @@ class Estimate:
     value: Tensor
     surrogate: Tensor
     runs: list[Run]
+    scored: bool = False
     overflow: str = "every site is finite: their sum overflows"
     finish: Callable[[], None] | None = None
 
@@ -88,13 +94,15 @@ class ELBOOptions(TypedDict, total=False):
     vectorize_particles: bool
     strict_enumeration_warning: bool
     retain_graph: bool | None
+    ignore_jit_warnings: bool
+    jit_options: dict[str, Any] | None
 
 
 class MonteCarloELBO(ELBO):
     """
     Base class of the objectives of this package.
 
-    A subclass implements :meth:`_estimate` (value and surrogate of one step) and :meth:`_bounds`
+    A subclass implements :meth:`estimate` (value and surrogate of one step) and :meth:`bounds_of`
     (the value per datum). This class makes Pyro's interface of them: :meth:`loss`,
     :meth:`differentiable_loss` and :meth:`loss_and_grads` agree under one random seed.
 
@@ -106,23 +114,24 @@ class MonteCarloELBO(ELBO):
     :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration;
         False samples them.
     :param bool retain_graph: passed on to ``backward``.
+    :param bool ignore_jit_warnings: accepted as by Pyro's losses, and without an effect.
+    :param dict jit_options: likewise; nothing is compiled by ``torch.jit``.
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
 
     Example, an objective of one's own: the bound of the best of K particles, which takes
-    ``self._sampler`` for the weights of a step and leaves plates, scales, subsampling, global
-    latents and both of Pyro's interfaces to the package::
+    ``self.sampler`` for the weights of a step and leaves plates, scales, subsampling, global
+    and discrete latents, and both of Pyro's interfaces to the package::
 
         >>> import pyro, torch
         >>> import pyro.distributions as dist
-        >>> from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
         >>> class TraceVRMax_ELBO(MonteCarloELBO):
-        ...     def _estimate(self, programs):
-        ...         sample = self._sampler.sample(programs)
+        ...     def estimate(self, programs):
+        ...         sample = self.sampler.sample(programs)
         ...         best = sample.log_weight.max(0).values
         ...         return local_estimate(sample, best.detach(), best)
         ...
-        ...     def _bounds(self, programs):
-        ...         sample = self._sampler.sample(programs)
+        ...     def bounds_of(self, programs):
+        ...         sample = self.sampler.sample(programs)
         ...         return local_bounds(sample, sample.log_weight.max(0).values)
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
@@ -138,6 +147,15 @@ class MonteCarloELBO(ELBO):
         True
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> MonteCarloELBO:
+        if len(args) > 1 and callable(args[0]) and callable(args[1]):
+            # SVI takes any function for a loss, and calls it with the model and the guide.
+            raise ValueError(
+                f"{cls.__name__} was called with a model and a guide, as SVI(..., "
+                f"loss={cls.__name__}) does with a class: pass an object, loss={cls.__name__}()"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         num_particles: int = 1,
@@ -145,29 +163,66 @@ class MonteCarloELBO(ELBO):
         vectorize_particles: bool = False,
         strict_enumeration_warning: bool = True,
         retain_graph: bool | None = None,
+        ignore_jit_warnings: bool = False,
+        jit_options: dict[str, Any] | None = None,
     ) -> None:
-        check_count("num_particles", num_particles)
+        check_flag("vectorize_particles", vectorize_particles, or_none=True)
+        check_flag("strict_enumeration_warning", strict_enumeration_warning)
+        check_flag("retain_graph", retain_graph, or_none=True)
+        num_particles = check_count("num_particles", num_particles)
         super().__init__(
             num_particles=num_particles,
             max_plate_nesting=max_plate_nesting,
             vectorize_particles=vectorize_particles,
             strict_enumeration_warning=strict_enumeration_warning,
             retain_graph=retain_graph,
+            ignore_jit_warnings=ignore_jit_warnings,
+            jit_options=jit_options,
         )
-        self._sampler = ParticleSampler(
+        self.sampler = ParticleSampler(
             num_particles,
             vectorize_particles,
             max_plate_nesting,
             strict_enumeration=strict_enumeration_warning,
         )
+        self._told_of_guide_data = self._told_of_baselines = False
 
     @abstractmethod
-    def _estimate(self, programs: Programs) -> Estimate:
+    def estimate(self, programs: Programs) -> Estimate:
         """One step's value and surrogate; the surrogate needs no graph where gradients are off."""
 
     @abstractmethod
-    def _bounds(self, programs: Programs) -> Bounds:
+    def bounds_of(self, programs: Programs) -> Bounds:
         """One step's value per datum."""
+
+    def _step(self, programs: Programs) -> Estimate:
+        estimate = self.estimate(programs)
+        if torch.is_grad_enabled() and not estimate.scored:
+            _refuse_scores(self, estimate.runs)
+        self._tell_of_baselines(estimate.runs[:1])
+        observed = [t.key.name for run in estimate.runs[:1] for t in run.guide_data]
+        if observed and not self._told_of_guide_data:
+            self._told_of_guide_data = True
+            _logger.warning(
+                "site '%s' of the guide is observed: its log density is added to the loss, as by "
+                "Pyro, so that training lowers it, and is in no weight and no evidence. To train a "
+                "network that predicts it, subtract its log_prob from differentiable_loss instead",
+                observed[0],
+            )
+        return estimate
+
+    def _tell_of_baselines(self, runs: list[Run]) -> None:
+        if self._told_of_baselines:
+            return
+        self._told_of_baselines = True
+        for term in (t for run in runs for t in run.terms if t.in_guide):
+            if term.site["infer"].get("baseline"):
+                _logger.warning(
+                    "infer={'baseline': ...} of the guide's site '%s' is for "
+                    "pyro.infer.TraceGraph_ELBO, and has no effect here: pass baseline= to "
+                    "TraceRaoBlackwell_ELBO, such as IndependentDraw() or NVIL(network)",
+                    term.key.name,
+                )
 
     def _get_trace(
         self,
@@ -192,7 +247,7 @@ class MonteCarloELBO(ELBO):
         :raises ValueError: naming the sites where a log density is not finite.
         """
         with torch.no_grad():
-            estimate = self._estimate(Programs(model, guide, args, kwargs))
+            estimate = self._step(Programs(model, guide, args, kwargs))
         return _finite_loss(estimate)
 
     def differentiable_loss(
@@ -204,7 +259,7 @@ class MonteCarloELBO(ELBO):
         Checks that the value is finite only while Pyro's validation is enabled, so that without
         validation no value leaves the device.
         """
-        estimate = self._estimate(Programs(model, guide, args, kwargs))
+        estimate = self._step(Programs(model, guide, args, kwargs))
         if is_validation_enabled():
             _finite_loss(estimate)
         if estimate.finish is not None:
@@ -221,7 +276,7 @@ class MonteCarloELBO(ELBO):
         :raises ValueError: naming the sites where a log density is not finite; no gradient has
             been accumulated then.
         """
-        estimate = self._estimate(Programs(model, guide, args, kwargs))
+        estimate = self._step(Programs(model, guide, args, kwargs))
         loss = _finite_loss(estimate)
         if estimate.surrogate.requires_grad:
             self._backward(-estimate.surrogate)
@@ -261,7 +316,18 @@ class MonteCarloELBO(ELBO):
             True
         """
         with torch.no_grad():
-            return self._bounds(Programs(model, guide, args, kwargs))
+            return self.bounds_of(Programs(model, guide, args, kwargs))
+
+
+def _refuse_scores(objective: MonteCarloELBO, runs: list[Run]) -> None:
+    """A score-function term that is left out is a wrong gradient, which nothing else would show."""
+    for term in (t for run in runs for t in run.terms if isinstance(t.score, Tensor)):
+        raise ValueError(
+            f"the guide's draws of site '{term.key.name}' are not reparameterized "
+            f"({type(term.site['fn']).__name__}), and the estimate of {type(objective).__name__} "
+            f"does not say that its gradient has their score function: make it by local_estimate "
+            f"or elbo_estimate, or add the terms and pass Estimate(..., scored=True)"
+        )
 
 
 def as_scalar(value: Any) -> Tensor:

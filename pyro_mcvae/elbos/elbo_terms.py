@@ -86,7 +86,8 @@ def elbo_estimate(
         value = value + total_cost(run_costs)
         if torch.is_grad_enabled():
             surrogate = surrogate + elbo_surrogate(run_costs, coupled)
-    return Estimate(as_scalar(value) / num_particles, as_scalar(surrogate) / num_particles, runs)
+    value, surrogate = as_scalar(value) / num_particles, as_scalar(surrogate) / num_particles
+    return Estimate(value, surrogate, runs, scored=True)
 
 
 def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
@@ -96,7 +97,7 @@ def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
         c.value.sum() * c.term.plate_scale
         for i, run_costs in enumerate(costs)
         for c in run_costs
-        if sample.block_of[i][c.term.key] is None and isinstance(c.value, Tensor)
+        if sample.block_of[i].get(c.term.key) is None and isinstance(c.value, Tensor)
     )
     shared = as_scalar(shared) / sample.num_particles
     if not sample.blocks:
@@ -105,26 +106,80 @@ def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
     return Bounds(per_datum, sample.scale, shared, sample.plate_names)
 
 
-def local_estimate(sample: WeightedParticles, bound: Tensor, surrogate: Tensor) -> Estimate:
-    """
+def local_estimate(
+    sample: WeightedParticles, bound: Tensor, surrogate: Tensor, scored: bool = False
+) -> Estimate:
+    r"""
     A bound on the local latents' evidence, with the plain ELBO of everything global around it.
 
-    :param bound: the bound of each datum, detached, shape ``[*plates]``.
+    The surrogate is what the draws' densities and paths give. Local draws :math:`z_k` without
+    reparameterization add :math:`L \sum_k \nabla \log q(z_k)`, which makes the gradient of
+    :math:`E[L]` unbiased whatever function of the particles L is; an objective that knows a signal
+    with less noise (VIMCO's, say) adds that to its surrogate instead, and says so.
+
+    :class:`MonteCarloELBO` has an example.
+
+    :param sample: the particles of the step, from ``self.sampler``.
+    :param bound: the bound L of each datum, detached, shape ``[*plates]``.
     :param surrogate: a tensor of that shape with the gradient of the bound.
+    :param bool scored: whether it has the score-function terms of the local draws already.
     """
-    shared = elbo_costs(sample.global_terms())
-    local = sample.scale * bound
-    value = as_scalar(total_cost(shared) + local.sum())
+    local, terms = sample.scale * bound, sample.global_terms()
+    observed, observed_path = _guide_data(sample)
+    value = as_scalar(local.sum() + observed)
+    shared = elbo_costs(terms) if terms else []
+    if shared:
+        value = as_scalar(total_cost(shared) + value)
     if not torch.is_grad_enabled():
         return Estimate(value, value, sample.runs)
-    outside = elbo_surrogate(shared, sample.structure.coupled, _downstream(sample, local))
-    return Estimate(value, (sample.scale * surrogate).sum() + outside, sample.runs)
+    if not scored:
+        surrogate = surrogate + bound.detach() * _local_score(sample)
+    path = (sample.scale * surrogate).sum() + observed_path
+    if shared:
+        path = path + _shared_surrogate(sample, shared, local)
+    return Estimate(value, path, sample.runs, scored=True)
+
+
+def _local_score(sample: WeightedParticles) -> Any:
+    """log q of the local draws without reparameterization, of all particles; 0 for none."""
+    terms = sample.runs[0].terms
+    if not any(isinstance(t.score, Tensor) and sample.is_local(t) for t in terms):
+        return 0
+    return sample.local_sum(lambda t, i: t.score).sum(0)
 
 
 def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
-    """The same per datum."""
-    shared = as_scalar(total_cost(elbo_costs(sample.global_terms())))
-    return Bounds(bound, sample.scale, shared.to(bound), sample.plate_names)
+    """
+    The value of :func:`local_estimate` per datum. :class:`MonteCarloELBO` has an example.
+
+    :param sample: the particles of the step, from ``self.sampler``.
+    :param bound: the bound of each datum, shape ``[*plates]``.
+    """
+    shared = total_cost(elbo_costs(sample.global_terms())) + _guide_data(sample)[0]
+    return Bounds(bound, sample.scale, as_scalar(shared).to(bound), sample.plate_names)
+
+
+def _guide_data(sample: WeightedParticles) -> tuple[Any, Any]:
+    """
+    What the guide observes, averaged over the particles outside of every weight, as in Pyro.
+
+    :returns: its value, and a scalar with its gradient; 0 where there is none.
+    """
+    costs = []
+    for run in sample.runs:
+        observed = elbo_costs(run.guide_data)
+        if observed:
+            scored = [Cost(t, 0, 0) for t in run.terms if isinstance(t.score, Tensor)]
+            costs.append([*scored, *observed])
+    if not costs:
+        return 0, 0
+    coupled = sample.structure.coupled
+    estimate = elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
+    return estimate.value, estimate.surrogate
+
+
+def _shared_surrogate(sample: WeightedParticles, shared: list[Cost], local: Tensor) -> Any:
+    return elbo_surrogate(shared, sample.structure.coupled, _downstream(sample, local))
 
 
 def _downstream(sample: WeightedParticles, bound: Tensor) -> MultiFrameTensor:
@@ -151,6 +206,8 @@ def elbo_surrogate(
         the score-function terms only.
     """
     paths = sum(c.path.sum() * c.term.plate_scale for c in costs if isinstance(c.path, Tensor))
+    if not any(isinstance(c.term.score, Tensor) for c in costs):
+        return paths
     return paths + score_function_term(costs, coupled, extra)
 
 
@@ -167,8 +224,6 @@ def score_function_term(
     where the elements were found to meet.
     """
     scored = [c.term for c in costs if isinstance(c.term.score, Tensor)]
-    if not scored:
-        return 0.0
     downstream = MultiFrameTensor() if extra is None else MultiFrameTensor(*extra.items())
     for c in costs:
         if isinstance(c.value, Tensor):

@@ -144,10 +144,10 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         self.gradient_estimator = gradient_estimator
         self.joint = joint
         self._told = False
-        self._path = PathGradient(gradient_estimator, num_particles)
-        self._sampler.structures = StructureFinder(joint, self._path.needs_roots)
+        self._path = PathGradient(gradient_estimator, self.num_particles)
+        self.sampler.structures = StructureFinder(joint, self._path.needs_roots)
 
-    def _estimate(self, programs: Programs) -> Estimate:
+    def estimate(self, programs: Programs) -> Estimate:
         sample = self._sample(programs)
         if not sample.blocks:
             self._tell_of_averaging(sample)
@@ -156,19 +156,19 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
         bound = log_mean_exp(sample.log_weight.detach())
         surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
-        return local_estimate(sample, bound, surrogate)
+        return local_estimate(sample, bound, surrogate, scored=True)
 
-    def _bounds(self, programs: Programs) -> Bounds:
+    def bounds_of(self, programs: Programs) -> Bounds:
         sample = self._sample(programs)
         if not sample.blocks:
-            return elbo_bounds(sample, [elbo_costs(run.terms) for run in sample.runs])
+            return elbo_bounds(sample, [elbo_costs(run.summands) for run in sample.runs])
         return local_bounds(sample, log_mean_exp(sample.log_weight))
 
     def _sample(self, programs: Programs) -> WeightedParticles:
         inside: Callable[[frozenset[str]], Messenger] | None = None
         if self.gradient_estimator == "vimco":
             inside = ScoreFunctionSites
-        return self._sampler.sample(programs, inside)
+        return self.sampler.sample(programs, inside)
 
     def _tell_of_averaging(self, sample: WeightedParticles) -> None:
         drawn = any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide)

@@ -61,7 +61,7 @@ class PathGradient:
                 Cost(c.term, c.value, -_path_log_q(c.term))
                 if self._applies(sample, c.term, i)
                 else c
-                for c in elbo_costs(run.terms)
+                for c in elbo_costs(run.summands)
             ]
             for i, run in enumerate(sample.runs)
         ]
@@ -95,6 +95,7 @@ class PathGradient:
             and term.in_guide
             and is_random(term.site)
             and not isinstance(term.score, Tensor)
+            and not term.left_out
             and sample.block_of[i][term.key] is not None
             and term.key.name in sample.structure.roots
             and term.site["value"].requires_grad

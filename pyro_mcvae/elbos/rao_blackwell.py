@@ -16,8 +16,8 @@ from pyro_mcvae.discrete.control_variates import (
     no_baseline,
 )
 from pyro_mcvae.discrete.enumerated import ScoredSite, SlotRun
+from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_sampler import SlotSampler
-from pyro_mcvae.discrete.slots import SiteOptions
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
@@ -107,8 +107,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     def __init__(
         self,
-        num_categories: float = 1,
-        num_samples: int = 1,
+        num_categories: float | None = None,
+        num_samples: int | None = None,
         budget: int | None = None,
         baseline: Baseline | None = None,
         entropy: Literal["sampled", "exact"] = "sampled",
@@ -123,23 +123,33 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             raise ValueError(
                 f"baseline must be a Baseline, such as IndependentDraw(), or None, got {baseline!r}"
             )
+        if budget is not None and (num_categories is not None or num_samples is not None):
+            raise ValueError(
+                f"budget={budget!r} says how many values of a site are evaluated, and chooses for "
+                f"each datum how many of them are summed: pass it without num_categories="
+                f"{num_categories!r} and num_samples={num_samples!r}, or these without it"
+            )
         self.baseline = baseline
         self.site_options = SiteOptions(
-            num_categories, num_samples, budget, baseline, entropy == "exact"
+            1 if num_categories is None else num_categories,
+            1 if num_samples is None else num_samples,
+            budget,
+            baseline,
+            entropy == "exact",
         )
         self._told: set[str] = set()
         self._slots = SlotSampler(
             self.site_options,
-            num_particles,
+            self.num_particles,
             self.vectorize_particles,
-            self._sampler.runner.declared_nesting,
+            self.sampler.runner.declared_nesting,
             self._tell,
         )
 
-    def _estimate(self, programs: Programs) -> Estimate:
+    def estimate(self, programs: Programs) -> Estimate:
         if is_messenger(programs):
             runs = self._without_slots(programs)
-            return elbo_estimate(runs, [elbo_costs(r.terms) for r in runs], self.num_particles)
+            return elbo_estimate(runs, [elbo_costs(r.summands) for r in runs], self.num_particles)
         slot_runs = self._slot_runs(programs)
         value: Any = 0.0
         surrogate: Any = 0.0
@@ -157,35 +167,37 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             as_scalar(value) / self.num_particles,
             as_scalar(surrogate) / self.num_particles,
             [r.run for r in slot_runs],
+            scored=True,
         )
 
-    def _bounds(self, programs: Programs) -> Bounds:
+    def bounds_of(self, programs: Programs) -> Bounds:
         if is_messenger(programs):
             runs = self._without_slots(programs)
-            sample = self._sampler.arrange(programs, runs)
-            return elbo_bounds(sample, [elbo_costs(r.terms) for r in runs])
+            sample = self.sampler.arrange(programs, runs)
+            return elbo_bounds(sample, [elbo_costs(r.summands) for r in runs])
         slot_runs = self._slot_runs(programs)
         costs = []
         for slot_run in slot_runs:
             sums = self._sums(programs, slot_run)
-            values: dict[Any, Any] = {t.key: 0 for t in slot_run.run.terms}
+            summands = slot_run.run.summands
+            values: dict[Any, Any] = {t.key: 0 for t in summands}
             for c, value in zip(slot_run.costs, sums.expected(), strict=True):
                 values[c.term.key] = values[c.term.key] + value * (c.scale / c.term.plate_scale)
-            costs.append([Cost(t, values[t.key], 0) for t in slot_run.run.terms])
-        sample = self._sampler.arrange(programs, [r.run for r in slot_runs])
+            costs.append([Cost(t, values[t.key], 0) for t in summands])
+        sample = self.sampler.arrange(programs, [r.run for r in slot_runs])
         return elbo_bounds(sample, costs)
 
     def _slot_runs(self, programs: Programs) -> list[SlotRun]:
         slot_runs = self._slots.runs(programs)
         if slot_runs[0].run.leading is not None:
-            self._sampler.structures.check_particles(programs, slot_runs[0].run)
+            self.sampler.structures.check_particles(programs, slot_runs[0].run)
         return slot_runs
 
     def _sums(self, programs: Programs, slot_run: SlotRun) -> SlotSums:
         return SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
 
     def _without_slots(self, programs: Programs) -> list[Run]:
-        runs = self._sampler.independent(programs)
+        runs = self.sampler.independent(programs)
         for term in runs[0].terms:
             if isinstance(term.score, Tensor):
                 raise ValueError(

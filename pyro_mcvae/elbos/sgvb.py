@@ -9,6 +9,7 @@ from torch import Tensor
 from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.kl import analytic_kl_sites
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
@@ -73,24 +74,25 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         **options: Unpack[ELBOOptions],
     ) -> None:
         super().__init__(num_particles, **options)
+        check_flag("analytic_kl", analytic_kl)
         self.analytic_kl = analytic_kl
 
-    def _estimate(self, programs: Programs) -> Estimate:
-        runs = self._sampler.independent(programs)
+    def estimate(self, programs: Programs) -> Estimate:
+        runs = self.sampler.independent(programs)
         coupled: dict[FactorKey, frozenset[PlateKey]] = {}
         for run in runs:
             if any(isinstance(t.score, Tensor) for t in run.terms):
                 # Which costs a score multiplies depends on whether a plate's elements meet.
-                coupled |= self._sampler.structures.of(programs, run).coupled
+                coupled |= self.sampler.structures.of(programs, run).coupled
         costs = [self._costs(run) for run in runs]
         return elbo_estimate(runs, costs, self.num_particles, coupled)
 
-    def _bounds(self, programs: Programs) -> Bounds:
-        runs = self._sampler.independent(programs)
-        return elbo_bounds(self._sampler.arrange(programs, runs), [self._costs(r) for r in runs])
+    def bounds_of(self, programs: Programs) -> Bounds:
+        runs = self.sampler.independent(programs)
+        return elbo_bounds(self.sampler.arrange(programs, runs), [self._costs(r) for r in runs])
 
     def _costs(self, run: Run) -> list[Cost]:
-        costs = elbo_costs(run.terms)
+        costs = elbo_costs(run.summands)
         if not self.analytic_kl:
             return costs
         closed = analytic_kl_sites(run)

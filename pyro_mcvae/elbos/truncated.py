@@ -80,16 +80,16 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         options.setdefault("vectorize_particles", True)
         super().__init__(1, **options)
         if num_gradient_states is not None:
-            check_count("num_gradient_states", num_gradient_states)
-        check_count("num_sampled_states", num_sampled_states)
+            num_gradient_states = check_count("num_gradient_states", num_gradient_states)
+        num_sampled_states = check_count("num_sampled_states", num_sampled_states)
         self.num_gradient_states = num_gradient_states
         self.num_sampled_states = num_sampled_states
         #: The last step's passes through the model, and the states of a datum in all of them.
         self.num_runs, self.num_evaluations = 0, 0
 
-    def _estimate(self, programs: Programs) -> Estimate:
+    def estimate(self, programs: Programs) -> Estimate:
         guide = _truncated(programs.guide)
-        runs = guide.begin(programs.model, self._sampler, programs.args, programs.kwargs)
+        runs = guide.begin(programs.model, self.sampler, programs.args, programs.kwargs)
         training = torch.is_grad_enabled()
         if training and guide.training:
             guide.agree(runs)
@@ -118,14 +118,14 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             joint = [own.flatten(1).t() for own in sample.split(sample.log_weight)]
             surrogate = _weighted(sample, weights, joint, bound)
         self.num_runs, self.num_evaluations = runs.num_runs, runs.num_states
-        estimate = local_estimate(sample, bound, surrogate)
+        estimate = local_estimate(sample, bound, surrogate, scored=True)
         if training and guide.training:
             estimate.finish = partial(guide.store, runs, populations, shared=True)
         return estimate
 
-    def _bounds(self, programs: Programs) -> Bounds:
+    def bounds_of(self, programs: Programs) -> Bounds:
         guide = _truncated(programs.guide)
-        runs = guide.begin(programs.model, self._sampler, programs.args, programs.kwargs)
+        runs = guide.begin(programs.model, self.sampler, programs.args, programs.kwargs)
         populations, sample = guide.evaluate(runs)
         if guide.training:
             populations = guide.search(runs, populations)

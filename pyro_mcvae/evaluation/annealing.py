@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.hmc import HMC
@@ -41,8 +42,9 @@ class Annealing:
         warmup: int,
         without: str,
     ) -> None:
-        self.kernel = copy.deepcopy(kernel)
-        self.betas = schedule().detach().clone()
+        with torch.inference_mode(False):  # a step size that adapts is changed in place
+            self.kernel = copy.deepcopy(kernel)
+            self.betas = schedule().detach().clone()
         self.coordinates = coordinates
         self.warmup = warmup
         self.without = without
@@ -95,8 +97,10 @@ def make_annealing(
         raise ValueError(f"kernel must be a Kernel such as HMC(), got {kernel!r}")
     if coordinates not in ("noise", "latent"):
         raise ValueError(f"coordinates must be 'noise' or 'latent', got {coordinates!r}")
-    check_count("warmup", warmup, 0)
+    warmup = check_count("warmup", warmup, 0)
     if schedule is None and kernel is None:
         return None
     schedule = as_schedule(schedule, DEFAULT_STEPS if schedule is None else None)
-    return Annealing(HMC() if kernel is None else kernel, schedule, coordinates, warmup, without)
+    with torch.inference_mode(False):
+        kernel = HMC() if kernel is None else kernel
+    return Annealing(kernel, schedule, coordinates, warmup, without)

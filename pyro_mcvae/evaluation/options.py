@@ -60,9 +60,10 @@ class Options:
     strict_enumeration_warning: bool = True
 
     def __post_init__(self) -> None:
-        check_count("num_particles", self.num_particles)
+        # An int of NumPy, or a tensor, is an int from here on.
+        object.__setattr__(self, "num_particles", check_count("num_particles", self.num_particles))
         if self.chunk_size is not None:
-            check_count("chunk_size", self.chunk_size)
+            object.__setattr__(self, "chunk_size", check_count("chunk_size", self.chunk_size))
         check_flag("joint", self.joint, or_none=True)
         check_flag("vectorize_particles", self.vectorize_particles)
         check_flag("strict_enumeration_warning", self.strict_enumeration_warning)

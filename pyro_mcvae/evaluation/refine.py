@@ -79,8 +79,8 @@ def refine(
         >>> Predictive(model, posterior_samples=draws)()["x"].shape
         torch.Size([1000, 3])
     """
-    check_count("num_samples", num_samples)
-    check_count("num_transitions", num_transitions, 0)
+    num_samples = check_count("num_samples", num_samples)
+    num_transitions = check_count("num_transitions", num_transitions, 0)
     if num_transitions and options.schedule is None and options.kernel is None:
         options = replace(options, schedule=1)
     annealing = options.annealing(_LEAVE_OUT_ALL if num_transitions else LEAVE_OUT)
@@ -194,7 +194,7 @@ def _move(
 ) -> Tensor:
     """Further transitions that leave the posterior invariant."""
     assert sampler.annealing is not None
-    free = density.log_weight.free
+    free = density.log_weight.movable
     free = None if free is None else _take(free, chosen)
     target = Target(density, position.new_ones(()), free)
     state = density(position)

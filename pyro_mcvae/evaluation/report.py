@@ -67,7 +67,7 @@ class Report:
 
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
         """The data with the largest gaps: their indices in the plates, and the gaps in nats."""
-        check_count("count", count)
+        count = check_count("count", count)
         flat = self.gap.flatten()
         found = flat.topk(min(count, len(flat)))
         indices = [

@@ -145,7 +145,7 @@ def sandwich(
         >>> bool(0 < found.mean_gap < 0.1)
         True
     """
-    check_count("num_simulations", num_simulations)
+    num_simulations = check_count("num_simulations", num_simulations)
     check_function("to_args", to_args)
     if options.schedule is None and options.kernel is None:
         options = replace(options, schedule=DEFAULT_STEPS)
@@ -191,7 +191,7 @@ def _both_ways(
         density = sampler.density(count, values)
         check_density(simulation, density.log_weight.first.sample.runs[0])
         start = density.start()
-        free = density.log_weight.free
+        free = density.log_weight.movable
         back = anneal_back(
             start, annealing.betas.to(start.log_weight.device), annealing.kernel, density, free
         )

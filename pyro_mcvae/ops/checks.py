@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
-__all__ = ["check_count", "check_flag"]
+__all__ = ["as_int", "check_count", "check_flag"]
 
 
-def check_count(name: str, value: Any, least: int = 1) -> None:
+def check_count(name: str, value: Any, least: int = 1) -> int:
     """
     Check a number of things.
 
+    :returns: the number; integers of NumPy and integer tensors without dims are numbers too.
     :raises ValueError: unless ``value`` is an int of at least ``least``.
 
     Example::
@@ -20,8 +22,20 @@ def check_count(name: str, value: Any, least: int = 1) -> None:
             ...
         ValueError: num_steps must be an int of at least 1, got 0
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    count = as_int(value)
+    if count is None or count < least:
         raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
+    return count
+
+
+def as_int(value: Any) -> int | None:
+    """A whole number as an int; None for anything else, bools among them."""
+    if getattr(value, "ndim", 0) != 0 or "bool" in str(getattr(value, "dtype", type(value))):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, RuntimeError):
+        return None
 
 
 def check_flag(name: str, value: Any, or_none: bool = False) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
+from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from pyro.util import check_model_guide_match, check_site_shape
 
-from pyro_mcvae.programs.sites import LEADING, is_latent, nonfinite_report, plate_frames
+from pyro_mcvae.programs.sites import (
+    LEADING,
+    is_latent,
+    is_scored,
+    nonfinite_report,
+    observes_data,
+    plate_frames,
+)
 from pyro_mcvae.programs.types import Site
 
 if TYPE_CHECKING:
@@ -23,7 +31,7 @@ __all__ = [
     "check_declared",
     "check_nesting",
     "check_plates",
-    "check_shapes",
+    "check_run",
     "check_sites",
     "nonfinite_sites",
 ]
@@ -43,6 +51,7 @@ def check_sites(
     :raises ValueError: naming the site and what to do.
     """
     guide, model = guide_trace.nodes, model_trace.nodes
+    _check_places(guide, model)
     for name, site in model.items():
         if not is_latent(site):
             continue
@@ -66,15 +75,28 @@ def check_sites(
         where = "is observed in the model" if name in model else "is missing from the model"
         raise ValueError(
             f"site '{name}' of the guide {where}: remove it from the guide, or mark it with "
-            f"infer={{'is_auxiliary': True}} if it is an auxiliary variable of the guide"
+            f"infer={{'is_auxiliary': True}} if other sites are drawn from it, as by a mixture: "
+            f"its own density is then left out, unless they are point masses computed from it"
         )
+
+
+def _check_places(guide: Mapping[str, Site], model: Mapping[str, Site]) -> None:
+    """Refuse model and guide in each other's place."""
+    if any(s["type"] == "sample" and s["is_observed"] and is_scored(s) for s in model.values()):
+        return
+    for name, site in guide.items():
+        if is_scored(site) and observes_data(site):
+            raise ValueError(
+                f"the model observes nothing, and the guide observes site '{name}': pass the model "
+                f"first and the guide second"
+            )
 
 
 def _enumerated(name: str, program: str) -> str:
     return (
         f"site '{name}' of the {program} is marked for enumeration, which this objective does "
-        f"not do: use pyro.infer.TraceEnum_ELBO, or sample the site by removing "
-        f"infer={{'enumerate': ...}} (in the guide also: strict_enumeration_warning=False)"
+        f"not do: use TraceRaoBlackwell_ELBO, or pyro.infer.TraceEnum_ELBO, or sample the site by "
+        f"removing infer={{'enumerate': ...}} (in the guide also: strict_enumeration_warning=False)"
     )
 
 
@@ -127,27 +149,36 @@ def nonfinite_sites(runs: list[Run]) -> list[str]:
     """A line for every site whose log density is not finite, over all runs."""
     lines = []
     for run in runs:
-        for term in run.terms:
+        for term in run.summands:
             line = nonfinite_report(term.site, term.key.program, torch.as_tensor(term.log_prob))
             if line is not None and line not in lines:
                 lines.append(line)
     return lines
 
 
-def check_shapes(
-    guide_trace: Trace, model_trace: Trace, terms: Sequence[Term], depth: float
+def check_run(
+    run: Run, depth: float, strict_enumeration: bool, model_enumeration: bool = False
 ) -> None:
-    """Pyro's own checks of a run's shapes, while its validation is enabled."""
-    check_model_guide_match(*_comparable(model_trace, guide_trace), depth)
+    """
+    Check a run: its sites, and, while Pyro's validation is enabled, their shapes as Pyro does.
+
+    :param depth: how many batch dims may belong to plates and particles.
+    """
+    check_sites(run.guide_trace, run.model_trace, strict_enumeration, model_enumeration)
+    if is_validation_enabled():
+        check_model_guide_match(*_comparable(run.model_trace, run.guide_trace), depth)
+        _check_shapes(run.summands, run.guide_trace, depth)
+
+
+def _check_shapes(terms: Sequence[Term], guide_trace: Trace, depth: float) -> None:
     apart = _slots_are_apart(terms)
     for term in terms:
-        site = {**term.site, "log_prob": term.log_prob}
+        infer = term.site["infer"]
         if apart and not term.in_guide and term.key.name in guide_trace:
             # Its own slots may come back through what it depends on in the model, where the guide
             # drew that later and chose its slots for each of this site's.
-            infer = term.site["infer"].items()
-            site["infer"] = {k: v for k, v in infer if k != "_enumerate_dim"}
-        check_site_shape(site, depth)
+            infer = {k: v for k, v in infer.items() if k != "_enumerate_dim"}
+        check_site_shape({**term.site, "log_prob": term.log_prob, "infer": infer}, depth)
 
 
 def _slots_are_apart(terms: Sequence[Term]) -> bool:

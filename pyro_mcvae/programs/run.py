@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pyro.infer.util import is_validation_enabled
+import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.contract import check_batch_dims, check_shapes
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.terms import SiteSignature, SiteSizes, Term, terms_of
+from pyro_mcvae.programs.sites import observes_data
+from pyro_mcvae.programs.terms import (
+    SiteSignature,
+    SiteSizes,
+    Term,
+    observed_terms,
+    scored,
+    site_signature,
+    terms_of,
+)
 
 __all__ = ["Run", "collect"]
 
@@ -37,18 +44,35 @@ class Run:
     unbatched: frozenset[FactorKey] = frozenset()
     subsamples: Minibatch = field(default_factory=Minibatch)
 
+    @property
+    def guide_data(self) -> list[Term]:
+        """The densities of what the guide observes, which are no factors of the weight."""
+        return observed_terms(self.guide_trace)
+
+    @property
+    def summands(self) -> list[Term]:
+        """What a plain ELBO sums: the factors of the weight, and what the guide observes."""
+        return [*self.terms, *self.guide_data]
+
     @cached_property
     def signature(self) -> tuple[SiteSignature, ...]:
         """
         What the run shows of its programs' structure: sites, plates, which of these are
         subsampled. Runs of one pair of programs with equal signatures have one structure.
         """
-        return tuple([t.signature for t in self.terms])
+        observed = [s for s in scored(self.guide_trace) if observes_data(s)]
+        apart = [site_signature(FactorKey("guide", s["name"]), s) for s in observed]
+        return *[t.signature for t in self.terms], *apart
 
     @cached_property
     def sizes(self) -> tuple[SiteSizes, ...]:
         """How large the sites of the signature are, the leading dimension left out."""
         return tuple([t.sizes for t in self.terms])
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of the log densities."""
+        return tuple([t.log_prob.shape for t in self.terms])
 
     @property
     def inner_sizes(self) -> frozenset[int]:
@@ -93,7 +117,6 @@ def collect(
     leading: int | None,
     subsamples: Minibatch | None = None,
     unbatched: frozenset[FactorKey] = frozenset(),
-    declared_nesting: float = math.inf,
 ) -> Run:
     """
     Compute the log density of every scored site of both traces.
@@ -102,14 +125,7 @@ def collect(
     :param leading: the size of the leading dimension, or None if there is none.
     :param subsamples: the minibatch.
     :param unbatched: the factors whose distribution did not have the leading dimension by itself.
-    :param declared_nesting: without a leading dimension, how many batch dims must belong to
-        plates; by default all, because others would be summed as if they did.
     """
     terms = tuple(terms_of(guide_trace, model_trace))
-    if is_validation_enabled():
-        depth = declared_nesting if leading is None else nesting + 1
-        check_shapes(guide_trace, model_trace, terms, depth)
-    if leading is not None:
-        check_batch_dims(terms, nesting)
     subsamples = Minibatch() if subsamples is None else subsamples
     return Run(guide_trace, model_trace, terms, nesting, leading, unbatched, subsamples)

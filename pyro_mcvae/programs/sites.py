@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pyro import distributions as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.relaxed import relaxed_log_prob
+from pyro_mcvae.programs.types import Distribution, Site
 
 __all__ = [
     "LEADING",
@@ -24,6 +25,7 @@ __all__ = [
     "PlateKey",
     "changed_draw",
     "is_delta",
+    "is_factor",
     "is_latent",
     "is_masked",
     "is_random",
@@ -32,13 +34,13 @@ __all__ = [
     "layers",
     "masked_entries",
     "masks_of",
+    "observes_data",
     "plate_frames",
     "plate_key",
     "reparameterized",
     "subsampling_scale",
 ]
 
-Site = Mapping[str, Any]
 
 # The plate of the particles; the name that Pyro's own vectorised objectives give it.
 LEADING = "num_particles_vectorized"
@@ -88,7 +90,7 @@ def is_scored(site: Site) -> bool:
     )
 
 
-def _is_record(fn: Any) -> bool:
+def _is_record(fn: Distribution) -> bool:
     """Whether an observed site only records a value, as one that was reparameterized does."""
     return isinstance(fn, MaskedDistribution) and fn._mask is False and is_delta(fn)
 
@@ -98,24 +100,38 @@ def is_latent(site: Site) -> bool:
     return is_scored(site) and not site["is_observed"]
 
 
-def layers(fn: Any) -> Iterator[Any]:
+def layers(fn: Distribution | None) -> Iterator[Distribution]:
     """A distribution and those that it is made of, one inside of the other, outermost first."""
     while fn is not None:
         yield fn
         fn = getattr(fn, "base_dist", None)
 
 
-def is_delta(fn: Any) -> bool:
+def is_delta(fn: Distribution) -> bool:
     """Whether a distribution is a point mass, also under ``to_event``, ``mask`` or ``expand``."""
     return any(isinstance(layer, dist.Delta) for layer in layers(fn))
 
 
-def is_masked(fn: Any) -> bool:
+def is_factor(fn: Distribution) -> bool:
+    """Whether a distribution is a factor of the density that draws nothing."""
+    return any(isinstance(layer, dist.Unit) for layer in layers(fn))
+
+
+def observes_data(site: Site) -> bool:
+    """
+    Whether a scored site of a guide has the density of something that the guide did not draw.
+
+    A factor, or a point mass with a density of its own, says by itself what it is: a part of log q.
+    """
+    return site["is_observed"] and not is_factor(site["fn"]) and not is_delta(site["fn"])
+
+
+def is_masked(fn: Distribution) -> bool:
     """Whether a distribution masks itself, which its site does not show."""
     return any(isinstance(layer, MaskedDistribution) for layer in layers(fn))
 
 
-def is_straight_through(fn: Any) -> bool:
+def is_straight_through(fn: Distribution) -> bool:
     """Whether draws carry their relaxed value in an attribute, which copies of them lose."""
     return any(isinstance(layer, _STRAIGHT_THROUGH) for layer in layers(fn))
 
@@ -146,7 +162,7 @@ def reparameterized(site: Site) -> bool:
     return bool(getattr(site["fn"], "has_rsample", False)) and not scored
 
 
-def inner_scale(site: Site) -> Any:
+def inner_scale(site: Site) -> float | Tensor:
     """The user's own ``poutine.scale``: what remains of the site's scale without its plates."""
     scale, plates = site["scale"], subsampling_scale(site)
     if isinstance(scale, Tensor):
@@ -156,17 +172,17 @@ def inner_scale(site: Site) -> Any:
     return 1.0 if abs(ratio - 1.0) < 1e-9 else ratio
 
 
-def masked(site: Site, log_prob: Any) -> Any:
+def masked(site: Site, log_prob: Tensor) -> Tensor:
     """A site's log density with the user's scale and mask, without the plates' N/B."""
     return scale_and_mask(log_prob, inner_scale(site), site["mask"])
 
 
-def unscaled_masked(site: Site, log_prob: Any) -> Any:
+def unscaled_masked(site: Site, log_prob: Tensor) -> Tensor:
     """A site's log density with the user's mask alone."""
     return scale_and_mask(log_prob, 1.0, site["mask"])
 
 
-def masks_of(site: Site) -> list[Any]:
+def masks_of(site: Site) -> list[bool | Tensor]:
     """The masks of a site and of its distribution, from the outermost one; maybe False."""
     masks = [site["mask"]]
     fn = site["fn"]
@@ -230,7 +246,9 @@ def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
     return ValueError(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
         f"({type(site['fn']).__name__}): {error}\nA flow without an inverse knows the density of "
-        f"its own draws only: use an invertible one, or, for chains, coordinates='noise'."
+        f"its own draws only, and no longer once these are detached or moved: use an invertible "
+        f"one, or a loss that leaves them where they are (TraceSGVB_ELBO, TraceIWAE_ELBO), or, "
+        f"for chains, coordinates='noise' with the full gradient."
     )
 
 

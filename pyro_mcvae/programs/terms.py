@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from pyro.distributions.util import is_identically_zero
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -22,6 +23,7 @@ __all__ = [
     "Term",
     "guide_term",
     "model_term",
+    "observed_terms",
     "possible_terms",
     "scored",
     "site_signature",
@@ -75,6 +77,8 @@ class Term:
     :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through.
     :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.
     :ivar plate_scale: N/B of the plates around the site.
+    :ivar left_out: whether it is the draw of an auxiliary variable, whose density has no place in
+        the weight.
     """
 
     key: FactorKey
@@ -83,10 +87,16 @@ class Term:
     plate_scale: float = 1.0
     entropy: Tensor | int = 0
     score: Tensor | int = 0
+    left_out: bool = False
 
     @property
     def in_guide(self) -> bool:
         return self.key.program == "guide"
+
+    def without_density(self) -> Term:
+        """A draw of the guide that was made, and has its score, but is no factor."""
+        zero = torch.zeros_like(self.log_prob)
+        return replace(self, log_prob=zero, entropy=0, left_out=True)
 
     @cached_property
     def signature(self) -> SiteSignature:
@@ -123,6 +133,7 @@ def model_term(site: Site, key: FactorKey | None = None) -> Term:
 def guide_term(site: Site, key: FactorKey | None = None) -> Term:
     """The log density of a scored site of the guide; ``key`` where it is known already."""
     parts = sites.score_parts(site)
+    entropy: Tensor | int
     log_prob = sites.masked(site, parts.log_prob)
     if parts.entropy_term is parts.log_prob or site["is_observed"]:
         # What is observed in a guide, a factor, is a function of the draws and of parameters: it
@@ -138,6 +149,22 @@ def guide_term(site: Site, key: FactorKey | None = None) -> Term:
 
 
 def terms_of(guide_trace: Trace, model_trace: Trace) -> list[Term]:
-    """The log density of every scored site, the model's first."""
+    """The log density of every site that is a factor of the weight, the model's first."""
     terms = [model_term(s) for s in scored(model_trace)]
-    return terms + [guide_term(s) for s in scored(guide_trace)]
+    return terms + [guide_term(s) for s in scored(guide_trace) if not sites.observes_data(s)]
+
+
+def observed_terms(guide_trace: Trace) -> list[Term]:
+    """
+    The densities of what a guide observes, with all of their gradient.
+
+    Nothing was drawn from them, so no weight has them. Averages of log p - log q count them, as
+    Pyro does.
+    """
+    return [_observed_term(s) for s in scored(guide_trace) if sites.observes_data(s)]
+
+
+def _observed_term(site: Site) -> Term:
+    log_prob = sites.masked(site, sites.unscaled_log_prob(site, "guide"))
+    key = FactorKey("guide", site["name"])
+    return Term(key, site, log_prob, sites.subsampling_scale(site), log_prob)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.nesting import find_nesting
@@ -17,6 +18,7 @@ from pyro_mcvae.programs.sites import (
     PlateKey,
     is_delta,
     is_latent,
+    is_subsampled,
     plate_frames,
     plate_key,
     reparameterized,
@@ -51,6 +53,7 @@ class StructureFinder:
     """
 
     def __init__(self, joint: bool = False, find_roots: bool = False) -> None:
+        check_flag("joint", joint)
         self.joint = joint
         self.find_roots = find_roots
         self._cache: StructureCache[Structure] = StructureCache()
@@ -76,6 +79,7 @@ class StructureFinder:
 
     def _derive(self, programs: Programs, run: Run) -> Structure:
         frames = {t.key: plate_frames(t.site) for t in run.terms}
+        _check_names(frames)
         latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
         # A guide of point masses alone is weighed per datum as well.
         random = [t for t in latents if not is_delta(t.site["fn"])] or latents
@@ -90,7 +94,7 @@ class StructureFinder:
         ask |= _may_have_lost_particles(run)
         masked_by: dict[str, frozenset[str]] = {}
         found: dependencies.Dependencies | None = None
-        if ask or (self.find_roots and len(names) > 1):
+        if ask or (self.find_roots and (len(names) > 1 or run.guide_data)):
             found = dependencies.find_dependencies(programs, names, run.subsamples)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
             masked_by = {k.name: f for k, f in found.masks.items() if f and k.program == "guide"}
@@ -111,7 +115,7 @@ class StructureFinder:
         structure = derive_structure(factors, order, self.joint)
         # What lies in no plate is what a model may integrate for all data at once.
         alone = frozenset(n for n in names if not frames[FactorKey("guide", n)])
-        bypass = find_collapsed(programs, run, names, found) if alone else None
+        collapsed = find_collapsed(programs, run, names, found) if alone else None
         paths = {t.key.name for t in random if reparameterized(t.site)}
         roots = {
             name
@@ -124,14 +128,34 @@ class StructureFinder:
             if t.in_guide and isinstance(t.score, Tensor):
                 behind = factors[t.key].parents
                 roots -= names if behind is None else behind
+        # Nor the gradient of what has no weight.
+        for t in run.guide_data:
+            roots -= names if found is None else found.factors.get(t.key, names)
         return replace(
             structure,
             roots=frozenset(roots),
             mean_field=_mean_field(factors, names),
             masked_by=masked_by,
             coupled=coupled,
-            bypass=bypass,
+            collapsed=collapsed,
         )
+
+
+def _check_names(frames: Mapping[FactorKey, Frames]) -> None:
+    """Tell of a latent whose plates have other names in the model than in the guide."""
+    for key, own in frames.items():
+        found = frames.get(FactorKey("model", key.name)) if key.program == "guide" else None
+        for f in own - (own if found is None else found):
+            other = next((g for g in found or () if g not in own and g.dim == f.dim), None)
+            if other is None or other.name == f.name:
+                continue
+            text = (
+                f"site '{key.name}' lies in plate '{f.name}' of the guide and in plate "
+                f"'{other.name}' of the model, which are two plates"
+            )
+            if is_subsampled(f) or is_subsampled(other):
+                raise ValueError(f"{text} with a minibatch each: give them one name")
+            _logger.warning(f"{text}, so that their elements share one weight: give them one name")
 
 
 def _without_coupled(

@@ -80,8 +80,8 @@ class RankBatches:
         rank: int | None = None,
         num_ranks: int | None = None,
     ) -> None:
-        for name, value in (("num_data", num_data), ("batch_size", batch_size)):
-            check_count(name, value)
+        num_data = check_count("num_data", num_data)
+        batch_size = check_count("batch_size", batch_size)
         check_flag("fixed", fixed)
         self.num_ranks = ranks.num_ranks() if num_ranks is None else num_ranks
         self.rank = ranks.rank() if rank is None else rank

@@ -90,7 +90,7 @@ class CapturedStep:
                 f"capture takes an optimizer of torch.optim, got {type(optimizer).__name__}: one "
                 f"of Pyro's makes an optimizer for every parameter, at the step that first sees it"
             )
-        check_count("warmup", warmup)
+        warmup = check_count("warmup", warmup)
         if isinstance(elbo_module, DistributedDataParallel):
             raise ValueError(
                 "capture takes elbo(model, guide) itself: steps of DistributedDataParallel, whose "

@@ -29,6 +29,7 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.sites import masked, subsampling_scale, unscaled_log_prob
 from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Site
 
 __all__ = ["broadcast_log_prob", "broadcast_term"]
 
@@ -68,7 +69,7 @@ def broadcast_log_prob(fn: Any, value: Tensor) -> Tensor | None:
     return found if found.shape == batch else found.expand(batch)
 
 
-def broadcast_term(site: Any) -> Term:
+def broadcast_term(site: Site) -> Term:
     """What :func:`~pyro_mcvae.programs.terms.model_term` returns, broadcast where it can be."""
     log_prob = None
     if not site["infer"] and not site["args"] and not site["kwargs"]:

@@ -13,7 +13,7 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.shards import Shard
 from pyro_mcvae.truncated.evolution import distinct_states
 from pyro_mcvae.truncated.joint import JointRuns
-from pyro_mcvae.truncated.layout import Rows, StateLayout
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout
 from pyro_mcvae.truncated.search import Populations
 from pyro_mcvae.truncated.shards import (
     Shards,
@@ -47,7 +47,7 @@ class StateBuffers(nn.Module):
 
     def __init__(self, num_states: int, shard: str | Iterable[str] | None = None) -> None:
         super().__init__()
-        check_count("num_states", num_states)
+        num_states = check_count("num_states", num_states)
         self.num_states = num_states
         self.shard = as_names(shard)
         self._agreed: set[str] = set()
@@ -61,7 +61,7 @@ class StateBuffers(nn.Module):
                 self._agreed.add(name)
                 ranks.from_first_rank(self._states(layout))
 
-    def _minibatch(self, layout: StateLayout, rows: Rows) -> Tensor:
+    def _minibatch(self, layout: StateLayout, rows: DataIndex) -> Tensor:
         """The packed states of a minibatch, ``[E, S, bytes]``."""
         kept = self._states(layout)
         return kept.index_select(0, self._place(layout, rows).to(kept.device))
@@ -74,7 +74,7 @@ class StateBuffers(nn.Module):
             minibatches, and let them have these.
         """
         for b, layout in runs.layouts.searched:
-            population, rows = populations[b], runs.rows[b]
+            population, rows = populations[b], runs.data_index[b]
             if population is not None and rows is not None:
                 kept = self._states(layout)
                 index = self._place(layout, rows).to(kept.device)
@@ -123,7 +123,7 @@ class StateBuffers(nn.Module):
         name = self._buffer(layout)
         return self._shards[name][1] if name in self._shards else self.get_buffer(name)
 
-    def _place(self, layout: StateLayout, rows: Rows) -> Tensor:
+    def _place(self, layout: StateLayout, rows: DataIndex) -> Tensor:
         """Where the rows of a minibatch are among those that are kept here."""
         name = self._buffer(layout)
         if name not in self._shards:

@@ -41,8 +41,8 @@ class ClosedForm(ABC):
                 f"from the optimizer, as a buffer or by parameter.requires_grad_(False)"
             )
         self.site, self.parameter = site, parameter
-        self.total: Any = 0.0
-        self.count: Any = 0.0
+        self.total: Tensor | float = 0.0
+        self.count: Tensor | float = 0.0
 
     def add(self, posterior: StatePosterior) -> None:
         """Add a minibatch's statistics, but for those that are not finite."""

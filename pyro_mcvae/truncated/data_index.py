@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from pyro.infer.util import is_validation_enabled
+from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
 from pyro_mcvae.programs.sites import plate_key
-from pyro_mcvae.truncated.layout import Rows, StateLayout
+from pyro_mcvae.programs.types import Site
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout
 from pyro_mcvae.truncated.searched_sites import StatesError
 
 __all__ = ["find_data_index"]
 
 
 def find_data_index(
-    layout: StateLayout, msg: Any, subsamples: Mapping[str, Tensor], device: torch.device
-) -> Rows:
+    layout: StateLayout, msg: Site, subsamples: Mapping[str, Tensor], device: torch.device
+) -> DataIndex:
     """
     The data of a minibatch, from the message of a site that has states.
 
@@ -42,10 +43,10 @@ def find_data_index(
         sizes.append(frame.size)
         index = at if index is None else index.unsqueeze(-1) * full + at
     assert index is not None
-    return Rows(tuple(sizes), index.flatten())
+    return DataIndex(tuple(sizes), index.flatten())
 
 
-def _check_size(name: str, full: int, frame: Any) -> None:
+def _check_size(name: str, full: int, frame: CondIndepStackFrame) -> None:
     now = frame.full_size or frame.size
     if now != full:
         raise StatesError(

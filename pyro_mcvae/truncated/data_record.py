@@ -6,10 +6,12 @@ import math
 import warnings
 
 import torch
+from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.truncated.layout import Rows, StateLayout
+from pyro_mcvae.truncated.joint import JointRuns
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout
 from pyro_mcvae.truncated.searched_sites import Layouts, StatesError
 
 __all__ = ["DataRecord", "find_fingerprints"]
@@ -53,33 +55,49 @@ class DataRecord:
         self._searched: dict[str, Tensor] = {}
         self._warned = False
 
-    def keep(self, layout: StateLayout, rows: Rows, found: Tensor) -> None:
-        """Record for which observations states were searched."""
-        known = self._searched.get(layout.name)
-        if known is None or known.device != found.device:
-            known = found.new_full((layout.num_data, 2), torch.nan)
-        self._searched[layout.name] = known.index_copy(0, rows.index.to(found.device), found)
-
-    def check(
-        self, layout: StateLayout, rows: Rows, found: Tensor, names: str, searched: bool
+    def compare(
+        self, runs: JointRuns, sample: WeightedParticles, num_states: int, searched: bool
     ) -> None:
         """
-        Compare a minibatch's observations with those of the last search.
+        Look at the observations of a minibatch, before its states answer for them.
 
-        :param names: of the observed sites.
         :param searched: whether states are now searched for these: then others are only told of.
-        :raises StatesError: where they are others, and the states would answer for them.
+        :raises StatesError: where states were searched for others.
         """
+        for b, layout in runs.layouts.searched:
+            # All states that there are serve whatever data.
+            if num_states == layout.space.cardinality:
+                continue
+            found = find_fingerprints(runs.layouts, b, sample)
+            if found is not None:
+                runs.observed[b] = found
+                if is_validation_enabled():
+                    names = runs.layouts.given_names
+                    self._check(*runs.block(b), found, names, searched)
+
+    def keep(self, runs: JointRuns) -> None:
+        """Record for which observations states were searched."""
+        for b, found in runs.observed.items():
+            layout, data = runs.block(b)
+            known = self._searched.get(layout.name)
+            if known is None or known.device != found.device:
+                known = found.new_full((layout.num_data, 2), torch.nan)
+            known = known.index_copy(0, data.index.to(found.device), found)
+            self._searched[layout.name] = known
+
+    def _check(
+        self, layout: StateLayout, data: DataIndex, found: Tensor, names: str, searched: bool
+    ) -> None:
         known = self._searched.get(layout.name)
         if known is None or known.device != found.device or (searched and self._warned):
             return
-        before = known.index_select(0, rows.index.to(found.device))
+        before = known.index_select(0, data.index.to(found.device))
         # Of what is not known a comparison is False.
         scale = torch.maximum(before[:, 1], found[:, 1])
         other = (before[:, 0] - found[:, 0]).abs() > _TOLERANCE * scale
         if not bool(other.any()):
             return
-        datum = int(rows.index[other.to(rows.index.device)][0])
+        datum = int(data.index[other.to(data.index.device)][0])
         message = (
             f"{names} observed with other values than before at datum {datum} of plate "
             f"'{layout.plates[-1].name}': states belong to a datum by its index, and these were "

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.coordinates import chain_density
 from pyro_mcvae.ops import ranks
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.buffers import StateBuffers
-from pyro_mcvae.truncated.data_record import DataRecord, find_fingerprints
+from pyro_mcvae.truncated.data_record import DataRecord
 from pyro_mcvae.truncated.draws import apart, sample_states
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
 from pyro_mcvae.truncated.joint import JointRuns
@@ -27,6 +27,9 @@ from pyro_mcvae.truncated.searched_sites import GuideDraws, Layouts, find_layout
 from pyro_mcvae.truncated.shards import check_names
 
 __all__ = ["TruncatedPosterior"]
+
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 
 
 class TruncatedPosterior(StateBuffers):
@@ -124,10 +127,10 @@ class TruncatedPosterior(StateBuffers):
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        model: Program,
         num_states: int = 64,
         evolution: EvolutionaryUpdate | None = None,
-        guide: Callable[..., Any] | None = None,
+        guide: Program | None = None,
         proposals: PriorDraws | Proposals | None = None,
         *,
         shard: str | Iterable[str] | None = None,
@@ -144,27 +147,25 @@ class TruncatedPosterior(StateBuffers):
         self.guide = guide
         self.proposals = proposals
         self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
-        self._found: list[tuple[Any, Layouts]] = []
+        self._found: list[tuple[object, Layouts]] = []
         self.fixed_data = fixed_data
         self._record = DataRecord()
         self._own = ParticleSampler(2, vectorize, max_plate_nesting)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Of a copy or a pickle the structure is found again.
         return {**self.__dict__, "_found": []}
 
     @property
-    def model(self) -> Callable[..., Any]:
+    def model(self) -> Program:
         return self._model[0]
-
-    # What an objective asks -----------------------------------------------------------------
 
     def begin(
         self,
-        model: Callable[..., Any],
+        model: Program,
         sampler: ParticleSampler,
-        args: Any,
-        kwargs: Any,
+        args: Args,
+        kwargs: Kwargs,
         given: GuideDraws | None = None,
     ) -> JointRuns:
         """
@@ -186,20 +187,8 @@ class TruncatedPosterior(StateBuffers):
         """
         populations, sample = evaluate(runs, self._minibatch, self.num_states)
         if self.fixed_data:
-            self._compare(runs, sample, searched)
+            self._record.compare(runs, sample, self.num_states, searched)
         return populations, sample
-
-    def _compare(self, runs: JointRuns, sample: WeightedParticles, searched: bool) -> None:
-        for b, _ in runs.layouts.searched:
-            layout, rows = runs.block(b)
-            # All states that there are serve whatever data.
-            if self.num_states == layout.space.cardinality:
-                continue
-            found = find_fingerprints(runs.layouts, b, sample)
-            if found is not None:
-                runs.observed[b] = found
-                if is_validation_enabled():
-                    self._record.check(layout, rows, found, runs.layouts.given_names, searched)
 
     def search(self, runs: JointRuns, populations: Populations) -> Populations:
         """One E-step, which is not stored."""
@@ -223,13 +212,9 @@ class TruncatedPosterior(StateBuffers):
 
     def store(self, runs: JointRuns, populations: Populations, shared: bool = False) -> None:
         super().store(runs, populations, shared)
-        for b, found in runs.observed.items():
-            layout, rows = runs.block(b)
-            self._record.keep(layout, rows, found)
+        self._record.keep(runs)
 
-    # What a user asks -----------------------------------------------------------------------
-
-    def fit(self, *args: Any, num_steps: int = 1, **kwargs: Any) -> Tensor:
+    def fit(self, *args: object, num_steps: int = 1, **kwargs: object) -> Tensor:
         """
         E-steps alone: the states improve, the parameters stay (for held-out data, say).
 
@@ -244,7 +229,7 @@ class TruncatedPosterior(StateBuffers):
                 self.store(runs, self.search(runs, populations))
         return self.posterior(*args, **kwargs).free_energy
 
-    def posterior(self, *args: Any, **kwargs: Any) -> StatePosterior:
+    def posterior(self, *args: object, **kwargs: object) -> StatePosterior:
         """
         The truncated posterior of the data of one call, under the present parameters and, where
         ``guide`` draws other latents, given one new draw of them.
@@ -253,13 +238,15 @@ class TruncatedPosterior(StateBuffers):
         """
         return self._posterior(args, kwargs)
 
-    def _posterior(self, args: Any, kwargs: Any, given: GuideDraws | None = None) -> StatePosterior:
+    def _posterior(
+        self, args: tuple[object, ...], kwargs: dict[str, object], given: GuideDraws | None = None
+    ) -> StatePosterior:
         with apart(), torch.no_grad():
             runs = self.begin(self.model, self._own, args, kwargs, given)
             populations, sample = self.evaluate(runs)
         return StatePosterior(runs, populations, sample)
 
-    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def forward(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """
         Draw from the truncated posterior, as a guide: what ``guide`` draws; given that, an
         auxiliary site for the index of the state in each data plate, and a point mass at each
@@ -272,10 +259,12 @@ class TruncatedPosterior(StateBuffers):
             nesting = self._layouts(self.model, self._own, args, kwargs).nesting
         return sample_states(partial(self._posterior, args, kwargs), guide_trace, nesting)
 
-    # States ---------------------------------------------------------------------------------
-
     def _layouts(
-        self, model: Callable[..., Any], sampler: ParticleSampler, args: Any, kwargs: Any
+        self,
+        model: Program,
+        sampler: ParticleSampler,
+        args: Args,
+        kwargs: Kwargs,
     ) -> Layouts:
         # A guide may have been called before its process joined others.
         key = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -15,9 +14,10 @@ from torch.distributions import constraints
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.gumbel import one_hot
 from pyro_mcvae.programs.sites import PlateKey, layers
+from pyro_mcvae.programs.types import Distribution, Site
 from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
 
-__all__ = ["Rows", "SiteSpec", "StateLayout", "bare", "existing_entries", "site_spec"]
+__all__ = ["DataIndex", "SiteSpec", "StateLayout", "bare", "existing_entries", "site_spec"]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SiteSpec:
             return one_hot(entries.long(), self.size).to(self.dtype)
         return entries.to(self.dtype) + self.low if self.low else entries.to(self.dtype)
 
-    def gains(self, entries: Tensor, gradient: Tensor | None) -> Tensor:
+    def flip_scores(self, entries: Tensor, gradient: Tensor | None) -> Tensor:
         """The linearised change of log p under each move: shape ``[*entries, moves]``."""
         if gradient is None:
             dtype = torch.get_default_dtype()
@@ -72,7 +72,7 @@ class SiteSpec:
         return change.to(gradient) * gradient.unsqueeze(-1)
 
 
-def site_spec(site: Any, nesting: int) -> SiteSpec:
+def site_spec(site: Site, nesting: int) -> SiteSpec:
     """
     Describe a site of a run without leading dimensions.
 
@@ -108,7 +108,7 @@ def site_spec(site: Any, nesting: int) -> SiteSpec:
     return SiteSpec(site["name"], size, low, ordinal, one_hot, bounded, shape, batch, dtype)
 
 
-def bare(fn: Any) -> Any:
+def bare(fn: Distribution) -> Distribution:
     """A distribution without ``to_event``, ``mask`` and ``expand``, which change no density."""
     while isinstance(fn, _WRAPPERS):
         fn = fn.base_dist
@@ -122,7 +122,7 @@ _WRAPPERS = (
 )
 
 
-def existing_entries(site: Any) -> Tensor | None:
+def existing_entries(site: Site) -> Tensor | None:
     """
     Which entries of a site are not masked out, broadcast to its values; None if all exist.
 
@@ -147,7 +147,7 @@ def existing_entries(site: Any) -> Tensor | None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DataIndex:
     """
     The data of one minibatch.
 
@@ -210,19 +210,19 @@ class StateLayout:
             self._packings[sizes] = Packing(shapes, [self._dims]), Packing(moves, [self._dims])
         return self._packings[sizes]
 
-    def entries(self, states: Tensor, rows: Rows) -> dict[str, Tensor]:
+    def entries(self, states: Tensor, rows: DataIndex) -> dict[str, Tensor]:
         """``[E, C, D]`` to each site's entries ``[C, *batch, *shape]``."""
         # Copied as bytes: in any later form it would be a slower copy, or many.
         packed = states.transpose(0, 1).contiguous()
         packed = packed.reshape(packed.shape[0], *rows.sizes, packed.shape[-1])
         return self._packing(rows.sizes)[0].unpack(packed)
 
-    def values(self, states: Tensor, rows: Rows) -> dict[str, Tensor]:
+    def values(self, states: Tensor, rows: DataIndex) -> dict[str, Tensor]:
         """``[E, C, D]`` to each site's values ``[C, *batch, *event]``."""
         entries = self.entries(states, rows)
         return {name: self.sites[name].value(part) for name, part in entries.items()}
 
-    def states(self, values: Mapping[str, Tensor], rows: Rows) -> Tensor:
+    def states(self, values: Mapping[str, Tensor], rows: DataIndex) -> Tensor:
         """Sites' values ``[C, *batch, *event]`` to states ``[E, C, D]``."""
         entries = {}
         for name, spec in self.sites.items():
@@ -232,14 +232,16 @@ class StateLayout:
         packed = self._packing(rows.sizes)[0].pack(entries)
         return packed.flatten(1, -2).transpose(0, 1)
 
-    def flags(self, flags: Mapping[str, Tensor], rows: Rows) -> Tensor:
+    def flags(self, flags: Mapping[str, Tensor], rows: DataIndex) -> Tensor:
         """Booleans by entry ``[C, *batch, *shape]`` to ``[E, C, D]``."""
         given = {name: flag.to(torch.uint8) for name, flag in flags.items()}
         packed = self._packing(rows.sizes)[0].pack(given)
         return packed.flatten(1, -2).transpose(0, 1).bool()
 
-    def gains(self, states: Tensor, gradients: Mapping[str, Tensor | None], rows: Rows) -> Tensor:
-        """Gradients by site to the gain of every move: ``[E, C, M]``."""
+    def flip_scores(
+        self, states: Tensor, gradients: Mapping[str, Tensor | None], rows: DataIndex
+    ) -> Tensor:
+        """Gradients by site to the flip score of every move: ``[E, C, M]``."""
         entries = self.entries(states, rows)
         parts = {}
         for name, at in entries.items():
@@ -247,6 +249,6 @@ class StateLayout:
             if gradient is not None:
                 event = (spec.size,) if spec.one_hot else ()
                 gradient = gradient.reshape(*at.shape, *event)
-            parts[name] = spec.gains(at, gradient)
+            parts[name] = spec.flip_scores(at, gradient)
         packed = self._packing(rows.sizes)[1].pack(parts)
         return packed.flatten(1, -2).transpose(0, 1)

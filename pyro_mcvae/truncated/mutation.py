@@ -40,8 +40,8 @@ class Parents:
     :ivar log_joint: of the population, shape ``[E, S]``.
     :ivar keys: of the population, shape ``[E, S]``.
     :ivar frozen: entries that do not exist (masked out), ``[E, P, D]``, or None.
-    :ivar gains: the linearised change of log p under each move, shape ``[E, P, M]``; there only if
-        the mutation asks for it with ``informed``.
+    :ivar flip_scores: the linearised change of log p under each move, shape ``[E, P, M]``; there
+        only if the mutation asks for it with ``informed``.
     """
 
     space: StateSpace
@@ -50,7 +50,7 @@ class Parents:
     log_joint: Tensor
     keys: Tensor
     frozen: Tensor | None = None
-    gains: Tensor | None = None
+    flip_scores: Tensor | None = None
 
     def allowed(self) -> Tensor:
         """The moves to states that the population does not have, shape ``[E, P, M]``."""
@@ -114,7 +114,7 @@ class Mutation(ABC):
     A subclass says which moves it prefers; one that changes more than single entries overrides
     :meth:`__call__`.
 
-    :cvar bool informed: whether ``parents.gains`` is needed, which costs a backward pass.
+    :cvar bool informed: whether ``parents.flip_scores`` is needed, which costs a backward pass.
 
     Example, entries that are not zero move exp(3) times as often as others::
 
@@ -249,11 +249,11 @@ class InformedFlips(Mutation):
 
     def scores(self, parents: Parents) -> Tensor:
         share = _share(parents)
-        if parents.gains is None:
+        if parents.flip_scores is None:
             return share
-        gains = parents.gains.nan_to_num(0.0, 0.0, 0.0) / 2
-        blind = torch.rand(*gains.shape[:2], 1, device=gains.device) < self.uniform
-        return share + gains.masked_fill(blind, 0.0)
+        scores = parents.flip_scores.nan_to_num(0.0, 0.0, 0.0) / 2
+        blind = torch.rand(*scores.shape[:2], 1, device=scores.device) < self.uniform
+        return share + scores.masked_fill(blind, 0.0)
 
 
 def _share(parents: Parents) -> Tensor:

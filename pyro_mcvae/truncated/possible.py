@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.truncated.layout import Rows, SiteSpec, StateLayout, existing_entries
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Site
+from pyro_mcvae.truncated.layout import DataIndex, SiteSpec, StateLayout, existing_entries
 from pyro_mcvae.truncated.searched_sites import Layouts
 
 __all__ = ["frozen_entries", "impossible_states", "inside_support", "spec_of"]
@@ -19,7 +19,7 @@ def spec_of(layouts: Layouts, name: str) -> SiteSpec:
     return next(layout.sites[name] for _, layout in layouts.searched if name in layout.sites)
 
 
-def frozen_entries(layout: StateLayout, rows: Rows, sample: WeightedParticles) -> Tensor:
+def frozen_entries(layout: StateLayout, rows: DataIndex, sample: WeightedParticles) -> Tensor:
     """The entries of a block that are masked out in each state, ``[E, C, D]``."""
     flags: dict[str, Tensor] = {}
     for name, spec in layout.sites.items():
@@ -47,7 +47,7 @@ def impossible_states(layouts: Layouts, sample: WeightedParticles) -> Tensor | N
     if not looked:
         return None
 
-    def count(term: Any, i: int) -> Any:
+    def count(term: Term, i: int) -> Tensor | int:
         if term.in_guide or term.key.name not in looked:
             return 0
         site, spec = term.site, spec_of(layouts, term.key.name)
@@ -66,7 +66,7 @@ def impossible_states(layouts: Layouts, sample: WeightedParticles) -> Tensor | N
     return sample.local_sum(count) > 0
 
 
-def inside_support(value: Tensor, msg: Any, spec: Any) -> Tensor:
+def inside_support(value: Tensor, msg: Site, spec: SiteSpec) -> Tensor:
     """Values that the support allows; notes at the site where others had been asked for."""
     if spec.bounded:
         return value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -51,7 +50,7 @@ class StatePosterior:
         self.runs, self._populations, self._sample = runs, populations, sample
         self.values: dict[str, Tensor] = {}
         for b, layout in runs.layouts.searched:
-            population, rows = populations[b], runs.rows[b]
+            population, rows = populations[b], runs.data_index[b]
             assert population is not None
             assert rows is not None
             self.values.update(layout.values(population.states, rows))
@@ -118,7 +117,7 @@ class StatePosterior:
                 found[name] = _weighted_sum(weight, value)
         return found
 
-    def site(self, name: str) -> Any:
+    def site(self, name: str) -> Site:
         """A site of the model's trace with all states side by side."""
         nodes = self._sample.runs[0].model_trace.nodes
         if len(self._sample.runs) > 1:
@@ -168,7 +167,7 @@ class StatePosterior:
         weight = self._sample.split(self.weights)[b]
         return self._batched(b, weight).movedim(0, -1)
 
-    def first_site(self, name: str) -> Any:
+    def first_site(self, name: str) -> Site:
         """A site of the model as the first of the runs shows it."""
         return self._sample.runs[0].model_trace.nodes[name]
 

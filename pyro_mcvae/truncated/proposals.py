@@ -51,7 +51,7 @@ def propose(
         return merge(runs, populations, _draw(runs, proposals.count))
     values = proposals(*runs.args, **runs.kwargs)
     found: list[Tensor | None] = []
-    for layout, rows in zip(runs.layouts.blocks, runs.rows, strict=True):
+    for layout, rows in zip(runs.layouts.blocks, runs.data_index, strict=True):
         if layout is None or rows is None:
             found.append(None)
             continue
@@ -69,7 +69,7 @@ def _draw(runs: JointRuns, count: int) -> list[Tensor | None]:
     """States drawn from the model given the other latents: for each block ``[E, C, D]``."""
     sample = runs.run(None, count)
     found: list[Tensor | None] = []
-    for b, (layout, rows) in enumerate(zip(runs.layouts.blocks, runs.rows, strict=True)):
+    for b, (layout, rows) in enumerate(zip(runs.layouts.blocks, runs.data_index, strict=True)):
         if layout is None or rows is None:
             found.append(None)
             continue

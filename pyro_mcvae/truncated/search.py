@@ -12,7 +12,7 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate, duplicates, keep_best
 from pyro_mcvae.truncated.flip_scores import find_flip_scores
 from pyro_mcvae.truncated.joint import JointRuns
-from pyro_mcvae.truncated.layout import Rows, StateLayout
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout
 from pyro_mcvae.truncated.mutation import Packed, PackedParents, Parents
 from pyro_mcvae.truncated.states import StateSpace
 
@@ -65,7 +65,7 @@ Populations = list["Population | None"]
 
 
 def evaluate(
-    runs: JointRuns, stored: Callable[[StateLayout, Rows], Tensor], count: int
+    runs: JointRuns, stored: Callable[[StateLayout, DataIndex], Tensor], count: int
 ) -> tuple[Populations, WeightedParticles]:
     """
     Evaluate all states that are kept for the data of a minibatch.
@@ -76,7 +76,7 @@ def evaluate(
     packed: list[Tensor | None] = [None] * len(runs.layouts.blocks)
 
     def load(b: int) -> Tensor:
-        layout, rows = runs.layouts.blocks[b], runs.rows[b]
+        layout, rows = runs.layouts.blocks[b], runs.data_index[b]
         assert layout is not None
         assert rows is not None
         packed[b] = at = stored(layout, rows)
@@ -143,10 +143,10 @@ def _choose(
     # In inference mode there are no gradients to ask: the mutation then draws uniformly.
     if evolution.informed and not torch.is_inference_mode_enabled():
         count = evolution.num_parents
-        gains = find_flip_scores(runs, [None if p is None else p.states for p in parents], count)
-        for one, gain in zip(parents, gains, strict=True):
+        scores = find_flip_scores(runs, [None if p is None else p.states for p in parents], count)
+        for one, score in zip(parents, scores, strict=True):
             if one is not None:
-                one.gains = gain
+                one.flip_scores = score
     return parents
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -25,9 +24,11 @@ from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
-from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.terms import Term, observed_terms
+from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.blocks import Structure
-from pyro_mcvae.truncated.layout import Rows, StateLayout, existing_entries, site_spec
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout, existing_entries, site_spec
+from pyro_mcvae.truncated.masked_entries import reader_of_masked
 
 __all__ = [
     "GuideDraws",
@@ -52,7 +53,7 @@ class SearchMessenger(Messenger):
     It stands for the truncated posterior where only its sites and plates matter.
     """
 
-    def __init__(self, model: Callable[..., Any], guide: Callable[..., Any] | None) -> None:
+    def __init__(self, model: Program, guide: Program | None) -> None:
         super().__init__()
         self.model, self.guide = model, guide
         self._traces = Trace(), Trace()
@@ -66,14 +67,14 @@ class SearchMessenger(Messenger):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         guide_trace = run_guide(self.guide, args, kwargs)
         self._searched = set()
         with poutine.trace() as tracer, self, poutine.replay(trace=guide_trace):
             self.model(*args, **kwargs)
         self._traces = tracer.trace, guide_trace
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Site) -> None:
         if msg["done"] or msg["is_observed"] or msg["value"] is not None or not is_random(msg):
             return
         if not msg["fn"].support.is_discrete:
@@ -94,13 +95,16 @@ class SearchMessenger(Messenger):
         return model_trace, with_searched(guide_trace, model_trace, self._searched)
 
 
-def run_guide(
-    guide: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Trace:
+def run_guide(guide: Program | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Trace:
     """The trace of a guide; an empty one where there is none."""
     with poutine.trace() as tracer:
         if guide is not None:
             guide(*args, **kwargs)
+    for term in observed_terms(tracer.trace):
+        raise StatesError(
+            f"site '{term.key.name}' of guide= is observed, and what a guide observes is no part "
+            f"of a posterior's states: leave it out, or write pyro.factor for a factor of log q"
+        )
     return tracer.trace
 
 
@@ -128,7 +132,7 @@ def shared_by_data(term: Term, plates: frozenset[PlateKey]) -> Term:
     return replace(term, site={**site, "fn": point})
 
 
-def with_searched(guide_trace: Trace, model_trace: Trace, names: Any) -> Trace:
+def with_searched(guide_trace: Trace, model_trace: Trace, names: Collection[str]) -> Trace:
     """The guide's trace with the searched sites, which have no density of their own."""
     both = guide_trace.copy()
     for name, site in model_trace.nodes.items():
@@ -184,10 +188,10 @@ class Layouts:
 
 def find_layouts(
     sampler: ParticleSampler,
-    model: Callable[..., Any],
-    guide: Callable[..., Any] | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    model: Program,
+    guide: Program | None,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
     bank: int = 256,
 ) -> Layouts:
     """
@@ -210,6 +214,8 @@ def find_layouts(
             "the model has no discrete site to search: every latent is continuous or drawn by "
             "guide=. Use TraceSGVB_ELBO or TraceIWAE_ELBO with a guide of their own"
         )
+    with torch.no_grad():
+        _check_masks(reader_of_masked(programs, run, names))
     sites = [run.model_trace.nodes[n] for n in names]
     around = {s["name"]: frozenset(map(plate_key, plate_frames(s))) for s in sites}
     plates = frozenset(plate for found in around.values() for plate in found)
@@ -230,7 +236,7 @@ def find_layouts(
         full = tuple(frames[k].full_size or frames[k].size for k in block.plates)
         layout = StateLayout(block.plates, full, [site_spec(s, run.nesting) for s in own])
         sizes = tuple(frames[k].size for k in block.plates)
-        rows = Rows(sizes, torch.zeros(0))
+        rows = DataIndex(sizes, torch.zeros(0))
         drawn = [
             layout.states({n: trace.nodes[n]["value"] for n in layout.sites}, rows)
             for trace in draws
@@ -260,7 +266,17 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _check_home(site: Any, structure: Structure) -> None:
+def _check_masks(read: tuple[str, str] | None) -> None:
+    if read is not None:
+        name, reader = read
+        raise StatesError(
+            f"site '{name}' is masked out for some data, whose entries have the value zero in all "
+            f"states, but site '{reader}' reads them: put poutine.mask around the observations "
+            f"alone, so that '{name}' has its prior everywhere"
+        )
+
+
+def _check_home(site: Site, structure: Structure) -> None:
     name = site["name"]
     b = structure.block_of[FactorKey("guide", name)]
     frames = plate_frames(site)

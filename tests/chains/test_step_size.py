@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from pyro_mcvae import MALA, ULA, UnderdampedLangevin
 from pyro_mcvae.chains.step_size import (
     AdaptiveStepSize,
     FixedStepSize,
@@ -110,6 +111,26 @@ def test_nothing_grows_while_too_little_is_accepted():
         assert (step_size() <= before).all()
     step_size.update(number(0.81), gradient)
     assert step_size()[0] > before[0]
+
+
+@pytest.mark.parametrize("kernel", [ULA, UnderdampedLangevin])
+def test_unadjusted_kernels_take_no_unstable_steps_in_white_noise(kernel):
+    """Far from the posterior every move is an improvement, and the acceptance is 1 for ever."""
+    for options, most in (
+        ({"per_coordinate": False}, 2.0),
+        ({"per_coordinate": True}, 1e3),
+        ({"bounds": (0.01, 5.0)}, 5.0),
+    ):
+        step_size = AdaptiveStepSize(0.5, rate=0.5, **options)
+        kernel(step_size)
+        for _ in range(40):
+            step_size.update(number(1.0))
+        assert step_size() == most
+    # One that rejects cannot lose a chain.
+    step_size = MALA(AdaptiveStepSize(0.5, rate=0.5)).step_size
+    for _ in range(40):
+        step_size.update(number(1.0))
+    assert step_size() == 1e3
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])

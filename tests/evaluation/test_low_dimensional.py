@@ -215,3 +215,11 @@ def test_programs_that_are_not_finite_name_their_site():
 
     with pytest.raises(ValueError, match="site 'odd' of the model"):
         low_dimensional_evidence(model, guide)
+
+
+def test_in_inference_mode():
+    """Where the default kernel would be made of tensors that cannot adapt."""
+    exact = ConjugateGaussian(N=5)
+    with torch.inference_mode():
+        found = low_dimensional_evidence(exact.model, exact.guide)
+    assert bool((deviations(found, exact.log_evidence_per_datum()).abs() < 5).all())

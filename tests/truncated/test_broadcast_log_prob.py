@@ -66,10 +66,10 @@ def test_values_and_gradients_are_the_distribution_s(parameters, make):
     torch.manual_seed(0)
     value = make().sample().requires_grad_()
     weight = torch.randn(make().batch_shape, dtype=torch.float64)
-    lean, own = broadcast_log_prob(make(), value), make().log_prob(value)
-    torch.testing.assert_close(lean, own)
+    broadcast, own = broadcast_log_prob(make(), value), make().log_prob(value)
+    torch.testing.assert_close(broadcast, own)
     inputs = [*parameters, value]
-    found, wanted = (torch.autograd.grad((weight * x).sum(), inputs) for x in (lean, own))
+    found, wanted = (torch.autograd.grad((weight * x).sum(), inputs) for x in (broadcast, own))
     torch.testing.assert_close(found, wanted)
 
 
@@ -181,10 +181,10 @@ def test_terms_have_scales_and_masks():
     sites = list(scored(poutine.trace(_program).get_trace()))
     assert len(sites) == 6
     for site in sites:
-        lean, ordinary = broadcast_term(site), model_term(site)
-        torch.testing.assert_close(lean.log_prob, ordinary.log_prob)
-        assert lean.log_prob.shape == ordinary.log_prob.shape
-        assert (lean.key, lean.plate_scale) == (ordinary.key, ordinary.plate_scale)
+        found, ordinary = broadcast_term(site), model_term(site)
+        torch.testing.assert_close(found.log_prob, ordinary.log_prob)
+        assert found.log_prob.shape == ordinary.log_prob.shape
+        assert (found.key, found.plate_scale) == (ordinary.key, ordinary.plate_scale)
 
 
 def test_a_refused_value_names_its_site():

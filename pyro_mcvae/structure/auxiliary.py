@@ -1,0 +1,89 @@
+"""Draws of a guide that the model does not have: whether their density is one of its latents."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import is_delta, is_latent, is_random
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.structure.cache import StructureCache
+from pyro_mcvae.structure.dependencies import find_dependencies
+
+__all__ = ["AuxiliaryDraws"]
+
+
+class AuxiliaryDraws:
+    r"""
+    Tells an auxiliary draw that *is* a latent from one that a latent only follows.
+
+    AutoGuides draw u and make :math:`z = f(u)` of it, a point mass with the logarithm of f's
+    Jacobian: log q(u) is part of log q(z). But a guide that draws u, and then z from q(z | u), has
+    the marginal :math:`\int q(u) q(z \mid u)\, du`. With log q(u) in the weight each u would count
+    for the latents once more: a mixture of M components would have M times the evidence. Without
+    it, the weight p(x, z) / q(z | u) has the mean p(x) for every u whose q(z | u) reaches all z.
+    """
+
+    def __init__(self) -> None:
+        self._cache: StructureCache[frozenset[str]] = StructureCache()
+
+    def settle(self, programs: Programs, run: Run) -> Run:
+        """A run without the density of auxiliary draws that are no latents."""
+        names = {t.key.name for t in run.terms if _is_auxiliary(t, run)}
+        left_out = names - self._part_of_latents(programs, run) if names else names
+        if not left_out:
+            return run
+        terms = tuple(
+            t.without_density() if t.in_guide and t.key.name in left_out else t for t in run.terms
+        )
+        return replace(run, terms=terms)
+
+    def _part_of_latents(self, programs: Programs, run: Run) -> frozenset[str]:
+        points = tuple(_points(run))
+        if not points:
+            return frozenset()
+        drawn = tuple(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
+
+        def find() -> frozenset[str]:
+            return _behind(programs, run, frozenset(drawn), points)
+
+        return self._cache.of(programs, (drawn, points), find, renew=False)
+
+
+def _is_auxiliary(term: Term, run: Run) -> bool:
+    if not term.in_guide or not is_random(term.site):
+        return False
+    return not _in_model(term.key.name, run)
+
+
+def _in_model(name: str, run: Run) -> bool:
+    nodes = run.model_trace.nodes
+    return name in nodes and is_latent(nodes[name])
+
+
+def _points(run: Run) -> Iterator[str]:
+    for term in run.terms:
+        point = term.in_guide and is_latent(term.site) and is_delta(term.site["fn"])
+        if point and _in_model(term.key.name, run):
+            yield term.key.name
+
+
+def _behind(
+    programs: Programs, run: Run, drawn: frozenset[str], points: tuple[str, ...]
+) -> frozenset[str]:
+    """The draws from which point masses of their own kind, discrete or not, were computed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing changes where it cannot be traced
+        found = find_dependencies(programs, drawn, run.subsamples)
+    guide, model = run.guide_trace.nodes, run.model_trace.nodes
+    behind: set[str] = set()
+    for point in points:
+        # A label that only chooses among maps of another draw is no part of a density in z.
+        discrete = model[point]["fn"].support.is_discrete
+        parents = found.factors.get(FactorKey("guide", point), drawn)
+        behind |= {n for n in parents if guide[n]["fn"].support.is_discrete == discrete}
+    return frozenset(behind)

@@ -1,0 +1,163 @@
+"""Arguments and programs that are wrong, or that Pyro takes: what is said, and what is accepted."""
+
+import logging
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_mcvae import (
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+)
+
+LOSSES = [TraceSGVB_ELBO, TraceIWAE_ELBO, TraceRaoBlackwell_ELBO, TraceSIS_ELBO, TraceAIS_ELBO]
+
+
+def model(name="data", size=4):
+    with pyro.plate(name, 4, subsample=torch.arange(size)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(size))
+
+
+def guide(name="data", size=4, infer=None):
+    with pyro.plate("data", 4, subsample=torch.arange(size)):
+        pyro.sample("z", dist.Normal(0.5, 0.5**0.5), infer=infer or {})
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_class_is_no_loss(loss):
+    svi = SVI(model, guide, pyro.optim.Adam({}), loss=loss)
+    with pytest.raises(ValueError, match=rf"pass an object, loss={loss.__name__}\(\)"):
+        svi.step()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_options_of_pyros_jit_losses_are_accepted(loss):
+    elbo = loss(ignore_jit_warnings=True, jit_options={"check_trace": False})
+    assert elbo.loss(model, guide) > 0
+
+
+@pytest.mark.parametrize("make", [np.int64, torch.tensor, int])
+def test_counts_are_whole_numbers_of_any_library(make):
+    for elbo in (TraceIWAE_ELBO(make(3)), TraceSIS_ELBO(make(3)), TraceSGVB_ELBO(make(3))):
+        assert elbo.loss(model, guide) > 0
+    assert type(TraceIWAE_ELBO(make(3)).num_particles) is int
+    options = TraceRaoBlackwell_ELBO(make(2), make(1)).site_options
+    assert (type(options.num_categories), options.num_categories) == (int, 2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2.0,
+        True,
+        np.bool_(True),
+        torch.tensor(True),
+        "3",
+        [3],
+        torch.tensor([3]),
+        torch.tensor(2.5),
+        None,
+        0,
+    ],
+)
+def test_other_things_are_no_counts(value):
+    with pytest.raises(ValueError, match="num_particles must be an int of at least 1"):
+        TraceIWAE_ELBO(value)
+
+
+FLAGS = {
+    "joint": TraceIWAE_ELBO,
+    "analytic_kl": TraceSGVB_ELBO,
+    "multi_sample": TraceSIS_ELBO,
+    "recompute": TraceAIS_ELBO,
+    "vectorize_particles": TraceIWAE_ELBO,
+    "strict_enumeration_warning": TraceIWAE_ELBO,
+    "retain_graph": TraceIWAE_ELBO,
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_true_or_false(name):
+    with pytest.raises(ValueError, match=f"{name} must be True.* got 'no'"):
+        FLAGS[name](**{name: "no"})
+
+
+@pytest.mark.parametrize("options", [{"num_categories": 2}, {"num_samples": 1}])
+def test_a_budget_stands_alone(options):
+    with pytest.raises(ValueError, match="budget=3 says"):
+        TraceRaoBlackwell_ELBO(budget=3, **options)
+
+    def bit(infer):
+        with pyro.plate("data", 4):
+            pyro.sample("b", dist.Bernoulli(0.4), infer=infer)
+
+    infer = {"mcvae": {"budget": 3, **options}}
+    with pytest.raises(ValueError, match=r"site 'b', infer\['mcvae'\]: budget stands for"):
+        TraceRaoBlackwell_ELBO().loss(bit, bit, infer)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_model_and_guide_in_each_others_place(loss):
+    with pytest.raises(ValueError, match="pass the model first and the guide second"):
+        loss().loss(guide, model)
+
+
+def test_plates_of_other_names_are_two_plates(caplog):
+    exact = dist.Normal(0.0, 2**0.5).log_prob(torch.ones(4)).sum()
+    with caplog.at_level(logging.WARNING), pyro.validation_enabled(False):  # Pyro's warns, too
+        total = TraceIWAE_ELBO(2).bounds(model, guide, "items").total
+    assert torch.allclose(total, exact)  # at the posterior, also as one weight
+    assert "plate 'data' of the guide and in plate 'items' of the model" in caplog.text
+    with (
+        pyro.validation_enabled(False),
+        pytest.raises(ValueError, match="a minibatch each: give them one name"),
+    ):
+        TraceIWAE_ELBO(2).loss(lambda: model("items", 2), lambda: guide(size=2))
+
+
+def test_baselines_of_tracegraph_are_told_of(caplog):
+    elbo = TraceSGVB_ELBO()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            elbo.loss(model, lambda: guide(infer={"baseline": {"use_decaying_avg_baseline": True}}))
+    assert caplog.text.count("is for pyro.infer.TraceGraph_ELBO") == 1
+
+
+@pytest.mark.parametrize("particles", [1, 2])
+def test_looped_chains_need_plates_without_validation_too(particles):
+    def bare_model():
+        z = pyro.sample("z", dist.Normal(torch.zeros(4), 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(4))
+
+    def bare_guide():
+        pyro.sample("z", dist.Normal(torch.zeros(4), 1.0))
+
+    with (
+        pyro.validation_enabled(False),
+        pytest.raises(ValueError, match=r"site '[zx]'.*enclose it in pyro.plate"),
+    ):
+        TraceSIS_ELBO(3, num_particles=particles).loss(bare_model, bare_guide)
+
+
+def test_enumeration_names_the_loss_that_does_it():
+    def mixture():
+        k = pyro.sample("k", dist.Bernoulli(0.3), infer={"enumerate": "parallel"})
+        pyro.sample("x", dist.Normal(k, 1.0), obs=torch.tensor(0.3))
+
+    with pytest.raises(ValueError, match="use TraceRaoBlackwell_ELBO"):
+        TraceIWAE_ELBO(2).loss(mixture, lambda: None)
+    exact = torch.logsumexp(
+        torch.tensor([0.7, 0.3]).log()
+        + dist.Normal(torch.arange(2.0), 1.0).log_prob(torch.tensor(0.3)),
+        0,
+    )
+    found = -TraceRaoBlackwell_ELBO().loss(mixture, lambda: None)
+    assert found == pytest.approx(float(exact), rel=1e-9)

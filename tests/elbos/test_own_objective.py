@@ -1,0 +1,77 @@
+"""Objectives of one's own, written as docs/extend.md says: what they need not think of is done."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae import Estimate, MonteCarloELBO, local_bounds, local_estimate
+from tests.estimates import assert_mean
+
+
+class TraceVRMax_ELBO(MonteCarloELBO):
+    def estimate(self, programs):
+        sample = self.sampler.sample(programs)
+        best = sample.log_weight.max(0).values
+        return local_estimate(sample, best.detach(), best)
+
+    def bounds_of(self, programs):
+        sample = self.sampler.sample(programs)
+        return local_bounds(sample, sample.log_weight.max(0).values)
+
+
+class ByHand(TraceVRMax_ELBO):
+    def estimate(self, programs):
+        sample = self.sampler.sample(programs)
+        best = sample.log_weight.max(0).values.sum()
+        return Estimate(best.detach(), best, sample.runs)
+
+
+LOGITS = (0.4, -0.3, 0.1)
+SIZE = 400
+
+
+def model():
+    with pyro.plate("data", 2 * SIZE, subsample=torch.arange(SIZE)):
+        k = pyro.sample("k", dist.Categorical(torch.tensor([0.2, 0.5, 0.3])))
+        pyro.sample("x", dist.Normal(k + 0.0, 0.7), obs=torch.tensor(1.4))
+
+
+def guide():
+    logits = pyro.param("logits", torch.tensor(LOGITS))
+    with pyro.plate("data", 2 * SIZE, subsample=torch.arange(SIZE)):
+        pyro.sample("k", dist.Categorical(logits=logits))
+
+
+def exact_gradient():
+    """Of E max(log w_1, log w_2), over all nine pairs of draws."""
+    logits = torch.tensor(LOGITS, requires_grad=True)
+    log_q, k = logits.log_softmax(0), torch.arange(3) + 0.0
+    log_p = torch.tensor([0.2, 0.5, 0.3]).log() + dist.Normal(k, 0.7).log_prob(torch.tensor(1.4))
+    log_w, q = log_p - log_q, log_q.exp()
+    bound = (q[:, None] * q * torch.maximum(log_w[:, None], log_w)).sum()
+    return torch.autograd.grad(bound, logits)[0]
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_discrete_draws_have_their_score(vectorize):
+    elbo = TraceVRMax_ELBO(2, vectorize_particles=vectorize)
+    grads = []
+    for _ in range(60):
+        elbo.loss_and_grads(model, guide)
+        param = pyro.param("logits")
+        grads.append(-param.grad / (2 * SIZE))
+        param.grad = None
+    exact = exact_gradient()
+    assert exact.abs().max() > 0.1
+    assert_mean(torch.stack(grads), exact)
+
+
+def test_an_estimate_without_scores_is_refused():
+    elbo = ByHand(2)
+    with pytest.raises(ValueError, match=r"site 'k'.*ByHand does not say.*scored=True"):
+        elbo.loss_and_grads(model, guide)
+    assert elbo.loss(model, guide) < 1e4  # without a gradient nothing is wrong
+    with pytest.raises(ValueError, match=r"site 'k'.*scored=True"):
+        elbo.differentiable_loss(model, guide)
+    assert pyro.param("logits").grad is None
