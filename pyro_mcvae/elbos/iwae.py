@@ -10,7 +10,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import (
     elbo_bounds,
     elbo_costs,
@@ -18,6 +18,7 @@ from pyro_mcvae.elbos.elbo_terms import (
     local_bounds,
     local_estimate,
 )
+from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.path_gradient import PathGradient
 from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp
 from pyro_mcvae.particles.weighted import WeightedParticles
