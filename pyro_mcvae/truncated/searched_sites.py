@@ -101,10 +101,8 @@ def run_guide(guide: Program | None, args: tuple[object, ...], kwargs: dict[str,
         if guide is not None:
             guide(*args, **kwargs)
     for term in observed_terms(tracer.trace):
-        raise StatesError(
-            f"site '{term.key.name}' of guide= is observed, and what a guide observes is no part "
-            f"of a posterior's states: leave it out, or write pyro.factor for a factor of log q"
-        )
+        name = f"site '{term.key.name}' of guide="
+        raise StatesError(f"{name} is observed, which is no part of a posterior: leave it out")
     return tracer.trace
 
 
@@ -277,9 +275,8 @@ def _check_masks(read: tuple[str, str] | None) -> None:
 
 
 def _check_home(site: Site, structure: Structure, run: Run) -> None:
-    name = site["name"]
+    name, frames = site["name"], plate_frames(site)
     b = structure.block_of[FactorKey("guide", name)]
-    frames = plate_frames(site)
     if not frames or (b is not None and not structure.blocks[b].plates):
         raise StatesError(
             f"site '{name}' has no data plate that separates it from the rest: states are kept per "
@@ -288,13 +285,11 @@ def _check_home(site: Site, structure: Structure, run: Run) -> None:
         )
     if b is None:
         inner = {f for t in run.terms for f in plate_frames(t.site) if is_subsampled(f)} - frames
-        plates = ", ".join(
-            f"'{f.name}' ({f.size} of {f.full_size})" for f in sorted(inner, key=lambda f: f.name)
-        )
+        plates = sorted(f"'{f.name}' ({f.size} of {f.full_size})" for f in inner)
         raise StatesError(
             f"site '{name}' has no states of its own, because what depends on it lies in the "
-            f"subsampled plate {plates}, which does not enclose the site: pass that plate's full "
-            f"data, or draw the site in guide="
+            f"subsampled plate {', '.join(plates)}, which does not enclose the site: pass the full "
+            f"data of that plate, or draw the site in guide="
         )
     if any(p.dim is None for p in structure.blocks[b].plates):
         names = ", ".join(repr(p.name) for p in structure.blocks[b].plates if p.dim is None)
