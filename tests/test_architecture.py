@@ -244,3 +244,60 @@ def test_all_names_exist() -> None:
     for name in pyro_mcvae.__all__:
         assert hasattr(pyro_mcvae, name), name
     assert {"TraceSGVB_ELBO", "TraceIWAE_ELBO"} <= set(pyro_mcvae.__all__)
+
+
+def test_no_file_is_long() -> None:
+    package = Path(pyro_mcvae.__file__).parent
+    lengths = {
+        str(path.relative_to(package)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in package.rglob("*.py")
+    }
+    assert {name: n for name, n in lengths.items() if n > 300} == {}
+
+
+def private_uses(package: Path) -> list[str]:
+    """Private names of this package that a room uses and does not define, one line each."""
+    texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
+    rooms: dict[str, dict[str, set[str]]] = {}
+    for path, text in texts.items():
+        room = rooms.setdefault(path.relative_to(package).parts[0], {"uses": set(), "own": set()})
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                room["uses"].add(node.attr)
+            elif isinstance(node, ast.Attribute):
+                room["own"].add(node.attr)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package.name):
+                room["uses"] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                room["own"].add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                room["own"].add(node.id)
+    own = {name for names in rooms.values() for name in names["own"]}
+    return [
+        f"{room} uses {name}"
+        for room, names in rooms.items()
+        for name in sorted(names["uses"] & own - names["own"])
+        if name.startswith("_") and not name.endswith("__")
+    ]
+
+
+# Hooks of a base class for its subclasses, which live in other rooms.
+HOOKS = {"comparisons uses _sampler"}
+# Of torch and Pyro.
+THEIRS = {"_buffers", "_parameters", "_validate_args"}
+
+
+def test_no_private_name_is_used_across_rooms() -> None:
+    found = private_uses(Path(pyro_mcvae.__file__).parent)
+    assert [use for use in found if use not in HOOKS and use.split()[-1] not in THEIRS] == []
+
+
+def test_private_names_across_rooms_are_found(tmp_path: Path) -> None:
+    package = build(
+        tmp_path,
+        {
+            "ops.py": "class A:\n    def _hidden(self): pass\n    def f(self): self._hidden()",
+            "elbos.py": "def g(a): return a._hidden()",
+        },
+    )
+    assert private_uses(package) == ["elbos.py uses _hidden"]

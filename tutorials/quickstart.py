@@ -34,13 +34,7 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pyro_mcvae import (
-    CompiledELBO,
-    TraceAIS_ELBO,
-    TraceIWAE_ELBO,
-    TraceSGVB_ELBO,
-    TraceSIS_ELBO,
-)
+from pyro_mcvae import CompiledELBO, TraceAIS_ELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 
 # What is compared: one line per objective, each a recipe for the loss that `pyro.infer.SVI` gets.
 OBJECTIVES: dict[str, Callable[[], Any]] = {

@@ -27,6 +27,12 @@ class State(NamedTuple):
     :ivar grad_base: the gradient of ``log_base``, shape ``[*batch, D]``; None if not computed.
     :ivar grad_weight: the gradient of ``log_weight``, likewise.
     :ivar momentum: for kernels that keep one between transitions, shape ``[*batch, D]``.
+
+    Example::
+
+        >>> position = torch.zeros(3, 2)
+        >>> State(position, -position.square().sum(-1), position.sum(-1)).log_weight
+        tensor([0., 0., 0.])
     """
 
     position: Tensor
@@ -51,6 +57,14 @@ class Target:
     :ivar transition: which transition of a chain moves with respect to it, from 0, for kernels
         with parameters of each transition: ``self.step_size(target.transition)``. -1, the last, for
         chains that stay at the posterior.
+
+    Example::
+
+        >>> def evaluate(position):
+        ...     return State(position, torch.zeros(len(position)), position.sum(-1))
+        >>> target = Target(evaluate, torch.tensor(0.5))
+        >>> target.log_density(target.evaluate(torch.ones(3, 2)))
+        tensor([1., 1., 1.])
     """
 
     evaluate: Callable[[Tensor], State]
@@ -98,6 +112,11 @@ class Proposal(NamedTuple):
     :ivar log_ratio: :math:`\log m(z' \to z) - \log m(z \to z')`, shape ``[*batch]``; the reverse
         move's log density minus the forward one's.
     :ivar log_reverse: the same with another reverse kernel than m, where a kernel has one.
+
+    Example::
+
+        >>> position = torch.ones(3, 2)
+        >>> symmetric = Proposal(State(position, torch.zeros(3), torch.zeros(3)), torch.zeros(3))
     """
 
     state: State
@@ -117,6 +136,11 @@ class Info(NamedTuple):
     :ivar accepted: which moves were accepted; None for unadjusted kernels.
     :ivar log_prob: the log probability of what was decided, :math:`\log \alpha` or
         :math:`\log (1 - \alpha)`, with its gradient; None for unadjusted kernels.
+
+    Example::
+
+        >>> Info(log_ratio=torch.zeros(3), acceptance=torch.ones(3)).accepted is None
+        True
     """
 
     log_ratio: Tensor

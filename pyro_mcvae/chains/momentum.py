@@ -25,6 +25,14 @@ class Momentum(nn.Module, ABC):
 
     :ivar num_transitions: for how many transitions there is a value each; None for one value that
         serves them all.
+
+    Example::
+
+        >>> class Rising(Momentum):
+        ...     def forward(self, transition=-1):
+        ...         return torch.tensor(0.9 if transition else 0.5)
+        >>> from pyro_mcvae import TraceSIS_ELBO, UnderdampedLangevin
+        >>> elbo = TraceSIS_ELBO(5, UnderdampedLangevin(momentum=Rising()))
     """
 
     num_transitions: int | None = None

@@ -19,6 +19,16 @@ class StepSize(nn.Module, ABC):
 
     :ivar num_transitions: for how many transitions there is a value each; None for one value that
         serves them all.
+
+    Example::
+
+        >>> class Halving(StepSize):
+        ...     num_transitions = 3
+        ...
+        ...     def forward(self, transition=-1):
+        ...         return torch.tensor(0.4) / 2 ** (transition % 3)
+        >>> Halving().values()
+        tensor([0.4000, 0.2000, 0.1000])
     """
 
     num_transitions: int | None = None

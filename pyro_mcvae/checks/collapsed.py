@@ -1,5 +1,5 @@
 """
-Whether data bypass the guide's draws: see its parameters, and no draw.
+Whether latents are collapsed: the data see the guide's parameters, and no draw.
 
 Pyro's ``VariationalGP`` and ``VariationalSparseGP`` integrate over their latent in closed form: the
 density of the data is that under the guide's mean and covariance, whatever was drawn. In a mean of
@@ -20,8 +20,8 @@ def check_not_collapsed(structure: Structure) -> None:
 
     :raises ValueError: naming the site that has the guide's parameters in the place of its draws.
     """
-    if structure.bypass is not None and structure.blocks:
-        latent, data = structure.bypass
+    if structure.collapsed is not None and structure.blocks:
+        latent, data = structure.collapsed
         raise ValueError(
             f"site '{data}' of the model has the parameters of the guide's site '{latent}' in it "
             f"and not its draws, as where the latent is integrated in closed form (VariationalGP, "

@@ -15,9 +15,10 @@ from pyro_mcvae.chains.kernel import Kernel, State, Target
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.comparisons.chain_states import ChainStates
 from pyro_mcvae.coordinates.chain_density import ChainDensity
-from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar
+from pyro_mcvae.elbos.base import ELBOOptions
 from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_estimate
+from pyro_mcvae.elbos.estimate import Estimate, as_scalar
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
@@ -207,7 +208,7 @@ class MonteCarloEM(ChainELBO):
         start = density.start()
         if self.states is not None:
             start = density(self.states.resume(first.sample, start.position))
-        target = Target(density, log_weight.new_ones(()), density.log_weight.free)
+        target = Target(density, log_weight.new_ones(()), density.log_weight.movable)
         state, infos = start, []
         with torch.no_grad():
             for _ in range(self.num_steps):
@@ -230,7 +231,7 @@ class MonteCarloEM(ChainELBO):
             self.states.keep(sample, chain.state.position)
         self._draw = None
         if self.updates_per_draw > 1:
-            self._draw = _Draw(sample, _call(log_weight._programs), self.updates_per_draw - 1)
+            self._draw = _Draw(sample, _call(log_weight.programs), self.updates_per_draw - 1)
 
     def _wrong_kernel(self, name: str) -> str:
         return (

@@ -23,9 +23,7 @@ from pyro_mcvae.programs.run import Run
 
 __all__ = [
     "ChainDensity",
-    "check_continuous",
     "costs_nothing_to_read",
-    "named",
     "outside_inference_mode",
 ]
 
@@ -186,27 +184,6 @@ class _Handlers:
 
     def __exit__(self, *error: object) -> None:
         _PYRO_STACK[:] = self._now
-
-
-def check_continuous(log_weight: LogWeight, objective: str) -> None:
-    """
-    Check that every latent can be moved along gradients.
-
-    :raises ValueError: naming the discrete sites.
-    """
-    if log_weight.discrete:
-        raise ValueError(
-            f"{objective} moves latents along gradients, but the guide's site"
-            f"{named(log_weight.discrete)} discrete: sum discrete sites with "
-            f"TraceRaoBlackwell_ELBO, weigh them with TraceIWAE_ELBO, or marginalise them "
-            f"in the model"
-        )
-
-
-def named(names: tuple[str, ...]) -> str:
-    """Sites and their verb, as in "s 'a', 'b' are", to follow "site"."""
-    quoted = ", ".join(f"'{n}'" for n in names)
-    return f" {quoted} is" if len(names) == 1 else f"s {quoted} are"
 
 
 @contextmanager

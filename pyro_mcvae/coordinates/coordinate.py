@@ -23,6 +23,7 @@ from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_ev
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.sites import is_masked, layers
+from pyro_mcvae.programs.types import Distribution
 
 __all__ = [
     "Coordinate",
@@ -75,7 +76,7 @@ class NoiseCoordinate(Coordinate):
     :param Noise noise: how its draws are made.
     """
 
-    def __init__(self, fn: Any, noise: Noise) -> None:
+    def __init__(self, fn: Distribution, noise: Noise) -> None:
         self.batch_shape = fn.batch_shape
         self.reparameterized = not _forbids_rsample(fn)
         self.noise = noise
@@ -130,7 +131,7 @@ class NoiseCoordinate(Coordinate):
 class UnconstrainedCoordinate(Coordinate):
     """The value itself, mapped to the real line where its support is constrained."""
 
-    def __init__(self, fn: Any) -> None:
+    def __init__(self, fn: Distribution) -> None:
         # A mask takes density out of the weight, but the draw still has it.
         fn = self.fn = _without_masks(fn)
         self.reparameterized = fn.has_rsample
@@ -172,7 +173,7 @@ class CircularCoordinate(UnconstrainedCoordinate):
         return self.fn.log_prob(value)
 
 
-def _is_circular(fn: Any) -> bool:
+def _is_circular(fn: Distribution) -> bool:
     while not isinstance(fn, _CIRCULAR):
         base = getattr(fn, "base_dist", None)
         if base is None or isinstance(fn, torch.distributions.TransformedDistribution):
@@ -184,7 +185,7 @@ def _is_circular(fn: Any) -> bool:
 _CIRCULAR = (torch.distributions.VonMises, dist.SineBivariateVonMises, dist.SineSkewed)
 
 
-def _support(fn: Any) -> Any:
+def _support(fn: Distribution) -> Any:
     """The support, of a mixture that of its components."""
     support = fn.support
     # Newer versions of torch check a mixture's values by a constraint that has no bijection.
@@ -192,7 +193,7 @@ def _support(fn: Any) -> Any:
     return support.base_constraint if isinstance(support, mixture) else support
 
 
-def _without_masks(fn: Any) -> Any:
+def _without_masks(fn: Distribution) -> Any:
     """The distribution of what is drawn, with the density of masked entries, too."""
     if not is_masked(fn):
         return fn
@@ -212,7 +213,7 @@ def _without_masks(fn: Any) -> Any:
 class ValueCoordinate(Coordinate):
     """The value itself, as it is."""
 
-    def __init__(self, fn: Any) -> None:
+    def __init__(self, fn: Distribution) -> None:
         self.fn = fn
         self.event_shape = fn.event_shape
 
@@ -230,12 +231,12 @@ class ValueCoordinate(Coordinate):
         return self.fn.log_prob(value)
 
 
-def _forbids_rsample(fn: Any) -> bool:
+def _forbids_rsample(fn: Distribution) -> bool:
     """Whether has_rsample_(False) was said of this very distribution, as of a rough model's."""
     return any(vars(layer).get("has_rsample") is False for layer in layers(fn))
 
 
-def coordinate_of(fn: Any, coordinates: Coordinates = "noise") -> Coordinate:
+def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coordinate:
     """
     The coordinate of a guide site's draws.
 

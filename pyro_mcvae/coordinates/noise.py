@@ -16,6 +16,7 @@ from pyro.ops.tensor_utils import safe_normalize
 from torch import Tensor
 
 from pyro_mcvae.programs.errors import NoCoordinateError
+from pyro_mcvae.programs.types import Distribution
 
 __all__ = [
     "Noise",
@@ -45,7 +46,7 @@ class Noise(NamedTuple):
         (tensor(1.), tensor(0.))
     """
 
-    standard: Any
+    standard: Distribution | StandardNormal
     event_shape: torch.Size
     transform: Callable[[Tensor], Tensor]
     log_scale: Callable[[], Tensor] | None = None
@@ -66,10 +67,11 @@ class StandardNormal:
 
 
 _LOG_TWO_PI = math.log(2 * math.pi)
-_REGISTRY: dict[type, Callable[[Any], Any]] = {}
+NoiseMaker = Callable[[Any], Any]  # of one class of distributions, which takes its own
+_REGISTRY: dict[type, NoiseMaker] = {}
 
 
-def register_noise(*classes: type) -> Callable[[Any], Any]:
+def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
     """
     Register how distributions of exactly these classes are made from noise.
 
@@ -92,7 +94,7 @@ def register_noise(*classes: type) -> Callable[[Any], Any]:
         tensor([0.6931, 0.3466])
     """
 
-    def decorator(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorator(function: NoiseMaker) -> NoiseMaker:
         for cls in classes:
             _REGISTRY[cls] = function
         return function
@@ -100,7 +102,7 @@ def register_noise(*classes: type) -> Callable[[Any], Any]:
     return decorator
 
 
-def noise_of(fn: Any) -> Noise | None:
+def noise_of(fn: Distribution) -> Noise | None:
     """How a distribution draws, or None where its noise is not explicit."""
     # Exact classes only: a subclass may draw in another way than its parent.
     function = _REGISTRY.get(type(fn))
@@ -119,7 +121,7 @@ def _pair(*names: str) -> list[type]:
     return [cls for cls in dict.fromkeys(found) if cls is not None]
 
 
-def _scaled(fn: Any, standard: Any) -> Noise:
+def _scaled(fn: Distribution, standard: Distribution | StandardNormal) -> Noise:
     """Of location-scale families."""
     return Noise(
         standard,
@@ -131,14 +133,14 @@ def _scaled(fn: Any, standard: Any) -> Noise:
 
 
 @register_noise(*_pair("Normal", "Laplace", "Cauchy", "Logistic"))
-def _location_scale(fn: Any) -> Noise:
+def _location_scale(fn: Distribution) -> Noise:
     plain = _pair(type(fn).__name__)[0]
     standard = StandardNormal(fn.loc) if plain is dist.Normal else _standard(plain, fn.loc)
     return _scaled(fn, standard)
 
 
 @register_noise(*_pair("StudentT"))
-def _student_t(fn: Any) -> Noise | None:
+def _student_t(fn: Distribution) -> Noise | None:
     # Strides of zero: one number, broadcast to the shape of loc.
     if fn.df.requires_grad or any(fn.df.stride(d) for d in range(fn.df.dim()) if fn.df.size(d) > 1):
         return None  # the noise's density would depend on parameters, or on the datum
@@ -147,7 +149,7 @@ def _student_t(fn: Any) -> Noise | None:
 
 
 @register_noise(*_pair("Uniform"))
-def _uniform(fn: Any) -> Noise:
+def _uniform(fn: Distribution) -> Noise:
     standard = StandardNormal(fn.low)
     low, high = fn.low.detach(), fn.high.detach()
     inner = torch.nextafter(low, high), torch.nextafter(high, low)
@@ -164,7 +166,7 @@ def _uniform(fn: Any) -> Noise:
 
 
 @register_noise(*_pair("MultivariateNormal"))
-def _multivariate_normal(fn: Any) -> Noise:
+def _multivariate_normal(fn: Distribution) -> Noise:
     return Noise(
         StandardNormal(fn.loc),
         fn.event_shape,
@@ -176,7 +178,7 @@ def _multivariate_normal(fn: Any) -> Noise:
 
 
 @register_noise(*_pair("LowRankMultivariateNormal"))
-def _low_rank_normal(fn: Any) -> Noise:
+def _low_rank_normal(fn: Distribution) -> Noise:
     factor, diagonal = fn._unbroadcasted_cov_factor, fn._unbroadcasted_cov_diag
     rank = factor.shape[-1]
 
@@ -188,7 +190,7 @@ def _low_rank_normal(fn: Any) -> Noise:
 
 
 @register_noise(dist.ProjectedNormal)
-def _projected_normal(fn: Any) -> Noise:
+def _projected_normal(fn: Distribution) -> Noise:
     # As many numbers as the value has entries, of which one is lost: not one to one.
     return Noise(
         StandardNormal(fn.concentration),
@@ -198,7 +200,7 @@ def _projected_normal(fn: Any) -> Noise:
 
 
 @register_noise(*_pair("Independent"), torch.distributions.Independent)
-def _independent(fn: Any) -> Noise | None:
+def _independent(fn: Distribution) -> Noise | None:
     found = noise_of(fn.base_dist)
     if found is None:
         return None
@@ -210,7 +212,7 @@ def _independent(fn: Any) -> Noise | None:
 @register_noise(
     dist.torch_distribution.ExpandedDistribution, dist.torch_distribution.MaskedDistribution
 )
-def _wrapped(fn: Any) -> Noise | None:
+def _wrapped(fn: Distribution) -> Noise | None:
     return noise_of(fn.base_dist)
 
 
@@ -227,7 +229,7 @@ def _flow_classes() -> list[type]:
 
 
 @register_noise(*_flow_classes())
-def _transformed(fn: Any) -> Noise | None:
+def _transformed(fn: Distribution) -> Noise | None:
     found = noise_of(fn.base_dist)
     if found is None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,8 +107,9 @@ class Packing:
             shape = (value.shape[0], *self._shapes[site.block], place.end - place.begin)
             parts[site.block].append(as_shape(value, shape))
         blocks = [p[0] if len(p) == 1 else torch.cat(p, dim=-1) for p in parts]
-        if len(blocks) == 1:
-            return blocks[0]
+        return blocks[0] if len(blocks) == 1 else self._side_by_side(blocks)
+
+    def _side_by_side(self, blocks: list[Tensor]) -> Tensor:
         depth = max(self._widths)
         sizes = [math.prod(s) for s in self._shapes]
         flat_blocks = [
@@ -117,9 +118,14 @@ class Packing:
         padded = [torch.nn.functional.pad(b, (0, depth - b.shape[-1])) for b in flat_blocks]
         return torch.cat(padded, dim=1)
 
+    def pack_runs(self, values: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """The coordinates of several runs, one after the other in the leading dim."""
+        packed = [self.pack(part) for part in values]
+        return packed[0] if len(packed) == 1 else torch.cat(packed)
+
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
         """``[leading, *plates, D]`` to coordinates by site, in each site's dtype."""
-        blocks = self._split(packed)
+        blocks = [packed] if len(self._widths) == 1 else self._split(packed)
         values = {}
         for name, site in self.sites.items():
             place, part = self._places[name], blocks[site.block]
@@ -131,8 +137,6 @@ class Packing:
         return values
 
     def _split(self, packed: Tensor) -> list[Tensor]:
-        if len(self._widths) == 1:
-            return [packed]
         parts = packed.split([math.prod(s) for s in self._shapes], dim=1)
         return [
             p[..., :width].reshape(p.shape[0], *shape, width)

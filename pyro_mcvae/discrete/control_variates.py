@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_mcvae.discrete.score_function import leave_one_out_baseline, score_surrogate
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.supports import Support
+from pyro_mcvae.programs.support import Support
 
 __all__ = [
     "NVIL",

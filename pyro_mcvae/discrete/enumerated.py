@@ -1,34 +1,27 @@
-"""One execution of guide and model in which discrete sites have several slots."""
+"""The costs and weights of one run in which discrete sites have several slots."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyro import poutine
-from pyro.infer.util import is_validation_enabled
 from pyro.ops import packed
 from pyro.ops.contract import contract_tensor_tree
 from pyro.ops.rings import LogRing
-from pyro.poutine.enum_messenger import EnumMessenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.discrete.slots import SLOTS, SiteOptions, SiteSlots, SlotMessenger
-from pyro_mcvae.particles.runner import Layout, unbatched
+from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slots import SLOTS, SiteSlots
 from pyro_mcvae.programs import sites
-from pyro_mcvae.programs.contract import check_shapes, check_sites
-from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import SubstituteMessenger
-from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.terms import Term, observed_terms, terms_of
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Site
 
-__all__ = ["ScoredSite", "SlotCost", "SlotRun", "run_slots", "take_apart"]
+__all__ = ["ScoredSite", "SlotCost", "SlotRun", "take_apart"]
 
 
 @dataclass
@@ -47,7 +40,7 @@ class SlotCost:
     term: Term
     value: Tensor
     path: Any
-    scale: Any
+    scale: float | Tensor
     plates: frozenset[str]
     keys: tuple[FactorKey, ...]
 
@@ -69,7 +62,7 @@ class ScoredSite:
     """
 
     name: str
-    site: Any
+    site: Site
     slots: SiteSlots
     score: Tensor
     weight: Tensor
@@ -125,47 +118,6 @@ class SlotRun:
     scored: dict[str, ScoredSite]
 
 
-def run_slots(
-    programs: Programs,
-    options: SiteOptions,
-    substitute: SubstituteMessenger,
-    layout: Layout,
-    tell: Callable[[str], None],
-) -> Run:
-    """
-    Run the guide with slots, then the model on its values.
-
-    :param layout: with a nesting, and with the particles' plate or without one.
-    """
-    nesting = layout.nesting
-    assert nesting is not None
-    depth = nesting + (layout.count is not None)
-    leading, args, kwargs = layout.plates(), programs.args, programs.kwargs
-    slots = SlotMessenger(options, -1 - depth, tell)
-    with substitute, poutine.trace() as tracer, slots, entered(leading[0]):
-        programs.guide(*args, **kwargs)
-    guide_trace = tracer.trace
-    # The second one goes on where the first stopped to give dims away.
-    with (
-        substitute,
-        poutine.trace() as tracer,
-        poutine.replay(trace=guide_trace),
-        EnumMessenger(),
-        entered(leading[1]),
-    ):
-        programs.model(*args, **kwargs)
-    model_trace = tracer.trace
-    check_sites(guide_trace, model_trace, False, model_enumeration=True)
-    if nesting_of(guide_trace, model_trace) > nesting:
-        raise ValueError("the programs have more plates than max_plate_nesting says")
-    terms = tuple(terms_of(guide_trace, model_trace))
-    if is_validation_enabled():
-        check_shapes(guide_trace, model_trace, [*terms, *observed_terms(guide_trace)], depth)
-    shown = nesting, layout.count
-    found = unbatched(leading)
-    return Run(guide_trace, model_trace, terms, *shown, found, substitute.subsamples)
-
-
 def take_apart(run: Run) -> SlotRun:
     """The costs and the weights of a run."""
     guide, model = run.guide_trace, run.model_trace
@@ -201,7 +153,7 @@ def _guide_cost(term: Term, plates: frozenset[str]) -> SlotCost:
     entropy = _exact_entropy(term)
     if entropy is not None:
         return SlotCost(term, *_cost(term, entropy), term.plate_scale, plates, (term.key,))
-    path: Any
+    path: Tensor | int
     value, path = _cost(term, -term.log_prob)
     if not isinstance(term.entropy, Tensor):
         path = 0
@@ -304,7 +256,7 @@ def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]
     return rest
 
 
-def _common_scale(costs: list[SlotCost]) -> Any:
+def _common_scale(costs: list[SlotCost]) -> float | Tensor:
     """The one scale of all factors of a sum, which multiplies its logarithm."""
     scales = {c.term.key.name: c.term.site["scale"] for c in costs}
     distinct = {id(s) if isinstance(s, Tensor) else s for s in scales.values()}

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from pyro_mcvae.checks.leading_dims import SLOTS
+from pyro import poutine
+from pyro.poutine.enum_messenger import EnumMessenger
+
+from pyro_mcvae.checks.run_checks import SLOTS
 from pyro_mcvae.discrete.ancestry import Ancestry
-from pyro_mcvae.discrete.enumerated import SlotRun, run_slots, take_apart
-from pyro_mcvae.discrete.slots import SiteOptions
+from pyro_mcvae.discrete.enumerated import SlotRun, take_apart
+from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slots import SlotMessenger
 from pyro_mcvae.particles.runner import Execution, Layout, Runner
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 
-__all__ = ["SlotSampler"]
+__all__ = ["SlotSampler", "run_slots"]
 
 
 class SlotSampler:
@@ -63,3 +67,36 @@ class SlotSampler:
 
         execution = Execution(programs, execute, subsamples, name=SLOTS, several=True)
         return take_apart(self.runner.run(execution, particles))
+
+
+def run_slots(
+    programs: Programs,
+    options: SiteOptions,
+    substitute: SubstituteMessenger,
+    layout: Layout,
+    tell: Callable[[str], None],
+) -> Run:
+    """
+    Run the guide with slots, then the model on its values.
+
+    :param layout: with a nesting, and with the particles' plate or without one.
+    """
+    nesting = layout.nesting
+    assert nesting is not None
+    depth = nesting + (layout.count is not None)
+    leading, args, kwargs = layout.plates(), programs.args, programs.kwargs
+    slots = SlotMessenger(options, -1 - depth, tell)
+    with substitute, poutine.trace() as tracer, slots, entered(leading[0]):
+        programs.guide(*args, **kwargs)
+    guide_trace = tracer.trace
+    # The second one goes on where the first stopped to give dims away.
+    with (
+        substitute,
+        poutine.trace() as tracer,
+        poutine.replay(trace=guide_trace),
+        EnumMessenger(),
+        entered(leading[1]),
+    ):
+        programs.model(*args, **kwargs)
+    model_trace = tracer.trace
+    return layout.collect(guide_trace, model_trace, leading, substitute.subsamples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,14 +13,15 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.enum_messenger import EnumMessenger
 from torch import Tensor
 
-from pyro_mcvae.ops.checks import as_int, check_count
-from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotError
 from pyro_mcvae.programs.precision import full_precision
 from pyro_mcvae.programs.relaxed import relaxed_sample
 from pyro_mcvae.programs.sites import RELAXED, is_random, reparameterized
-from pyro_mcvae.programs.supports import Choice, Support, support_of
+from pyro_mcvae.programs.support import Choice, Support
+from pyro_mcvae.programs.supports import support_of
+from pyro_mcvae.programs.types import Distribution, Message
 
-__all__ = ["SLOTS", "SiteOptions", "SiteSlots", "SlotError", "SlotMessenger"]
+__all__ = ["SLOTS", "SiteSlots", "SlotMessenger"]
 
 # Where a guide site's slots are kept: site["infer"][SLOTS].
 SLOTS = "_mcvae_slots"
@@ -28,87 +29,6 @@ SLOTS = "_mcvae_slots"
 _MAX_DIMS = 60
 # How many slots of a datum the slots of earlier sites may lead to.
 _MAX_NESTED = 10_000
-
-
-@dataclass(frozen=True)
-class SiteOptions:
-    """
-    How many values of one site are summed, and how many sampled.
-
-    :ivar num_categories: k, a whole number or infinity.
-    :ivar num_samples: n.
-    :ivar budget: instead of both, k + n, divided for each datum by itself.
-    :ivar baseline: what is subtracted from the cost; None for nothing.
-    :ivar exact_entropy: sum the site's entropy over all of its values.
-    """
-
-    num_categories: float = 1
-    num_samples: int = 1
-    budget: int | None = None
-    baseline: Any = None
-    exact_entropy: bool = False
-
-    def __post_init__(self) -> None:
-        k, n, budget = self.num_categories, self.num_samples, self.budget
-        whole = k if isinstance(k, float) and k == math.inf else as_int(k)
-        if whole is None or whole < 0:
-            raise ValueError(f"num_categories must be an int of at least 0 or math.inf, got {k!r}")
-        k, n = whole, check_count("num_samples", n, 0)
-        if budget is not None:
-            budget = check_count("budget", budget)
-        for name, value in (("num_categories", k), ("num_samples", n), ("budget", budget)):
-            object.__setattr__(self, name, value)
-        if k == 0 and n == 0 and budget is None:
-            raise ValueError(
-                "num_categories=0 and num_samples=0 evaluate nothing: pass num_samples >= 1"
-            )
-        needed, draws = self.min_samples, n if budget is None else budget
-        if self.baseline is not None and draws < needed and k != math.inf:
-            argument = "num_samples" if budget is None else "budget"
-            raise ValueError(
-                f"{type(self.baseline).__name__} compares draws with each other and needs "
-                f"{argument} >= {needed}, got {draws}"
-            )
-
-    @property
-    def min_samples(self) -> int:
-        """How many draws the baseline needs."""
-        return getattr(self.baseline, "min_samples", 1)
-
-    @property
-    def plain(self) -> bool:
-        """Whether one draw is all."""
-        counts = self.num_categories == 0 and self.num_samples == 1
-        return (self.budget == 1 or (counts and self.budget is None)) and not self.extra_draw
-
-    @property
-    def extra_draw(self) -> bool:
-        """Whether the baseline needs an independent draw of its own."""
-        return getattr(self.baseline, "extra_draw", False)
-
-    def of(self, site: Any) -> SiteOptions:
-        """These options, with a site's own in ``infer={"mcvae": {...}}`` put over them."""
-        own = {k: v for k, v in site["infer"].get("mcvae", {}).items() if k in _NAMES}
-        if site["infer"].get("enumerate") == "parallel" and not own:
-            return SiteOptions(math.inf, 0, exact_entropy=self.exact_entropy)
-        if not own:
-            return self
-        counts = own.keys() & {"num_categories", "num_samples"}
-        if counts and own.get("budget") is not None:
-            raise SlotError(
-                f"guide site '{site['name']}', infer['mcvae']: budget stands for num_categories "
-                f"and num_samples, so that {', '.join(sorted(counts))} has no effect beside it: "
-                f"pass one or the other"
-            )
-        if "budget" not in own and counts:
-            own["budget"] = None
-        try:
-            return replace(self, **own)
-        except ValueError as error:
-            raise SlotError(f"guide site '{site['name']}', infer['mcvae']: {error}") from error
-
-
-_NAMES = frozenset(SiteOptions.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -133,16 +53,12 @@ class SiteSlots:
     exact: bool = False
 
 
-class SlotError(SiteError):
-    """A site cannot have the slots that are asked for."""
-
-
 class _StandIn(dist.TorchDistribution):
     """Hands slots to Pyro's enumeration in place of a distribution's support."""
 
     arg_constraints: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, fn: Any, value: Tensor) -> None:
+    def __init__(self, fn: Distribution, value: Tensor) -> None:
         super().__init__(fn.batch_shape, fn.event_shape, validate_args=False)
         self.value = value
 
@@ -178,7 +94,7 @@ class SlotMessenger(EnumMessenger):
         self.tell = tell
         self.slotted = 0
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Message) -> None:
         fn = msg["fn"]
         if msg["done"] or msg["is_observed"] or not isinstance(fn, TorchDistributionMixin):
             super()._pyro_sample(msg)
@@ -225,7 +141,7 @@ class SlotMessenger(EnumMessenger):
             exact,
         )
 
-    def _check_nested(self, msg: Any, count: int) -> None:
+    def _check_nested(self, msg: Message, count: int) -> None:
         assert self.first_available_dim is not None
         batch = msg["fn"].batch_shape
         upstream = math.prod(batch[: max(0, len(batch) + 1 + self.first_available_dim)])
@@ -238,8 +154,8 @@ class SlotMessenger(EnumMessenger):
                 f"by infer={{'mcvae': {{'num_categories': 0, 'num_samples': 1}}}}"
             )
 
-    def _choose(self, msg: Any) -> _Chosen | None:
-        asked = bool(msg["infer"].get("mcvae", {}).keys() & _NAMES)
+    def _choose(self, msg: Message) -> _Chosen | None:
+        asked = bool(msg["infer"].get("mcvae", {}).keys() & SITE_OPTIONS)
         kind = msg["infer"].get("enumerate")
         if kind == "sequential" or (kind == "parallel" and "num_samples" in msg["infer"]):
             raise SlotError(
@@ -278,7 +194,7 @@ class SlotMessenger(EnumMessenger):
         return self._slots(msg, options, support)
 
     @staticmethod
-    def _relaxed(msg: Any, options: SiteOptions) -> _Chosen:
+    def _relaxed(msg: Message, options: SiteOptions) -> _Chosen:
         value = relaxed_sample(msg["fn"], options.baseline.temperature, options.baseline.hard)
         if value is None:
             raise SlotError(
@@ -291,14 +207,14 @@ class SlotMessenger(EnumMessenger):
         return _Chosen(options, support_of(msg["fn"]), Choice(value.unsqueeze(0), nothing, nothing))
 
     @staticmethod
-    def _single(msg: Any, options: SiteOptions) -> _Chosen:
+    def _single(msg: Message, options: SiteOptions) -> _Chosen:
         with torch.no_grad():
             value = msg["fn"].sample().unsqueeze(0)
         nothing = value.new_empty(0)
         return _Chosen(options, support_of(msg["fn"]), Choice(value, nothing, nothing))
 
     @staticmethod
-    def _slots(msg: Any, options: SiteOptions, support: Support) -> _Chosen:
+    def _slots(msg: Message, options: SiteOptions, support: Support) -> _Chosen:
         with torch.no_grad():
             if options.budget is not None and options.budget < support.size:
                 choice = support.budget(options.budget, options.min_samples)

@@ -9,8 +9,7 @@ from torch import Tensor
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.langevin import MALA
 from pyro_mcvae.chains.schedules import Schedule
-from pyro_mcvae.elbos.base import ELBOOptions
-from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainGradient
+from pyro_mcvae.elbos.chain import ChainELBO, ChainOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -94,6 +93,7 @@ class TraceAIS_ELBO(ChainELBO):
     """
 
     _adjusted = True
+    _default_kernel = MALA
 
     def __init__(
         self,
@@ -102,25 +102,10 @@ class TraceAIS_ELBO(ChainELBO):
         schedule: Schedule | Tensor | None = None,
         num_particles: int = 2,
         multi_sample: bool = False,
-        coordinates: ChainCoordinates = "noise",
-        gradient_estimator: ChainGradient = "full",
-        joint: bool = False,
-        recompute: bool = False,
-        **options: Unpack[ELBOOptions],
+        **options: Unpack[ChainOptions],
     ) -> None:
-        super().__init__(
-            num_steps,
-            MALA() if kernel is None else kernel,
-            schedule,
-            num_particles,
-            multi_sample,
-            coordinates,
-            gradient_estimator,
-            joint,
-            recompute,
-            **options,
-        )
-        if num_particles < 2 and self.num_steps > 1 and gradient_estimator == "full":
+        super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
+        if num_particles < 2 and self.num_steps > 1 and self.gradient_estimator == "full":
             raise ValueError(
                 f"the score-function terms of TraceAIS_ELBO take the other particles as their "
                 f"baseline and need num_particles >= 2, got {num_particles}; for one particle use "

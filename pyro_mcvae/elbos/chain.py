@@ -16,16 +16,13 @@ from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
 from pyro_mcvae.chains.kernel import Kernel, State
 from pyro_mcvae.chains.schedules import Schedule, as_schedule
 from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize
-from pyro_mcvae.coordinates.chain_density import (
-    ChainDensity,
-    check_continuous,
-    named,
-    outside_inference_mode,
-)
+from pyro_mcvae.coordinates.chain_checks import check_chain
+from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
-from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
+from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
@@ -35,7 +32,7 @@ from pyro_mcvae.structure.finder import StructureFinder
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ChainELBO", "ChainRecord"]
+__all__ = ["ChainELBO", "ChainOptions", "ChainRecord"]
 
 ChainCoordinates = Literal["noise", "latent"]
 ChainGradient = Literal["full", "reweighted"]
@@ -76,6 +73,15 @@ class ChainRecord:
         return effective_sample_size(self.log_weight)
 
 
+class ChainOptions(ELBOOptions, total=False):
+    """What every annealed objective takes by name."""
+
+    coordinates: ChainCoordinates
+    gradient_estimator: ChainGradient
+    joint: bool
+    recompute: bool
+
+
 class ChainELBO(MonteCarloELBO, nn.Module):
     """
     Base class of the annealed objectives: a module that holds their kernel and schedule.
@@ -84,20 +90,21 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     """
 
     _adjusted: bool
+    _default_kernel: type[Kernel]
     kernel: Kernel
     schedule: Schedule
 
     def __init__(
         self,
-        num_steps: int | None,
-        kernel: Kernel,
-        schedule: Schedule | Tensor | None,
-        num_particles: int,
-        multi_sample: bool,
-        coordinates: ChainCoordinates,
-        gradient_estimator: ChainGradient,
-        joint: bool,
-        recompute: bool,
+        num_steps: int | None = None,
+        kernel: Kernel | None = None,
+        schedule: Schedule | Tensor | None = None,
+        num_particles: int = 1,
+        multi_sample: bool = False,
+        coordinates: ChainCoordinates = "noise",
+        gradient_estimator: ChainGradient = "full",
+        joint: bool = False,
+        recompute: bool = False,
         **options: Unpack[ELBOOptions],
     ) -> None:
         nn.Module.__init__(self)
@@ -107,7 +114,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         _check_choice("coordinates", coordinates, get_args(ChainCoordinates))
         _check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
         self.schedule = as_schedule(schedule, num_steps)
-        self.kernel = self._checked(kernel)
+        self.kernel = self._checked(self._default_kernel() if kernel is None else kernel)
         self.kernel.check_transitions(self.num_steps)
         self.multi_sample = multi_sample
         self.coordinates = coordinates
@@ -168,34 +175,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             gradient |= GradientMode.COORDINATES
         with torch.set_grad_enabled(bool(gradient)):
             log_weight = LogWeight(self.sampler, programs, self.coordinates, gradient)
-        self._check_sites(log_weight)
+        check_chain(log_weight, type(self).__name__)
         return ChainDensity(log_weight)
-
-    def _check_sites(self, log_weight: LogWeight) -> None:
-        objective = type(self).__name__
-        check_continuous(log_weight, objective)
-        rough = log_weight.unreparameterized
-        if log_weight.gradient.keeps_graph and rough:
-            nodes = log_weight.first.sample.runs[0].guide_trace.nodes
-            kinds = ", ".join(type(nodes[n]["fn"]).__name__ for n in rough)
-            raise ValueError(
-                f"{objective} needs draws with a gradient to the guide's parameters, but the "
-                f"guide's site{named(rough)} not reparameterized ({kinds}): use a distribution "
-                f"with rsample, or TraceIWAE_ELBO, which scores such sites"
-            )
-
-        hidden = [
-            t.key.name
-            for t in log_weight.first.sample.runs[0].terms
-            if t.in_guide and t.site["is_observed"] and isinstance(t.score, Tensor)
-        ]
-        if log_weight.gradient.keeps_graph and hidden:
-            raise ValueError(
-                f"{objective} follows draws along gradients, but the guide's factor '{hidden[0]}' "
-                f"says has_rsample=False, that it comes with draws that have none: pass "
-                f"has_rsample=True if it is a function of reparameterized draws and parameters, or "
-                f"use TraceIWAE_ELBO, which scores it"
-            )
 
     def _surrogate(self, density: ChainDensity, chain: Chain) -> Tensor:
         """Per datum, a tensor with the gradient: ``[*plates]``."""
@@ -219,7 +200,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 betas,
                 self.kernel,
                 density,
-                density.log_weight.free,
+                density.log_weight.movable,
                 # The weight does not depend on AIS's last move, but a refined draw does.
                 last_transition=GradientMode.FIRST in density.gradient,
             )
@@ -266,11 +247,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         except RuntimeError as error:
             if not _NO_DOUBLE_BACKWARD.search(str(error)):
                 raise
-            raise RuntimeError(
-                f"the model or the guide cannot be differentiated twice, which the gradient of a "
-                f"chain needs ({type(error).__name__}: {error}). Use another operator, "
-                f"gradient_estimator='reweighted', or a kernel without gradients (RandomWalk)"
-            ) from error
+            raise RuntimeError(_not_twice(error)) from error
 
     def _checked(self, kernel: Kernel) -> Kernel:
         if not isinstance(kernel, Kernel):
@@ -290,6 +267,14 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 f"{', '.join(learned)} would get no gradient: use 'full', or parts that are fixed "
                 f"or adapt"
             )
+
+
+def _not_twice(error: Exception) -> str:
+    return (
+        f"the model or the guide cannot be differentiated twice, which the gradient of a chain "
+        f"needs ({type(error).__name__}: {error}). Use another operator, "
+        f"gradient_estimator='reweighted', or a kernel without gradients (RandomWalk)"
+    )
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ import torch
 from pyro.infer.util import MultiFrameTensor
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Bounds, Estimate, as_scalar
+from pyro_mcvae.elbos.estimate import Bounds, Estimate, as_scalar
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
@@ -124,17 +124,20 @@ def local_estimate(
     :param surrogate: a tensor of that shape with the gradient of the bound.
     :param bool scored: whether it has the score-function terms of the local draws already.
     """
-    shared = elbo_costs(sample.global_terms())
-    local = sample.scale * bound
+    local, terms = sample.scale * bound, sample.global_terms()
     observed, observed_path = _guide_data(sample)
-    value = as_scalar(total_cost(shared) + local.sum() + observed)
+    value = as_scalar(local.sum() + observed)
+    shared = elbo_costs(terms) if terms else []
+    if shared:
+        value = as_scalar(total_cost(shared) + value)
     if not torch.is_grad_enabled():
         return Estimate(value, value, sample.runs)
-    outside = elbo_surrogate(shared, sample.structure.coupled, _downstream(sample, local))
     if not scored:
         surrogate = surrogate + bound.detach() * _local_score(sample)
-    surrogate = (sample.scale * surrogate).sum() + outside + observed_path
-    return Estimate(value, surrogate, sample.runs, scored=True)
+    path = (sample.scale * surrogate).sum() + observed_path
+    if shared:
+        path = path + _shared_surrogate(sample, shared, local)
+    return Estimate(value, path, sample.runs, scored=True)
 
 
 def _local_score(sample: WeightedParticles) -> Any:
@@ -175,6 +178,10 @@ def _guide_data(sample: WeightedParticles) -> tuple[Any, Any]:
     return estimate.value, estimate.surrogate
 
 
+def _shared_surrogate(sample: WeightedParticles, shared: list[Cost], local: Tensor) -> Any:
+    return elbo_surrogate(shared, sample.structure.coupled, _downstream(sample, local))
+
+
 def _downstream(sample: WeightedParticles, bound: Tensor) -> MultiFrameTensor:
     """The blocks' scaled bounds with their plates, as costs downstream of global sites."""
     costs = MultiFrameTensor()
@@ -199,6 +206,8 @@ def elbo_surrogate(
         the score-function terms only.
     """
     paths = sum(c.path.sum() * c.term.plate_scale for c in costs if isinstance(c.path, Tensor))
+    if not any(isinstance(c.term.score, Tensor) for c in costs):
+        return paths
     return paths + score_function_term(costs, coupled, extra)
 
 
@@ -215,8 +224,6 @@ def score_function_term(
     where the elements were found to meet.
     """
     scored = [c.term for c in costs if isinstance(c.term.score, Tensor)]
-    if not scored:
-        return 0.0
     downstream = MultiFrameTensor() if extra is None else MultiFrameTensor(*extra.items())
     for c in costs:
         if isinstance(c.value, Tensor):

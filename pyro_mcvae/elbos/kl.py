@@ -62,5 +62,5 @@ def _same_weighting(p: Any, q: Any) -> bool:
     if any(isinstance(s, torch.Tensor) for s in scales):
         same_scale = p["scale"] is q["scale"]
     else:
-        same_scale = scales[0] == scales[1]
+        same_scale = bool(scales[0] == scales[1])
     return same_scale and p["mask"] is q["mask"]

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from torch import Tensor
-
-from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.langevin import ULA
-from pyro_mcvae.chains.schedules import Schedule
-from pyro_mcvae.elbos.base import ELBOOptions
-from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainGradient
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
+from pyro_mcvae.elbos.chain import ChainELBO
 
 __all__ = ["TraceSIS_ELBO"]
 
@@ -105,32 +95,7 @@ class TraceSIS_ELBO(ChainELBO):
     """
 
     _adjusted = False
-
-    def __init__(
-        self,
-        num_steps: int | None = None,
-        kernel: Kernel | None = None,
-        schedule: Schedule | Tensor | None = None,
-        num_particles: int = 1,
-        multi_sample: bool = False,
-        coordinates: ChainCoordinates = "noise",
-        gradient_estimator: ChainGradient = "full",
-        joint: bool = False,
-        recompute: bool = False,
-        **options: Unpack[ELBOOptions],
-    ) -> None:
-        super().__init__(
-            num_steps,
-            ULA() if kernel is None else kernel,
-            schedule,
-            num_particles,
-            multi_sample,
-            coordinates,
-            gradient_estimator,
-            joint,
-            recompute,
-            **options,
-        )
+    _default_kernel = ULA
 
     def _wrong_kernel(self, name: str) -> str:
         return (

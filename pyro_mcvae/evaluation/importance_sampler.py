@@ -14,7 +14,8 @@ from pyro_mcvae.chains.annealing import Chain, anneal
 from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
-from pyro_mcvae.coordinates.chain_density import ChainDensity, named, outside_inference_mode
+from pyro_mcvae.coordinates.chain_checks import named
+from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
@@ -185,7 +186,7 @@ class ImportanceSampler:
             self.annealing.betas.to(start.log_weight.device),
             self.annealing.kernel,
             density,
-            density.log_weight.free,
+            density.log_weight.movable,
             last_transition,
         )
         return chain, density

@@ -12,7 +12,8 @@ from torch import Tensor
 from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel, Target
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
-from pyro_mcvae.coordinates.chain_density import ChainDensity, named
+from pyro_mcvae.coordinates.chain_checks import named
+from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
@@ -165,7 +166,7 @@ class _Chains:
         density = ChainDensity(log_weight)
         self._state = density.start()
         sampler.check(self._state.log_weight, density.runs)
-        self.active = log_weight.active
+        self.active = log_weight.valid
         self._target = Target(density, log_weight.first.log_weight.new_ones(()), self.active)
         self.acceptance = self._target.beta
 
@@ -266,7 +267,7 @@ def _check_latents(log_weight: LogWeight) -> None:
             f"{named(log_weight.discrete)} discrete: use log_evidence, or marginalise them in the "
             f"model"
         )
-    dims = int(log_weight.active.sum(-1).max())
+    dims = int(log_weight.valid.sum(-1).max())
     if dims > _LARGEST:
         raise ValueError(
             f"a density fitted to draws is reliable in at most {_LARGEST} latent dimensions per "

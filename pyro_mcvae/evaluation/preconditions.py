@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from pyro_mcvae.coordinates.chain_density import named
+from pyro_mcvae.coordinates.chain_checks import named
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey

@@ -194,7 +194,7 @@ def _move(
 ) -> Tensor:
     """Further transitions that leave the posterior invariant."""
     assert sampler.annealing is not None
-    free = density.log_weight.free
+    free = density.log_weight.movable
     free = None if free is None else _take(free, chosen)
     target = Target(density, position.new_ones(()), free)
     state = density(position)

@@ -191,7 +191,7 @@ def _both_ways(
         density = sampler.density(count, values)
         check_density(simulation, density.log_weight.first.sample.runs[0])
         start = density.start()
-        free = density.log_weight.free
+        free = density.log_weight.movable
         back = anneal_back(
             start, annealing.betas.to(start.log_weight.device), annealing.kernel, density, free
         )

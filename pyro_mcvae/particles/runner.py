@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import pyro
-import torch
 from pyro.poutine.trace_struct import Trace
 from torch.utils.checkpoint import _StopRecomputationError
 
-from pyro_mcvae.checks.leading_dims import PARTICLES, LeadingDimsCheck, LeadingDimsName
+from pyro_mcvae.checks.run_checks import PARTICLES, LeadingDimsName, RunChecks
 from pyro_mcvae.programs.contract import check_nesting
 from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.messengers import ParticlePlate
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import find_nesting, nesting_of
@@ -25,7 +23,7 @@ from pyro_mcvae.programs.run import Run, collect
 from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
 from pyro_mcvae.structure.blocks import GlobalSites
 
-__all__ = ["Execution", "Layout", "Plates", "Runner", "unbatched"]
+__all__ = ["Execution", "Layout", "Plates", "Runner"]
 
 # The particles' plates of the guide and of the model.
 Plates = tuple[ParticlePlate, ParticlePlate] | tuple[None, None]
@@ -57,14 +55,23 @@ class Layout:
         guide, model = (ParticlePlate(self.count, dim, names) for names in self.shared)
         return guide, model
 
+    def collect(
+        self, guide_trace: Trace, model_trace: Trace, plates: Plates, subsamples: Minibatch
+    ) -> Run:
+        """
+        The run that two traces are.
 
-def unbatched(plates: Plates) -> frozenset[FactorKey]:
-    """The factors whose distribution did not have the particles' dim by itself."""
-    guide, model = plates
-    if guide is None or model is None:
-        return frozenset()
-    names = ("guide", guide.unbatched), ("model", model.unbatched)
-    return frozenset(FactorKey(program, n) for program, found in names for n in found)
+        :param plates: those of the particles that the programs ran in.
+        :raises ValueError: where the programs have more plates than there is room for.
+        """
+        nesting = nesting_of(guide_trace, model_trace)
+        if self.nesting is not None:
+            if nesting > self.nesting:
+                # Plates without a declared dim have taken dims to the left of the particles'.
+                raise ValueError("the programs have more plates than max_plate_nesting says")
+            nesting = self.nesting
+        found = _unbatched(plates)
+        return collect(guide_trace, model_trace, nesting, self.count, subsamples, found)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ class Execution:
     :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
     :ivar nesting: how many batch dims belong to plates, where that is settled.
     :ivar compared: the pair whose runs with and without leading dims are compared, where it is
-        another one.
+        another one; ``execute`` then looks at the contract of the programs itself.
     """
 
     programs: Programs
@@ -120,9 +127,7 @@ class Runner:
     ) -> None:
         check_nesting(max_plate_nesting)
         self.declared_nesting = max_plate_nesting
-        self.strict_enumeration = strict_enumeration
-        self.model_enumeration = model_enumeration
-        self.checks = LeadingDimsCheck()
+        self.checks = RunChecks(strict_enumeration, model_enumeration)
         self.auxiliary = AuxiliaryDraws()
         self._found_nesting: int | None = None
 
@@ -135,9 +140,9 @@ class Runner:
             them, naming the remedy.
         """
         shared, before = execution.shared, Minibatch(execution.subsamples)
-        with _rewindable(execution.rewinds) as rewind:
+        with rewindable(execution.rewinds) as rewind:
             for attempt in itertools.count(1):
-                run = self._attempt(execution, count, shared)
+                run, known = self._attempt(execution, count, shared)
                 found = shared if execution.find_shared is None else execution.find_shared(run)
                 if found == shared:
                     break
@@ -148,11 +153,13 @@ class Runner:
                 shared = found
                 if rewind():
                     _set_back(execution.subsamples, before)
-        run = self.auxiliary.settle(execution.programs, run)
-        if count is not None or (execution.several and run.outer_sizes):
+        settled = self.auxiliary.settle(execution.programs, run)
+        if not known:
             programs = execution.compared or execution.programs
-            self.check(programs, run, shared, execution.name)
-        return run
+            if count is not None or (execution.several and run.outer_sizes):
+                self.checks.check_leading_dims(programs, settled, shared, execution.name)
+            self.checks.remember(programs, run, shared)
+        return settled
 
     def check(
         self,
@@ -161,35 +168,15 @@ class Runner:
         shared: GlobalSites,
         name: LeadingDimsName = PARTICLES,
     ) -> None:
-        """Look at a run with leading dims, if its structure or sizes were not looked at yet."""
-        self.checks.check(programs, run, shared, name)
-
-    def collect(
-        self,
-        guide_trace: Trace,
-        model_trace: Trace,
-        layout: Layout,
-        plates: Plates,
-        subsamples: Minibatch,
-    ) -> Run:
-        """
-        The run that two traces are.
-
-        :param plates: those of the particles that the programs ran in.
-        :raises ValueError: where the programs have more plates than the layout has room for.
-        """
-        nesting = nesting_of(guide_trace, model_trace)
-        if layout.nesting is None:
-            self.check_nesting(nesting)
-            declared = self.declared_nesting
-            return collect(
-                guide_trace, model_trace, nesting, None, subsamples, declared_nesting=declared
-            )
-        if nesting > layout.nesting:
-            # Plates without a declared dim have taken dims to the left of the particles'.
-            raise ValueError("the programs have more plates than max_plate_nesting says")
-        shown = layout.nesting, layout.count
-        return collect(guide_trace, model_trace, *shown, subsamples, unbatched(plates))
+        """Look at a run that was made elsewhere, if none of its structure and sizes was."""
+        if self.checks.is_known(programs, run, shared):
+            return
+        leads = run.leading is not None
+        depth = run.nesting + 1 if leads else self.declared_nesting
+        self.checks.check_contract(run, depth, leads)
+        if leads:
+            self.checks.check_leading_dims(programs, run, shared, name)
+        self.checks.remember(programs, run, shared)
 
     def check_nesting(self, nesting: int) -> None:
         """
@@ -201,25 +188,49 @@ class Runner:
                 f"{nesting} batch dims: pass max_plate_nesting={nesting} or leave it out"
             )
 
-    def _attempt(self, execution: Execution, count: int | None, shared: GlobalSites) -> Run:
+    def _attempt(
+        self, execution: Execution, count: int | None, shared: GlobalSites
+    ) -> tuple[Run, bool]:
+        """A run, and whether all guards have seen its like."""
         if count is None and not execution.several:
-            return execution.execute(Layout(None, None, shared))
+            return self._execute(execution, Layout(None, None, shared))
         nesting = self._nesting(execution)
         before = Minibatch(execution.subsamples)
         try:
-            return execution.execute(Layout(count, nesting, shared))
+            return self._execute(execution, Layout(count, nesting, shared))
         except (SiteError, _StopRecomputationError):
             raise
         except Exception as error:
-            # Either the programs fail without particles too (then this raises their own error),
-            # or their plates have changed since the last step, or they cannot be vectorised.
-            actual = self._find_nesting(execution.programs)
-            self.check_nesting(actual)
-            if execution.nesting is None and self._is_open and actual != nesting:
-                self._found_nesting = actual
-                _set_back(execution.subsamples, before)
-                return execution.execute(Layout(count, actual, shared))
-            raise _not_vectorizable(execution.name, count, nesting, error) from error
+            actual = self._recovered(execution, count, nesting, error)
+            _set_back(execution.subsamples, before)
+        return self._execute(execution, Layout(count, actual, shared))
+
+    def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
+        run = execution.execute(layout)
+        if layout.nesting is None:
+            self.check_nesting(run.nesting)
+        programs = execution.compared or execution.programs
+        known = self.checks.is_known(programs, run, layout.shared)
+        if not known and execution.compared is None:
+            depth = self.declared_nesting
+            if layout.nesting is not None:
+                depth = layout.nesting + (layout.count is not None)
+            leads = layout.count is not None and not execution.several
+            self.checks.check_contract(run, depth, leads)
+        return run, known
+
+    def _recovered(
+        self, execution: Execution, count: int | None, nesting: int, error: Exception
+    ) -> int:
+        """Another nesting to run with, or what is wrong with the programs."""
+        # Either they fail without particles too (then this raises their own error), or their
+        # plates have changed since the last step, or they cannot be vectorised.
+        actual = self._find_nesting(execution.programs)
+        self.check_nesting(actual)
+        if execution.nesting is None and self._is_open and actual != nesting:
+            self._found_nesting = actual
+            return actual
+        raise _not_vectorizable(execution.name, count, nesting, error) from error
 
     def _nesting(self, execution: Execution) -> int:
         if execution.nesting is not None:
@@ -235,7 +246,17 @@ class Runner:
         return self.declared_nesting == math.inf
 
     def _find_nesting(self, programs: Programs) -> int:
-        return find_nesting(programs, self.strict_enumeration, self.model_enumeration)
+        checks = self.checks
+        return find_nesting(programs, checks.strict_enumeration, checks.model_enumeration)
+
+
+def _unbatched(plates: Plates) -> frozenset[FactorKey]:
+    """The factors whose distribution did not have the particles' dim by itself."""
+    guide, model = plates
+    if guide is None or model is None:
+        return frozenset()
+    names = ("guide", guide.unbatched), ("model", model.unbatched)
+    return frozenset(FactorKey(program, n) for program, found in names for n in found)
 
 
 def _unsettled(shared: GlobalSites) -> RuntimeError:
@@ -262,21 +283,3 @@ def _not_vectorizable(
 def _set_back(subsamples: Minibatch, before: Minibatch) -> None:
     subsamples.clear()
     subsamples.update(before)
-
-
-@contextmanager
-def _rewindable(active: bool) -> Iterator[Callable[[], bool]]:
-    """A function that sets the random number generators back to where an active block began."""
-    if not active:
-        yield lambda: False
-        return
-    state = pyro.util.get_rng_state()
-    device = torch.cuda.is_initialized() and torch.cuda.get_rng_state()
-
-    def rewind() -> bool:
-        pyro.util.set_rng_state(state)
-        if device is not False:
-            torch.cuda.set_rng_state(device)
-        return True
-
-    yield rewind

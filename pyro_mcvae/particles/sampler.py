@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -12,13 +11,13 @@ from torch import Tensor
 from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.particles.runner import Execution, Layout, Runner
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.contract import check_sites
 from pyro_mcvae.programs.execution import Programs, check_separate, run_pair, with_changes
 from pyro_mcvae.programs.messengers import SampleFn, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.replay import replay_model
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent
+from pyro_mcvae.programs.types import SiteChanges
 from pyro_mcvae.structure.blocks import GlobalSites, Structure
 from pyro_mcvae.structure.finder import StructureFinder
 
@@ -129,7 +128,7 @@ class ParticleSampler:
             rest = range(1, self.num_particles)
             runs = [self._run(programs, *make(shared, fixed)) for _ in rest]
             sample = self.arrange(programs, [first, *runs])
-        if self.num_particles > 1 or make_sample_fn is not None:
+        if structure.collapsed and (self.num_particles > 1 or make_sample_fn is not None):
             check_not_collapsed(structure)
         return sample
 
@@ -184,7 +183,7 @@ class ParticleSampler:
         self,
         programs: Programs,
         sample: WeightedParticles,
-        latents: Iterable[dict[str, dict[str, Any]]],
+        latents: Iterable[SiteChanges],
     ) -> WeightedParticles:
         """
         Run the model alone at other latents, with the guide's distributions of ``sample``.
@@ -229,7 +228,7 @@ class ParticleSampler:
         self,
         programs: Programs,
         sample: WeightedParticles,
-        latents: Iterable[dict[str, dict[str, Any]]],
+        latents: Iterable[SiteChanges],
     ) -> tuple[list[Run], bool]:
         runs, same, shared = [], True, sample.structure.global_sites
         for run, changes in zip(sample.runs, latents, strict=True):
@@ -237,10 +236,8 @@ class ParticleSampler:
             found, is_same = replay_model(programs, run, changes, plate)
             if not is_same:
                 # Another branch of the model may have latents that the guide's draws are not for.
-                check_sites(found.guide_trace, found.model_trace, self.runner.strict_enumeration)
+                self.runner.check(programs, found, shared)
                 found = self.runner.auxiliary.settle(programs, found)
-                if found.leading is not None:
-                    self.runner.check(programs, found, shared)
             runs.append(found)
             same = same and is_same
         return runs, same
@@ -267,5 +264,4 @@ class ParticleSampler:
     ) -> Run:
         plates = layout.plates()
         guide_trace, model_trace = run_pair(programs, substitute, plates, inside)
-        check_sites(guide_trace, model_trace, self.runner.strict_enumeration)
-        return self.runner.collect(guide_trace, model_trace, layout, plates, substitute.subsamples)
+        return layout.collect(guide_trace, model_trace, plates, substitute.subsamples)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
@@ -15,7 +14,7 @@ from torch import Tensor
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.sites import PlateKey, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.blocks import Block, Structure
 
@@ -60,7 +59,7 @@ class WeightedParticles:
     def num_particles(self) -> int:
         return self.runs[0].leading or len(self.runs)
 
-    def local_sum(self, pick: Callable[[Term, int], Any]) -> Tensor:
+    def local_sum(self, pick: Callable[[Term, int], Tensor | int]) -> Tensor:
         """
         Sum a quantity of the local terms per particle and datum.
 
@@ -68,7 +67,7 @@ class WeightedParticles:
         :returns: shape ``[K, *plates]`` (or ``[K, elements]``).
         """
         dims = self._dims
-        totals: list[list[Any]] = [[None] * len(self.runs) for _ in dims]
+        totals: list[list[Tensor | None]] = [[None] * len(self.runs) for _ in dims]
         for i, (run, block_of) in enumerate(zip(self.runs, self.block_of, strict=True)):
             for term in run.terms:
                 b = block_of[term.key]
@@ -142,7 +141,7 @@ class WeightedParticles:
         )
 
     @cached_property
-    def _frames(self) -> dict[Any, CondIndepStackFrame]:
+    def _frames(self) -> dict[PlateKey, CondIndepStackFrame]:
         if not any(b.plates for b in self.blocks):
             return {}
         return {plate_key(f): f for t in self.runs[0].terms for f in plate_frames(t.site)}
@@ -158,7 +157,7 @@ class WeightedParticles:
         frames = self._frames
         return [tuple(frames[k].size for k in b.plates if k.dim is not None) for b in self.blocks]
 
-    def _stack(self, parts: list[Any], sizes: tuple[int, ...]) -> Tensor:
+    def _stack(self, parts: list[Tensor | None], sizes: tuple[int, ...]) -> Tensor:
         shape = (self.runs[0].leading or 1, *sizes)
         like = next((p for p in parts if p is not None), torch.zeros(()))
         full = [

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pyro_mcvae.programs.types import TorchFunction
+
 __all__ = ["FixedStatistics"]
 
 
@@ -18,7 +20,13 @@ class FixedStatistics(TorchFunctionMode):
     channels shows, also in a layer whose statistics are those that it began with.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func is not torch.nn.functional.batch_norm:
             return func(*args, **(kwargs or {}))
         call = {**dict(zip(_BATCH_NORM, args, strict=False)), **(kwargs or {}), "training": False}

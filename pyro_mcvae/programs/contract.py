@@ -8,6 +8,7 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
+from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from pyro.util import check_model_guide_match, check_site_shape
 
@@ -30,7 +31,7 @@ __all__ = [
     "check_declared",
     "check_nesting",
     "check_plates",
-    "check_shapes",
+    "check_run",
     "check_sites",
     "nonfinite_sites",
 ]
@@ -155,11 +156,21 @@ def nonfinite_sites(runs: list[Run]) -> list[str]:
     return lines
 
 
-def check_shapes(
-    guide_trace: Trace, model_trace: Trace, terms: Sequence[Term], depth: float
+def check_run(
+    run: Run, depth: float, strict_enumeration: bool, model_enumeration: bool = False
 ) -> None:
-    """Pyro's own checks of a run's shapes, while its validation is enabled."""
-    check_model_guide_match(*_comparable(model_trace, guide_trace), depth)
+    """
+    Check a run: its sites, and, while Pyro's validation is enabled, their shapes as Pyro does.
+
+    :param depth: how many batch dims may belong to plates and particles.
+    """
+    check_sites(run.guide_trace, run.model_trace, strict_enumeration, model_enumeration)
+    if is_validation_enabled():
+        check_model_guide_match(*_comparable(run.model_trace, run.guide_trace), depth)
+        _check_shapes(run.summands, run.guide_trace, depth)
+
+
+def _check_shapes(terms: Sequence[Term], guide_trace: Trace, depth: float) -> None:
     apart = _slots_are_apart(terms)
     for term in terms:
         infer = term.site["infer"]

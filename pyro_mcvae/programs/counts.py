@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from pyro import distributions as dist
 from torch import Tensor
 
 from pyro_mcvae.ops.countable import CountLaw, betainc
+from pyro_mcvae.programs.types import Distribution
 
 __all__ = ["count_law"]
 
 
-def count_law(fn: Any) -> CountLaw | None:
+def count_law(fn: Distribution) -> CountLaw | None:
     """
     What the slots of a countable distribution need; None for others.
 
@@ -29,7 +29,7 @@ def count_law(fn: Any) -> CountLaw | None:
     return None
 
 
-def _poisson(fn: Any) -> CountLaw:
+def _poisson(fn: Distribution) -> CountLaw:
     rate = fn.rate.detach()
 
     def cdf(x: Tensor) -> Tensor:
@@ -41,11 +41,13 @@ def _poisson(fn: Any) -> CountLaw:
     return CountLaw(fn.log_prob, cdf, tail, _either(cdf, tail), rate.floor())
 
 
-def _either(cdf: Callable[[Tensor], Tensor], tail: Callable[[Tensor], Tensor]) -> Any:
+def _either(
+    cdf: Callable[[Tensor], Tensor], tail: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda x, left: torch.where(left, cdf(x), tail(x))
 
 
-def _geometric(fn: Any) -> CountLaw:
+def _geometric(fn: Distribution) -> CountLaw:
     log_failure = torch.log1p(-fn.probs.detach())
 
     def log_tail(x: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ def _geometric(fn: Any) -> CountLaw:
     return CountLaw(fn.log_prob, cdf, tail, _either(cdf, tail), torch.zeros_like(log_failure))
 
 
-def _negative_binomial(fn: Any) -> CountLaw:
+def _negative_binomial(fn: Distribution) -> CountLaw:
     failures, success = fn.total_count.detach(), fn.probs.detach()
     failures = failures.to(success.dtype)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.programs.types import Program, SiteChanges
 
 __all__ = [
     "Programs",
@@ -114,30 +114,36 @@ def run_pair(
     :param inside: a further handler around the guide, inside of ``substitute``.
     :returns: ``(guide_trace, model_trace)``
     """
-    args, kwargs = programs.args, programs.kwargs
-    with substitute:
-        unwrapped = poutine.unwrap(programs.guide)
-        if is_messenger(programs):
-            both = None
-            if leading[0] is not None:
-                # One plate for one run: it leaves out the global sites of both programs.
-                guide_plate, model_plate = leading
-                skip = guide_plate.skip | model_plate.skip
-                both = ParticlePlate(guide_plate.size, guide_plate.depth, skip)
-            with entered(inside, both):
-                programs.guide(*args, **kwargs)
-            model_trace, guide_trace = unwrapped.get_traces()
-            for plate in leading:
-                if plate is not None and both is not None:
-                    plate.unbatched |= both.unbatched
-            return guide_trace, model_trace
-        with poutine.trace() as tracer, entered(inside, leading[0]):
-            programs.guide(*args, **kwargs)
+    if is_messenger(programs):
+        return _run_messenger(programs, substitute, leading, inside)
+    with substitute, poutine.trace() as tracer, entered(inside, leading[0]):
+        programs.guide(*programs.args, **programs.kwargs)
     replayed = tracer.trace
     if substitute.attached is not None:
         attached = substitute.attached | set(substitute.values)
         replayed = with_changes(replayed, _leaves(replayed, attached))
     return tracer.trace, run_model(programs, replayed, substitute, leading[1])
+
+
+def _run_messenger(
+    programs: Programs,
+    substitute: SubstituteMessenger,
+    leading: tuple[ParticlePlate, ParticlePlate] | tuple[None, None],
+    inside: Messenger | None,
+) -> tuple[Trace, Trace]:
+    """Run a GuideMessenger, which runs the model itself."""
+    both, (guide_plate, model_plate) = None, leading
+    if guide_plate is not None and model_plate is not None:
+        # One plate for one run: it leaves out the global sites of both programs.
+        skip = guide_plate.skip | model_plate.skip
+        both = ParticlePlate(guide_plate.size, guide_plate.depth, skip)
+    with substitute, entered(inside, both):
+        programs.guide(*programs.args, **programs.kwargs)
+    model_trace, guide_trace = poutine.unwrap(programs.guide).get_traces()
+    for plate in leading:
+        if plate is not None and both is not None:
+            plate.unbatched |= both.unbatched
+    return guide_trace, model_trace
 
 
 def run_model(
@@ -157,7 +163,7 @@ def run_model(
     return tracer.trace
 
 
-def _leaves(guide_trace: Trace, but: frozenset[str]) -> dict[str, dict[str, Any]]:
+def _leaves(guide_trace: Trace, but: frozenset[str]) -> SiteChanges:
     """Copies of the guide's draws that begin a graph of their own."""
     leaves = {}
     for name, site in guide_trace.nodes.items():
@@ -167,7 +173,7 @@ def _leaves(guide_trace: Trace, but: frozenset[str]) -> dict[str, dict[str, Any]
     return leaves
 
 
-def with_changes(trace: Trace, changes: Mapping[str, Mapping[str, Any]]) -> Trace:
+def with_changes(trace: Trace, changes: SiteChanges) -> Trace:
     """A copy of a trace with other values, or annotations, at some sites."""
     changed = trace.copy()
     for name, fields in changes.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pyro
@@ -11,7 +11,7 @@ from pyro import poutine
 
 from pyro_mcvae.programs.batch_norm import FixedStatistics
 
-__all__ = ["isolated"]
+__all__ = ["isolated", "rewindable"]
 
 
 @contextmanager
@@ -24,3 +24,21 @@ def isolated() -> Iterator[None]:
             yield
         finally:
             pyro.util.set_rng_state(state)
+
+
+@contextmanager
+def rewindable(active: bool) -> Iterator[Callable[[], bool]]:
+    """A function that sets the random number generators back to where an active block began."""
+    if not active:
+        yield lambda: False
+        return
+    state = pyro.util.get_rng_state()
+    device = torch.cuda.is_initialized() and torch.cuda.get_rng_state()
+
+    def rewind() -> bool:
+        pyro.util.set_rng_state(state)
+        if device is not False:
+            torch.cuda.set_rng_state(device)
+        return True
+
+    yield rewind

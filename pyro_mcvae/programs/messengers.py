@@ -83,7 +83,7 @@ class SubstituteMessenger(Messenger):
 
     def _pyro_sample(self, msg: Message) -> None:
         if site_is_subsample(msg):
-            self.subsamples.supply(msg)
+            self.subsamples.fill(msg)
             return
         msg["fn"] = full_precision(msg["fn"])
         if msg["done"] or msg["is_observed"] or msg["value"] is not None:
@@ -125,13 +125,13 @@ class Recorder(Messenger):
         if msg["type"] != "sample":
             return
         if site_is_subsample(msg):
-            self.subsamples.supply(msg)
+            self.subsamples.fill(msg)
             return
         msg["fn"] = full_precision(msg["fn"])
         if not msg["is_observed"]:
-            self.supply(msg, self._drawn.get(msg["name"]))
+            self.fill(msg, self._drawn.get(msg["name"]))
 
-    def supply(self, msg: Message, drawn: Site | None) -> None:
+    def fill(self, msg: Message, drawn: Site | None) -> None:
         """
         Give a latent its value.
 

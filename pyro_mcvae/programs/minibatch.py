@@ -23,7 +23,7 @@ class Minibatch(dict[str, Tensor]):
         super().__init__(of or {})
         self.sizes: dict[str, int] = dict(of.sizes) if isinstance(of, Minibatch) else {}
 
-    def supply(self, msg: Message) -> None:
+    def fill(self, msg: Message) -> None:
         """Give a plate's message the indices that are known."""
         name, fn = msg["name"], msg["fn"]
         if name not in self:
@@ -31,23 +31,30 @@ class Minibatch(dict[str, Tensor]):
         size = self.sizes.get(name, fn.size)
         # A value that is not done is the user's own choice, perhaps another one in each run.
         if fn.size != size and (msg["value"] is None or msg["done"]):
-            if len(self[name]) == size:
-                return
+            self._check_whole(name, size, fn.size)
+            return
+        msg["value"], msg["done"] = self[name], True
+
+    def _check_whole(self, name: str, size: int, now: int) -> None:
+        if len(self[name]) != size:
             raise ValueError(
-                f"plate '{name}' has size {fn.size}, but its minibatch of {len(self[name])} was "
+                f"plate '{name}' has size {now}, but its minibatch of {len(self[name])} was "
                 f"chosen from {size} in another run of the same step: give it one size in both "
                 f"programs, which does not depend on latents"
             )
-        msg["value"], msg["done"] = self[name], True
 
     def keep(self, msg: Message) -> None:
         """Remember the indices of a plate's message."""
         if msg["name"] in self:
             return
         if len(msg["value"]) == 0:
-            raise ValueError(
-                f"plate '{msg['name']}' has an empty minibatch (0 of {msg['fn'].size} data); "
-                f"pass at least one datum, for example by dropping an empty last batch"
-            )
+            raise _empty(msg)
         self[msg["name"]] = msg["value"]
         self.sizes[msg["name"]] = msg["fn"].size
+
+
+def _empty(msg: Message) -> ValueError:
+    return ValueError(
+        f"plate '{msg['name']}' has an empty minibatch (0 of {msg['fn'].size} data); "
+        f"pass at least one datum, for example by dropping an empty last batch"
+    )

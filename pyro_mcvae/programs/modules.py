@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from pyro import poutine
 from torch import nn
+
+from pyro_mcvae.programs.types import Program
 
 __all__ = ["find_modules"]
 
@@ -18,13 +19,13 @@ _DEPTH = 4
 _LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch))
 
 
-def find_modules(*programs: Callable[..., Any]) -> list[nn.Module]:
+def find_modules(*programs: Program) -> list[nn.Module]:
     """The modules that programs are, or reach through closures, globals that they name, bound
     objects, attributes and containers."""
     found: dict[int, nn.Module] = {}
     seen: set[int] = set()
 
-    def visit(value: Any, depth: int) -> None:
+    def visit(value: object, depth: int) -> None:
         if id(value) in seen or depth > _DEPTH:
             return
         seen.add(id(value))
@@ -39,7 +40,7 @@ def find_modules(*programs: Callable[..., Any]) -> list[nn.Module]:
     return list(found.values())
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts(value: object) -> Iterator[object]:
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, list | tuple):

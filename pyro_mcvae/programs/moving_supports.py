@@ -9,7 +9,6 @@ Score functions and the estimators that leave out the score's mean (``stl``, ``d
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_mcvae.programs.sites import layers
+from pyro_mcvae.programs.types import Constraint, Distribution, Transform
 
 __all__ = ["is_elementary", "moves_support", "transforms_of"]
 
@@ -24,7 +24,7 @@ _WRAPPERS = (torch.distributions.Independent, ExpandedDistribution, MaskedDistri
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
 
-def moves_support(fn: Any) -> bool:
+def moves_support(fn: Distribution) -> bool:
     """
     Whether the support's ends have a gradient to parameters.
 
@@ -38,7 +38,7 @@ def moves_support(fn: Any) -> bool:
     return any(t.requires_grad for t in _bounds(_support(fn)))
 
 
-def _moved_by_transforms(fn: Any) -> bool:
+def _moved_by_transforms(fn: Distribution) -> bool:
     base = fn.base_dist
     if moves_support(base):
         return True
@@ -53,14 +53,14 @@ def _moved_by_transforms(fn: Any) -> bool:
     return False
 
 
-def _support(fn: Any) -> Any:
+def _support(fn: Distribution) -> Constraint:
     try:
         return fn.support
     except NotImplementedError:
         return constraints.real
 
 
-def _bounds(constraint: Any) -> Iterator[Tensor]:
+def _bounds(constraint: Constraint) -> Iterator[Tensor]:
     """The tensors that a constraint is made of."""
     if isinstance(constraint, Tensor):
         yield constraint
@@ -72,13 +72,13 @@ def _bounds(constraint: Any) -> Iterator[Tensor]:
             yield from _bounds(part)
 
 
-def _is_real(constraint: Any) -> bool:
+def _is_real(constraint: Constraint) -> bool:
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
     return constraint is constraints.real
 
 
-def _may_learn(transform: Any) -> bool:
+def _may_learn(transform: Transform) -> bool:
     """Whether a transform has parameters; of flows it is taken for granted."""
     if not is_elementary(transform):
         return True
@@ -89,7 +89,7 @@ def _may_learn(transform: Any) -> bool:
     )
 
 
-def _parts(transform: Any) -> Iterator[Any]:
+def _parts(transform: Transform) -> Iterator[Transform]:
     inner = _inner(transform)
     if not inner:
         yield transform
@@ -97,7 +97,7 @@ def _parts(transform: Any) -> Iterator[Any]:
         yield from _parts(part)
 
 
-def _inner(transform: Any) -> list[Any]:
+def _inner(transform: Transform) -> list[Transform]:
     """The transforms that a transform is made of."""
     if type(transform).__name__ == "_InverseTransform":
         return [transform.inv]
@@ -105,14 +105,14 @@ def _inner(transform: Any) -> list[Any]:
     return list(getattr(transform, "parts", None) or ([] if base is None else [base]))
 
 
-def is_elementary(transform: Any) -> bool:
+def is_elementary(transform: Transform) -> bool:
     """Whether a transform is made of torch's closed-form ones."""
     return type(transform).__module__ == "torch.distributions.transforms" and all(
         is_elementary(part) for part in _inner(transform)
     )
 
 
-def transforms_of(fn: Any) -> Iterator[Any]:
+def transforms_of(fn: Distribution) -> Iterator[Transform]:
     """All transforms of a distribution, also below wrappers."""
     for layer in layers(fn):
         yield from getattr(layer, "transforms", ())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 
-from pyro_mcvae.programs.contract import check_declared, check_sites
+from pyro_mcvae.programs.contract import check_declared, check_run, check_sites
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import SubstituteMessenger
@@ -45,8 +46,10 @@ def find_nesting(
         guide_trace, model_trace = run_pair(programs, SubstituteMessenger())
         check_sites(guide_trace, model_trace, strict_enumeration, model_enumeration)
         nesting = nesting_of(guide_trace, model_trace)
+        run = collect(guide_trace, model_trace, nesting, None)
         with warnings.catch_warnings():
             if model_enumeration:  # their sites are in the model alone
                 warnings.filterwarnings("ignore", "Found vars in model but not guide")
-            check_declared(collect(guide_trace, model_trace, nesting, None))
+            check_run(run, math.inf, strict_enumeration, model_enumeration)
+        check_declared(run)
     return nesting

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_mcvae.programs.types import Distribution
+
 __all__ = ["full_precision", "without_autocast"]
 
 _NOTHING = nullcontext()
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def full_precision(fn: Any) -> Any:
+def full_precision(fn: Distribution) -> Distribution:
     """
     A distribution whose half-precision parameters, as autocast networks return them, are cast to
     single precision; others are returned as they are.
@@ -38,8 +40,11 @@ def full_precision(fn: Any) -> Any:
             found = full_precision(value)
             if found is not value:
                 changed[name] = found
-    if not changed:
-        return fn
+    return _changed(fn, changed) if changed else fn
+
+
+def _changed(fn: Distribution, changed: dict[str, Any]) -> Distribution:
+    """A copy with other parameters."""
     if isinstance(fn, torch.distributions.Categorical):
         # It has normalised them in half precision: without this it would be no density.
         if "logits" in changed:
@@ -52,7 +57,7 @@ def full_precision(fn: Any) -> Any:
     return wide
 
 
-def without_autocast() -> AbstractContextManager[Any]:
+def without_autocast() -> AbstractContextManager[object]:
     """Turns autocast off where it is on: a density's own products would be rounded."""
     on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
     if not on:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from pyro import distributions as dist
 from torch import Tensor
@@ -11,11 +9,12 @@ from torch.nn.functional import softplus
 
 from pyro_mcvae.ops.gumbel import gumbel, straight_through
 from pyro_mcvae.programs.supports import unmasked
+from pyro_mcvae.programs.types import Distribution
 
 __all__ = ["relaxed_log_prob", "relaxed_sample"]
 
 
-def relaxed_sample(fn: Any, temperature: float, hard: bool) -> Tensor | None:
+def relaxed_sample(fn: Distribution, temperature: float, hard: bool) -> Tensor | None:
     """
     A draw of the Gumbel-softmax relaxation; None for distributions without one.
 
@@ -35,7 +34,7 @@ def relaxed_sample(fn: Any, temperature: float, hard: bool) -> Tensor | None:
     return None
 
 
-def relaxed_log_prob(fn: Any, value: Tensor) -> Tensor:
+def relaxed_log_prob(fn: Distribution, value: Tensor) -> Tensor:
     r"""
     The log density, linear in the value: :math:`\sum_k z_k \log q_k`.
 

@@ -1,10 +1,9 @@
-"""A model run again at other values of its latents, in one handler, with what its sites showed."""
+"""A model replayed at other values of its latents, in one handler, with what its sites showed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
@@ -22,7 +21,7 @@ from pyro_mcvae.programs.terms import (
     site_signature,
     site_sizes,
 )
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.types import Constraint, Site, SiteChanges
 
 __all__ = ["replay_model"]
 
@@ -30,14 +29,14 @@ __all__ = ["replay_model"]
 def replay_model(
     programs: Programs,
     run: Run,
-    changes: Mapping[str, Mapping[str, Any]],
+    changes: SiteChanges,
     leading: ParticlePlate | None = None,
 ) -> tuple[Run, bool]:
     """
     Run the model with other values of the guide's draws, on the same minibatch.
 
     An execution that shows the sites and plates of ``run`` is of its structure, and what was found
-    or checked there still holds; only the densities are computed. Any other is collected in full.
+    or checked there still holds; only the densities are computed. Another one is collected in full.
 
     :param run: an execution of both programs; its guide depends on none of its draws.
     :param changes: by guide site, the fields that change.
@@ -86,7 +85,7 @@ def _is_same(old: Term, site: Site) -> bool:
 
 
 @contextmanager
-def _checked_before(old: Any, site: Any) -> Iterator[None]:
+def _checked_before(old: Site, site: Site) -> Iterator[None]:
     """
     Leave out Pyro's validation of a value that has passed it: the same tensor, as an observation
     is, with the same support. Parameters are validated as always, when a distribution is made.
@@ -113,7 +112,7 @@ def _checked_before(old: Any, site: Any) -> Iterator[None]:
             fn._validate_args = own
 
 
-def _same_support(a: Any, b: Any) -> bool:
+def _same_support(a: Constraint, b: Constraint) -> bool:
     while isinstance(a, _INDEPENDENT) and isinstance(b, _INDEPENDENT):
         if a.reinterpreted_batch_ndims != b.reinterpreted_batch_ndims:
             return False

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pyro.infer.util import is_validation_enabled
+import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.contract import check_batch_dims, check_shapes
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.sites import observes_data
@@ -72,6 +70,11 @@ class Run:
         return tuple([t.sizes for t in self.terms])
 
     @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """The shapes of the log densities."""
+        return tuple([t.log_prob.shape for t in self.terms])
+
+    @property
     def inner_sizes(self) -> frozenset[int]:
         """The sizes of all dims of plates and events."""
         return frozenset(n for sizes in self.sizes for part in sizes for n in part)
@@ -114,7 +117,6 @@ def collect(
     leading: int | None,
     subsamples: Minibatch | None = None,
     unbatched: frozenset[FactorKey] = frozenset(),
-    declared_nesting: float = math.inf,
 ) -> Run:
     """
     Compute the log density of every scored site of both traces.
@@ -123,15 +125,7 @@ def collect(
     :param leading: the size of the leading dimension, or None if there is none.
     :param subsamples: the minibatch.
     :param unbatched: the factors whose distribution did not have the leading dimension by itself.
-    :param declared_nesting: without a leading dimension, how many batch dims must belong to
-        plates; by default all, because others would be summed as if they did.
     """
     terms = tuple(terms_of(guide_trace, model_trace))
-    if is_validation_enabled():
-        depth = declared_nesting if leading is None else nesting + 1
-        shown = [*terms, *observed_terms(guide_trace)]
-        check_shapes(guide_trace, model_trace, shown, depth)
-    if leading is not None:
-        check_batch_dims(terms, nesting)
     subsamples = Minibatch() if subsamples is None else subsamples
     return Run(guide_trace, model_trace, terms, nesting, leading, unbatched, subsamples)

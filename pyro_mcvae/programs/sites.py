@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pyro import distributions as dist
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.relaxed import relaxed_log_prob
+from pyro_mcvae.programs.types import Distribution, Site
 
 __all__ = [
     "LEADING",
@@ -40,7 +41,6 @@ __all__ = [
     "subsampling_scale",
 ]
 
-Site = Mapping[str, Any]
 
 # The plate of the particles; the name that Pyro's own vectorised objectives give it.
 LEADING = "num_particles_vectorized"
@@ -90,7 +90,7 @@ def is_scored(site: Site) -> bool:
     )
 
 
-def _is_record(fn: Any) -> bool:
+def _is_record(fn: Distribution) -> bool:
     """Whether an observed site only records a value, as one that was reparameterized does."""
     return isinstance(fn, MaskedDistribution) and fn._mask is False and is_delta(fn)
 
@@ -100,19 +100,19 @@ def is_latent(site: Site) -> bool:
     return is_scored(site) and not site["is_observed"]
 
 
-def layers(fn: Any) -> Iterator[Any]:
+def layers(fn: Distribution | None) -> Iterator[Distribution]:
     """A distribution and those that it is made of, one inside of the other, outermost first."""
     while fn is not None:
         yield fn
         fn = getattr(fn, "base_dist", None)
 
 
-def is_delta(fn: Any) -> bool:
+def is_delta(fn: Distribution) -> bool:
     """Whether a distribution is a point mass, also under ``to_event``, ``mask`` or ``expand``."""
     return any(isinstance(layer, dist.Delta) for layer in layers(fn))
 
 
-def is_factor(fn: Any) -> bool:
+def is_factor(fn: Distribution) -> bool:
     """Whether a distribution is a factor of the density that draws nothing."""
     return any(isinstance(layer, dist.Unit) for layer in layers(fn))
 
@@ -126,12 +126,12 @@ def observes_data(site: Site) -> bool:
     return site["is_observed"] and not is_factor(site["fn"]) and not is_delta(site["fn"])
 
 
-def is_masked(fn: Any) -> bool:
+def is_masked(fn: Distribution) -> bool:
     """Whether a distribution masks itself, which its site does not show."""
     return any(isinstance(layer, MaskedDistribution) for layer in layers(fn))
 
 
-def is_straight_through(fn: Any) -> bool:
+def is_straight_through(fn: Distribution) -> bool:
     """Whether draws carry their relaxed value in an attribute, which copies of them lose."""
     return any(isinstance(layer, _STRAIGHT_THROUGH) for layer in layers(fn))
 
@@ -162,7 +162,7 @@ def reparameterized(site: Site) -> bool:
     return bool(getattr(site["fn"], "has_rsample", False)) and not scored
 
 
-def inner_scale(site: Site) -> Any:
+def inner_scale(site: Site) -> float | Tensor:
     """The user's own ``poutine.scale``: what remains of the site's scale without its plates."""
     scale, plates = site["scale"], subsampling_scale(site)
     if isinstance(scale, Tensor):
@@ -172,17 +172,17 @@ def inner_scale(site: Site) -> Any:
     return 1.0 if abs(ratio - 1.0) < 1e-9 else ratio
 
 
-def masked(site: Site, log_prob: Any) -> Any:
+def masked(site: Site, log_prob: Tensor) -> Tensor:
     """A site's log density with the user's scale and mask, without the plates' N/B."""
     return scale_and_mask(log_prob, inner_scale(site), site["mask"])
 
 
-def unscaled_masked(site: Site, log_prob: Any) -> Any:
+def unscaled_masked(site: Site, log_prob: Tensor) -> Tensor:
     """A site's log density with the user's mask alone."""
     return scale_and_mask(log_prob, 1.0, site["mask"])
 
 
-def masks_of(site: Site) -> list[Any]:
+def masks_of(site: Site) -> list[bool | Tensor]:
     """The masks of a site and of its distribution, from the outermost one; maybe False."""
     masks = [site["mask"]]
     fn = site["fn"]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.types import Site
 
 __all__ = ["substitute"]
 
@@ -20,7 +20,7 @@ _DREAM_ARGS = "say by dream_args how the guide's arguments follow from the dream
 
 def substitute(
     programs: Programs,
-    sites: Mapping[str, Any],
+    sites: Mapping[str, Site],
     values: Mapping[str, Tensor],
     subsamples: Mapping[str, Tensor],
     remedy: str = _DREAM_ARGS,
@@ -80,7 +80,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _rewritten(
-    leaves: list[Tensor], sites: Mapping[str, Any], values: Mapping[str, Tensor], remedy: str
+    leaves: list[Tensor], sites: Mapping[str, Site], values: Mapping[str, Tensor], remedy: str
 ) -> dict[int, Tensor]:
     """Copies of the leaves that share memory with observed tensors, with the new values there."""
     found: dict[int, Tensor] = {}
@@ -119,7 +119,7 @@ Rows = list[tuple[int, Tensor]]
 
 
 def _copied_from(
-    name: str, site: Any, leaves: list[Tensor], subsamples: Mapping[str, Tensor], remedy: str
+    name: str, site: Site, leaves: list[Tensor], subsamples: Mapping[str, Tensor], remedy: str
 ) -> tuple[Tensor, Rows]:
     """The argument of which an observed tensor is a copy, and the rows of it."""
     found = []
@@ -138,7 +138,7 @@ def _copied_from(
     return found[0]
 
 
-def _selections(leaf: Tensor, site: Any, subsamples: Mapping[str, Tensor]) -> Iterator[Rows]:
+def _selections(leaf: Tensor, site: Site, subsamples: Mapping[str, Tensor]) -> Iterator[Rows]:
     """What of a leaf an observed tensor may be made of: all, or the rows of the site's plates."""
     yield []
     frames = [f for f in site["cond_indep_stack"] if f.name in subsamples and f.dim is not None]
@@ -164,7 +164,7 @@ def _replaced(leaf: Tensor, rows: Rows, value: Tensor) -> Tensor:
     return leaf.index_copy(d, index, _replaced(leaf.index_select(d, index), rest, value))
 
 
-def _same(part: Tensor, value: Any) -> bool:
+def _same(part: Tensor, value: Tensor) -> bool:
     value = torch.as_tensor(value)
     if part.numel() != value.numel():
         return False
@@ -175,8 +175,8 @@ def _same(part: Tensor, value: Any) -> bool:
     return bool(equal.all())
 
 
-def _refuse_twice(sites: Mapping[str, Any], values: Mapping[str, Tensor], remedy: str) -> None:
-    seen: dict[Any, str] = {}
+def _refuse_twice(sites: Mapping[str, Site], values: Mapping[str, Tensor], remedy: str) -> None:
+    seen: dict[object, str] = {}
     for name in values:
         old = torch.as_tensor(sites[name]["value"])
         place = old.data_ptr(), old.shape, old.stride(), old.dtype

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
 
 import torch
 from pyro import distributions as dist
@@ -17,65 +15,19 @@ from pyro_mcvae.ops.gumbel import one_hot
 from pyro_mcvae.ops.product import product_slots
 from pyro_mcvae.ops.top_k import Slots, budget_slots, top_k_slots
 from pyro_mcvae.programs.counts import count_law
+from pyro_mcvae.programs.support import Choice, Support
+from pyro_mcvae.programs.types import Distribution
 
-__all__ = ["Categories", "Choice", "Support", "support_of", "unmasked"]
+__all__ = ["Categories", "support_of", "unmasked"]
 
 # A vector of independent variables is flattened to one variable up to this many categories.
 _MAX_JOINT = 1024
 
 
-class Choice(NamedTuple):
-    """
-    The values of a site's slots.
-
-    :ivar value: shape ``[S, *batch, *event]``, or ``[S, 1, ..., 1, *event]`` where every batch
-        element has the same slots, as in an exact sum.
-    :ivar weight: shape ``[S, *batch]``; sums to one over the slots.
-    :ivar sampled: where the value is a draw, of the same shape.
-    """
-
-    value: Tensor
-    weight: Tensor
-    sampled: Tensor
-
-
-class Support(ABC):
-    """
-    The possible values of a discrete distribution.
-
-    :ivar fn: the distribution, without masks.
-    :ivar size: how many values there are; infinite for countable supports.
-    """
-
-    fn: Any
-    size: float
-
-    @abstractmethod
-    def top_k(self, num_categories: int, num_samples: int) -> Choice:
-        """The most probable values and draws from the rest; ``num_categories < size``."""
-
-    @abstractmethod
-    def budget(self, budget: int, min_samples: int) -> Choice:
-        """As many slots as the budget, divided by Prop. 2 of Liu et al.; ``budget < size``."""
-
-    def all_values(self) -> Choice:
-        """Every value, for finite supports."""
-        raise NotImplementedError
-
-    def entropy(self) -> Tensor | None:
-        r""":math:`-\sum_z q(z) \log q(z)` with its gradient, batch-shaped; None if not known."""
-        return None
-
-    def draw(self) -> Tensor:
-        """An independent draw, ``[1, *batch, *event]``."""
-        with torch.no_grad():
-            return self.fn.sample().unsqueeze(0)
-
-
 class Categories(Support):
     """Finitely many values, numbered."""
 
-    def __init__(self, fn: Any) -> None:
+    def __init__(self, fn: Distribution) -> None:
         self.fn = fn
         self.log_q = self._log_q().detach()
         self.size = self.log_q.shape[-1]
@@ -187,7 +139,7 @@ class _Counts(Categories):
 class _Joint(Categories):
     """A vector of independent finite variables as one variable."""
 
-    def __init__(self, fn: Any, parts: Categories) -> None:
+    def __init__(self, fn: Distribution, parts: Categories) -> None:
         self.parts = parts
         self.shape = parts.log_q.shape[len(fn.batch_shape) : -1]
         super().__init__(fn)
@@ -221,7 +173,7 @@ class _Joint(Categories):
 class _Product(Support):
     """A vector of independent finite variables, too many to list."""
 
-    def __init__(self, fn: Any, parts: Categories) -> None:
+    def __init__(self, fn: Distribution, parts: Categories) -> None:
         self.fn = fn
         self.parts = parts
         self.shape = parts.log_q.shape[len(fn.batch_shape) : -1]
@@ -248,7 +200,7 @@ class _Countable(Support):
 
     size = math.inf
 
-    def __init__(self, fn: Any, law: CountLaw) -> None:
+    def __init__(self, fn: Distribution, law: CountLaw) -> None:
         self.fn = fn
         self.law = law
 
@@ -259,14 +211,14 @@ class _Countable(Support):
         return Choice(*count_slots(self.law, 0, 0, budget, min_samples))
 
 
-def unmasked(fn: Any) -> Any:
+def unmasked(fn: Distribution) -> Distribution:
     """A distribution without the masks that it puts on itself."""
     while isinstance(fn, MaskedDistribution):
         fn = fn.base_dist
     return fn
 
 
-def support_of(fn: Any) -> Support | None:
+def support_of(fn: Distribution) -> Support | None:
     """
     The values of a discrete distribution; None where they cannot be listed.
 
@@ -298,7 +250,7 @@ def support_of(fn: Any) -> Support | None:
     return None
 
 
-def _independent(fn: Any) -> Support | None:
+def _independent(fn: Distribution) -> Support | None:
     base = unmasked(fn.base_dist)
     if fn.reinterpreted_batch_ndims == 0:
         return support_of(base)

@@ -133,6 +133,7 @@ def model_term(site: Site, key: FactorKey | None = None) -> Term:
 def guide_term(site: Site, key: FactorKey | None = None) -> Term:
     """The log density of a scored site of the guide; ``key`` where it is known already."""
     parts = sites.score_parts(site)
+    entropy: Tensor | int
     log_prob = sites.masked(site, parts.log_prob)
     if parts.entropy_term is parts.log_prob or site["is_observed"]:
         # What is observed in a guide, a factor, is a function of the draws and of parameters: it

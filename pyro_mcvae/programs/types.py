@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypedDict
 
 import pyro.distributions as dist
+import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
-__all__ = ["Distribution", "Message", "Program", "Site"]
+__all__ = [
+    "Constraint",
+    "Distribution",
+    "Message",
+    "Program",
+    "Site",
+    "SiteChanges",
+    "TorchFunction",
+    "Transform",
+]
 
 # A model or a guide: a function, or an object that is called with the data.
 Program: TypeAlias = Callable[..., object]
@@ -36,5 +46,11 @@ class Site(TypedDict, total=False):
     unscaled_log_prob: Tensor
 
 
+# Which fields of which sites of a trace change, by name.
+SiteChanges: TypeAlias = Mapping[str, Mapping[str, object]]
+Transform: TypeAlias = torch.distributions.Transform
+Constraint: TypeAlias = torch.distributions.constraints.Constraint
+# What __torch_function__ is given: any function of torch.
+TorchFunction: TypeAlias = Callable[..., Any]
 # The same keys, while the statement is run: ``value`` is None before the draw.
 Message: TypeAlias = Site

@@ -15,10 +15,10 @@ enter as in the plain ELBO. Two rules keep the bound correct:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 
@@ -79,7 +79,9 @@ class Structure:
     # For factors across whose plates latents meet: these plates.
     coupled: Mapping[FactorKey, frozenset[PlateKey]] = field(default_factory=dict)
     # A guide site and an observed site that has its parameters in the place of its draws.
-    bypass: tuple[str, str] | None = None
+    collapsed: tuple[str, str] | None = None
+    # What others found out for runs of this structure, by their own keys.
+    notes: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def global_sites(self) -> GlobalSites:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
@@ -36,7 +36,7 @@ class StructureCache(Generic[T]):
     def __init__(self) -> None:
         self._pairs: list[tuple[tuple[Program, Program], dict[Hashable, _Finding[T]]]] = []
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Programs are often local functions, which cannot be pickled; they are looked at again.
         return {"_pairs": []}
 
@@ -58,14 +58,7 @@ class StructureCache(Generic[T]):
                 found.pop(next(iter(found)))
             finding = found[key] = _Finding(find())
         elif renew and finding.used_often():
-            seen = find()
-            if seen != finding.value:
-                _logger.warning(
-                    "the programs show the same sites as before, but their dependencies have "
-                    "changed: say so by a bool or str argument or attribute, on which they are "
-                    "looked at again at once, or use a new loss object"
-                )
-            finding.value = seen
+            finding.renew(find())
         return finding.value
 
     def _of_pair(self, pair: tuple[Program, Program]) -> dict[Hashable, _Finding[T]]:
@@ -83,6 +76,15 @@ class _Finding(Generic[T]):
     def __init__(self, value: T) -> None:
         self.value = value
         self._uses, self._next = 1, _AGAIN
+
+    def renew(self, value: T) -> None:
+        if value != self.value:
+            _logger.warning(
+                "the programs show the same sites as before, but their dependencies have "
+                "changed: say so by a bool or str argument or attribute, on which they are "
+                "looked at again at once, or use a new loss object"
+            )
+        self.value = value
 
     def used_often(self) -> bool:
         """Count one use; whether it is time to look again."""

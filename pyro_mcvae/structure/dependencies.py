@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyro
 import torch
 from pyro.ops.provenance import ProvenanceTensor, detach_provenance, get_provenance
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +21,7 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.sites import is_scored, masks_of
+from pyro_mcvae.programs.types import Message, Site, TorchFunction
 
 __all__ = [
     "Dependencies",
@@ -58,7 +60,7 @@ class _TrackDraws(Messenger):
         self.name_of: dict[int, str] = {}
         self.upstream: dict[str, frozenset[str]] = {}
 
-    def _pyro_post_sample(self, msg: Any) -> None:
+    def _pyro_post_sample(self, msg: Message) -> None:
         if msg["name"] not in self.tracked or msg["name"] in self.leaves:
             return
         self.upstream[msg["name"]] = frozenset(get_provenance(msg["value"]))
@@ -85,7 +87,7 @@ _TORCH_AND_METHOD = (
 )
 # Through these a draw's value leaves the tensors that are tracked: as a Python number or a string,
 # as a shape, or copied into a new tensor.
-_WAYS_OUT: set[Any] = {
+_WAYS_OUT: set[object] = {
     torch.Tensor.__array__,
     torch.Tensor.__bool__,
     torch.Tensor.__complex__,
@@ -100,7 +102,7 @@ _WAYS_OUT: set[Any] = {
     torch.tensor,
     *(getattr(module, name) for module in (torch, torch.Tensor) for name in _TORCH_AND_METHOD),
 }
-_OPTIONS_ONLY: set[Any] = {
+_OPTIONS_ONLY: set[object] = {
     torch.Tensor.new_zeros,
     torch.Tensor.new_ones,
     torch.Tensor.new_full,
@@ -109,10 +111,10 @@ _OPTIONS_ONLY: set[Any] = {
     *(getattr(torch, f"{kind}_like") for kind in ("zeros", "ones", "full", "empty")),
     *(getattr(torch, f"{kind}_like") for kind in ("rand", "randn")),
 }
-_CONVERSIONS: set[Any] = {torch.Tensor.type_as, torch.Tensor.to}
+_CONVERSIONS: set[object] = {torch.Tensor.type_as, torch.Tensor.to}
 
 
-def _selects(func: Any, args: Any) -> bool:
+def _selects(func: TorchFunction, args: tuple[Any, ...]) -> bool:
     """Whether a boolean mask selects entries, whose number then tells of the mask."""
     if func in (torch.where, torch.Tensor.where):
         return len(args) == 1
@@ -129,7 +131,13 @@ class Escapes(TorchFunctionMode):
         super().__init__()
         self.names: frozenset[str] = frozenset()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         name = getattr(func, "__name__", "")
         if func in _WAYS_OUT or _selects(func, args):
             self.names |= get_provenance([args, kwargs or {}])
@@ -148,7 +156,7 @@ class Escapes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def _tensors(values: object) -> list[Tensor]:
     return [v for v in tree_leaves(values) if isinstance(v, Tensor)]
 
 
@@ -189,7 +197,7 @@ def find_dependencies(
     return found._replace(factors={key: f | escaped for key, f in found.factors.items()})
 
 
-def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependencies:
+def _trace_factors(traces: Mapping[str, Trace], tracker: _TrackDraws) -> Dependencies:
     found = Dependencies({}, {}, {}, {}, {})
     for program, trace in traces.items():
         for name, site in trace.nodes.items():
@@ -220,7 +228,7 @@ def _trace_factors(traces: Mapping[str, Any], tracker: _TrackDraws) -> Dependenc
     return found
 
 
-def _log_prob_at(site: Any, value: Any) -> Any:
+def _log_prob_at(site: Site, value: Tensor) -> Tensor | Exception:
     """A site's log density, or the error of a flow without an inverse."""
     try:
         return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
@@ -229,7 +237,7 @@ def _log_prob_at(site: Any, value: Any) -> Any:
 
 
 def _parents_of(
-    log_prob: Any, upstream: frozenset[str] | None, tracker: _TrackDraws
+    log_prob: Tensor | Exception, upstream: frozenset[str] | None, tracker: _TrackDraws
 ) -> frozenset[str]:
     if not isinstance(log_prob, Exception):
         return _behind([log_prob], tracker)
@@ -238,14 +246,14 @@ def _parents_of(
     return upstream  # what the flow's draw was computed from says enough
 
 
-def _leaves_of(log_prob: Any) -> frozenset[int]:
+def _leaves_of(log_prob: Tensor | Exception) -> frozenset[int]:
     if isinstance(log_prob, Exception):
         return frozenset()
-    log_prob = detach_provenance(log_prob)
-    return frozenset(leaves_behind(log_prob)) if log_prob.requires_grad else frozenset()
+    bare: Tensor = detach_provenance(log_prob)
+    return frozenset(leaves_behind(bare)) if bare.requires_grad else frozenset()
 
 
-def _behind(values: list[Any], tracker: _TrackDraws) -> frozenset[str]:
+def _behind(values: Sequence[object], tracker: _TrackDraws) -> frozenset[str]:
     """The draws that some numbers were computed from."""
     found = frozenset(get_provenance(values))
     for value in map(detach_provenance, values):

@@ -115,7 +115,7 @@ class StructureFinder:
         structure = derive_structure(factors, order, self.joint)
         # What lies in no plate is what a model may integrate for all data at once.
         alone = frozenset(n for n in names if not frames[FactorKey("guide", n)])
-        bypass = find_collapsed(programs, run, names, found) if alone else None
+        collapsed = find_collapsed(programs, run, names, found) if alone else None
         paths = {t.key.name for t in random if reparameterized(t.site)}
         roots = {
             name
@@ -137,7 +137,7 @@ class StructureFinder:
             mean_field=_mean_field(factors, names),
             masked_by=masked_by,
             coupled=coupled,
-            bypass=bypass,
+            collapsed=collapsed,
         )
 
 

@@ -10,7 +10,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
 
-from pyro_mcvae.checks.leading_dims import STATES
+from pyro_mcvae.checks.run_checks import STATES
 from pyro_mcvae.particles.runner import Execution, Layout
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -255,7 +255,7 @@ class JointRuns:
         run = Run(both, model_trace, all_terms, nesting, count, unbatched, self.subsamples)
         run = self._sampler.runner.auxiliary.settle(self._programs, run)
         if is_validation_enabled():
-            check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
+            check_sites(both, model_trace, self._sampler.runner.checks.strict_enumeration)
             if nesting_of(model_trace) > nesting:
                 raise StatesError(
                     f"the program has plates in {nesting_of(model_trace)} batch dims, "

@@ -27,7 +27,7 @@ class StatesHandler(Recorder):
         super().__init__(guide_trace, subsamples)
         self._draw = draw
 
-    def supply(self, msg: Site, drawn: Site | None) -> None:
+    def fill(self, msg: Site, drawn: Site | None) -> None:
         if drawn is not None:
             if drawn["type"] != "sample" or drawn["is_observed"]:
                 kind = "observed" if drawn["type"] == "sample" else f"a {drawn['type']}"
@@ -35,7 +35,7 @@ class StatesHandler(Recorder):
                     f"site '{msg['name']}' is drawn by the model, and is {kind} in guide=: draw it "
                     f"there too, by pyro.sample without obs=, or give it another name"
                 )
-            super().supply(msg, drawn)
+            super().fill(msg, drawn)
         elif not msg["done"] and msg["value"] is None and is_random(msg):
             with without_autocast():
                 value = self._draw(msg)

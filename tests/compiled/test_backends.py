@@ -62,7 +62,7 @@ def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFix
             found.append(train(make(), loss)[0])
     assert found[0] == found[1]
     lines = [r.getMessage() for r in caplog.records if "no compiler here" in r.getMessage()]
-    assert len(lines) == 2  # one for steps, one for evaluations
+    assert len(lines) == 1  # of the steps; evaluations were too few to be compiled
     assert "replayed without a compiler from now on" in lines[0]
 
 
@@ -84,9 +84,7 @@ OPTIONS = [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}]
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(
-    "options", [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}], ids=str
-)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_on_a_gpu(options: dict[str, str]) -> None:
     # pytest -m slow tests/compiled/test_backends.py -k gpu
     net: Net = make().to("cuda", torch.float32)

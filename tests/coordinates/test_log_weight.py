@@ -239,8 +239,8 @@ def test_base_density_is_that_of_the_coordinates_under_the_guide(name, vectorize
     log_weight = example.log_weight(3, vectorize)
     # Shorter vectors of blocks side by side are padded with zeros.
     used = log_weight.coordinates != 0
-    if log_weight.free is not None:
-        used &= log_weight.free != 0
+    if log_weight.movable is not None:
+        used &= log_weight.movable != 0
     at = moved(example, log_weight)
     for evaluation, c in ((log_weight.first, log_weight.coordinates), (log_weight(at), at)):
         standard = dist.Normal(0.0, 1.0).log_prob(c)
@@ -337,7 +337,7 @@ def test_a_step_may_begin_at_given_latents(name, vectorize, coordinates):
         return
     found = LogWeight(sampler, example.programs, coordinates, latents=local)
     run = found.first.sample.runs[0]
-    for n in found._packing.sites:
+    for n in found.packing.sites:
         value = run.guide_trace.nodes[n]["value"]
         assert torch.allclose(value, local[n].expand_as(value), atol=1e-8), n
 

@@ -445,7 +445,7 @@ def test_a_zero_inflated_count_has_its_exact_evidence():
             z = pyro.sample("z", prior)
             pyro.sample("x", dist.Normal(z, 0.8), obs=x)
 
-    guide = TruncatedPosterior(program, 24, EvolutionaryUpdate(4, 2, 4, GreedyParents()))
+    guide = TruncatedPosterior(program, 24, EvolutionaryUpdate(8, 2, 4, UniformParents()))
     counts = torch.arange(40.0)[:, None]
     joint = prior.log_prob(counts) + dist.Normal(counts, 0.8).log_prob(x)
     torch.testing.assert_close(guide.fit(num_steps=20), joint.logsumexp(0), rtol=0, atol=1e-6)

@@ -1,0 +1,127 @@
+"""The guards of runs: each looks once at each pair of programs, structure and sizes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pyro.infer.util import is_validation_enabled
+
+from pyro_mcvae.checks.vectorization import check_count, check_vectorization
+from pyro_mcvae.programs.contract import check_batch_dims, check_run
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.structure.blocks import GlobalSites
+from pyro_mcvae.structure.cache import StructureCache
+
+__all__ = ["PARTICLES", "SLOTS", "STATES", "LeadingDimsName", "RunChecks"]
+
+_logger = logging.getLogger(__name__)
+
+# Programs of stochastic structure show ever new sizes: of a pair of programs, so many are compared
+# at once, and of those that follow one in so many.
+_AT_ONCE, _THEN_ONE_IN = 64, 16
+# Before what was looked at is forgotten, and looked at again.
+_MAX_SEEN = 1024
+
+
+class LeadingDimsName(NamedTuple):
+    """
+    What stands in leading dims, for errors.
+
+    :ivar remedy: what to do without them, to be followed by another remedy.
+    """
+
+    name: str
+    remedy: str
+
+
+PARTICLES = LeadingDimsName("vectorised particles", "Pass vectorize_particles=False, or")
+STATES = LeadingDimsName("states side by side", "Pass vectorize_particles=False, or")
+SLOTS = LeadingDimsName(
+    "slots (several values of a discrete site) and of vectorised particles",
+    "Pass num_categories=0, num_samples=1 and vectorize_particles=False, or",
+)
+
+
+@dataclass
+class _Seen:
+    """What was looked at of one pair of programs."""
+
+    runs: set[Hashable] = field(default_factory=set)
+    compared: set[Hashable] = field(default_factory=set)
+
+
+class RunChecks:
+    """
+    The guards of runs, each of which looks once at each pair of programs, structure and sizes.
+
+    :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
+    :param bool model_enumeration: allow model sites that are marked for enumeration.
+    """
+
+    def __init__(self, strict_enumeration: bool, model_enumeration: bool) -> None:
+        self.strict_enumeration = strict_enumeration
+        self.model_enumeration = model_enumeration
+        self._seen: StructureCache[_Seen] = StructureCache()
+
+    def is_known(self, programs: Programs, run: Run, shared: GlobalSites) -> bool:
+        """
+        Whether such a run was looked at by all guards.
+
+        :param shared: the guide's and the model's sites that all particles share.
+        """
+        seen = self._seen.of(programs, None, _Seen, renew=False)
+        return _shown(run, shared) in seen.runs
+
+    def check_contract(self, run: Run, depth: float, leads: bool) -> None:
+        """
+        Check what the programs promise each other, and where the particles stand.
+
+        :param depth: how many batch dims may belong to plates and leading dims.
+        :param leads: whether the run has particles in a leading dim, and no slots.
+        """
+        check_run(run, depth, self.strict_enumeration, self.model_enumeration)
+        if leads:
+            check_batch_dims(run.terms, run.nesting)
+
+    def check_leading_dims(
+        self, programs: Programs, run: Run, shared: GlobalSites, name: LeadingDimsName
+    ) -> None:
+        """
+        Check that leading dims are what a loop would be.
+
+        :param name: what stands in them.
+        :raises RuntimeError: as :func:`check_count` and :func:`check_vectorization`.
+        """
+        for count in sorted(run.outer_sizes & run.inner_sizes):
+            check_count(programs, run, count, shared, *name)
+        compared = self._seen.of(programs, None, _Seen, renew=False).compared
+        # Not how many particles there are: they are compared in a number of their own.
+        sizes = run.signature, run.sizes, shared
+        if sizes in compared:
+            return
+        if len(compared) == _AT_ONCE:
+            _logger.warning(
+                "the programs have shown %d sets of sizes, each of which was compared with a loop "
+                "over its %s; of those to come, one in %d is",
+                _AT_ONCE,
+                name.name,
+                _THEN_ONE_IN,
+            )
+        if len(compared) < _AT_ONCE or len(compared) % _THEN_ONE_IN == 0:
+            check_vectorization(programs, run, shared, *name)
+        compared.add(sizes)
+
+    def remember(self, programs: Programs, run: Run, shared: GlobalSites) -> None:
+        """Take a run for one that was looked at."""
+        runs = self._seen.of(programs, None, _Seen, renew=False).runs
+        if len(runs) >= _MAX_SEEN:
+            runs.clear()
+        runs.add(_shown(run, shared))
+
+
+def _shown(run: Run, shared: GlobalSites) -> Hashable:
+    return run.signature, run.sizes, run.shapes, run.leading, shared, is_validation_enabled()

@@ -1,0 +1,96 @@
+"""The gradients of a log weight: with respect to its coordinates, and of guide and model apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.coordinates.coordinate import NoiseCoordinate
+from pyro_mcvae.coordinates.noise import sum_event
+from pyro_mcvae.coordinates.packing import Packing
+from pyro_mcvae.coordinates.placing import Record
+from pyro_mcvae.ops.shapes import as_shape
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.precision import without_autocast
+from pyro_mcvae.programs.terms import Term
+
+__all__ = ["base_gradient", "coordinate_gradient", "gradients_at_latents", "guide_elbo"]
+
+
+def base_gradient(
+    packing: Packing, records: list[Record], log_base: Tensor, create_graph: bool
+) -> Tensor:
+    """The gradient of the coordinates' own density: ``[*leading, *plates, D]``."""
+    first = [records[0][n].coordinate for n in packing.sites]
+    if not all(isinstance(c, NoiseCoordinate) and c.normal for c in first):
+        return coordinate_gradient(packing, records, log_base, create_graph, True)
+    base = packing.pack_runs([{n: -record[n].at for n in packing.sites} for record in records])
+    return as_shape(base, log_base.shape + base.shape[-1:])
+
+
+def coordinate_gradient(
+    packing: Packing, records: list[Record], value: Tensor, create_graph: bool, retain_graph: bool
+) -> Tensor:
+    """
+    The gradient of a value per datum with respect to the coordinates: ``[*leading, *plates, D]``.
+
+    :param value: shape ``[*leading, *plates]``.
+    :param bool create_graph: whether it can be differentiated again.
+    :param bool retain_graph: whether the graph is still needed for other gradients.
+    """
+    names = list(packing.sites)
+    inputs = [record[n].at for record in records for n in names]
+    found = _grad(value, inputs, create_graph, retain_graph)
+    pairs = zip(inputs, found, strict=True)
+    full = iter(torch.zeros_like(i) if g is None else g for i, g in pairs)
+    packed = packing.pack_runs([{n: next(full) for n in names} for _ in records])
+    return as_shape(packed, value.shape + packed.shape[-1:])
+
+
+def _grad(
+    value: Tensor, inputs: list[Tensor], create: bool, retain: bool
+) -> Sequence[Tensor | None]:
+    if not value.requires_grad:
+        return [None] * len(inputs)
+    # The backward pass of an operator computes in the precision that its forward pass had.
+    with without_autocast():
+        return torch.autograd.grad(
+            value.sum(), inputs, create_graph=create, retain_graph=retain, allow_unused=True
+        )
+
+
+def gradients_at_latents(sample: WeightedParticles) -> list[dict[str, Tensor]]:
+    """For each run the gradient of log p at the local draws, which are leaves of their graph."""
+    leaves = []
+    for run, block_of in zip(sample.runs, sample.block_of, strict=True):
+        names = [t.key.name for t in run.terms if t.in_guide and block_of[t.key] is not None]
+        nodes = run.model_trace.nodes
+        leaves.append({n: nodes[n]["value"] for n in names if n in nodes})
+    inputs = [v for found in leaves for v in found.values() if v.requires_grad]
+    log_prob = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+    grads = iter(torch.autograd.grad(log_prob.sum(), inputs, allow_unused=True))
+    return [
+        {n: g for n, v in found.items() if v.requires_grad and (g := next(grads)) is not None}
+        for found in leaves
+    ]
+
+
+def guide_elbo(sample: WeightedParticles, at_latents: list[dict[str, Tensor]]) -> Tensor:
+    r"""
+    :math:`z \cdot \nabla_z \log p(x, z) - \log q(z \mid x)` of local latents, ``[K, *plates]``.
+
+    :param at_latents: by :func:`gradients_at_latents`.
+    """
+
+    def pick(term: Term, i: int) -> Tensor | int:
+        if not term.in_guide:
+            return 0
+        found, site = at_latents[i].get(term.key.name), term.site
+        if found is None:
+            return -term.log_prob
+        # A constant where the guide has no parameters: then nothing is to be learned.
+        return sum_event(found * site["value"], site["fn"].event_dim) - term.log_prob
+
+    return sample.local_sum(pick)

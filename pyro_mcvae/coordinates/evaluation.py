@@ -1,0 +1,48 @@
+"""The log weight at given coordinates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.coordinates.packing import Packing
+from pyro_mcvae.coordinates.placing import Record
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.sites import masked_entries
+from pyro_mcvae.programs.terms import Term
+
+__all__ = ["Evaluation", "evaluate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    r"""
+    The log weight at given coordinates of the local latents.
+
+    :ivar log_weight: :math:`\log p(x, z) - \log q(z \mid x)`, shape ``[*leading, *plates]``.
+    :ivar log_base: the coordinates' density under the guide, of the same shape; coordinates that
+        a mask takes out of the guide are left out.
+    :ivar sample: the execution behind them.
+    :ivar records: for each of its runs, where each site stands.
+    """
+
+    log_weight: Tensor
+    log_base: Tensor
+    sample: WeightedParticles
+    records: list[Record]
+
+
+def evaluate(sample: WeightedParticles, records: list[Record], packing: Packing) -> Evaluation:
+    """The log weight of a sample, and the density of its coordinates."""
+
+    def log_base(term: Term, i: int) -> Tensor | int:
+        if not term.in_guide or term.key.name not in packing.sites:
+            return 0
+        coordinate, at = records[i][term.key.name]
+        density = coordinate.log_base(at, term.site["value"])
+        mask = masked_entries(term.site)
+        return density if mask is None else torch.where(mask, density, 0.0)
+
+    return Evaluation(sample.log_weight, sample.local_sum(log_base), sample, records)

@@ -1,0 +1,60 @@
+"""Which coordinates are part of the weight: those that no mask of the guide takes out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.coordinates.packing import Packing
+from pyro_mcvae.coordinates.placing import Placed, Record
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.sites import masked_entries
+from pyro_mcvae.structure.blocks import Structure
+
+__all__ = ["all_coordinates", "movable_coordinates"]
+
+
+def movable_coordinates(
+    sample: WeightedParticles, records: list[Record], packing: Packing
+) -> Tensor | None:
+    """
+    1 for coordinates that are part of the weight, 0 for masked ones; None where nothing is masked.
+
+    :returns: shape ``[K, *plates, D]``.
+    :raises ValueError: if a mask depends on a latent, so that moves would change it.
+    """
+    _refuse_moving_masks(sample.structure)
+    masks: list[dict[str, Tensor]] = []
+    for record, run in zip(records, sample.runs, strict=True):
+        found = {n: masked_entries(run.guide_trace.nodes[n]) for n in packing.sites}
+        masks.append({n: _as_event(m, record[n]) for n, m in found.items() if m is not None})
+    return _packed(masks, records, packing) if any(masks) else None
+
+
+def _packed(masks: list[dict[str, Tensor]], records: list[Record], packing: Packing) -> Tensor:
+    return packing.pack_runs(
+        [
+            {n: torch.ones_like(record[n].at) * found.get(n, 1) for n in packing.sites}
+            for record, found in zip(records, masks, strict=True)
+        ]
+    )
+
+
+def all_coordinates(records: list[Record], packing: Packing) -> Tensor:
+    """1 for coordinates, 0 for what fills up shorter vectors: ``[K, *plates, D]``."""
+    return packing.pack_runs(
+        [{n: torch.ones_like(record[n].at) for n in packing.sites} for record in records]
+    )
+
+
+def _refuse_moving_masks(structure: Structure) -> None:
+    for name, draws in structure.masked_by.items():
+        raise ValueError(
+            f"the mask of site '{name}' of the guide depends on {', '.join(sorted(draws))}, so "
+            f"moves would change how many latents count: let the masks of both programs depend on "
+            f"data only (an unmasked latent without an effect does no harm), or use TraceIWAE_ELBO"
+        )
+
+
+def _as_event(mask: Tensor, placed: Placed) -> Tensor:
+    return mask.reshape(mask.shape + (1,) * len(placed.coordinate.event_shape))

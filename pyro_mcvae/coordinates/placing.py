@@ -1,0 +1,127 @@
+"""Where the guide's random sites of a run stand, and their values there."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.coordinates.coordinate import (
+    Coordinate,
+    Coordinates,
+    NoiseCoordinate,
+    coordinate_of,
+)
+from pyro_mcvae.coordinates.packing import Packing, SiteShape
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.errors import NoCoordinateError
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.sites import is_straight_through
+from pyro_mcvae.programs.types import Message, SiteChanges
+
+__all__ = ["Placed", "Record", "coordinate_at", "drawn", "latents_at", "packing_of", "value_at"]
+
+
+class Placed(NamedTuple):
+    """A site's coordinate, and where it stands."""
+
+    coordinate: Coordinate
+    at: Tensor
+
+
+# For each random guide site of a run.
+Record = dict[str, Placed]
+
+
+def coordinate_at(msg: Message, kind: Coordinates) -> Coordinate:
+    """
+    The coordinate of a site of the guide.
+
+    :raises NoCoordinateError: naming the site, where there is none.
+    """
+    if kind != "value" and is_straight_through(msg["fn"]):
+        # Their density is that of values that were never rounded: moving those leaves the
+        # program, whose model sees 0 and 1 only.
+        raise _rounded(msg)
+    try:
+        return coordinate_of(msg["fn"], kind)
+    except NotImplementedError as error:
+        raise _unknown(msg, error) from error
+
+
+def _rounded(msg: Message) -> NoCoordinateError:
+    return NoCoordinateError(
+        f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) rounds its draws, so "
+        f"that they cannot be moved: use the relaxed distribution without StraightThrough "
+        f"in guide and model, or weigh the draws where they are with TraceIWAE_ELBO"
+    )
+
+
+def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
+    return NoCoordinateError(
+        f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has neither explicit "
+        f"noise nor an unconstrained form ({error}): use another distribution, or say how "
+        f"it is made from noise with register_noise"
+    )
+
+
+def drawn(msg: Message, kind: Coordinates, differentiable: bool, given: Tensor | None) -> Placed:
+    """
+    A draw of a site's coordinate, or that of a given value, the same for all particles.
+
+    :param bool differentiable: whether gradients exist there.
+    """
+    coordinate = coordinate_at(msg, kind)
+    with torch.set_grad_enabled(differentiable):
+        at = coordinate.draw() if given is None else _coordinate_of(msg, coordinate, given)
+    if differentiable and at.is_floating_point() and not at.requires_grad:
+        at.requires_grad_()
+    return Placed(coordinate, at)
+
+
+def _coordinate_of(msg: Message, coordinate: Coordinate, value: Tensor) -> Tensor:
+    try:
+        at = coordinate.at(value.expand(msg["fn"].shape()))
+    except NoCoordinateError as error:
+        raise NoCoordinateError(
+            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) cannot begin at a given "
+            f"value in these coordinates ({error}): use coordinates='latent'"
+        ) from error
+    return at.detach().expand(tuple(msg["fn"].batch_shape) + coordinate.event_shape).clone()
+
+
+def value_at(msg: Message, placed: Placed) -> Tensor:
+    """The value of a guide site, with its density where the noise knows it."""
+    coordinate, at = placed
+    known = coordinate.log_prob(at) if isinstance(coordinate, NoiseCoordinate) else None
+    if known is not None:
+        own = {**msg["infer"].get("mcvae", {}), "log_prob": known}
+        msg["infer"] = {**msg["infer"], "mcvae": own}
+    return coordinate.value(at)
+
+
+def latents_at(record: Record, detach: bool) -> SiteChanges:
+    """What changes at each guide site of a run at other coordinates: value and annotations."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, placed in record.items():
+        msg: Message = {"infer": {}}
+        value = value_at(msg, placed)
+        found[name] = {**msg, "value": value.detach() if detach else value}
+    return found
+
+
+def packing_of(sample: WeightedParticles, record: Record) -> Packing:
+    """How the local sites of a record are packed into one vector per datum."""
+    nesting = max((-d for b in sample.blocks for d in b.dims), default=0)
+    nesting = max(nesting, sample.runs[0].nesting)
+    shapes = {}
+    for name, (coordinate, at) in record.items():
+        block = sample.block_of[0].get(FactorKey("guide", name))
+        if block is not None:
+            events = len(coordinate.event_shape)
+            batch = tuple(at.shape[: at.dim() - events])
+            batch = batch[max(0, len(batch) - nesting) :]
+            batch = (1,) * (nesting - len(batch)) + batch
+            shapes[name] = SiteShape(block, batch, tuple(coordinate.event_shape), at.dtype)
+    return Packing(shapes, [b.dims for b in sample.blocks])

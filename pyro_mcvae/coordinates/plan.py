@@ -1,0 +1,98 @@
+"""What holds for the coordinates of all draws of one structure, found out once."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from pyro_mcvae.coordinates.coordinate import Coordinates
+from pyro_mcvae.coordinates.packing import Packing
+from pyro_mcvae.coordinates.placing import Record, packing_of
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.contract import check_plates
+from pyro_mcvae.programs.sites import is_random
+
+__all__ = ["Plan", "check_names", "plan_of"]
+
+# Programs of stochastic structure can show ever new shapes: then all are forgotten.
+_MAX_PLANS = 256
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    How the coordinates of a structure are packed.
+
+    :ivar looked: who has looked at the sites already, by keys of their own.
+    """
+
+    packing: Packing
+    looked: set[Hashable] = field(default_factory=set)
+
+
+def plan_of(sample: WeightedParticles, records: list[Record], kind: Coordinates) -> Plan:
+    """
+    The plan of a first draw.
+
+    :param records: for each of its runs, where each site stands.
+    :raises ValueError: for guides of which no latent has a weight, or coordinates.
+    """
+    sites = [
+        (p.at.shape, p.at.dtype, type(p.coordinate), p.coordinate.reparameterized)
+        for p in records[0].values()
+    ]
+    run = sample.runs[0]
+    key = (
+        kind,
+        run.nesting,
+        run.leading,
+        run.shapes,
+        tuple(sites),
+        tuple([tuple(record) for record in records]),
+    )
+    plans = sample.structure.notes
+    if key not in plans:
+        if len(plans) >= _MAX_PLANS:
+            plans.clear()
+        plans[key] = _made(sample, records)
+    return plans[key]
+
+
+def _made(sample: WeightedParticles, records: list[Record]) -> Plan:
+    if sample.runs[0].leading is None:
+        check_plates(sample.runs[0])  # data outside of plates would stand among coordinates
+    if not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
+        raise ValueError(
+            "the guide draws no random latent: an empty guide, or a guide of point masses, has "
+            "no coordinates to move: use TraceSGVB_ELBO, which needs none"
+        )
+    if not sample.blocks:
+        raise ValueError(
+            "no latent of the guide can be weighed by itself, because a subsampled plate does "
+            "not enclose them: pass the full data, or use TraceSGVB_ELBO"
+        )
+    packing = packing_of(sample, records[0])
+    if not packing.sites:
+        raise ValueError(
+            "all random latents of the guide are shared by several data of a minibatch, so "
+            "that none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
+        )
+    check_names(records, packing, sample.structure.global_sites.guide)
+    return Plan(packing)
+
+
+def check_names(records: list[Record], packing: Packing, shared: frozenset[str]) -> None:
+    """
+    Check that sites do not come and go with the draws: they would have no place in a vector.
+
+    :param shared: the guide's global sites.
+    :raises ValueError: naming such a site.
+    """
+    for record in records:
+        differing = (record.keys() | shared) ^ (packing.sites.keys() | shared)
+        if differing:
+            raise ValueError(
+                f"guide site '{min(differing)}' is drawn in some executions and not in others, "
+                f"so that the latents make no vector of coordinates: draw it always, and mask "
+                f"it where it does not count, or weigh whole draws with TraceIWAE_ELBO"
+            )

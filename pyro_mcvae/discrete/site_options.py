@@ -1,0 +1,98 @@
+"""How many slots a discrete site has, and which."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pyro_mcvae.ops.checks import as_int, check_count
+from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.programs.types import Site
+
+__all__ = ["SITE_OPTIONS", "SiteOptions", "SlotError"]
+
+
+class SlotError(SiteError):
+    """A site cannot have the slots that are asked for."""
+
+
+@dataclass(frozen=True)
+class SiteOptions:
+    """
+    How many values of one site are summed, and how many sampled.
+
+    :ivar num_categories: k, a whole number or infinity.
+    :ivar num_samples: n.
+    :ivar budget: instead of both, k + n, divided for each datum by itself.
+    :ivar baseline: what is subtracted from the cost; None for nothing.
+    :ivar exact_entropy: sum the site's entropy over all of its values.
+    """
+
+    num_categories: float = 1
+    num_samples: int = 1
+    budget: int | None = None
+    baseline: Any = None
+    exact_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        k, n, budget = self.num_categories, self.num_samples, self.budget
+        whole = k if isinstance(k, float) and k == math.inf else as_int(k)
+        if whole is None or whole < 0:
+            raise ValueError(f"num_categories must be an int of at least 0 or math.inf, got {k!r}")
+        k, n = whole, check_count("num_samples", n, 0)
+        if budget is not None:
+            budget = check_count("budget", budget)
+        for name, value in (("num_categories", k), ("num_samples", n), ("budget", budget)):
+            object.__setattr__(self, name, value)
+        if k == 0 and n == 0 and budget is None:
+            raise ValueError(
+                "num_categories=0 and num_samples=0 evaluate nothing: pass num_samples >= 1"
+            )
+        needed, draws = self.min_samples, n if budget is None else budget
+        if self.baseline is not None and draws < needed and k != math.inf:
+            argument = "num_samples" if budget is None else "budget"
+            raise ValueError(
+                f"{type(self.baseline).__name__} compares draws with each other and needs "
+                f"{argument} >= {needed}, got {draws}"
+            )
+
+    @property
+    def min_samples(self) -> int:
+        """How many draws the baseline needs."""
+        return getattr(self.baseline, "min_samples", 1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether one draw is all."""
+        counts = self.num_categories == 0 and self.num_samples == 1
+        return (self.budget == 1 or (counts and self.budget is None)) and not self.extra_draw
+
+    @property
+    def extra_draw(self) -> bool:
+        """Whether the baseline needs an independent draw of its own."""
+        return getattr(self.baseline, "extra_draw", False)
+
+    def of(self, site: Site) -> SiteOptions:
+        """These options, with a site's own in ``infer={"mcvae": {...}}`` put over them."""
+        own = {k: v for k, v in site["infer"].get("mcvae", {}).items() if k in SITE_OPTIONS}
+        if site["infer"].get("enumerate") == "parallel" and not own:
+            return SiteOptions(math.inf, 0, exact_entropy=self.exact_entropy)
+        if not own:
+            return self
+        counts = own.keys() & {"num_categories", "num_samples"}
+        if counts and own.get("budget") is not None:
+            raise SlotError(
+                f"guide site '{site['name']}', infer['mcvae']: budget stands for num_categories "
+                f"and num_samples, so that {', '.join(sorted(counts))} has no effect beside it: "
+                f"pass one or the other"
+            )
+        if "budget" not in own and counts:
+            own["budget"] = None
+        try:
+            return replace(self, **own)
+        except ValueError as error:
+            raise SlotError(f"guide site '{site['name']}', infer['mcvae']: {error}") from error
+
+
+SITE_OPTIONS = frozenset(SiteOptions.__dataclass_fields__)
