@@ -102,29 +102,14 @@ def judge(
         ) -> Result:
             options = {n: v for n, v in given.items() if n in ours}
             rest = {n: v for n, v in given.items() if n not in ours}
-            programs = Programs(
-                model, guide, args, _program_kwargs(function.__name__, model_kwargs, rest)
-            )
+            kwargs = _program_kwargs(function.__name__, model_kwargs, rest)
+            programs = Programs(model, guide, args, kwargs)
             taken = set(options) if model_kwargs is None else {"model_kwargs"} - set(model_kwargs)
-            if model_kwargs is not None or options:
-                _check_unambiguous(function.__name__, programs, taken)
+            _check_unambiguous(function.__name__, programs, taken)
             particular = {p.name: options.pop(p.name) for p in own if p.name in options}
             return function(programs, Options(**{**defaults, **options}), **particular)  # type: ignore[arg-type]
 
-        kinds = inspect.Parameter
-        _show(
-            call,
-            [
-                kinds("model", kinds.POSITIONAL_OR_KEYWORD, annotation="Program"),
-                kinds("guide", kinds.POSITIONAL_OR_KEYWORD, annotation="Program"),
-                kinds("args", kinds.VAR_POSITIONAL),
-                *own,
-                *shared,
-                kinds("model_kwargs", kinds.KEYWORD_ONLY, default=None),
-                kinds("kwargs", kinds.VAR_KEYWORD),
-            ],
-            _MODEL_KWARGS,
-        )
+        _show(call, [*_FIRST, *own, *shared, *_LAST], _MODEL_KWARGS)
         return call
 
     return decorate
@@ -150,6 +135,15 @@ def make_options(name: str, given: Mapping[str, object]) -> Options:
     return Options(**given)  # type: ignore[arg-type]
 
 
+_FIRST = [
+    inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Program"),
+    inspect.Parameter("guide", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Program"),
+    inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+]
+_LAST = [
+    inspect.Parameter("model_kwargs", inspect.Parameter.KEYWORD_ONLY, default=None),
+    inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+]
 _MODEL_KWARGS = """\
 :param model_kwargs: all keyword arguments of the programs, in a dict: where one of theirs has the
     name of an option, or by choice. By default they are the keywords that are no options.
