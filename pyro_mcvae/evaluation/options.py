@@ -104,6 +104,8 @@ def judge(
             rest = {n: v for n, v in given.items() if n not in ours}
             kwargs = _program_kwargs(function.__name__, model_kwargs, rest)
             programs = Programs(model, guide, args, kwargs)
+            if model_kwargs is None:
+                _check_foreign(function.__name__, programs, rest, ours)
             taken = set(options) if model_kwargs is None else {"model_kwargs"} - set(model_kwargs)
             _check_unambiguous(function.__name__, programs, taken)
             particular = {p.name: options.pop(p.name) for p in own if p.name in options}
@@ -208,6 +210,23 @@ def _program_kwargs(
             f"of the programs into it"
         )
     return dict(model_kwargs)
+
+
+def _check_foreign(
+    judge_name: str, programs: Programs, rest: Collection[str], ours: Collection[str]
+) -> None:
+    """
+    :raises TypeError: for an option of other judges that no program names as an argument.
+    """
+    for field in fields(Options):
+        pair = programs.model, programs.guide
+        if field.name in rest and not any(
+            field.name in _open_arguments(program, programs.args) for program in pair
+        ):
+            raise TypeError(
+                f"{judge_name} has no option '{field.name}': it takes {', '.join(sorted(ours))}; "
+                f"an argument of the programs goes into model_kwargs={{'{field.name}': ...}}"
+            )
 
 
 def _check_unambiguous(judge_name: str, programs: Programs, taken: Collection[str]) -> None:
