@@ -420,24 +420,25 @@ def test_gradient_under_scale_and_mask_is_that_of_reparam(estimator, kind):
 
 def test_a_score_function_behind_a_draw_is_not_scaled_by_dreg():
     # c is discrete and its distribution depends on z: the score of c sends a gradient through z.
-    x = torch.tensor([1.2, -0.4])
+    size, count = 80, 80
+    x = torch.tensor([1.2, -0.4]).repeat(size // 2)
 
     class Both:
         values: ClassVar = {"loc": torch.tensor(0.3)}
 
         def model(self):
-            with pyro.plate("data", 2):
+            with pyro.plate("data", size):
                 z = pyro.sample("z", dist.Normal(0.0, 1.0))
                 c = pyro.sample("c", dist.Bernoulli(0.3))
                 pyro.sample("x", dist.Normal(z + 2 * c, 0.7), obs=x)
 
         def guide(self):
             loc = pyro.param("loc", self.values["loc"].clone())
-            with pyro.plate("data", 2):
+            with pyro.plate("data", size):
                 z = pyro.sample("z", dist.Normal(loc, 0.6))
                 pyro.sample("c", dist.Bernoulli(logits=2 * z))
 
-    both, count = Both(), 1500
+    both = Both()
     plain, auto = (
         gradients(TraceIWAE_ELBO(3, e, vectorize_particles=True), both, count)["loc"]
         for e in ("reparam", "auto")
