@@ -33,11 +33,12 @@ from pyro_mcvae.discrete.control_variates import (
 )
 from pyro_mcvae.discrete.relaxed_control_variates import REBAR, RELAX, GumbelSoftmax
 from pyro_mcvae.elbos.ais import TraceAIS_ELBO
-from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import (
     local_bounds,
     local_estimate,
 )
+from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
 from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO

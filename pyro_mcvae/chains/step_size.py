@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pyro_mcvae.chains.step_size_base import FixedStepSize, StepSize, positive
 from pyro_mcvae.chains.transitions import begin_with, of_transition
 from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.ranks import mean_over_ranks
 
 __all__ = ["AdaptiveStepSize", "FixedStepSize", "LearnedStepSize", "StepSize", "as_step_size"]
 
@@ -135,7 +136,9 @@ class AdaptiveStepSize(StepSize):
         if not (self.training and self.per_coordinate and self._new):
             return
         self._new = False
-        steepness = gradient.reshape(-1, gradient.shape[-1]).square().mean(0).amax().sqrt()
+        squares = gradient.reshape(-1, gradient.shape[-1]).square().mean(0)
+        # Over the data of all ranks, which must begin alike.
+        steepness = mean_over_ranks(squares).amax().sqrt()
         steepness = torch.where(steepness.isfinite(), steepness, 1.0).clamp_min(1.0)
         for name in ("base", "value"):
             value = getattr(self, name).to(gradient.device)

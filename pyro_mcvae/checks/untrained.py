@@ -44,7 +44,8 @@ class UntrainedGuide:
         """
         :raises ValueError: naming the parameters of modules that the run made.
         """
-        names = [n for n in self._new() if id(pyro.get_param_store()._params[n]) in self._born()]
+        parameters, born = dict(pyro.get_param_store().named_parameters()), self._born()
+        names = [n for n in self._new() if id(parameters[n]) in born]
         if pyro.settings.get("module_local_params"):
             # The store knows of no module then, and no saved parameters wait there.
             set_up = [m for m in self._unset if not _is_unset(m)]

@@ -15,9 +15,10 @@ from pyro_mcvae.chains.kernel import Kernel, State, Target
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.comparisons.chain_states import ChainStates
 from pyro_mcvae.coordinates.chain_density import ChainDensity
-from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar
+from pyro_mcvae.elbos.base import ELBOOptions
 from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_estimate
+from pyro_mcvae.elbos.estimate import Estimate, as_scalar
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs

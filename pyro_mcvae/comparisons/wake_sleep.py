@@ -11,14 +11,9 @@ from torch import Tensor
 
 from pyro_mcvae.comparisons.dream_checks import check_factors, check_reads
 from pyro_mcvae.comparisons.dreams import dream, dreamt_values, recognize
-from pyro_mcvae.elbos.base import (
-    Bounds,
-    ELBOOptions,
-    Estimate,
-    MonteCarloELBO,
-    as_scalar,
-)
+from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import elbo_bounds, elbo_costs, total_cost
+from pyro_mcvae.elbos.estimate import Bounds, Estimate, as_scalar
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run

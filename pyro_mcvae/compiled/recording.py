@@ -158,7 +158,7 @@ class _Step:
                 self._backward(returned)
             if mode.refused is not None:
                 raise mode.refused
-            self._params = capture.trace.nodes
+            self._param_sites = capture.trace.nodes
             results = self._results(returned)
             holds = [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else []
         self.slots = self._spaces.written(_is_recorded)
@@ -192,7 +192,7 @@ class _Step:
     @property
     def params(self) -> list[tuple[str, Tensor]]:
         """Names and unconstrained values of the parameter statements."""
-        return [(n, site["value"].unconstrained()) for n, site in self._params.items()]
+        return [(n, site["value"].unconstrained()) for n, site in self._param_sites.items()]
 
 
 def record(loss: Any, call: Call) -> tuple[Recording, Outcome]:

@@ -6,8 +6,7 @@ import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from pyro.infer.elbo import ELBO
@@ -15,76 +14,17 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_mcvae.elbos.estimate import Bounds, Estimate, finite_loss
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.run import Run
 
-__all__ = ["Bounds", "ELBOOptions", "Estimate", "MonteCarloELBO"]
+__all__ = ["ELBOOptions", "MonteCarloELBO"]
 
 _logger = logging.getLogger(__name__)
-
-
-class Bounds(NamedTuple):
-    r"""
-    An objective's value before it is summed: ``total = shared + (scale * per_datum).sum()``.
-
-    :ivar ~torch.Tensor per_datum: the bound on log p(x_n) of each datum of the minibatch, in nats,
-        not scaled by N/B; shape ``[*plates]``, or ``[elements]`` for programs with several
-        separate plates.
-    :ivar scale: N/B of the subsampled plates: a number, or a tensor like ``per_datum``.
-    :ivar ~torch.Tensor shared: what belongs to no single datum: the global latents'
-        log p - log q and the factors outside of the data's plates, scaled; a scalar.
-    :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
-
-    Example::
-
-        >>> def model(x):
-        ...     with pyro.plate("data", 6, subsample=torch.tensor([1, 4])):
-        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-        >>> def guide(x):
-        ...     with pyro.plate("data", 6, subsample=torch.tensor([1, 4])):
-        ...         pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
-        >>> bounds = TraceIWAE_ELBO(2).bounds(model, guide, torch.zeros(2))
-        >>> bounds.per_datum, bounds.scale, bounds.plates
-        (tensor([-1.2655, -1.2655]), 3.0, ('data',))
-    """
-
-    per_datum: Tensor
-    scale: float | Tensor
-    shared: Tensor
-    plates: tuple[str, ...]
-
-    @property
-    def total(self) -> Tensor:
-        """The bound on the log evidence of the full data set, in nats: minus the loss."""
-        return self.shared + (self.scale * self.per_datum).sum()
-
-
-@dataclass(slots=True)
-class Estimate:
-    """
-    One step's value and gradient. :class:`MonteCarloELBO` has an example.
-
-    :ivar value: the bound, a detached scalar.
-    :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
-    :ivar runs: the executions behind it, to name a site where the value is not finite.
-    :ivar scored: whether the surrogate has the score-function terms of draws without
-        reparameterization; a training step with such draws is refused otherwise.
-    :ivar overflow: what to say where the value is not finite though every site is.
-    :ivar finish: what to do after a training step that succeeded, such as adapting.
-    """
-
-    value: Tensor
-    surrogate: Tensor
-    runs: list[Run]
-    scored: bool = False
-    overflow: str = "every site is finite: their sum overflows"
-    finish: Callable[[], None] | None = None
 
 
 class ELBOOptions(TypedDict, total=False):
@@ -248,7 +188,7 @@ class MonteCarloELBO(ELBO):
         """
         with torch.no_grad():
             estimate = self._step(Programs(model, guide, args, kwargs))
-        return _finite_loss(estimate)
+        return finite_loss(estimate)
 
     def differentiable_loss(
         self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
@@ -261,7 +201,7 @@ class MonteCarloELBO(ELBO):
         """
         estimate = self._step(Programs(model, guide, args, kwargs))
         if is_validation_enabled():
-            _finite_loss(estimate)
+            finite_loss(estimate)
         if estimate.finish is not None:
             estimate.finish()
         return estimate.surrogate.detach() - estimate.surrogate - estimate.value
@@ -277,7 +217,7 @@ class MonteCarloELBO(ELBO):
             been accumulated then.
         """
         estimate = self._step(Programs(model, guide, args, kwargs))
-        loss = _finite_loss(estimate)
+        loss = finite_loss(estimate)
         if estimate.surrogate.requires_grad:
             self._backward(-estimate.surrogate)
         if estimate.finish is not None:
@@ -328,16 +268,3 @@ def _refuse_scores(objective: MonteCarloELBO, runs: list[Run]) -> None:
             f"does not say that its gradient has their score function: make it by local_estimate "
             f"or elbo_estimate, or add the terms and pass Estimate(..., scored=True)"
         )
-
-
-def as_scalar(value: Any) -> Tensor:
-    """A sum as a tensor, also where it had no summands."""
-    return value if isinstance(value, Tensor) else torch.tensor(float(value))
-
-
-def _finite_loss(estimate: Estimate) -> float:
-    loss = -estimate.value.item()
-    if not math.isfinite(loss):
-        lines = nonfinite_sites(estimate.runs) or [estimate.overflow]
-        raise ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))
-    return loss

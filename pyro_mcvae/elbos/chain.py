@@ -20,8 +20,9 @@ from pyro_mcvae.coordinates.chain_checks import check_chain
 from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
-from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
+from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks

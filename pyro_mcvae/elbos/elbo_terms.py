@@ -14,7 +14,7 @@ import torch
 from pyro.infer.util import MultiFrameTensor
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Bounds, Estimate, as_scalar
+from pyro_mcvae.elbos.estimate import Bounds, Estimate, as_scalar
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run

@@ -10,7 +10,7 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import (
     elbo_bounds,
     elbo_costs,
@@ -18,6 +18,7 @@ from pyro_mcvae.elbos.elbo_terms import (
     local_bounds,
     local_estimate,
 )
+from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.path_gradient import PathGradient
 from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -92,7 +93,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     :param int num_particles: K, the draws inside of the logarithm.
     :param str gradient_estimator: one of the above.
     :param bool joint: one weight over everything, global latents drawn K times as well; without
-        subsampled plates only.
+        subsampled plates only. On small full data with global latents it is the tighter bound.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: if ``num_particles`` is not an int of at least 1, for an unknown

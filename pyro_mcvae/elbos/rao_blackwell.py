@@ -18,8 +18,9 @@ from pyro_mcvae.discrete.control_variates import (
 from pyro_mcvae.discrete.enumerated import ScoredSite, SlotRun
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_sampler import SlotSampler
-from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
+from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
+from pyro_mcvae.elbos.estimate import Bounds, Estimate, as_scalar
 from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
 from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.run import Run

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
+from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.kl import analytic_kl_sites
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs

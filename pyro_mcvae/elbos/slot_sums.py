@@ -11,7 +11,7 @@ from pyro.ops import packed
 from torch import Tensor
 
 from pyro_mcvae.discrete.enumerated import ScoredSite, SlotCost, SlotRun
-from pyro_mcvae.elbos.base import as_scalar
+from pyro_mcvae.elbos.estimate import as_scalar
 from pyro_mcvae.programs.factors import FactorKey
 
 __all__ = ["SiteSums", "SlotSums"]

@@ -9,8 +9,9 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.base import MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
+from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles

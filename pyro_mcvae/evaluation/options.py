@@ -102,29 +102,16 @@ def judge(
         ) -> Result:
             options = {n: v for n, v in given.items() if n in ours}
             rest = {n: v for n, v in given.items() if n not in ours}
-            programs = Programs(
-                model, guide, args, _program_kwargs(function.__name__, model_kwargs, rest)
-            )
+            kwargs = _program_kwargs(function.__name__, model_kwargs, rest)
+            programs = Programs(model, guide, args, kwargs)
+            if model_kwargs is None:
+                _check_foreign(function.__name__, programs, rest, ours)
             taken = set(options) if model_kwargs is None else {"model_kwargs"} - set(model_kwargs)
-            if model_kwargs is not None or options:
-                _check_unambiguous(function.__name__, programs, taken)
+            _check_unambiguous(function.__name__, programs, taken)
             particular = {p.name: options.pop(p.name) for p in own if p.name in options}
             return function(programs, Options(**{**defaults, **options}), **particular)  # type: ignore[arg-type]
 
-        kinds = inspect.Parameter
-        _show(
-            call,
-            [
-                kinds("model", kinds.POSITIONAL_OR_KEYWORD, annotation="Program"),
-                kinds("guide", kinds.POSITIONAL_OR_KEYWORD, annotation="Program"),
-                kinds("args", kinds.VAR_POSITIONAL),
-                *own,
-                *shared,
-                kinds("model_kwargs", kinds.KEYWORD_ONLY, default=None),
-                kinds("kwargs", kinds.VAR_KEYWORD),
-            ],
-            _MODEL_KWARGS,
-        )
+        _show(call, [*_FIRST, *own, *shared, *_LAST], _MODEL_KWARGS)
         return call
 
     return decorate
@@ -150,6 +137,15 @@ def make_options(name: str, given: Mapping[str, object]) -> Options:
     return Options(**given)  # type: ignore[arg-type]
 
 
+_FIRST = [
+    inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Program"),
+    inspect.Parameter("guide", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="Program"),
+    inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL),
+]
+_LAST = [
+    inspect.Parameter("model_kwargs", inspect.Parameter.KEYWORD_ONLY, default=None),
+    inspect.Parameter("kwargs", inspect.Parameter.VAR_KEYWORD),
+]
 _MODEL_KWARGS = """\
 :param model_kwargs: all keyword arguments of the programs, in a dict: where one of theirs has the
     name of an option, or by choice. By default they are the keywords that are no options.
@@ -214,6 +210,23 @@ def _program_kwargs(
             f"of the programs into it"
         )
     return dict(model_kwargs)
+
+
+def _check_foreign(
+    judge_name: str, programs: Programs, rest: Collection[str], ours: Collection[str]
+) -> None:
+    """
+    :raises TypeError: for an option of other judges that no program names as an argument.
+    """
+    for field in fields(Options):
+        pair = programs.model, programs.guide
+        if field.name in rest and not any(
+            field.name in _open_arguments(program, programs.args) for program in pair
+        ):
+            raise TypeError(
+                f"{judge_name} has no option '{field.name}': it takes {', '.join(sorted(ours))}; "
+                f"an argument of the programs goes into model_kwargs={{'{field.name}': ...}}"
+            )
 
 
 def _check_unambiguous(judge_name: str, programs: Programs, taken: Collection[str]) -> None:

@@ -3,56 +3,34 @@
 from __future__ import annotations
 
 import os
-import pickle
-import re
-import uuid
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import cast
 
-import torch
-from pyro.distributions import constraints
 from torch import nn
 
 from pyro_mcvae.ops import ranks
-from pyro_mcvae.training.generators import RNGState, rng_state, seed_another, set_rng_state
+from pyro_mcvae.training.checkpoint_file import (
+    FORMAT,
+    VERSION,
+    Content,
+    RankState,
+    read_content,
+    write_content,
+)
+from pyro_mcvae.training.generators import rng_state, seed_another, set_rng_state
 from pyro_mcvae.training.parts import ModulePart, as_parts
 from pyro_mcvae.training.store import (
     ParamStorePart,
     Part,
     PyroOptimPart,
     Saved,
-    StoreState,
     store_names,
 )
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
-_FORMAT = "pyro_mcvae checkpoint"
-_VERSION = 1
 _STORE = "pyro's parameter store"
-
-
-class RankState(TypedDict):
-    """What each rank has for itself."""
-
-    rng: RNGState
-    parts: dict[str, Saved]
-
-
-class Content(TypedDict):
-    """What a file holds; parts by their names."""
-
-    format: str
-    version: int
-    kinds: dict[str, str]
-    parts: dict[str, Saved]
-    store: StoreState
-    names: dict[str, str]
-    ranks: list[RankState]
-    extra: dict[str, Saved]
 
 
 def save_checkpoint(
@@ -110,8 +88,8 @@ def save_checkpoint(
         parts={name: part.save() for name, part in found.items() if part.by_rank},
     )
     content = Content(
-        format=_FORMAT,
-        version=_VERSION,
+        format=FORMAT,
+        version=VERSION,
         kinds={name: part.kind for name, part in found.items()},
         parts={name: part.save() for name, part in found.items()},
         store=ParamStorePart(modules).save(),
@@ -119,22 +97,7 @@ def save_checkpoint(
         ranks=ranks.gather(own),
         extra=extra,
     )
-    ranks.first_alone(lambda: _write(Path(path), content))
-
-
-def _write(path: Path, content: Content) -> None:
-    # Beside it, since only within one file system a file takes another's place at once.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with partial.open("xb") as file:
-            with _checksums():
-                torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    ranks.first_alone(lambda: write_content(Path(path), content))
 
 
 def load_checkpoint(
@@ -170,7 +133,7 @@ def load_checkpoint(
             ...
         ValueError: ...
     """
-    content = _read(Path(path), weights_only)
+    content = read_content(Path(path), weights_only)
     found = as_parts(parts)
     _check_names(content, found)
     modules = _modules(found)
@@ -222,75 +185,6 @@ def _renamed(
     return states
 
 
-def _read(path: Path, weights_only: bool) -> Content:
-    _check_bits(path)
-    try:
-        with torch.serialization.safe_globals(_constraints()):
-            content = torch.load(path, map_location="cpu", weights_only=weights_only)
-    except FileNotFoundError:
-        raise
-    except pickle.UnpicklingError as error:
-        if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path} is truncated, or no checkpoint: {error}") from error
-        culprit = re.search(r"(?:GLOBAL|class|type) ([\w.]*\w)", str(error))
-        raise ValueError(
-            f"{path} holds more than tensors and plain values"
-            f"{f' ({culprit[1]})' if culprit else ''}: pass weights_only=False if you trust it"
-        ) from error
-    except Exception as error:
-        raise ValueError(f"{path} is truncated, or no checkpoint: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        raise ValueError(f"{path} was not written by save_checkpoint: it is a {_outline(content)}")
-    if content["version"] != _VERSION:
-        raise ValueError(
-            f"{path} has version {content['version']} of the checkpoint format, and this package "
-            f"reads version {_VERSION}"
-        )
-    wanted = Content.__required_keys__
-    if content.keys() != wanted:
-        raise ValueError(
-            f"{path} is damaged: it has {sorted(map(str, content))} instead of {sorted(wanted)}"
-        )
-    return cast("Content", content)
-
-
-def _check_bits(path: Path) -> None:
-    """
-    Compare the file with its checksums, which PyTorch writes and does not read.
-
-    :raises ValueError: naming the record that differs.
-    """
-    if not zipfile.is_zipfile(path):
-        return  # loading says why not
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except Exception as error:  # a flipped bit can ask for anything: a password, a compression
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if damaged is not None:
-        raise ValueError(f"{path} is damaged: its record '{damaged}' is not what was written")
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Let PyTorch write true checksums, whatever it has been told."""
-    options = torch.serialization
-    before = options.get_crc32_options() if hasattr(options, "get_crc32_options") else True
-    if before:
-        yield
-        return
-    options.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        options.set_crc32_options(before)
-
-
-def _outline(content: object) -> str:
-    keys = f" of {sorted(map(str, content))[:5]}" if isinstance(content, dict) else ""
-    return type(content).__name__ + keys
-
-
 def _check_names(content: Content, parts: Mapping[str, Part]) -> None:
     saved, live = content["kinds"], {name: part.kind for name, part in parts.items()}
     if saved.keys() != live.keys():
@@ -301,10 +195,3 @@ def _check_names(content: Content, parts: Mapping[str, Part]) -> None:
     for name, kind in saved.items():
         if kind != live[name]:
             raise ValueError(f"'{name}' was saved from a {kind}, and is now a {live[name]}")
-
-
-def _constraints() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
-    """Constraints are the only objects in a parameter store that are not tensors."""
-    modules = torch.distributions.constraints, constraints
-    classes = {c for m in modules for c in vars(m).values() if isinstance(c, type)}
-    return [c for c in classes if issubclass(c, torch.distributions.constraints.Constraint)]

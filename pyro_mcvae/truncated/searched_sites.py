@@ -23,7 +23,7 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
+from pyro_mcvae.programs.sites import PlateKey, is_random, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.programs.terms import Term, observed_terms
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.blocks import Structure
@@ -223,7 +223,7 @@ def find_layouts(
     run = replace(run, terms=tuple(shared))
     structure = sampler.structures.of(programs, run)
     for site in sites:
-        _check_home(site, structure)
+        _check_home(site, structure, run)
     frames = {plate_key(f): f for t in run.terms for f in plate_frames(t.site)}
     blocks: list[StateLayout | None] = []
     banks: list[Tensor | None] = []
@@ -276,7 +276,7 @@ def _check_masks(read: tuple[str, str] | None) -> None:
         )
 
 
-def _check_home(site: Site, structure: Structure) -> None:
+def _check_home(site: Site, structure: Structure, run: Run) -> None:
     name = site["name"]
     b = structure.block_of[FactorKey("guide", name)]
     frames = plate_frames(site)
@@ -287,10 +287,14 @@ def _check_home(site: Site, structure: Structure) -> None:
             f"subsample=...), or draw the site in guide="
         )
     if b is None:
+        inner = {f for t in run.terms for f in plate_frames(t.site) if is_subsampled(f)} - frames
+        plates = ", ".join(
+            f"'{f.name}' ({f.size} of {f.full_size})" for f in sorted(inner, key=lambda f: f.name)
+        )
         raise StatesError(
-            f"site '{name}' has no states of its own, because a subsampled plate around what "
-            f"depends on it ({', '.join(sorted(f.name for f in frames))} is around the site) does "
-            f"not enclose it: pass that plate's full data, or draw the site in guide="
+            f"site '{name}' has no states of its own, because what depends on it lies in the "
+            f"subsampled plate {plates}, which does not enclose the site: pass that plate's full "
+            f"data, or draw the site in guide="
         )
     if any(p.dim is None for p in structure.blocks[b].plates):
         names = ", ".join(repr(p.name) for p in structure.blocks[b].plates if p.dim is None)

@@ -62,7 +62,7 @@ def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFix
             found.append(train(make(), loss)[0])
     assert found[0] == found[1]
     lines = [r.getMessage() for r in caplog.records if "no compiler here" in r.getMessage()]
-    assert len(lines) == 2  # one for steps, one for evaluations
+    assert len(lines) == 1  # of the steps; evaluations were too few to be compiled
     assert "replayed without a compiler from now on" in lines[0]
 
 

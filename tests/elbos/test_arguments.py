@@ -15,6 +15,8 @@ from pyro_mcvae import (
     TraceRaoBlackwell_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
+    TraceTruncated_ELBO,
+    TruncatedPosterior,
 )
 
 LOSSES = [TraceSGVB_ELBO, TraceIWAE_ELBO, TraceRaoBlackwell_ELBO, TraceSIS_ELBO, TraceAIS_ELBO]
@@ -161,3 +163,14 @@ def test_enumeration_names_the_loss_that_does_it():
     )
     found = -TraceRaoBlackwell_ELBO().loss(mixture, lambda: None)
     assert found == pytest.approx(float(exact), rel=1e-9)
+
+
+def test_a_subsampled_plate_inside_of_the_data_is_named():
+    def replicated():
+        with pyro.plate("data", 5, dim=-1):
+            a = pyro.sample("a", dist.Bernoulli(0.5))
+            with pyro.plate("rep", 4, subsample=torch.tensor([0, 2]), dim=-2):
+                pyro.sample("x", dist.Normal(a, 0.8), obs=torch.zeros(2, 5))
+
+    with pytest.raises(ValueError, match=r"site 'a'.*in the subsampled plate 'rep' \(2 of 4\)"):
+        TraceTruncated_ELBO().loss(replicated, TruncatedPosterior(replicated, 2))

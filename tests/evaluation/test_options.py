@@ -90,6 +90,8 @@ def test_other_keywords_are_the_programs():
     assert torch.allclose(found.log_evidence, exact(0.0, 1.0))
     with pytest.raises(TypeError, match="num_particels"):
         log_evidence(model, guide, X, num_particels=5)
+    with pytest.raises(TypeError, match="low_dimensional_evidence has no option 'warmup'"):
+        low_dimensional_evidence(lambda y, **_: model(y), lambda y, **_: guide(y), y=X, warmup=5)
     with pytest.raises(TypeError, match=r"log_evidence has no option 'y': .*model_kwargs"):
         log_evidence(model, guide, X, model_kwargs={}, y=5)
     with pytest.raises(ValueError, match=r"model_kwargs must be a dict .* got 3"):

@@ -24,7 +24,7 @@ from pyro_mcvae import (
     load_checkpoint,
     save_checkpoint,
 )
-from pyro_mcvae.training import checkpoint
+from pyro_mcvae.training import checkpoint_file
 from tests.training.runs import CONTINUOUS, OBJECTIVES, Run
 
 objectives = pytest.mark.parametrize("name", OBJECTIVES)
@@ -263,7 +263,7 @@ def test_a_run_killed_while_it_saves_leaves_the_older_checkpoint(where, tmp_path
         raise KeyboardInterrupt
 
     monkeypatch.setattr(
-        *((torch, "save") if where == "save" else (checkpoint.os, "replace")), killed
+        *((torch, "save") if where == "save" else (checkpoint_file.os, "replace")), killed
     )
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(path, run.parts, step=2)

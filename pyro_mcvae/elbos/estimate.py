@@ -1,0 +1,93 @@
+"""What one step of an objective comes to: its value, its gradient, and its value per datum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.programs.contract import nonfinite_sites
+from pyro_mcvae.programs.run import Run
+
+__all__ = ["Bounds", "Estimate", "as_scalar", "finite_loss"]
+
+
+class Bounds(NamedTuple):
+    r"""
+    An objective's value before it is summed: ``total = shared + (scale * per_datum).sum()``.
+
+    :ivar ~torch.Tensor per_datum: the bound on log p(x_n) of each datum of the minibatch, in nats,
+        not scaled by N/B; shape ``[*plates]``, or ``[elements]`` for programs with several
+        separate plates.
+    :ivar scale: N/B of the subsampled plates: a number, or a tensor like ``per_datum``.
+    :ivar ~torch.Tensor shared: what belongs to no single datum: the global latents'
+        log p - log q and the factors outside of the data's plates, scaled; a scalar.
+    :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
+
+    Example::
+
+        >>> def model(x):
+        ...     with pyro.plate("data", 6, subsample=torch.tensor([1, 4])):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     with pyro.plate("data", 6, subsample=torch.tensor([1, 4])):
+        ...         pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+        >>> bounds = TraceIWAE_ELBO(2).bounds(model, guide, torch.zeros(2))
+        >>> bounds.per_datum, bounds.scale, bounds.plates
+        (tensor([-1.2655, -1.2655]), 3.0, ('data',))
+    """
+
+    per_datum: Tensor
+    scale: float | Tensor
+    shared: Tensor
+    plates: tuple[str, ...]
+
+    @property
+    def total(self) -> Tensor:
+        """The bound on the log evidence of the full data set, in nats: minus the loss."""
+        return self.shared + (self.scale * self.per_datum).sum()
+
+
+@dataclass(slots=True)
+class Estimate:
+    """
+    One step's value and gradient. :class:`MonteCarloELBO` has an example.
+
+    :ivar value: the bound, a detached scalar.
+    :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
+    :ivar runs: the executions behind it, to name a site where the value is not finite.
+    :ivar scored: whether the surrogate has the score-function terms of draws without
+        reparameterization; a training step with such draws is refused otherwise.
+    :ivar overflow: what to say where the value is not finite though every site is.
+    :ivar finish: what to do after a training step that succeeded, such as adapting.
+    """
+
+    value: Tensor
+    surrogate: Tensor
+    runs: list[Run]
+    scored: bool = False
+    overflow: str = "every site is finite: their sum overflows"
+    finish: Callable[[], None] | None = None
+
+
+def as_scalar(value: Any) -> Tensor:
+    """A sum as a tensor, also where it had no summands."""
+    return value if isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def finite_loss(estimate: Estimate) -> float:
+    """
+    Minus the bound, in nats.
+
+    :raises ValueError: naming the sites where a log density is not finite.
+    """
+    loss = -estimate.value.item()
+    if not math.isfinite(loss):
+        lines = nonfinite_sites(estimate.runs) or [estimate.overflow]
+        raise ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))
+    return loss

@@ -1,0 +1,144 @@
+"""The file of a checkpoint: written in one piece, and read only if it is what was written."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypedDict, cast
+
+import torch
+from pyro.distributions import constraints
+
+from pyro_mcvae.training.generators import RNGState
+from pyro_mcvae.training.store import Saved, StoreState
+
+__all__ = ["FORMAT", "VERSION", "Content", "RankState", "read_content", "write_content"]
+
+
+FORMAT = "pyro_mcvae checkpoint"
+
+
+VERSION = 1
+
+
+class RankState(TypedDict):
+    """What each rank has for itself."""
+
+    rng: RNGState
+    parts: dict[str, Saved]
+
+
+class Content(TypedDict):
+    """What a file holds; parts by their names."""
+
+    format: str
+    version: int
+    kinds: dict[str, str]
+    parts: dict[str, Saved]
+    store: StoreState
+    names: dict[str, str]
+    ranks: list[RankState]
+    extra: dict[str, Saved]
+
+
+def write_content(path: Path, content: Content) -> None:
+    """Write a file, in the place of an older one at once."""
+    # Beside it, since only within one file system a file takes another's place at once.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with partial.open("xb") as file:
+            with _checksums():
+                torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def read_content(path: Path, weights_only: bool) -> Content:
+    """
+    What a file holds.
+
+    :raises ValueError: for a file that is damaged, or no checkpoint of this version.
+    """
+    _check_bits(path)
+    try:
+        with torch.serialization.safe_globals(_constraints()):
+            content = torch.load(path, map_location="cpu", weights_only=weights_only)
+    except FileNotFoundError:
+        raise
+    except pickle.UnpicklingError as error:
+        if not zipfile.is_zipfile(path):
+            raise ValueError(f"{path} is truncated, or no checkpoint: {error}") from error
+        culprit = re.search(r"(?:GLOBAL|class|type) ([\w.]*\w)", str(error))
+        raise ValueError(
+            f"{path} holds more than tensors and plain values"
+            f"{f' ({culprit[1]})' if culprit else ''}: pass weights_only=False if you trust it"
+        ) from error
+    except Exception as error:
+        raise ValueError(f"{path} is truncated, or no checkpoint: {error}") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"{path} was not written by save_checkpoint: it is a {_outline(content)}")
+    if content["version"] != VERSION:
+        raise ValueError(
+            f"{path} has version {content['version']} of the checkpoint format, and this package "
+            f"reads version {VERSION}"
+        )
+    wanted = Content.__required_keys__
+    if content.keys() != wanted:
+        raise ValueError(
+            f"{path} is damaged: it has {sorted(map(str, content))} instead of {sorted(wanted)}"
+        )
+    return cast("Content", content)
+
+
+def _check_bits(path: Path) -> None:
+    """
+    Compare the file with its checksums, which PyTorch writes and does not read.
+
+    :raises ValueError: naming the record that differs.
+    """
+    if not zipfile.is_zipfile(path):
+        return  # loading says why not
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+    except Exception as error:  # a flipped bit can ask for anything: a password, a compression
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if damaged is not None:
+        raise ValueError(f"{path} is damaged: its record '{damaged}' is not what was written")
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Let PyTorch write true checksums, whatever it has been told."""
+    options = torch.serialization
+    before = options.get_crc32_options() if hasattr(options, "get_crc32_options") else True
+    if before:
+        yield
+        return
+    options.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        options.set_crc32_options(before)
+
+
+def _outline(content: object) -> str:
+    keys = f" of {sorted(map(str, content))[:5]}" if isinstance(content, dict) else ""
+    return type(content).__name__ + keys
+
+
+def _constraints() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
+    """Constraints are the only objects in a parameter store that are not tensors."""
+    modules = torch.distributions.constraints, constraints
+    classes = {c for m in modules for c in vars(m).values() if isinstance(c, type)}
+    return [c for c in classes if issubclass(c, torch.distributions.constraints.Constraint)]
