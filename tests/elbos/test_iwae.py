@@ -420,7 +420,7 @@ def test_gradient_under_scale_and_mask_is_that_of_reparam(estimator, kind):
 
 def test_a_score_function_behind_a_draw_is_not_scaled_by_dreg():
     # c is discrete and its distribution depends on z: the score of c sends a gradient through z.
-    size, count = 80, 80
+    size, count = 1200, 80  # the error of a factor there would be ten standard errors
     x = torch.tensor([1.2, -0.4]).repeat(size // 2)
 
     class Both:
