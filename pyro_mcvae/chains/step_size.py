@@ -193,6 +193,7 @@ class AdaptiveStepSize(StepSize):
         saved = state_dict.get(prefix + "value")
         if saved is not None and saved.shape != self.value.shape and saved.dim() <= 1:
             self.value = self.value.new_empty(saved.shape)
+        self._new = True  # it may have been saved before its first chain
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -462,9 +462,11 @@ def test_only_guides_with_structure_are_run_again(name, vectorize):
     log_weight(moved(example, log_weight))
     again = 0 if example.mean_field else runs
     assert example.calls == {"model": 2 * runs, "guide": runs + again}
+    log_weight(moved(example, log_weight, 2))  # another number of particles is looked at once
+    example.calls.update(model=0, guide=0)
     log_weight(moved(example, log_weight, 2))
-    again += 1 if vectorize else 2  # its distributions are those of three particles
-    assert example.calls["guide"] == runs + again
+    # Its distributions are those of three particles.
+    assert example.calls["guide"] == (1 if vectorize else 2)
 
 
 @modes

@@ -53,7 +53,7 @@ def record(made, stream):
     """Stands for torch.cuda.graph: nothing has happened afterwards."""
     rng = torch.get_rng_state()
     with (
-        mock.patch.object(cache, "_capturing", return_value=True),
+        mock.patch.object(cache, "is_recording", return_value=True),
         Syncs() as syncs,
         Recorder() as recorder,
     ):

@@ -46,9 +46,10 @@ def mixed():
         c = pyro.sample("c", dist.Categorical(torch.tensor([0.2, 0.3, 0.5])))
         h = pyro.sample("h", dist.OneHotCategorical(torch.ones(3)))
         n = pyro.sample("n", dist.Poisson(1.5))
-        with pyro.poutine.mask(mask=torch.arange(N) % 2 == 0):
+        there = torch.arange(N) % 2 == 0
+        with pyro.poutine.mask(mask=there):
             m = pyro.sample("m", dist.Binomial(4, 0.3))
-        loc = b.sum(-1) + c * 0.5 + h[..., 0] - n + m
+        loc = b.sum(-1) + c * 0.5 + h[..., 0] - n + m * there
         pyro.sample("x", dist.Normal(loc, 1.0), obs=X[:, 0])
 
 
