@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pyro.infer.util import is_validation_enabled
 
 from pyro_mcvae.checks.vectorization import check_count, check_vectorization
+from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.contract import check_batch_dims, check_run
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
@@ -73,6 +74,8 @@ class RunChecks:
 
         :param shared: the guide's and the model's sites that all particles share.
         """
+        if is_recording():
+            return True  # plain steps of the same kind were looked at, and a look would be recorded
         seen = self._seen.of(programs, None, _Seen, renew=False)
         return _shown(run, shared) in seen.runs
 
