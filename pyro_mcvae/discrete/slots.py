@@ -14,7 +14,7 @@ from pyro.poutine.enum_messenger import EnumMessenger
 from torch import Tensor
 
 from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotError
-from pyro_mcvae.programs.precision import full_precision
+from pyro_mcvae.programs.precision import site_in_full_precision
 from pyro_mcvae.programs.relaxed import relaxed_sample
 from pyro_mcvae.programs.sites import RELAXED, is_random, reparameterized
 from pyro_mcvae.programs.support import Choice, Support
@@ -166,7 +166,7 @@ class SlotMessenger(EnumMessenger):
             )
         if not is_random(msg):
             return None
-        msg["fn"] = full_precision(msg["fn"])
+        site_in_full_precision(msg)
         if reparameterized(msg) or not msg["fn"].support.is_discrete:
             if asked:
                 raise SlotError(

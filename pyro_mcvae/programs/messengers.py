@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.moving_supports import moves_support
-from pyro_mcvae.programs.precision import full_precision, without_autocast
+from pyro_mcvae.programs.precision import site_in_full_precision, without_autocast
 from pyro_mcvae.programs.sites import (
     LEADING,
     is_masked,
@@ -85,7 +85,7 @@ class SubstituteMessenger(Messenger):
         if site_is_subsample(msg):
             self.subsamples.fill(msg)
             return
-        msg["fn"] = full_precision(msg["fn"])
+        site_in_full_precision(msg)
         if msg["done"] or msg["is_observed"] or msg["value"] is not None:
             return
         if msg["name"] in self.values:
@@ -127,7 +127,7 @@ class Recorder(Messenger):
         if site_is_subsample(msg):
             self.subsamples.fill(msg)
             return
-        msg["fn"] = full_precision(msg["fn"])
+        site_in_full_precision(msg)
         if not msg["is_observed"]:
             self.fill(msg, self._drawn.get(msg["name"]))
 

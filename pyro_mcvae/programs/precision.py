@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.programs.types import Distribution
+from pyro_mcvae.programs.types import Distribution, Message
 
-__all__ = ["full_precision", "without_autocast"]
+__all__ = ["full_precision", "site_in_full_precision", "without_autocast"]
 
 _NOTHING = nullcontext()
 _HALF = (torch.bfloat16, torch.float16)
@@ -41,6 +43,35 @@ def full_precision(fn: Distribution) -> Distribution:
             if found is not value:
                 changed[name] = found
     return _changed(fn, changed) if changed else fn
+
+
+def site_in_full_precision(msg: Message) -> None:
+    """
+    Draw and score a site in single precision, whatever the precision of its distribution.
+
+    The program gets its draw in the precision that it would have drawn it in: networks in bfloat16
+    throughout take no other. Densities, and the trace, have the draw as it is.
+    """
+    fn = msg["fn"]
+    msg["fn"] = full_precision(fn)
+    if msg["fn"] is not fn and not msg["is_observed"]:
+        dtypes = set(_float_dtypes(fn))
+        if len(dtypes) == 1:
+            # Handlers have taken down what they keep by the time this is called.
+            msg["continuation"] = functools.partial(_in_precision, dtypes.pop())
+
+
+def _float_dtypes(fn: Distribution) -> Iterator[torch.dtype]:
+    for value in vars(fn).values():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield value.dtype
+        elif isinstance(value, torch.distributions.Distribution):
+            yield from _float_dtypes(value)
+
+
+def _in_precision(dtype: torch.dtype, msg: Message) -> None:
+    if msg["value"].is_floating_point():
+        msg["value"] = msg["value"].to(dtype)
 
 
 def _changed(fn: Distribution, changed: dict[str, Any]) -> Distribution:

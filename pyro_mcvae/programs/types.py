@@ -42,6 +42,7 @@ class Site(TypedDict, total=False):
     cond_indep_stack: tuple[CondIndepStackFrame, ...]
     done: bool
     stop: bool
+    continuation: Callable[[Site], None] | None
     log_prob: Tensor
     unscaled_log_prob: Tensor
 

@@ -228,3 +228,52 @@ def test_gradients_pass_through_the_cast():
     loc = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
     full_precision(dist.Normal(loc, 1.0)).log_prob(torch.ones(3)).sum().backward()
     assert torch.equal(loc.grad.float(), torch.ones(3))
+
+
+def half(by_hand):
+    """
+    A program in bfloat16 throughout, with a structured guide; by hand, one whose densities are in
+    single precision and whose networks get the draws in bfloat16.
+    """
+    torch.manual_seed(4)
+    encoder, second = nn.Linear(PIXELS, D).bfloat16(), nn.Linear(D, D).bfloat16()
+    decoder, x = nn.Linear(2 * D, PIXELS).bfloat16(), torch.randn(N, PIXELS).bfloat16()
+
+    def cast(parameter):
+        return parameter.float() if by_hand else parameter
+
+    def narrow(draw):
+        return draw.bfloat16() if by_hand else draw
+
+    def model():
+        zero = cast(torch.zeros(D).bfloat16())
+        with pyro.plate("data", N):
+            a = narrow(pyro.sample("a", dist.Normal(zero, 1.0).to_event(1)))
+            b = narrow(pyro.sample("b", dist.Normal(zero, 1.0).to_event(1)))
+            assert a.dtype == b.dtype == torch.bfloat16
+            loc = cast(decoder(torch.cat([a, b], -1)))
+            pyro.sample("x", dist.Normal(loc, 0.5).to_event(1), obs=cast(x))
+
+    def guide():
+        with pyro.plate("data", N):
+            loc = cast(encoder(x))
+            a = narrow(pyro.sample("a", dist.Normal(loc, 0.5).to_event(1)))
+            pyro.sample("b", dist.Normal(cast(second(a)), 0.5).to_event(1))
+
+    return model, guide, [*encoder.parameters(), *second.parameters(), *decoder.parameters()]
+
+
+@pytest.mark.parametrize("name", CONTINUOUS)
+def test_networks_in_half_precision_throughout_get_draws_of_theirs(name):
+    found = []
+    for by_hand in (False, True):
+        model, guide, parameters = half(by_hand)
+        pyro.set_rng_seed(2)
+        loss = CONTINUOUS[name]().differentiable_loss(model, guide)
+        loss.backward()
+        assert loss.dtype == torch.float32
+        found.append((loss, [p.grad for p in parameters]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-6, atol=0)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        # As above, and a chain's passes through the networks add up in bfloat16.
+        assert torch.allclose(one, other, rtol=2**-5, atol=2**-5 * float(one.abs().max()))
