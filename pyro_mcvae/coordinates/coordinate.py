@@ -22,7 +22,7 @@ from torch.distributions import biject_to
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.precision import without_autocast
-from pyro_mcvae.programs.sites import is_masked, layers
+from pyro_mcvae.programs.sites import is_masked, known_support, layers
 from pyro_mcvae.programs.types import Distribution
 
 __all__ = [
@@ -244,7 +244,7 @@ def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coord
     :param coordinates: ``"noise"``; ``"latent"``, unconstrained values throughout; or
         ``"value"``, the values themselves.
     """
-    if coordinates == "value" or fn.support.is_discrete:
+    if coordinates == "value" or known_support(fn).is_discrete:
         return ValueCoordinate(fn)
     if coordinates == "noise":
         found = noise_of(fn)

@@ -36,6 +36,7 @@ from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import SampleFn
+from pyro_mcvae.programs.sites import known_support
 from pyro_mcvae.programs.types import Distribution, Message
 
 __all__ = ["Evaluation", "LogWeight"]
@@ -142,7 +143,7 @@ class LogWeight:
         return tuple(
             n
             for n in self.packing.sites
-            if isinstance(c := record[n][0], ValueCoordinate) and c.fn.support.is_discrete
+            if isinstance(c := record[n][0], ValueCoordinate) and known_support(c.fn).is_discrete
         )
 
     @property

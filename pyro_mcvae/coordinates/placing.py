@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
 
 from pyro_mcvae.coordinates.coordinate import (
@@ -59,11 +60,18 @@ def _rounded(msg: Message) -> NoCoordinateError:
 
 
 def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
+    fn = msg["fn"]
+    while isinstance(fn, _WRAPPERS):
+        fn = fn.base_dist
+    reason = str(error) or "it does not say its support"
     return NoCoordinateError(
-        f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has neither explicit "
-        f"noise nor an unconstrained form ({error}): use another distribution, or say how "
+        f"guide site '{msg['name']}' ({type(fn).__name__}) has neither explicit "
+        f"noise nor an unconstrained form ({reason}): use another distribution, or say how "
         f"it is made from noise with register_noise"
     )
+
+
+_WRAPPERS = (torch.distributions.Independent, ExpandedDistribution, MaskedDistribution)
 
 
 def drawn(msg: Message, kind: Coordinates, differentiable: bool, given: Tensor | None) -> Placed:

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotError
 from pyro_mcvae.programs.precision import site_in_full_precision
 from pyro_mcvae.programs.relaxed import relaxed_sample
-from pyro_mcvae.programs.sites import RELAXED, is_random, reparameterized
+from pyro_mcvae.programs.sites import RELAXED, is_random, known_support, reparameterized
 from pyro_mcvae.programs.support import Choice, Support
 from pyro_mcvae.programs.supports import support_of
 from pyro_mcvae.programs.types import Distribution, Message
@@ -167,7 +167,7 @@ class SlotMessenger(EnumMessenger):
         if not is_random(msg):
             return None
         site_in_full_precision(msg)
-        if reparameterized(msg) or not msg["fn"].support.is_discrete:
+        if reparameterized(msg) or not known_support(msg["fn"]).is_discrete:
             if asked:
                 raise SlotError(
                     f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) is continuous, so "

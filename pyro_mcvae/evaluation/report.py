@@ -14,7 +14,7 @@ from pyro_mcvae.evaluation.importance_sampler import importance_sampler
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.sites import is_random, known_support
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -237,7 +237,8 @@ def report(programs: Programs, options: Options) -> Report:
             chains.annealing = annealing
             evidence = estimate(chains, options.num_particles)
         sites = [t.site for t in sampler.reference.runs[0].terms if t.in_guide]
-        discrete = tuple(s["name"] for s in sites if is_random(s) and s["fn"].support.is_discrete)
+        drawn = {s["name"]: known_support(s["fn"]) for s in sites if is_random(s)}
+        discrete = tuple(name for name, support in drawn.items() if support.is_discrete)
         return Report(evidence, plain, discrete)
 
 

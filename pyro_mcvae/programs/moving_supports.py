@@ -15,7 +15,7 @@ from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDi
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.programs.sites import layers
+from pyro_mcvae.programs.sites import known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Transform
 
 __all__ = ["is_elementary", "moves_support", "transforms_of"]
@@ -35,14 +35,14 @@ def moves_support(fn: Distribution) -> bool:
         fn = fn.base_dist
     if isinstance(fn, _TRANSFORMED) and type(fn).support is _TRANSFORMED.support:
         return _moved_by_transforms(fn)
-    return any(t.requires_grad for t in _bounds(_support(fn)))
+    return any(t.requires_grad for t in _bounds(known_support(fn)))
 
 
 def _moved_by_transforms(fn: Distribution) -> bool:
     base = fn.base_dist
     if moves_support(base):
         return True
-    bounded = not _is_real(_support(base))
+    bounded = not _is_real(known_support(base))
     for transform in fn.transforms:
         if bounded and _may_learn(transform):
             return True
@@ -51,13 +51,6 @@ def _moved_by_transforms(fn: Distribution) -> bool:
         elif not _is_real(transform.domain):
             bounded = False  # its ends are at infinity now
     return False
-
-
-def _support(fn: Distribution) -> Constraint:
-    try:
-        return fn.support
-    except NotImplementedError:
-        return constraints.real
 
 
 def _bounds(constraint: Constraint) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from pyro_mcvae.programs.execution import Programs, entered, with_changes
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import ParticlePlate, Recorder
 from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.programs.sites import known_support
 from pyro_mcvae.programs.terms import (
     Term,
     guide_term,
@@ -97,7 +98,7 @@ def _checked_before(old: Site, site: Site) -> Iterator[None]:
         site["value"] is not old["value"]
         or not isinstance(fn, TorchDistributionMixin)
         or not fn.__dict__.get("_validate_args", type(fn)._validate_args)
-        or not _same_support(old["fn"].support, site["fn"].support)
+        or not _same_support(known_support(old["fn"]), known_support(site["fn"]))
     ):
         yield
         return

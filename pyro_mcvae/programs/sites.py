@@ -14,10 +14,11 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.relaxed import relaxed_log_prob
-from pyro_mcvae.programs.types import Distribution, Site
+from pyro_mcvae.programs.types import Constraint, Distribution, Site
 
 __all__ = [
     "LEADING",
@@ -31,6 +32,7 @@ __all__ = [
     "is_random",
     "is_scored",
     "is_subsampled",
+    "known_support",
     "layers",
     "masked_entries",
     "masks_of",
@@ -149,6 +151,14 @@ _STRAIGHT_THROUGH = (
     dist.RelaxedBernoulliStraightThrough,
     dist.RelaxedOneHotCategoricalStraightThrough,
 )
+
+
+def known_support(fn: Distribution) -> Constraint:
+    """Where values lie; of distributions that do not say, as users' own ones, the real numbers."""
+    try:
+        return fn.support
+    except NotImplementedError:
+        return constraints.real
 
 
 def is_random(site: Site) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_delta, is_latent, is_random
+from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.cache import StructureCache
 from pyro_mcvae.structure.dependencies import find_dependencies
@@ -83,7 +83,7 @@ def _behind(
     behind: set[str] = set()
     for point in points:
         # A label that only chooses among maps of another draw is no part of a density in z.
-        discrete = model[point]["fn"].support.is_discrete
+        discrete = known_support(model[point]["fn"]).is_discrete
         parents = found.factors.get(FactorKey("guide", point), drawn)
-        behind |= {n for n in parents if guide[n]["fn"].support.is_discrete == discrete}
+        behind |= {n for n in parents if known_support(guide[n]["fn"]).is_discrete == discrete}
     return frozenset(behind)

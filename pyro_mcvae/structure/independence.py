@@ -21,7 +21,14 @@ from torch.distributions import constraints
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.probing import ProgramError, looking, probe
-from pyro_mcvae.programs.sites import PlateKey, changed_draw, is_random, plate_frames, plate_key
+from pyro_mcvae.programs.sites import (
+    PlateKey,
+    changed_draw,
+    is_random,
+    known_support,
+    plate_frames,
+    plate_key,
+)
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
@@ -82,7 +89,7 @@ def _find(
 
 def _another(site: Site, drawn: Tensor) -> Tensor:
     """Another value for each element: a second draw, which may be the same where it is discrete."""
-    value, support = site["value"], site["fn"].support
+    value, support = site["value"], known_support(site["fn"])
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
     if support is constraints.boolean:
