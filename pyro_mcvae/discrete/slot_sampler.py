@@ -65,11 +65,7 @@ class SlotSampler:
             substitute = SubstituteMessenger(subsamples)
             return run_slots(programs, self.options, substitute, layout, self.tell)
 
-        def look(run: Run) -> None:
-            # Names the site that has lost its slots, where a comparison sees other numbers.
-            self.ancestors(programs, take_apart(run))
-
-        execution = Execution(programs, execute, subsamples, name=SLOTS, several=True, look=look)
+        execution = Execution(programs, execute, subsamples, name=SLOTS, several=True)
         return take_apart(self.runner.run(execution, particles))
 
 

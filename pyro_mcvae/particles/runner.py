@@ -89,7 +89,6 @@ class Execution:
     :ivar name: what stands in the leading dims.
     :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
     :ivar nesting: how many batch dims belong to plates, where that is settled.
-    :ivar look: a guard of its own kind, before those of leading dims, which know less.
     :ivar compared: the pair whose runs with and without leading dims are compared, where it is
         another one; ``execute`` then looks at the contract of the programs itself.
     """
@@ -103,7 +102,6 @@ class Execution:
     name: LeadingDimsName = PARTICLES
     several: bool = False
     nesting: int | None = None
-    look: Callable[[Run], None] | None = None
     compared: Programs | None = None
 
 
@@ -157,8 +155,6 @@ class Runner:
                     _set_back(execution.subsamples, before)
         settled = self.auxiliary.settle(execution.programs, run)
         if not known:
-            if execution.look is not None:
-                execution.look(settled)
             programs = execution.compared or execution.programs
             if count is not None or (execution.several and run.outer_sizes):
                 self.checks.check_leading_dims(programs, settled, shared, execution.name)
