@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
 
 from pyro_mcvae.coordinates.coordinate import (
@@ -18,7 +17,7 @@ from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.sites import is_straight_through
+from pyro_mcvae.programs.sites import bare, is_straight_through
 from pyro_mcvae.programs.types import Message, SiteChanges
 
 __all__ = ["Placed", "Record", "coordinate_at", "drawn", "latents_at", "packing_of", "value_at"]
@@ -60,18 +59,13 @@ def _rounded(msg: Message) -> NoCoordinateError:
 
 
 def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
-    fn = msg["fn"]
-    while isinstance(fn, _WRAPPERS):
-        fn = fn.base_dist
+    fn = bare(msg["fn"])
     reason = str(error) or "it does not say its support"
     return NoCoordinateError(
         f"guide site '{msg['name']}' ({type(fn).__name__}) has neither explicit "
         f"noise nor an unconstrained form ({reason}): use another distribution, or say how "
         f"it is made from noise with register_noise"
     )
-
-
-_WRAPPERS = (torch.distributions.Independent, ExpandedDistribution, MaskedDistribution)
 
 
 def drawn(msg: Message, kind: Coordinates, differentiable: bool, given: Tensor | None) -> Placed:

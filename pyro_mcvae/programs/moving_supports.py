@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.programs.sites import known_support, layers
+from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Transform
 
 __all__ = ["is_elementary", "moves_support", "transforms_of"]
 
-_WRAPPERS = (torch.distributions.Independent, ExpandedDistribution, MaskedDistribution)
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
 
@@ -31,8 +29,7 @@ def moves_support(fn: Distribution) -> bool:
     Of transformed distributions that do not say their own support: whether a bounded base meets a
     transform that may move its ends.
     """
-    while isinstance(fn, _WRAPPERS):
-        fn = fn.base_dist
+    fn = bare(fn)
     if isinstance(fn, _TRANSFORMED) and type(fn).support is _TRANSFORMED.support:
         return _moved_by_transforms(fn)
     return any(t.requires_grad for t in _bounds(known_support(fn)))

@@ -24,6 +24,7 @@ __all__ = [
     "LEADING",
     "RELAXED",
     "PlateKey",
+    "bare",
     "changed_draw",
     "is_delta",
     "is_factor",
@@ -107,6 +108,16 @@ def layers(fn: Distribution | None) -> Iterator[Distribution]:
     while fn is not None:
         yield fn
         fn = getattr(fn, "base_dist", None)
+
+
+_WRAPPERS = (torch.distributions.Independent, ExpandedDistribution, MaskedDistribution)
+
+
+def bare(fn: Distribution) -> Distribution:
+    """A distribution without ``to_event``, ``mask`` and ``expand``, which change no density."""
+    while isinstance(fn, _WRAPPERS):
+        fn = fn.base_dist
+    return fn
 
 
 def is_delta(fn: Distribution) -> bool:

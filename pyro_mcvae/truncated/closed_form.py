@@ -10,9 +10,9 @@ from pyro import distributions as dist
 from torch import Tensor
 
 from pyro_mcvae.ops.ranks import num_ranks, sum_over_ranks
-from pyro_mcvae.programs.sites import inner_scale
+from pyro_mcvae.programs.sites import bare, inner_scale
 from pyro_mcvae.programs.types import Site
-from pyro_mcvae.truncated.layout import bare, existing_entries
+from pyro_mcvae.truncated.layout import existing_entries
 from pyro_mcvae.truncated.posterior import StatePosterior
 
 __all__ = ["BernoulliPrior", "ClosedForm", "GaussianNoise"]

@@ -13,11 +13,11 @@ from torch.distributions import constraints
 
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.gumbel import one_hot
-from pyro_mcvae.programs.sites import PlateKey, layers
-from pyro_mcvae.programs.types import Distribution, Site
+from pyro_mcvae.programs.sites import PlateKey, bare, layers
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
 
-__all__ = ["DataIndex", "SiteSpec", "StateLayout", "bare", "existing_entries", "site_spec"]
+__all__ = ["DataIndex", "SiteSpec", "StateLayout", "existing_entries", "site_spec"]
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,6 @@ def site_spec(site: Site, nesting: int) -> SiteSpec:
     batch = (1,) * (nesting - len(batch)) + batch
     dtype = site["value"].dtype
     return SiteSpec(site["name"], size, low, ordinal, one_hot, bounded, shape, batch, dtype)
-
-
-def bare(fn: Distribution) -> Distribution:
-    """A distribution without ``to_event``, ``mask`` and ``expand``, which change no density."""
-    while isinstance(fn, _WRAPPERS):
-        fn = fn.base_dist
-    return fn
-
-
-_WRAPPERS = (
-    torch.distributions.Independent,
-    dist.torch_distribution.MaskedDistribution,
-    dist.torch_distribution.ExpandedDistribution,
-)
 
 
 def existing_entries(site: Site) -> Tensor | None:
