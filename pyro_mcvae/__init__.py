@@ -41,6 +41,7 @@ from pyro_mcvae.elbos.elbo_terms import (
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
 from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
+from pyro_mcvae.elbos.renyi import TraceRenyi_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
@@ -136,6 +137,7 @@ __all__ = [
     "TraceAIS_ELBO",
     "TraceIWAE_ELBO",
     "TraceRaoBlackwell_ELBO",
+    "TraceRenyi_ELBO",
     "TraceSGVB_ELBO",
     "TraceSIS_ELBO",
     "TraceTruncated_ELBO",

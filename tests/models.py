@@ -31,8 +31,10 @@ def gaussian_kl(squared_difference, scale_q, scale_p):
     return torch.log(scale_p / scale_q) + ratio - 0.5
 
 
-def expected_iwae(log_w, log_q, num_particles):
+def expected_iwae(log_w, log_q, num_particles, alpha=0.0):
     """E_q[log mean_k w(z_k)] for z_1..z_K iid from a finite support of C points.
+
+    Of the Rényi bound, log mean_k w(z_k)^(1 - alpha) / (1 - alpha), for another alpha.
 
     :param log_w: log weights of the points, shape [..., C].
     :param log_q: log probabilities of the points, shape [..., C].
@@ -40,8 +42,8 @@ def expected_iwae(log_w, log_q, num_particles):
     """
     points = torch.arange(log_w.shape[-1], device=log_w.device)
     draws = torch.cartesian_prod(*[points] * num_particles).reshape(-1, num_particles)
-    log_mean_w = log_w[..., draws].logsumexp(-1) - math.log(num_particles)
-    return (log_q[..., draws].sum(-1).exp() * log_mean_w).sum(-1)
+    log_mean_w = ((1 - alpha) * log_w[..., draws]).logsumexp(-1) - math.log(num_particles)
+    return (log_q[..., draws].sum(-1).exp() * log_mean_w).sum(-1) / (1 - alpha)
 
 
 class ExactModel:
@@ -176,7 +178,7 @@ class ConjugateGaussian(ExactModel):
         kl = gaussian_kl(difference**2, p["log_s"].exp(), scale)
         return self.log_evidence_per_datum() - kl
 
-    def iwae_per_datum(self, num_particles, params=None, nodes=32):
+    def iwae_per_datum(self, num_particles, params=None, nodes=32, alpha=0.0):
         """E log mean_k w_nk by the product Gauss-Hermite rule, for at most 3 particles.
 
         Accurate to 1e-6 at the presets; far more nodes are needed for very broad guides.
@@ -190,7 +192,7 @@ class ConjugateGaussian(ExactModel):
         log_p = dist.Normal(self.zero, self.one).log_prob(z)
         log_p = log_p + dist.Normal(z, self.one).log_prob(self.x.unsqueeze(-1))
         log_w = log_p - q.log_prob(z)
-        return expected_iwae(log_w, log_q.expand_as(log_w), num_particles)
+        return expected_iwae(log_w, log_q.expand_as(log_w), num_particles, alpha)
 
 
 class SequentialPlate(ConjugateGaussian):
@@ -428,14 +430,14 @@ class DiscreteMixture(ExactModel):
     def elbo_per_datum(self, params=None):
         return self.iwae_per_datum(1, params)
 
-    def iwae_per_datum(self, num_particles, params=None):
+    def iwae_per_datum(self, num_particles, params=None, alpha=0.0):
         """E_q log mean_k w_nk, summed over all C^K assignments.
 
         ``grad(self.iwae_per_datum, K)`` is its exact gradient, for guide and model alike.
         """
         p = self.resolve(params)
         log_q = p["guide_logits"].log_softmax(-1)
-        return expected_iwae(self.log_joint(p) - log_q, log_q, num_particles)
+        return expected_iwae(self.log_joint(p) - log_q, log_q, num_particles, alpha)
 
 
 class BetaBernoulli(ExactModel):

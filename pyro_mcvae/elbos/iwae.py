@@ -20,7 +20,7 @@ from pyro_mcvae.elbos.elbo_terms import (
 )
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.path_gradient import PathGradient
-from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp
+from pyro_mcvae.ops.importance import leave_one_out_signal, renyi_bound
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import ScoreFunctionSites
@@ -49,7 +49,8 @@ class TraceIWAE_ELBO(MonteCarloELBO):
 
     It is a lower bound on the log evidence for every K and minibatch size, rises with K, and is
     the ELBO for K = 1. It replaces ``RenyiELBO(alpha=0)``, which multiplies N/B into the weights,
-    gives discrete guides no gradient, and draws a minibatch per particle.
+    gives discrete guides no gradient, and draws a minibatch per particle; for another alpha there
+    is :class:`TraceRenyi_ELBO`.
 
     * *Local* latents, inside the plates that all of them share, are drawn K times and weighed per
       element of these plates. *Global* latents :math:`\theta`, outside of every plate, are drawn
@@ -124,6 +125,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         True
     """
 
+    # The order of the Rényi bound that this one is; another in a subclass.
+    alpha: float = 0.0
+
     def __init__(
         self,
         num_particles: int = 2,
@@ -145,7 +149,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         self.gradient_estimator = gradient_estimator
         self.joint = joint
         self._told = False
-        self._path = PathGradient(gradient_estimator, self.num_particles)
+        self._path = PathGradient(gradient_estimator, self.num_particles, self.alpha)
         self.sampler.structures = StructureFinder(joint, self._path.needs_roots)
 
     def estimate(self, programs: Programs) -> Estimate:
@@ -155,7 +159,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         if not sample.blocks or self.num_particles == 1:
             costs, coupled = self._path.costs(sample), sample.structure.coupled
             return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
-        bound = log_mean_exp(sample.log_weight.detach())
+        bound = renyi_bound(sample.log_weight.detach(), self.alpha)
         surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
         return local_estimate(sample, bound, surrogate, scored=True)
 
@@ -163,7 +167,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         sample = self._sample(programs)
         if not sample.blocks:
             return elbo_bounds(sample, [elbo_costs(run.summands) for run in sample.runs])
-        return local_bounds(sample, log_mean_exp(sample.log_weight))
+        return local_bounds(sample, renyi_bound(sample.log_weight, self.alpha))
 
     def _sample(self, programs: Programs) -> WeightedParticles:
         inside: Callable[[frozenset[str]], Messenger] | None = None
@@ -186,5 +190,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         surrogate = self._path.surrogate(sample)
         if any(isinstance(t.score, Tensor) and sample.is_local(t) for t in sample.runs[0].terms):
             score = sample.local_sum(lambda t, i: t.score)
-            surrogate = surrogate + (leave_one_out_signal(sample.log_weight) * score).sum(0)
+            order = 1 - self.alpha
+            signal = leave_one_out_signal(order * sample.log_weight) / order
+            surrogate = surrogate + (signal * score).sum(0)
         return surrogate

@@ -1,4 +1,4 @@
-"""Pathwise gradient estimators of the importance weighted bound: reparam, stl and dreg."""
+"""Pathwise gradient estimators of importance weighted bounds: reparam, stl and dreg."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_costs
-from pyro_mcvae.ops.importance import log_mean_exp, normalized_weights
+from pyro_mcvae.ops.importance import normalized_weights, renyi_bound
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.moving_supports import is_elementary, moves_support, transforms_of
 from pyro_mcvae.programs.sites import (
@@ -26,10 +26,11 @@ __all__ = ["PathGradient"]
 
 class PathGradient:
     r"""
-    The gradient of :math:`\log \frac{1}{K} \sum_k w_k` through the guide's draws.
+    The gradient of :math:`\frac{1}{1 - \alpha} \log \frac{1}{K} \sum_k w_k^{1 - \alpha}` through
+    the guide's draws; of the importance weighted bound for :math:`\alpha = 0`.
 
-    With :math:`\tilde w_k = w_k / \sum_j w_j` held fixed, the gradients with respect to a guide's
-    parameters :math:`\phi` are
+    With :math:`\tilde w_k = w_k^{1 - \alpha} / \sum_j w_j^{1 - \alpha}` held fixed, the gradients
+    with respect to a guide's parameters :math:`\phi` are
 
     .. math::
         \text{reparam:} \quad & \sum_k \tilde w_k \Big(
@@ -37,18 +38,19 @@ class PathGradient:
             - \frac{\partial \log q_\phi(z_k)}{\partial \phi} \Big) \\
         \text{stl:} \quad & \sum_k \tilde w_k
             \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi} \\
-        \text{dreg:} \quad & \sum_k \tilde w_k^2
+        \text{dreg:} \quad & \sum_k \tilde w_k \big(1 - (1 - \alpha)(1 - \tilde w_k)\big)
             \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi}
 
     and for all other parameters :math:`\sum_k \tilde w_k \nabla \log w_k`. The score term is
-    taken out by adding log q at the detached draw; the square comes from a second factor
-    :math:`\tilde w_k` on the gradient that arrives at the draw on its way back. One backward pass
-    serves all parameters. Where log q enters the weight with a factor c (the user's scale, or a
-    mask's zero), so does its score term, and the second factor is :math:`1 - c (1 - \tilde w_k)`.
+    taken out by adding log q at the detached draw; the second factor of dreg
+    (:math:`\tilde w_k` for :math:`\alpha = 0`) acts on the gradient that arrives at the draw on its
+    way back. One backward pass serves all parameters. Where log q enters the weight with a factor c
+    (the user's scale, or a mask's zero), so does its score term, and the second factor is
+    :math:`1 - c (1 - \alpha)(1 - \tilde w_k)`.
     """
 
-    def __init__(self, estimator: str, num_particles: int) -> None:
-        self.estimator = estimator
+    def __init__(self, estimator: str, num_particles: int, alpha: float = 0.0) -> None:
+        self.estimator, self.alpha = estimator, alpha
         # K = 1 makes them agree in expectation; reparam is then exactly the ELBO's gradient.
         if estimator == "vimco" or (estimator == "auto" and num_particles == 1):
             self.estimator = "reparam"
@@ -73,8 +75,8 @@ class PathGradient:
             for i, run in enumerate(sample.runs)
         ]
         if not any(chosen):
-            return log_mean_exp(sample.log_weight)
-        weight = normalized_weights(sample.log_weight.detach())
+            return renyi_bound(sample.log_weight, self.alpha)
+        weight = normalized_weights((1 - self.alpha) * sample.log_weight.detach())
 
         def summand(term: Term, i: int) -> Tensor:
             if not term.in_guide:
@@ -85,7 +87,7 @@ class PathGradient:
 
         log_weight = sample.local_sum(summand)
         if self.estimator != "stl":
-            self._square_weights(sample, chosen, weight)
+            self._reparameterize_again(sample, chosen, 1 - (1 - self.alpha) * (1 - weight))
         # A weight of zero would otherwise meet a log weight of minus infinity: 0 * inf is NaN.
         return (weight * torch.where(weight > 0, log_weight, 0.0)).sum(0)
 
@@ -106,15 +108,17 @@ class PathGradient:
         )
 
     @staticmethod
-    def _square_weights(sample: WeightedParticles, chosen: list[set[str]], weight: Tensor) -> None:
-        parts = sample.split(weight)
+    def _reparameterize_again(
+        sample: WeightedParticles, chosen: list[set[str]], factor: Tensor
+    ) -> None:
+        parts = sample.split(factor)
         for i, run in enumerate(sample.runs):
             for term in run.terms:
                 if term.in_guide and term.key.name in chosen[i]:
                     b = sample.block_of[i][term.key]
                     assert b is not None
-                    factor = _second_factor(term, sample.align(parts[b], term, i))
-                    term.site["value"].register_hook(lambda grad, w=factor: grad * w.to(grad))
+                    scaled = _second_factor(term, sample.align(parts[b], term, i))
+                    term.site["value"].register_hook(lambda grad, w=scaled: grad * w.to(grad))
 
 
 def _path_log_q(term: Term) -> Tensor:

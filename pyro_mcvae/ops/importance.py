@@ -13,6 +13,7 @@ __all__ = [
     "leave_one_out_signal",
     "log_mean_exp",
     "normalized_weights",
+    "renyi_bound",
 ]
 
 
@@ -34,6 +35,33 @@ def log_mean_exp(log_weight: Tensor, dim: int = 0) -> Tensor:
         tensor(0.)
     """
     return log_weight.logsumexp(dim) - math.log(log_weight.shape[dim])
+
+
+def renyi_bound(log_weight: Tensor, alpha: float = 0.0, dim: int = 0) -> Tensor:
+    r"""
+    The variational Rényi bound of order alpha [1], from K draws:
+
+    .. math:: L_\alpha = \frac{1}{1 - \alpha} \log \frac{1}{K} \sum_{k=1}^K w_k^{1 - \alpha} .
+
+    It is :func:`log_mean_exp` for ``alpha=0``, falls as alpha grows, and tends to the average of
+    log w, the ELBO, as alpha tends to 1.
+
+    :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]`` for ``dim=0``.
+    :param float alpha: the order, other than 1.
+    :param int dim: the dimension of the particles.
+    :returns: L in nats, shape ``[*plates]``.
+
+    [1] Li, Turner (2016), *Rényi Divergence Variational Inference*.
+
+    Example::
+
+        >>> renyi_bound(torch.tensor([1.0, 3.0]).log(), alpha=-1.0).exp()  # (1 + 9) / 2 = 5
+        tensor(2.2361)
+    """
+    # The power 1 of IWAE costs no operation.
+    if alpha == 0:
+        return log_mean_exp(log_weight, dim)
+    return log_mean_exp((1 - alpha) * log_weight, dim) / (1 - alpha)
 
 
 def normalized_weights(log_weight: Tensor, dim: int = 0) -> Tensor:

@@ -1,0 +1,113 @@
+"""The Rényi bound of any order: its values, its gradients, and where Pyro's is right."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import RenyiELBO
+
+from pyro_mcvae import TraceIWAE_ELBO, TraceRenyi_ELBO, TraceSGVB_ELBO
+from tests.estimates import assert_gradient, assert_mean, gradients, values
+from tests.models import ConjugateGaussian, DiscreteMixture
+
+orders = pytest.mark.parametrize("alpha", [-0.5, 0.5, 2.0])
+
+
+def exact_gradient(exact, alpha, num_particles=2):
+    return exact.grad(
+        lambda K, params=None: exact.iwae_per_datum(K, params, alpha=alpha), num_particles
+    )
+
+
+@orders
+@pytest.mark.parametrize("make", [ConjugateGaussian, DiscreteMixture])
+def test_value_is_the_exact_expectation(make, alpha):
+    exact = make(N=100)
+    elbo = TraceRenyi_ELBO(alpha, 2, vectorize_particles=True)
+    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(50)])
+    assert_mean((found - exact.iwae_per_datum(2, alpha=alpha)).sum(-1), 0.0)
+
+
+@orders
+@pytest.mark.parametrize("estimator", ["reparam", "dreg"])
+def test_gradient_is_exact_for_a_gaussian_guide(estimator, alpha):
+    exact = ConjugateGaussian(N=400)
+    elbo = TraceRenyi_ELBO(alpha, 2, estimator, vectorize_particles=True)
+    assert_gradient(elbo, exact, exact_gradient(exact, alpha), 50)
+
+
+@orders
+@pytest.mark.parametrize("size", [None, 30])
+def test_gradient_is_exact_for_a_discrete_guide(size, alpha):
+    copies, count = 20, 80  # the same three data many times: as many draws in one step
+    exact = DiscreteMixture(N=3 * copies, C=3, subsample_size=size)
+    exact.x = exact.x[:3].repeat(copies)
+    logits = torch.tensor([[0.5, 0.0, -0.5], [0.0, 0.3, 0.0], [-0.4, 0.2, 0.1]])
+    exact.set_guide(guide_logits=logits.repeat(copies, 1))
+    elbo = TraceRenyi_ELBO(alpha, 2, vectorize_particles=True)
+    found, target = gradients(elbo, exact, count), exact_gradient(exact, alpha)
+    found["guide_logits"] = found["guide_logits"].reshape(count, copies, 3, 3).mean(1)
+    target["guide_logits"] = target["guide_logits"][:3]
+    for name, samples in found.items():
+        assert_mean(samples, target[name])
+        assert (target[name].abs() > 6 * samples.std(0) / count**0.5).any()
+
+
+@orders
+@pytest.mark.parametrize("estimator", ["stl", "dreg"])
+def test_an_exact_guide_has_no_gradient_noise(estimator, alpha):
+    exact = ConjugateGaussian(N=10)
+    exact.set_guide("exact")
+    elbo = TraceRenyi_ELBO(alpha, 3, estimator)
+    for samples in gradients(elbo, exact, 3).values():
+        assert (samples.abs() < 1e-9).all()
+
+
+@orders
+def test_full_data_with_one_weight_are_those_of_pyro(alpha):
+    x = torch.tensor([-0.5, 0.5, 2.0])
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 3):
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide():
+        loc = pyro.param("loc", torch.tensor(0.3))
+        pyro.sample("z", dist.Normal(loc, 0.8))
+
+    results = []
+    for elbo in (TraceRenyi_ELBO(alpha, 5, "reparam"), RenyiELBO(alpha, 5)):
+        elbo.loss(model, guide)  # ours finds out about the programs
+        pyro.set_rng_seed(1)
+        loss = elbo.loss_and_grads(model, guide)
+        loc = pyro.param("loc").unconstrained()
+        results.append(torch.stack([torch.as_tensor(loss), loc.grad]))
+        loc.grad = None
+    torch.testing.assert_close(*results)
+
+
+def test_orders_are_sorted_between_the_bounds_that_they_contain():
+    exact = ConjugateGaussian(N=100)
+    found = []
+    for alpha in (0.0, 0.5, 1 - 1e-6):
+        pyro.set_rng_seed(0)
+        found.append(-TraceRenyi_ELBO(alpha, 5).loss(exact.model, exact.guide))
+    pyro.set_rng_seed(0)
+    iwae = -TraceIWAE_ELBO(5).loss(exact.model, exact.guide)
+    pyro.set_rng_seed(0)
+    elbo = -TraceSGVB_ELBO(5, analytic_kl=False).loss(exact.model, exact.guide)
+    assert found[0] == iwae > found[1] > found[2]
+    assert abs(found[2] - elbo) < 1e-3
+
+
+def test_minibatches_keep_the_bound():
+    full, part = ConjugateGaussian(N=90), ConjugateGaussian(N=90, subsample_size=30)
+    elbo = TraceRenyi_ELBO(0.5, 2, vectorize_particles=True)
+    assert_mean(values(elbo, part, 60), full.iwae_per_datum(2, alpha=0.5).sum())
+
+
+@pytest.mark.parametrize("alpha", [1, 1.0, float("inf"), float("nan")])
+def test_orders_without_a_bound_are_refused(alpha):
+    with pytest.raises(ValueError, match=r"alpha must be a finite number other than 1, got"):
+        TraceRenyi_ELBO(alpha)
