@@ -8,14 +8,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pyro.infer.util import is_validation_enabled
+from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.checks.vectorization import check_count, check_vectorization
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.contract import check_batch_dims, check_run
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.cache import StructureCache
+from pyro_mcvae.structure.cache import PairCache
 
 __all__ = ["PARTICLES", "SLOTS", "STATES", "LeadingDimsName", "RunChecks"]
 
@@ -24,6 +26,8 @@ _logger = logging.getLogger(__name__)
 # Programs of stochastic structure show ever new sizes: of a pair of programs, so many are compared
 # at once, and of those that follow one in so many.
 _AT_ONCE, _THEN_ONE_IN = 64, 16
+# What a site's ``infer`` says of its place in the other program, and of its dims.
+_MARKS = ("enumerate", "is_auxiliary", "_enumerate_dim", "_deterministic")
 # Before what was looked at is forgotten, and looked at again.
 _MAX_SEEN = 1024
 
@@ -66,7 +70,7 @@ class RunChecks:
     def __init__(self, strict_enumeration: bool, model_enumeration: bool) -> None:
         self.strict_enumeration = strict_enumeration
         self.model_enumeration = model_enumeration
-        self._seen: StructureCache[_Seen] = StructureCache()
+        self._seen: PairCache[_Seen] = PairCache(_Seen)
 
     def is_known(self, programs: Programs, run: Run, shared: GlobalSites) -> bool:
         """
@@ -76,8 +80,7 @@ class RunChecks:
         """
         if is_recording():
             return True  # plain steps of the same kind were looked at, and a look would be recorded
-        seen = self._seen.of(programs, None, _Seen, renew=False)
-        return _shown(run, shared) in seen.runs
+        return _shown(programs, run, shared) in self._seen.of(programs).runs
 
     def check_contract(self, run: Run, depth: float, leads: bool) -> None:
         """
@@ -101,9 +104,9 @@ class RunChecks:
         """
         for count in sorted(run.outer_sizes & run.inner_sizes):
             check_count(programs, run, count, shared, *name)
-        compared = self._seen.of(programs, None, _Seen, renew=False).compared
+        compared = self._seen.of(programs).compared
         # Not how many particles there are: they are compared in a number of their own.
-        sizes = run.signature, run.sizes, shared
+        sizes = run.signature, run.sizes, shared, programs.flags
         if sizes in compared:
             return
         if len(compared) == _AT_ONCE:
@@ -120,11 +123,28 @@ class RunChecks:
 
     def remember(self, programs: Programs, run: Run, shared: GlobalSites) -> None:
         """Take a run for one that was looked at."""
-        runs = self._seen.of(programs, None, _Seen, renew=False).runs
+        runs = self._seen.of(programs).runs
         if len(runs) >= _MAX_SEEN:
             runs.clear()
-        runs.add(_shown(run, shared))
+        runs.add(_shown(programs, run, shared))
 
 
-def _shown(run: Run, shared: GlobalSites) -> Hashable:
-    return run.signature, run.sizes, run.shapes, run.leading, shared, is_validation_enabled()
+def _shown(programs: Programs, run: Run, shared: GlobalSites) -> Hashable:
+    """All of a run that guards look at; without leading dims that is the contract of programs."""
+    contract = _sites(run.guide_trace), _sites(run.model_trace), run.shapes, is_validation_enabled()
+    if run.leading is None and not run.outer_sizes:
+        return contract
+    return contract, run.leading, run.signature, shared, programs.flags
+
+
+def _sites(trace: Trace) -> Hashable:
+    return tuple([_shown_by(s) for s in trace.nodes.values() if s["type"] == "sample"])
+
+
+def _shown_by(site: Site) -> Hashable:
+    fn = site["fn"]
+    shape = getattr(fn, "batch_shape", None), getattr(fn, "event_shape", None)
+    # As plain tuples: the hash of a frame is slow.
+    plates = tuple([tuple(frame) for frame in site["cond_indep_stack"]])
+    marks = tuple([site["infer"].get(mark) for mark in _MARKS])
+    return site["name"], site["is_observed"], type(fn), shape, plates, marks

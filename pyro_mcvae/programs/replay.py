@@ -10,7 +10,6 @@ from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.programs.execution import Programs, entered, with_changes
-from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import ParticlePlate, Recorder
 from pyro_mcvae.programs.run import Run, collect
 from pyro_mcvae.programs.sites import known_support
@@ -19,8 +18,6 @@ from pyro_mcvae.programs.terms import (
     guide_term,
     model_term,
     scored,
-    site_signature,
-    site_sizes,
 )
 from pyro_mcvae.programs.types import Constraint, Site, SiteChanges
 
@@ -64,7 +61,7 @@ def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> tuple[Term, ...]
         return None
     terms = []
     for old, site in zip(before, sites, strict=True):
-        if not _is_same(old, site):
+        if not _is_same(old.site, site):
             return None
         with _checked_before(old.site, site):
             term = model_term(site, old.key)
@@ -79,10 +76,16 @@ def _guide_again(old: Term, guide_trace: Trace) -> Term:
     return term.without_density() if old.left_out else term
 
 
-def _is_same(old: Term, site: Site) -> bool:
+def _is_same(old: Site, site: Site) -> bool:
     """Whether a site of the model is the same as before, in the same plates."""
-    key = FactorKey("model", site["name"])
-    return site_signature(key, site) == old.signature and site_sizes(site) == old.sizes
+    return (
+        site["name"] == old["name"]
+        and site["is_observed"] == old["is_observed"]
+        and type(site["fn"]) is type(old["fn"])
+        and getattr(site["fn"], "event_shape", None) == getattr(old["fn"], "event_shape", None)
+        # As plain tuples: frames are slow to compare.
+        and [*map(tuple, site["cond_indep_stack"])] == [*map(tuple, old["cond_indep_stack"])]
+    )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["StructureCache"]
+__all__ = ["PairCache", "StructureCache"]
 
 _logger = logging.getLogger(__name__)
 
@@ -24,6 +24,33 @@ _AGAIN, _AT_LEAST_EVERY = 16, 1024
 T = TypeVar("T")
 
 
+class PairCache(Generic[T]):
+    """
+    One object for each pair of programs, of those that were used last.
+
+    :param make: makes it for a pair that was not seen.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._pairs: list[tuple[tuple[Program, Program], T]] = []
+
+    def __getstate__(self) -> dict[str, object]:
+        # Programs are often local functions, which cannot be pickled; they are looked at again.
+        return {"_make": self._make, "_pairs": []}
+
+    def of(self, programs: Programs) -> T:
+        """The object of a pair."""
+        for i, (known, found) in enumerate(self._pairs):
+            if known == programs.pair:
+                if i:
+                    self._pairs.insert(0, self._pairs.pop(i))
+                return found
+        self._pairs.insert(0, (programs.pair, self._make()))
+        del self._pairs[_MAX_PAIRS:]
+        return self._pairs[0][1]
+
+
 class StructureCache(Generic[T]):
     """
     Findings about pairs of programs, by the sites and plates that a run of them shows.
@@ -34,11 +61,7 @@ class StructureCache(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[tuple[Program, Program], dict[Hashable, _Finding[T]]]] = []
-
-    def __getstate__(self) -> dict[str, object]:
-        # Programs are often local functions, which cannot be pickled; they are looked at again.
-        return {"_pairs": []}
+        self._pairs: PairCache[dict[Hashable, _Finding[T]]] = PairCache(dict)
 
     def of(
         self, programs: Programs, signature: Hashable, find: Callable[[], T], renew: bool = True
@@ -50,7 +73,7 @@ class StructureCache(Generic[T]):
         :param bool renew: whether this is a use that may look again. One in the middle of a step
             may not: a checkpoint would run it a second time without that look.
         """
-        found = self._of_pair(programs.pair)
+        found = self._pairs.of(programs)
         key = signature, programs.flags
         finding = found.get(key)
         if finding is None:
@@ -60,16 +83,6 @@ class StructureCache(Generic[T]):
         elif renew and finding.used_often():
             finding.renew(find())
         return finding.value
-
-    def _of_pair(self, pair: tuple[Program, Program]) -> dict[Hashable, _Finding[T]]:
-        for i, (known, found) in enumerate(self._pairs):
-            if known == pair:
-                if i:
-                    self._pairs.insert(0, self._pairs.pop(i))
-                return found
-        self._pairs.insert(0, (pair, {}))
-        del self._pairs[_MAX_PAIRS:]
-        return self._pairs[0][1]
 
 
 class _Finding(Generic[T]):

@@ -8,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae import TraceIWAE_ELBO, log_evidence
+from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO, log_evidence
 from pyro_mcvae.checks import vectorization
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
@@ -136,3 +136,47 @@ def test_programs_that_fail_while_they_are_looked_at_are_logged(vectorize, caplo
         except ZeroDivisionError:
             assert not vectorize  # the second particle
     assert "ZeroDivisionError" in caplog.text
+
+
+def points(guide_size, in_plate):
+    """Three coordinates of one latent, of which the guide draws some, maybe in a plate."""
+
+    def model():
+        z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=torch.tensor(1.0))
+
+    def guide():
+        z = dist.Normal(torch.zeros(guide_size), 1.0).to_event(1)
+        if in_plate:
+            with pyro.plate("more", 1):
+                pass
+        pyro.sample("z", z)
+
+    return model, guide
+
+
+# All have the same sites, plates and shapes of densities.
+@pytest.mark.parametrize("make", [TraceSGVB_ELBO, TraceSIS_ELBO], ids=["sgvb", "sis"])
+@pytest.mark.parametrize("guide_size, in_plate", [(1, False), (3, True)], ids=["size", "plate"])
+def test_programs_without_leading_dims_are_looked_at_for_each_pair(make, guide_size, in_plate):
+    elbo = make()
+    elbo.loss(*points(3, False))
+    found = pytest.raises(ValueError, match="shapes disagree at site 'z'")
+    if in_plate:
+        found = pytest.warns(UserWarning, match="plate statements in guide but not model")
+    with found:
+        elbo.loss(*points(guide_size, in_plate))
+
+
+def test_programs_without_leading_dims_are_looked_at_when_they_change():
+    model, _ = points(3, False)
+    size = [3]
+    elbo = TraceSGVB_ELBO()
+
+    def guide():
+        pyro.sample("z", dist.Normal(torch.zeros(size[0]), 1.0).to_event(1))
+
+    elbo.loss(model, guide)
+    size[0] = 1
+    with pytest.raises(ValueError, match="shapes disagree at site 'z'"):
+        elbo.loss(model, guide)
