@@ -157,7 +157,7 @@ def points(guide_size, in_plate):
 
 # All have the same sites, plates and shapes of densities.
 @pytest.mark.parametrize("make", [TraceSGVB_ELBO, TraceSIS_ELBO], ids=["sgvb", "sis"])
-@pytest.mark.parametrize("guide_size, in_plate", [(1, False), (3, True)], ids=["size", "plate"])
+@pytest.mark.parametrize(("guide_size", "in_plate"), [(1, False), (3, True)], ids=["size", "plate"])
 def test_programs_without_leading_dims_are_looked_at_for_each_pair(make, guide_size, in_plate):
     elbo = make()
     elbo.loss(*points(3, False))
