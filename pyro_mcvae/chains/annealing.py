@@ -58,7 +58,7 @@ def anneal(
     betas: Tensor,
     kernel: Kernel,
     evaluate: Callable[[Tensor], State],
-    free: Tensor | None = None,
+    movable: Tensor | None = None,
     last_transition: bool = True,
 ) -> Chain:
     r"""
@@ -82,7 +82,7 @@ def anneal(
     :param ~torch.Tensor betas: the schedule, shape ``[K + 1]``.
     :param Kernel kernel: moves the chain.
     :param evaluate: computes the :class:`State` at a position.
-    :param free: 1 where a coordinate may move, 0 where not; None if all may.
+    :param movable: 1 where a coordinate may move, 0 where not; None if all may.
     :param bool last_transition: False leaves out AIS's last move, and the evaluation that it
         costs: it matters to the draw only.
     :returns: a :class:`Chain`.
@@ -110,7 +110,7 @@ def anneal(
             increments.append((betas[k] - betas[k - 1]) * state.log_weight)
             if k + 1 == len(betas) and not last_transition:
                 break
-        state, info = kernel.step(state, Target(evaluate, betas[k], free, transition=k - 1))
+        state, info = kernel.step(state, Target(evaluate, betas[k], movable, transition=k - 1))
         infos.append(info)
     if kernel.adjusted:
         # What was still to come at each step; after a last transition, nothing.
@@ -126,7 +126,7 @@ def anneal_back(
     betas: Tensor,
     kernel: Kernel,
     evaluate: Callable[[Tensor], State],
-    free: Tensor | None = None,
+    movable: Tensor | None = None,
 ) -> Tensor:
     r"""
     The weight of AIS run backwards, from the posterior to the base density [1].
@@ -170,7 +170,7 @@ def anneal_back(
     state, last = start, len(betas) - 1
     log_weight = (betas[last] - betas[last - 1]) * state.log_weight
     for k in range(last - 1, 0, -1):
-        state, _ = kernel.step(state, Target(evaluate, betas[k], free, transition=k - 1))
+        state, _ = kernel.step(state, Target(evaluate, betas[k], movable, transition=k - 1))
         log_weight = log_weight + (betas[k] - betas[k - 1]) * state.log_weight
     return log_weight
 

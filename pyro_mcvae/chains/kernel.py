@@ -52,7 +52,7 @@ class Target:
 
     :ivar evaluate: computes the :class:`State` at a position.
     :ivar beta: the inverse temperature, a scalar.
-    :ivar free: 1 where a coordinate may move and 0 where it may not, broadcastable to positions;
+    :ivar movable: 1 where a coordinate may move and 0 where it may not, broadcastable to positions;
         None if all may.
     :ivar transition: which transition of a chain moves with respect to it, from 0, for kernels
         with parameters of each transition: ``self.step_size(target.transition)``. -1, the last, for
@@ -69,7 +69,7 @@ class Target:
 
     evaluate: Callable[[Tensor], State]
     beta: Tensor
-    free: Tensor | None = None
+    movable: Tensor | None = None
     transition: int = -1
 
     def log_density(self, state: State) -> Tensor:
@@ -88,12 +88,12 @@ class Target:
         if state.grad_base is None or state.grad_weight is None:
             raise ValueError("this kernel uses gradients: set needs_gradient = True in its class")
         gradient = state.grad_base + self.beta * state.grad_weight
-        return gradient if self.free is None else gradient * self.free
+        return gradient if self.movable is None else gradient * self.movable
 
     def noise(self, state: State) -> Tensor:
         """Standard normal noise in the shape of the position, zero where it may not move."""
         noise = torch.randn_like(state.position)
-        return noise if self.free is None else noise * self.free
+        return noise if self.movable is None else noise * self.movable
 
 
 def finite(gradient: Tensor) -> Tensor:

@@ -139,4 +139,4 @@ class GaussianReverse(nn.Module):
 
 def _ones(like: Tensor, target: Target) -> Tensor:
     """1 where a coordinate may move: the others have no density."""
-    return torch.ones_like(like) if target.free is None else target.free.expand_as(like)
+    return torch.ones_like(like) if target.movable is None else target.movable.expand_as(like)

@@ -166,8 +166,8 @@ class _Chains:
         density = ChainDensity(log_weight)
         self._state = density.start()
         sampler.check(self._state.log_weight, density.runs)
-        self.active = log_weight.valid
-        self._target = Target(density, log_weight.first.log_weight.new_ones(()), self.active)
+        self.valid = log_weight.valid
+        self._target = Target(density, log_weight.first.log_weight.new_ones(()), self.valid)
         self.acceptance = self._target.beta
 
     def move(self, count: int, adapt: bool = False) -> tuple[Tensor, Tensor]:
@@ -202,7 +202,7 @@ def _estimate(
     count, num_chains = positions.shape[:2]
     half = num_chains // 2
     rest = num_chains - half
-    fitted = KernelDensity(positions[:, :half].flatten(0, 1), chains.active[0])
+    fitted = KernelDensity(positions[:, :half].flatten(0, 1), chains.valid[0])
     log_f = fitted.log_prob(positions[:, half:].flatten(0, 1))
     log_ratio = log_f.reshape(count, rest, *log_f.shape[1:]) - log_joints[:, half:]
     by_chain = log_mean_exp(log_ratio)

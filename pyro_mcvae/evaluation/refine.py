@@ -194,9 +194,9 @@ def _move(
 ) -> Tensor:
     """Further transitions that leave the posterior invariant."""
     assert sampler.annealing is not None
-    free = density.log_weight.movable
-    free = None if free is None else _take(free, chosen)
-    target = Target(density, position.new_ones(()), free)
+    movable = density.log_weight.movable
+    movable = None if movable is None else _take(movable, chosen)
+    target = Target(density, position.new_ones(()), movable)
     state = density(position)
     for _ in range(transitions):
         state, _ = sampler.annealing.kernel.step(state, target)

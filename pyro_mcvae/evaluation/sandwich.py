@@ -191,9 +191,9 @@ def _both_ways(
         density = sampler.density(count, values)
         check_density(simulation, density.log_weight.first.sample.runs[0])
         start = density.start()
-        free = density.log_weight.movable
+        movable = density.log_weight.movable
         back = anneal_back(
-            start, annealing.betas.to(start.log_weight.device), annealing.kernel, density, free
+            start, annealing.betas.to(start.log_weight.device), annealing.kernel, density, movable
         )
         sampler.check(-back, density.runs)
         upper.append(back)

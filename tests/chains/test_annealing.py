@@ -316,13 +316,13 @@ def test_the_weight_of_frozen_coordinates(make, monkeypatch):
         pytest.skip("made for two coordinates")
     noise = torch.randn(20, 6, 3)
 
-    def run(density, keep, free):
+    def run(density, keep, movable):
         draws = iter(noise[..., :keep])
         monkeypatch.setattr(torch, "randn_like", lambda like: next(draws))
         monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, 0.7))
         evaluate = evaluator(density)
         start = evaluate(torch.ones(6, keep))
-        return anneal(start, LinearSchedule(4)(), make(), evaluate, free).log_weight
+        return anneal(start, LinearSchedule(4)(), make(), evaluate, movable).log_weight
 
     padded = run(lambda z: correlated(z[..., :2]), 3, torch.tensor([1.0, 1.0, 0.0]))
     assert torch.allclose(padded, run(correlated, 2, None))

@@ -171,7 +171,7 @@ def test_one_bad_datum_leaves_the_others_alone(make):
 
 @kernels
 def test_frozen_coordinates_do_not_move_and_count_for_nothing(make, monkeypatch):
-    free = torch.tensor([1.0, 0.0, 1.0])
+    movable = torch.tensor([1.0, 0.0, 1.0])
     draws = torch.randn(30, 4, 3)
 
     def wide(z):
@@ -179,15 +179,15 @@ def test_frozen_coordinates_do_not_move_and_count_for_nothing(make, monkeypatch)
         log_base, log_weight = correlated(z[..., [0, 2]])
         return log_base, log_weight + 50 * z[..., 1].detach() ** 0 - 50 + 0 * z[..., 1]
 
-    def moves(density, start, noises, free):
+    def moves(density, start, noises, movable):
         noises = iter(noises)
         monkeypatch.setattr(torch, "randn_like", lambda like: next(noises))
         monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, 0.5))
-        target = Target(evaluator(density), torch.tensor(0.6), free)
+        target = Target(evaluator(density), torch.tensor(0.6), movable)
         return run(make(), target.evaluate(start), target, 5)
 
     start = torch.randn(4, 3)
-    state, infos = moves(wide, start, draws, free)
+    state, infos = moves(wide, start, draws, movable)
     narrow, alone = moves(correlated, start[:, [0, 2]], draws[..., [0, 2]], None)
     assert torch.equal(state.position[:, 1], start[:, 1])
     assert torch.allclose(state.position[:, [0, 2]], narrow.position)

@@ -14,8 +14,8 @@ etas = pytest.mark.parametrize("eta", ETAS, ids=["small", "large", "per-coordina
 kernels = pytest.mark.parametrize("cls", [ULA, MALA])
 
 
-def target(beta=0.7, free=None, density=correlated):
-    return Target(evaluator(density), torch.tensor(beta), free)
+def target(beta=0.7, movable=None, density=correlated):
+    return Target(evaluator(density), torch.tensor(beta), movable)
 
 
 def gradient(z, beta=0.7):
@@ -120,10 +120,10 @@ def test_the_learned_reverse_kernel_of_frozen_coordinates():
         return torch.cat([shift, pad], -1), torch.cat([log_scale, pad], -1)
 
     z, noise = torch.randn(8, 3), torch.randn(8, 3)
-    free = torch.tensor([1.0, 1.0, 0.0])
+    movable = torch.tensor([1.0, 1.0, 0.0])
     with pytest.MonkeyPatch.context() as patch:
         frozen(patch, noise)
-        there = target(0.7, free, wide)
+        there = target(0.7, movable, wide)
         _, found = ULA(0.3, GaussianReverse(narrowed)).step(there.evaluate(z), there)
     with pytest.MonkeyPatch.context() as patch:
         frozen(patch, noise[:, :2])

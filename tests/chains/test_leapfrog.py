@@ -16,8 +16,8 @@ densities = pytest.mark.parametrize(
 steps = pytest.mark.parametrize("num_steps", [1, 2, 7])
 
 
-def target_of(density, free=None):
-    return Target(evaluator(density), torch.tensor(0.6), free)
+def target_of(density, movable=None):
+    return Target(evaluator(density), torch.tensor(0.6), movable)
 
 
 @densities

@@ -12,8 +12,8 @@ from pyro_mcvae.chains.leapfrog import leapfrog, log_momentum
 from tests.chains.densities import correlated, frozen
 
 
-def target(beta=0.7, free=None):
-    return Target(evaluator(correlated), torch.tensor(beta), free)
+def target(beta=0.7, movable=None):
+    return Target(evaluator(correlated), torch.tensor(beta), movable)
 
 
 @pytest.mark.parametrize("eta", [0.05, 0.5, torch.tensor([0.1, 0.6], dtype=torch.float64)])
@@ -70,7 +70,7 @@ def test_momentum_makes_chains_go_further():
 
 
 def test_frozen_coordinates_have_no_momentum():
-    there = target(free=torch.tensor([1.0, 0.0]))
+    there = target(movable=torch.tensor([1.0, 0.0]))
     state = there.evaluate(torch.randn(6, 2))
     for _ in range(3):
         state, _ = UnderdampedLangevin(0.4, 0.8).step(state, there)
