@@ -239,19 +239,23 @@ class Kernel(nn.Module, ABC):
         :returns: the new state and an :class:`Info`.
         """
         proposal = self.propose(state, target)
-        log_ratio = proposal.log_ratio
-        if not self.adjusted:
-            with torch.no_grad():
-                change = self._log_change(proposal, state, target)
-            if proposal.log_reverse is not None:
-                log_ratio = proposal.log_reverse
-            return proposal.state, Info(log_ratio, change.clamp(max=0.0).exp())
+        if self.adjusted:
+            return self._decide(proposal, state, target)
+        with torch.no_grad():
+            change = self._log_change(proposal, state, target)
+        reverse, log_ratio = proposal.log_reverse, proposal.log_ratio
+        info = Info(log_ratio if reverse is None else reverse, change.clamp(max=0.0).exp())
+        return proposal.state, info
+
+    def _decide(self, proposal: Proposal, state: State, target: Target) -> tuple[State, Info]:
+        """Accept or reject a move, each datum by itself."""
         log_accept = self._log_change(proposal, state, target).clamp(max=0.0)
         acceptance = log_accept.detach().exp()
         accepted = torch.rand_like(acceptance) < acceptance
         pairs = zip(proposal.state, state, strict=True)
         new = State(*(_select(accepted, a, b) for a, b in pairs))  # type: ignore[arg-type]
-        return new, Info(log_ratio, acceptance, accepted, _log_prob(accepted, log_accept))
+        log_prob = _log_prob(accepted, log_accept)
+        return new, Info(proposal.log_ratio, acceptance, accepted, log_prob)
 
     @staticmethod
     def _log_change(proposal: Proposal, state: State, target: Target) -> Tensor:

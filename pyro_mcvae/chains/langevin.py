@@ -63,19 +63,21 @@ class ULA(_Langevin):
     def propose(self, state: State, target: Target) -> Proposal:
         noise = target.noise(state)
         step_size = self.step_size(target.transition)
-        step = (2.0 * step_size).sqrt()
-        new, momentum = leapfrog(state, noise, target, step)
+        new, momentum = leapfrog(state, noise, target, (2.0 * step_size).sqrt())
         log_ratio = log_momentum(momentum) - log_momentum(noise)
         if self.reverse is None:
             return Proposal(new, log_ratio)
-        # Both densities are of positions now: the forward one's Jacobian does not cancel.
-        forward = (-0.5 * noise.square() - step.log() - 0.5 * math.log(2 * math.pi)) * _ones(
-            noise, target
-        )
-        backward = self.reverse.log_prob(
-            state.position, new, target, self.step_size(target.transition)
-        )
-        return Proposal(new, log_ratio, backward - forward.sum(-1))
+        backward = self.reverse.log_prob(state.position, new, target, step_size)
+        return Proposal(new, log_ratio, backward - _log_move(noise, step_size, target))
+
+
+def _log_move(noise: Tensor, step_size: Tensor, target: Target) -> Tensor:
+    """
+    The density of a Langevin move from its noise, shape ``[*batch]``. Of the position: unlike in
+    the ratio of two moves the Jacobian does not cancel.
+    """
+    density = -0.5 * noise.square() - (2.0 * step_size).sqrt().log() - 0.5 * math.log(2 * math.pi)
+    return (density * _ones(noise, target)).sum(-1)
 
 
 class MALA(_Langevin):

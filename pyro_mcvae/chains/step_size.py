@@ -133,9 +133,12 @@ class AdaptiveStepSize(StepSize):
 
     @torch.no_grad()
     def begin(self, gradient: Tensor) -> None:
-        if not (self.training and self.per_coordinate and self._new):
-            return
-        self._new = False
+        if self.training and self.per_coordinate and self._new:
+            self._new = False
+            self._fit(gradient)
+
+    def _fit(self, gradient: Tensor) -> None:
+        """Divide by the steepness of the guide's log density."""
         squares = gradient.reshape(-1, gradient.shape[-1]).square().mean(0)
         # Over the data of all ranks, which must begin alike.
         steepness = mean_over_ranks(squares).amax().sqrt()

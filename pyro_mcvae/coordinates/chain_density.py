@@ -46,7 +46,6 @@ class ChainDensity:
         self.gradient = log_weight.gradient
         self._full = GradientMode.CHAIN in self.gradient
         self._kernel_gradient = GradientMode.COORDINATES in self.gradient
-        self._recompute = GradientMode.RECOMPUTED in self.gradient
         self._latest = log_weight.first
 
     @property
@@ -58,7 +57,7 @@ class ChainDensity:
 
     def start(self) -> State:
         """The first draw."""
-        if self._kernel_gradient and self.log_weight.entangled:
+        if self._kernel_gradient and self.log_weight.plan.entangled:
             # Forward and reverse moves must follow one gradient: the partial derivatives.
             return self(self.log_weight.coordinates)
         with torch.set_grad_enabled(bool(self.gradient)):
@@ -68,7 +67,7 @@ class ChainDensity:
             return self._kept(state)
 
     def __call__(self, position: Tensor) -> State:
-        if not self._recompute:
+        if GradientMode.RECOMPUTED not in self.gradient:
             return self._evaluate(position)
         # Handlers around the loss are gone when the backward pass runs the programs again.
         contexts = nullcontext(), _Handlers()
@@ -78,9 +77,8 @@ class ChainDensity:
         return state
 
     def _evaluate(self, position: Tensor) -> State:
-        full = self._full
-        with torch.set_grad_enabled(full or self._kernel_gradient):
-            if not full:
+        with torch.set_grad_enabled(self._full or self._kernel_gradient):
+            if not self._full:
                 position = position.detach()
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
@@ -90,12 +88,16 @@ class ChainDensity:
             # graph, in which a recomputation of the same evaluation would meet itself.
             own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
             state = self._at(position, own)
-            if all_near and _is_finite(state):
-                return self._kept(state)
-            state, regular = _mended(state, near.all(-1))
-            if full and reads and not holds(regular.all()):
-                state = self._with_constants(state, regular)
+            if not (all_near and _is_finite(state)):
+                state = self._mended(state, near, reads)
             return self._kept(state)
+
+    def _mended(self, state: State, near: Tensor, reads: bool) -> State:
+        """The state without what is not finite, and without what lies too far off."""
+        state, regular = _mended(state, near.all(-1))
+        if self._full and reads and not holds(regular.all()):
+            return self._with_constants(state, regular)
+        return state
 
     def _at(self, position: Tensor, moved: Tensor) -> State:
         at = self.log_weight(moved)

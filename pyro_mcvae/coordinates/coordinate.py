@@ -42,10 +42,17 @@ class Coordinate(ABC):
 
     :ivar event_shape: the shape of the coordinate of one batch element.
     :ivar reparameterized: whether gradients may pass through draws, to the guide's parameters.
+    :ivar normal: whether its density is the standard normal one.
     """
 
     event_shape: torch.Size
     reparameterized: bool = True
+    normal: bool = False
+
+    @property
+    def kind(self) -> tuple[type, bool, bool]:
+        """What tells the coordinates of a site in two runs apart, but for their shape."""
+        return type(self), self.reparameterized, self.normal
 
     @abstractmethod
     def draw(self) -> Tensor:
@@ -80,15 +87,11 @@ class NoiseCoordinate(Coordinate):
         self.batch_shape = fn.batch_shape
         self.reparameterized = not _forbids_rsample(fn)
         self.noise = noise
+        self.normal = isinstance(noise.standard, StandardNormal)
         self.event_shape = noise.event_shape
         self._masked = is_masked(fn)
         # The noise and its density at the last call of log_prob, which log_base then shares.
         self._latest: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def normal(self) -> bool:
-        """Whether the density of the noise is the standard normal one."""
-        return isinstance(self.noise.standard, StandardNormal)
 
     def draw(self) -> Tensor:
         with torch.no_grad():

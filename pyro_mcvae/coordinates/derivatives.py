@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_mcvae.coordinates.coordinate import NoiseCoordinate
 from pyro_mcvae.coordinates.noise import sum_event
 from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record
+from pyro_mcvae.coordinates.plan import Plan
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.precision import without_autocast
@@ -20,11 +20,11 @@ __all__ = ["base_gradient", "coordinate_gradient", "gradients_at_latents", "guid
 
 
 def base_gradient(
-    packing: Packing, records: list[Record], log_base: Tensor, create_graph: bool
+    plan: Plan, records: list[Record], log_base: Tensor, create_graph: bool
 ) -> Tensor:
     """The gradient of the coordinates' own density: ``[*leading, *plates, D]``."""
-    first = [records[0][n].coordinate for n in packing.sites]
-    if not all(isinstance(c, NoiseCoordinate) and c.normal for c in first):
+    packing = plan.packing
+    if not plan.normal:
         return coordinate_gradient(packing, records, log_base, create_graph, True)
     base = packing.pack_runs([{n: -record[n].at for n in packing.sites} for record in records])
     return as_shape(base, log_base.shape + base.shape[-1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -25,9 +26,9 @@ from pyro_mcvae.coordinates.masks import all_coordinates, movable_coordinates
 from pyro_mcvae.coordinates.placing import (
     Placed,
     Record,
-    coordinate_at,
     drawn,
     latents_at,
+    placing_at,
     value_at,
 )
 from pyro_mcvae.coordinates.plan import check_names, plan_of
@@ -107,7 +108,7 @@ class LogWeight:
         self.programs, self.gradient = programs, gradient
         self._sampler, self._kind, self._given = sampler, coordinates, latents or {}
         sample, self._records = self._first_draw(within)
-        self.plan = plan_of(sample, self._records, coordinates)
+        self.plan = plan_of(sample, self._records)
         self.packing = self.plan.packing
         self.coordinates = self.packing.pack_runs(
             [{name: placed.at for name, placed in record.items()} for record in self._records]
@@ -153,16 +154,6 @@ class LogWeight:
         return tuple(n for n in self.packing.sites if not record[n][0].reparameterized)
 
     @property
-    def entangled(self) -> bool:
-        """
-        Whether a first coordinate may depend on another one, as a draw whose noise is not explicit
-        does on the draws before it: :meth:`gradients` of ``first`` are then no partial derivatives.
-        """
-        record = self._records[0]
-        found = [isinstance(record[n][0], UnconstrainedCoordinate) for n in self.packing.sites]
-        return len(found) > 1 and any(found) and not self.first.sample.structure.mean_field
-
-    @property
     def unconstrained(self) -> dict[str, Distribution]:
         """The distributions of the local sites that move as unconstrained values."""
         found = ((n, self._records[0][n][0]) for n in self.packing.sites)
@@ -199,7 +190,7 @@ class LogWeight:
         :returns: two tensors of shape ``[*leading, *plates, D]``.
         """
         value, retain = at.log_weight, retain_graph or create_graph
-        base = base_gradient(self.packing, at.records, at.log_base, create_graph)
+        base = base_gradient(self.plan, at.records, at.log_base, create_graph)
         if GradientMode.FIRST in self.gradient and at is self.first:
             # The way from the model to the coordinates leads through the detached latents.
             value, retain = self.guide_elbo(), True
@@ -242,18 +233,20 @@ class LogWeight:
         :param coordinates: shape ``[*leading, *plates, D]``.
         """
         inner = self.coordinates.shape[1:]
-        if coordinates.shape[coordinates.dim() - len(inner) :] != inner:
-            raise ValueError(
-                f"coordinates must have shape [*leading, {', '.join(map(str, inner))}], got "
-                f"{tuple(coordinates.shape)}"
-            )
-        lead = coordinates.shape[: coordinates.dim() - len(inner)]
-        flat = coordinates if len(lead) == 1 else coordinates.reshape(-1, *inner)
-        sample, records = self._run(self._unpack(flat), len(flat))
-        found = evaluate(sample, records, self.packing)
+        depth = coordinates.dim() - len(inner)
+        lead = coordinates.shape[:depth]
+        if coordinates.shape[depth:] != inner:
+            raise _wrong_shape(coordinates, inner)
+        if len(lead) == 1:
+            return self._evaluated(coordinates)
+        found = self._evaluated(coordinates.reshape(-1, *inner))
         shape = lead + found.log_weight.shape[1:]
-        log_weight, log_base = as_shape(found.log_weight, shape), as_shape(found.log_base, shape)
-        return Evaluation(log_weight, log_base, sample, records)
+        log_weight, log_base = found.log_weight.reshape(shape), found.log_base.reshape(shape)
+        return replace(found, log_weight=log_weight, log_base=log_base)
+
+    def _evaluated(self, flat: Tensor) -> Evaluation:
+        sample, records = self._run(self._unpack(flat), len(flat))
+        return evaluate(sample, records, self.packing)
 
     def _unpack(self, flat: Tensor) -> list[dict[str, Tensor]]:
         together = self._sampler.vectorizes(len(flat))
@@ -262,18 +255,23 @@ class LogWeight:
     def _run(
         self, values: list[dict[str, Tensor]], count: int, detach: bool = False
     ) -> tuple[WeightedParticles, list[Record]]:
-        first, programs = self.first.sample, self.programs
-        if first.structure.mean_field and count == first.num_particles:
-            records = [
-                {n: Placed(old[n].coordinate, as_shape(v, old[n].at.shape)) for n, v in at.items()}
-                for at, old in zip(values, self._records, strict=True)
-            ]
-            # One run at a time: a flow finds the density of the last value only that it made.
-            latents = (latents_at(record, detach) for record in records)
-            return self._sampler.replay(programs, first, latents), records
-        records = [{} for _ in values]
-        sample_fns = [self._at(v, r) for v, r in zip(values, records, strict=True)]
-        sample = self._sampler.resample(programs, first, sample_fns, count, detach)
+        first = self.first.sample
+        if not (first.structure.mean_field and count == first.num_particles):
+            return self._run_both(values, count, detach)
+        records = [
+            {n: Placed(old[n].coordinate, as_shape(v, old[n].at.shape)) for n, v in at.items()}
+            for at, old in zip(values, self._records, strict=True)
+        ]
+        # One run at a time: a flow finds the density of the last value only that it made.
+        latents = (latents_at(record, detach) for record in records)
+        return self._sampler.replay(self.programs, first, latents), records
+
+    def _run_both(
+        self, values: list[dict[str, Tensor]], count: int, detach: bool
+    ) -> tuple[WeightedParticles, list[Record]]:
+        first, records = self.first.sample, [Record() for _ in values]
+        sample_fns = [placing_at(v, r, self._kind) for v, r in zip(values, records, strict=True)]
+        sample = self._sampler.resample(self.programs, first, sample_fns, count, detach)
         check_names(records, self.packing, first.structure.global_sites.guide)
         return sample, records
 
@@ -283,15 +281,9 @@ class LogWeight:
         record[msg["name"]] = drawn(msg, self._kind, differentiable, given)
         return value_at(msg, record[msg["name"]])
 
-    def _at(self, values: dict[str, Tensor], record: Record) -> SampleFn:
-        def sample_fn(msg: Message) -> Tensor | None:
-            coordinate, value = coordinate_at(msg, self._kind), values.get(msg["name"])
-            if value is None:
-                # A site of other draws: noted, to be refused once the run is over.
-                record[msg["name"]] = Placed(coordinate, msg["fn"].sample())
-                return None
-            at = as_shape(value, msg["fn"].batch_shape + coordinate.event_shape)
-            record[msg["name"]] = Placed(coordinate, at)
-            return value_at(msg, record[msg["name"]])
 
-        return sample_fn
+def _wrong_shape(coordinates: Tensor, inner: torch.Size) -> ValueError:
+    return ValueError(
+        f"coordinates must have shape [*leading, {', '.join(map(str, inner))}], got "
+        f"{tuple(coordinates.shape)}"
+    )

@@ -23,21 +23,21 @@ def movable_coordinates(
     :returns: shape ``[K, *plates, D]``.
     :raises ValueError: if a mask depends on a latent, so that moves would change it.
     """
-    _refuse_moving_masks(sample.structure)
-    masks: list[dict[str, Tensor]] = []
-    for record, run in zip(records, sample.runs, strict=True):
-        found = {n: masked_entries(run.guide_trace.nodes[n]) for n in packing.sites}
-        masks.append({n: _as_event(m, record[n]) for n, m in found.items() if m is not None})
+    if sample.structure.masked_by:
+        raise _moving(sample.structure)
+    masks = [
+        {n: m for n in packing.sites if (m := masked_entries(run.guide_trace.nodes[n])) is not None}
+        for run in sample.runs
+    ]
     return _packed(masks, records, packing) if any(masks) else None
 
 
 def _packed(masks: list[dict[str, Tensor]], records: list[Record], packing: Packing) -> Tensor:
-    return packing.pack_runs(
-        [
-            {n: torch.ones_like(record[n].at) * found.get(n, 1) for n in packing.sites}
-            for record, found in zip(records, masks, strict=True)
-        ]
-    )
+    packed = []
+    for record, found in zip(records, masks, strict=True):
+        ones = {n: torch.ones_like(record[n].at) for n in packing.sites}
+        packed.append(ones | {n: ones[n] * _as_event(m, record[n]) for n, m in found.items()})
+    return packing.pack_runs(packed)
 
 
 def all_coordinates(records: list[Record], packing: Packing) -> Tensor:
@@ -47,13 +47,13 @@ def all_coordinates(records: list[Record], packing: Packing) -> Tensor:
     )
 
 
-def _refuse_moving_masks(structure: Structure) -> None:
-    for name, draws in structure.masked_by.items():
-        raise ValueError(
-            f"the mask of site '{name}' of the guide depends on {', '.join(sorted(draws))}, so "
-            f"moves would change how many latents count: let the masks of both programs depend on "
-            f"data only (an unmasked latent without an effect does no harm), or use TraceIWAE_ELBO"
-        )
+def _moving(structure: Structure) -> ValueError:
+    name, draws = next(iter(structure.masked_by.items()))
+    return ValueError(
+        f"the mask of site '{name}' of the guide depends on {', '.join(sorted(draws))}, so "
+        f"moves would change how many latents count: let the masks of both programs depend on "
+        f"data only (an unmasked latent without an effect does no harm), or use TraceIWAE_ELBO"
+    )
 
 
 def _as_event(mask: Tensor, placed: Placed) -> Tensor:

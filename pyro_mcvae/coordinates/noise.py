@@ -132,11 +132,14 @@ def _scaled(fn: Distribution, standard: Distribution | StandardNormal) -> Noise:
     )
 
 
-@register_noise(*_pair("Normal", "Laplace", "Cauchy", "Logistic"))
+@register_noise(*_pair("Normal"))
+def _normal(fn: Distribution) -> Noise:
+    return _scaled(fn, StandardNormal(fn.loc))
+
+
+@register_noise(*_pair("Laplace", "Cauchy", "Logistic"))
 def _location_scale(fn: Distribution) -> Noise:
-    plain = _pair(type(fn).__name__)[0]
-    standard = StandardNormal(fn.loc) if plain is dist.Normal else _standard(plain, fn.loc)
-    return _scaled(fn, standard)
+    return _scaled(fn, _standard(_pair(type(fn).__name__)[0], fn.loc))
 
 
 @register_noise(*_pair("StudentT"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,15 @@ from pyro_mcvae.coordinates.coordinate import (
     coordinate_of,
 )
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
+from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.sites import bare, is_straight_through
 from pyro_mcvae.programs.types import Message, SiteChanges
 
-__all__ = ["Placed", "Record", "coordinate_at", "drawn", "latents_at", "packing_of", "value_at"]
+__all__ = ["Placed", "Record", "drawn", "latents_at", "packing_of", "placing_at", "value_at"]
 
 
 class Placed(NamedTuple):
@@ -101,6 +104,27 @@ def value_at(msg: Message, placed: Placed) -> Tensor:
         own = {**msg["infer"].get("mcvae", {}), "log_prob": known}
         msg["infer"] = {**msg["infer"], "mcvae": own}
     return coordinate.value(at)
+
+
+def placing_at(values: Mapping[str, Tensor], record: Record, kind: Coordinates) -> SampleFn:
+    """
+    What gives the sites of a run their values at given coordinates.
+
+    :param values: the coordinates by site, of any shape.
+    :param record: fills with them, and with what sites have that are not among them.
+    """
+
+    def sample_fn(msg: Message) -> Tensor | None:
+        coordinate, value = coordinate_at(msg, kind), values.get(msg["name"])
+        if value is None:
+            # A site of other draws: noted, to be refused once the run is over.
+            record[msg["name"]] = Placed(coordinate, msg["fn"].sample())
+            return None
+        at = as_shape(value, msg["fn"].batch_shape + coordinate.event_shape)
+        record[msg["name"]] = Placed(coordinate, at)
+        return value_at(msg, record[msg["name"]])
+
+    return sample_fn
 
 
 def latents_at(record: Record, detach: bool) -> SiteChanges:

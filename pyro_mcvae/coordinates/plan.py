@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from pyro_mcvae.coordinates.coordinate import Coordinates
+from pyro_mcvae.coordinates.coordinate import UnconstrainedCoordinate
 from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record, packing_of
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -21,36 +21,32 @@ _MAX_PLANS = 256
 @dataclass(frozen=True)
 class Plan:
     """
-    How the coordinates of a structure are packed.
+    What the coordinates of a structure are.
 
+    :ivar packing: how they are packed into vectors.
+    :ivar normal: whether their density under the guide is the standard normal one.
+    :ivar entangled: whether a first coordinate may depend on another one, as a draw whose noise is
+        not explicit does on the draws before it: gradients at the first draw are then no partial
+        derivatives.
     :ivar looked: who has looked at the sites already, by keys of their own.
     """
 
     packing: Packing
+    normal: bool
+    entangled: bool
     looked: set[Hashable] = field(default_factory=set)
 
 
-def plan_of(sample: WeightedParticles, records: list[Record], kind: Coordinates) -> Plan:
+def plan_of(sample: WeightedParticles, records: list[Record]) -> Plan:
     """
     The plan of a first draw.
 
     :param records: for each of its runs, where each site stands.
     :raises ValueError: for guides of which no latent has a weight, or coordinates.
     """
-    sites = [
-        (p.at.shape, p.at.dtype, type(p.coordinate), p.coordinate.reparameterized)
-        for p in records[0].values()
-    ]
-    run = sample.runs[0]
-    key = (
-        kind,
-        run.nesting,
-        run.leading,
-        run.shapes,
-        tuple(sites),
-        tuple([tuple(record) for record in records]),
-    )
-    plans = sample.structure.notes
+    run, plans = sample.runs[0], sample.structure.notes
+    sites = [(n, at.shape, at.dtype, c.kind) for record in records for n, (c, at) in record.items()]
+    key = run.nesting, run.leading, run.shapes, len(records), tuple(sites)
     if key not in plans:
         if len(plans) >= _MAX_PLANS:
             plans.clear()
@@ -78,7 +74,10 @@ def _made(sample: WeightedParticles, records: list[Record]) -> Plan:
             "that none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
         )
     check_names(records, packing, sample.structure.global_sites.guide)
-    return Plan(packing)
+    first = [records[0][n].coordinate for n in packing.sites]
+    unexplicit = any(isinstance(c, UnconstrainedCoordinate) for c in first)
+    entangled = len(first) > 1 and unexplicit and not sample.structure.mean_field
+    return Plan(packing, all(c.normal for c in first), entangled)
 
 
 def check_names(records: list[Record], packing: Packing, shared: frozenset[str]) -> None:

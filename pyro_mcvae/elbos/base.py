@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import abstractmethod
 from collections.abc import Callable
@@ -15,16 +14,14 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, finite_loss
+from pyro_mcvae.elbos.notices import Notices, refuse_scores
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.precision import without_autocast
-from pyro_mcvae.programs.run import Run
 
 __all__ = ["ELBOOptions", "MonteCarloELBO"]
-
-_logger = logging.getLogger(__name__)
 
 
 class ELBOOptions(TypedDict, total=False):
@@ -125,7 +122,7 @@ class MonteCarloELBO(ELBO):
             max_plate_nesting,
             strict_enumeration=strict_enumeration_warning,
         )
-        self._told_of_guide_data = self._told_of_baselines = False
+        self._notices = Notices()
 
     @abstractmethod
     def estimate(self, programs: Programs) -> Estimate:
@@ -138,31 +135,9 @@ class MonteCarloELBO(ELBO):
     def _step(self, programs: Programs) -> Estimate:
         estimate = self.estimate(programs)
         if torch.is_grad_enabled() and not estimate.scored:
-            _refuse_scores(self, estimate.runs)
-        self._tell_of_baselines(estimate.runs[:1])
-        observed = [t.key.name for run in estimate.runs[:1] for t in run.guide_data]
-        if observed and not self._told_of_guide_data:
-            self._told_of_guide_data = True
-            _logger.warning(
-                "site '%s' of the guide is observed: its log density is added to the loss, as by "
-                "Pyro, so that training lowers it, and is in no weight and no evidence. To train a "
-                "network that predicts it, subtract its log_prob from differentiable_loss instead",
-                observed[0],
-            )
+            refuse_scores(type(self).__name__, estimate.runs)
+        self._notices.look(programs, estimate.runs)
         return estimate
-
-    def _tell_of_baselines(self, runs: list[Run]) -> None:
-        if self._told_of_baselines:
-            return
-        self._told_of_baselines = True
-        for term in (t for run in runs for t in run.terms if t.in_guide):
-            if term.site["infer"].get("baseline"):
-                _logger.warning(
-                    "infer={'baseline': ...} of the guide's site '%s' is for "
-                    "pyro.infer.TraceGraph_ELBO, and has no effect here: pass baseline= to "
-                    "TraceRaoBlackwell_ELBO, such as IndependentDraw() or NVIL(network)",
-                    term.key.name,
-                )
 
     def _get_trace(
         self,
@@ -257,14 +232,3 @@ class MonteCarloELBO(ELBO):
         """
         with torch.no_grad():
             return self.bounds_of(Programs(model, guide, args, kwargs))
-
-
-def _refuse_scores(objective: MonteCarloELBO, runs: list[Run]) -> None:
-    """A score-function term that is left out is a wrong gradient, which nothing else would show."""
-    for term in (t for run in runs for t in run.terms if isinstance(t.score, Tensor)):
-        raise ValueError(
-            f"the guide's draws of site '{term.key.name}' are not reparameterized "
-            f"({type(term.site['fn']).__name__}), and the estimate of {type(objective).__name__} "
-            f"does not say that its gradient has their score function: make it by local_estimate "
-            f"or elbo_estimate, or add the terms and pass Estimate(..., scored=True)"
-        )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
-from pyro_mcvae.chains.kernel import Kernel, State
+from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.schedules import Schedule, as_schedule
 from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize
 from pyro_mcvae.coordinates.chain_checks import check_chain
@@ -193,8 +193,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         betas = self.schedule()
         with torch.set_grad_enabled(GradientMode.CHAIN in density.gradient):
             start = density.start()
-            if density.gradient.keeps_graph and self.training:
-                self._begin(start)
+            if self.training and density.gradient.keeps_graph and start.grad_base is not None:
+                # Let the step size see where the first chains start.
+                self.kernel.step_size.begin(start.grad_base.detach())
             chain = anneal(
                 start,
                 betas,
@@ -216,30 +217,28 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _average(self, log_weight: Tensor) -> Tensor:
         return log_mean_exp(log_weight) if self.multi_sample else log_weight.mean(0)
 
-    def _begin(self, start: State) -> None:
-        """Let the step size see where the first chains start."""
-        if start.grad_base is not None:
-            self.kernel.step_size.begin(start.grad_base.detach())
-
     def _adapt(self, chain: Chain) -> None:
-        record, step_size = self.last_step, self.kernel.step_size
-        if not self.training or record is None or not len(record.acceptance):
-            return
-        if type(step_size).update is StepSize.update:
+        step_size, start = self.kernel.step_size, chain.start
+        if not (self.training and chain.infos) or type(step_size).update is StepSize.update:
             return  # nothing to learn, and no rank to be waited for
-        state, gradient = chain.start, None
-        if state.grad_base is not None and state.grad_weight is not None:
-            gradient = (state.grad_base + state.grad_weight).detach()
-        acceptance = chain.mean_acceptance
+        acceptance, gradient = chain.mean_acceptance, None
+        if start.grad_base is not None and start.grad_weight is not None:
+            gradient = (start.grad_base + start.grad_weight).detach()
         if num_ranks() > 1:
-            # The mean that the chain took, and the gradients, over the data of all ranks.
-            if self.kernel.adjusted:
-                acceptance = mean_over_ranks(acceptance)
-            else:
-                acceptance = mean_over_ranks(acceptance.log()).exp()
-            if gradient is not None and getattr(step_size, "per_coordinate", True):
-                gradient = concat_over_ranks(gradient.reshape(-1, gradient.shape[-1]))
+            acceptance, gradient = self._over_ranks(acceptance, gradient)
         step_size.update(acceptance, gradient)
+
+    def _over_ranks(
+        self, acceptance: Tensor, gradient: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The mean that the chain took, and the gradients, over the data of all ranks."""
+        if self.kernel.adjusted:
+            acceptance = mean_over_ranks(acceptance)
+        else:
+            acceptance = mean_over_ranks(acceptance.log()).exp()
+        if gradient is not None and getattr(self.kernel.step_size, "per_coordinate", True):
+            gradient = concat_over_ranks(gradient.reshape(-1, gradient.shape[-1]))
+        return acceptance, gradient
 
     def _backward(self, loss: Tensor) -> None:
         try:

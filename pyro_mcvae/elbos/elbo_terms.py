@@ -165,14 +165,12 @@ def _guide_data(sample: WeightedParticles) -> tuple[Any, Any]:
 
     :returns: its value, and a scalar with its gradient; 0 where there is none.
     """
+    if not any(run.guide_data for run in sample.runs):
+        return 0, 0
     costs = []
     for run in sample.runs:
-        observed = elbo_costs(run.guide_data)
-        if observed:
-            scored = [Cost(t, 0, 0) for t in run.terms if isinstance(t.score, Tensor)]
-            costs.append([*scored, *observed])
-    if not costs:
-        return 0, 0
+        scored = [Cost(t, 0, 0) for t in run.terms if isinstance(t.score, Tensor)]
+        costs.append([*scored, *elbo_costs(run.guide_data)])
     coupled = sample.structure.coupled
     estimate = elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
     return estimate.value, estimate.surrogate

@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pyro.poutine.trace_struct import Trace
+
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
-from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.cache import StructureCache
 from pyro_mcvae.structure.dependencies import find_dependencies
 
@@ -33,8 +34,12 @@ class AuxiliaryDraws:
 
     def settle(self, programs: Programs, run: Run) -> Run:
         """A run without the density of auxiliary draws that are no latents."""
-        names = {t.key.name for t in run.terms if _is_auxiliary(t, run)}
-        left_out = names - self._part_of_latents(programs, run) if names else names
+        drawn = {t.key.name for t in run.terms if t.in_guide and is_random(t.site)}
+        left_out = drawn - _latents(run.model_trace)
+        return self._without(programs, run, left_out) if left_out else run
+
+    def _without(self, programs: Programs, run: Run, names: set[str]) -> Run:
+        left_out = names - self._part_of_latents(programs, run)
         if not left_out:
             return run
         terms = tuple(
@@ -54,21 +59,15 @@ class AuxiliaryDraws:
         return self._cache.of(programs, (drawn, points), find, renew=False)
 
 
-def _is_auxiliary(term: Term, run: Run) -> bool:
-    if not term.in_guide or not is_random(term.site):
-        return False
-    return not _in_model(term.key.name, run)
-
-
-def _in_model(name: str, run: Run) -> bool:
-    nodes = run.model_trace.nodes
-    return name in nodes and is_latent(nodes[name])
+def _latents(trace: Trace) -> set[str]:
+    return {name for name, site in trace.nodes.items() if is_latent(site)}
 
 
 def _points(run: Run) -> Iterator[str]:
+    latents = _latents(run.model_trace)
     for term in run.terms:
         point = term.in_guide and is_latent(term.site) and is_delta(term.site["fn"])
-        if point and _in_model(term.key.name, run):
+        if point and term.key.name in latents:
             yield term.key.name
 
 
