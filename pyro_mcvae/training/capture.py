@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pyro
 import torch
 from torch import Tensor, nn
@@ -19,9 +17,9 @@ __all__ = ["CapturedStep", "capture"]
 def capture(
     elbo_module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    *example_args: Any,
+    *example_args: object,
     warmup: int = 3,
-    **example_kwargs: Any,
+    **example_kwargs: object,
 ) -> CapturedStep:
     """
     Make a training step that replays one CUDA graph: the bound, its gradient through chains and
@@ -81,8 +79,8 @@ class CapturedStep:
         self,
         elbo_module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        example_args: tuple[Any, ...],
-        example_kwargs: dict[str, Any],
+        example_args: tuple[object, ...],
+        example_kwargs: dict[str, object],
         warmup: int,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -104,7 +102,7 @@ class CapturedStep:
         if device.type == "cuda":
             self._graph = StepGraph(elbo_module, optimizer, device, self._examples)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: object, **kwargs: object) -> Tensor:
         """
         One step of the optimizer.
 
@@ -123,7 +121,7 @@ class CapturedStep:
         self.replayed += 1
         return self._graph.replay()
 
-    def _step(self, given: list[Any]) -> Tensor:
+    def _step(self, given: list[object]) -> Tensor:
         args, kwargs = tree_unflatten(given, self._spec)
         self._optimizer.zero_grad(set_to_none=True)
         with pyro.validation_enabled(False):
@@ -132,7 +130,7 @@ class CapturedStep:
         self._optimizer.step()
         return loss.detach()
 
-    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _checked(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[object]:
         given, spec = tree_flatten((args, kwargs))
         if spec != self._spec:
             raise ValueError(
