@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from pyro_mcvae.compiled.kernels import in_one_file
 from pyro_mcvae.compiled.repeats import compile_parts
 
 __all__ = ["Backend"]
@@ -68,7 +69,8 @@ class Backend:
         with config.patch(fallback_random=True):
             run: Run
             if self.name == "inductor" and not self.options:
-                run = compile_parts(graph, example, _inductor)
+                with in_one_file():
+                    run = compile_parts(graph, example, _inductor)
             else:
                 run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
             # The first call is the compilation of torch.compile.

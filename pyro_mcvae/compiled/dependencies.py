@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import pyro
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ __all__ = ["Dependencies", "Entry", "is_plain"]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_ENTRIES, _MAX_DEPTH, _MAX_LENGTH = 4096, 12, 64
 _MISSING = object()
+_OF_A_PLATE = ("name", "size", "subsample_size", "dim")
 
 
 class Entry(NamedTuple):
@@ -33,12 +35,28 @@ class Entry(NamedTuple):
     @property
     def unchanged(self) -> bool:
         """Whether it still has the value."""
-        now, then = self.get(self.key), self.value
-        return now is then or (type(now) is type(then) and is_plain(then) and bool(now == then))
+        return _is_same(self.get(self.key), self.value)
 
 
 def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    """Whether what was made anew is what it was: AutoGuides make their plates at each step."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if is_plain(then):
+        return bool(now == then)
+    if isinstance(then, list | tuple):
+        return len(now) == len(then) and all(map(_is_same, now, then))
+    if isinstance(then, dict):
+        return now.keys() == then.keys() and all(_is_same(now[k], then[k]) for k in then)
+    if isinstance(then, pyro.plate):
+        return all(getattr(now, name) == getattr(then, name) for name in _OF_A_PLATE)
+    return False
 
 
 @dataclass

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.graph import Graph
 
+from pyro_mcvae.compiled.merging import merge_equal, own_outputs
+from pyro_mcvae.compiled.operations import is_pure, roots, written
 from pyro_mcvae.compiled.refusal import NotRecordable
 
-__all__ = ["as_function", "is_pure"]
+__all__ = ["as_function"]
 
 _aten = torch.ops.aten
-# Running statistics, which these update without saying so in their schema.
-_STATISTICS = {
-    getattr(_aten, name).default: (3, 4)
-    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
-}
 
 
 def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[int]]:
@@ -28,7 +23,7 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     Lift what a graph holds to its first inputs, and what it updates in place to its last outputs.
 
     :returns: the graph ``(*constants, *inputs) -> (*outputs, *updated)``, the constants, and which
-        of them are updated.
+        of them are updated. Its outputs share no memory, with each other or with inputs.
     :raises NotRecordable: if an input is written to.
     """
     graph = recorded.graph
@@ -36,19 +31,11 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     _remove_dead(graph)
     constants = _lift(recorded)
     updated = _take_out_updates(graph)
+    merge_equal(graph)
+    own_outputs(graph)
     order = [n for n in graph.nodes if n.op == "placeholder"][: len(constants)]
     found = GraphModule(torch.nn.Module(), graph)
     return found, constants, [order.index(node) for node in updated]
-
-
-def is_pure(node: Node) -> bool:
-    """Whether a node draws nothing and writes nothing, so that it may go, move, or be merged."""
-    if node.op != "call_function" or node.target is operator.getitem:
-        return node.op == "call_function"
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or schema.is_mutable or node.target in _STATISTICS:
-        return False
-    return torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
 
 
 def _remove_dead(graph: Graph) -> None:
@@ -67,13 +54,15 @@ def _remove_detached(graph: Graph) -> None:
 def _lift(recorded: GraphModule) -> list[Tensor]:
     """Turn tensors that the graph holds, one for each object, into its first inputs."""
     graph = recorded.graph
-    first, found = next(iter(graph.nodes)), dict[int, Node]()
+    found: dict[int, Node] = {}
     constants: list[Tensor] = []
+    last: Node | None = None
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         held = operator.attrgetter(str(node.target))(recorded)
         if id(held) not in found:
-            with graph.inserting_before(first):
-                found[id(held)] = graph.placeholder(f"constant_{len(constants)}")
+            # Before nothing is at the beginning: a first node that is lifted itself is erased.
+            with graph.inserting_after(last) if last else graph.inserting_before(None):
+                last = found[id(held)] = graph.placeholder(f"constant_{len(constants)}")
             constants.append(held)
         node.replace_all_uses_with(found[id(held)])
         graph.erase_node(node)
@@ -82,14 +71,9 @@ def _lift(recorded: GraphModule) -> list[Tensor]:
 
 def _take_out_updates(graph: Graph) -> list[Node]:
     """Let updates go to copies, which are returned; the constants that they were meant for."""
-    roots: dict[Node, Node] = {}
-    written: dict[Node, None] = {}
-    for node in graph.nodes:
-        for target in _written(node):
-            written[roots.get(target, target)] = None
-        if (source := _viewed(node)) is not None:
-            roots[node] = roots.get(source, source)
-    held = [n for n in written if n.op == "placeholder"]
+    shares = roots(graph.nodes)
+    targets = dict.fromkeys(shares.get(t, t) for node in graph.nodes for t in written(node))
+    held = [n for n in targets if n.op == "placeholder"]
     (output,) = (n for n in graph.nodes if n.op == "output")
     copies = []
     for node in held:
@@ -100,44 +84,11 @@ def _take_out_updates(graph: Graph) -> list[Node]:
         node.replace_all_uses_with(copy)
         copy.args = (node,)
         copies.append(copy)
-    returned: Any = output.args[0]
+    returned = output.args[0]
+    assert isinstance(returned, list | tuple)
     output.args = ((*returned, *copies),)
     return held
 
 
 def _last_input(graph: Graph) -> Node:
     return [n for n in graph.nodes if n.op == "placeholder"][-1]
-
-
-def _written(node: Node) -> Iterator[Node]:
-    if node.target in _STATISTICS and node.args[5]:
-        yield from (a for i in _STATISTICS[node.target] if isinstance(a := node.args[i], Node))
-    for argument, value in _arguments(node):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            values = value if isinstance(value, list | tuple) else [value]
-            yield from (v for v in values if isinstance(v, Node))
-
-
-def _viewed(node: Node) -> Node | None:
-    """The node whose memory this one's result may share."""
-    if node.target is operator.getitem:
-        source = node.args[0]
-        return source if isinstance(source, Node) else None
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not any(r.alias_info is not None for r in schema.returns):
-        return None
-    for argument, value in _arguments(node):
-        if argument.alias_info is not None and isinstance(value, Node):
-            return value
-    return None
-
-
-def _arguments(node: Node) -> Iterator[tuple[Any, Any]]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return
-    for i, argument in enumerate(schema.arguments):
-        if i < len(node.args):
-            yield argument, node.args[i]
-        elif argument.name in node.kwargs:
-            yield argument, node.kwargs[argument.name]

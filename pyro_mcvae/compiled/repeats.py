@@ -16,13 +16,17 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 
-from pyro_mcvae.compiled.graph import is_pure
+from pyro_mcvae.compiled.operations import is_pure
 
 __all__ = ["compile_parts", "cuts", "split_at_repeats"]
 
 Run = Callable[..., list[Tensor]]
 # Shorter repetitions are not worth a call of their own.
 _SHORTEST = 30
+# Graphs of fewer operations compile in time as they are, and run faster: the calls of parts take
+# time, too, which shows less where tensors are large.
+_LARGE = {"small tensors": 2500, "large tensors": 1500}
+_LARGE_TENSOR = 10_000
 # What depends on no draw and is as small as this is computed first: a schedule's values, say, of
 # which each transition takes another.
 _SMALL = 1024
@@ -36,19 +40,25 @@ def compile_parts(
 
     :param compiler: makes a function of a part.
     """
-    split = split_at_repeats(graph)
+    split = split_at_repeats(graph) if _is_long(graph) else None
     if split is None:
         return compiler(graph, example)
+    parts = {n: (p, _structure(p)) for n, p in split.named_children() if isinstance(p, GraphModule)}
+    examples = _Examples(split)
+    examples.run(*example)
     made: dict[Hashable, Run] = {}
-
-    def run(*inputs: Tensor) -> list[Tensor]:
-        found: list[Tensor] = _Compiling(split, made, compiler).run(*inputs)
-        return found
-
-    run(*example)
-    for name, part in list(split.named_children()):
-        setattr(split, name, _Compiled(made[_structure(part)]))
+    for name, (part, key) in parts.items():
+        if key not in made:
+            made[key] = _unpacked(part, compiler(part, examples.found[name]))
+        setattr(split, name, _Compiled(made[key]))
     return split
+
+
+def _is_long(graph: GraphModule) -> bool:
+    metas = [n.meta.get("tensor_meta") for n in graph.graph.nodes if n.op == "call_function"]
+    total = sum(m.shape.numel() for m in metas if hasattr(m, "shape"))
+    kind = "large tensors" if total > _LARGE_TENSOR * len(metas) else "small tensors"
+    return len(metas) > _LARGE[kind]
 
 
 def split_at_repeats(graph: GraphModule) -> GraphModule | None:
@@ -141,24 +151,16 @@ def _compute_small_things_first(graph: GraphModule) -> None:
     graph.recompile()
 
 
-class _Compiling(torch.fx.Interpreter):
-    """Runs a split graph, and compiles each kind of part for the inputs that it meets."""
+class _Examples(torch.fx.Interpreter):
+    """Runs a split graph, and remembers what its parts are called with."""
 
-    def __init__(
-        self,
-        split: GraphModule,
-        made: dict[Hashable, Run],
-        compiler: Callable[[GraphModule, list[Tensor]], Run],
-    ) -> None:
+    def __init__(self, split: GraphModule) -> None:
         super().__init__(split)
-        self._made, self._compiler = made, compiler
+        self.found: dict[str, list[Tensor]] = {}
 
     def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        part = self.fetch_attr(target)
-        key = _structure(part)
-        if key not in self._made:
-            self._made[key] = _unpacked(part, self._compiler(part, list(args)))
-        return self._made[key](*args)
+        self.found[target] = list(args)
+        return super().call_module(target, args, kwargs)
 
 
 def _unpacked(part: GraphModule, run: Run) -> Callable[..., Any]:

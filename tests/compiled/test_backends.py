@@ -6,10 +6,13 @@ import math
 import pyro
 import pytest
 import torch
+import torch._inductor.config
 from pyro.infer import SVI
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from pyro_mcvae.compiled import kernels
 from pyro_mcvae.compiled.recording import record
 from pyro_mcvae.compiled.repeats import compile_parts, cuts, split_at_repeats
 from pyro_mcvae.compiled.signature import Call
@@ -77,6 +80,22 @@ def test_inductor_draws_the_numbers_of_the_plain_loss() -> None:
     losses, _ = train(make(), TraceSIS_ELBO(2, max_plate_nesting=1))
     found, _ = train(make(), CompiledELBO(TraceSIS_ELBO(2, max_plate_nesting=1)))
     assert found == pytest.approx(losses, rel=1e-8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("works", [True, False], ids=["in one file", "one by one"])
+def test_kernels_of_several_graphs_are_compiled_together(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not works:
+        monkeypatch.setattr(kernels, "_file", lambda *_: "no C++ at all")
+    graphs = [make_fx(lambda x, n=n: [(x * n).sin().sum(0), x.exp().sum(1)]) for n in (2.0, 3.0)]
+    x = torch.randn(20, 30)
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        with kernels.in_one_file():
+            runs = [torch._inductor.compile(graph(x), [x]) for graph in graphs]
+        for graph, run in zip(graphs, runs, strict=True):
+            torch.testing.assert_close(list(run(x)), graph(x)(x))
 
 
 OPTIONS = [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}]
