@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from pyro import poutine
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.masks import counted_values
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
@@ -42,14 +41,14 @@ def dream(programs: Programs, subsamples: Minibatch) -> Trace:
     :raises ValueError: if the model cannot be drawn from.
     """
     try:
-        with SubstituteMessenger(Minibatch(subsamples)), poutine.trace() as tracer, _Dreaming():
+        with Recorder(SubstituteMessenger(Minibatch(subsamples))) as recorder, _Dreaming():
             programs.model(*programs.args, **programs.kwargs)
     except NotImplementedError as error:
         raise ValueError(
             f"the model cannot dream, because one of its distributions cannot be drawn from "
             f"({type(error).__name__}: {error}): give each site a proper distribution with sample()"
         ) from error
-    return tracer.trace
+    return recorder.trace
 
 
 def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
@@ -86,10 +85,9 @@ def recognize(programs: Programs, dreamt: Trace, subsamples: Minibatch) -> Run:
     :param programs: with arguments that hold the dreamt data.
     :raises ValueError: naming a site that the guide cannot recognize.
     """
-    replay = poutine.replay(trace=dreamt)
-    with SubstituteMessenger(Minibatch(subsamples)), poutine.trace() as tracer, replay:
+    with Recorder(SubstituteMessenger(Minibatch(subsamples)), dreamt) as recorder:
         programs.guide(*programs.args, **programs.kwargs)
-    guide_trace = tracer.trace
+    guide_trace = recorder.trace
     _check(guide_trace, dreamt)
     terms = tuple(terms_of(guide_trace, Trace()))
     return Run(guide_trace, dreamt, terms, nesting_of(guide_trace, dreamt), None)

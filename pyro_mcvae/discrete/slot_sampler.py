@@ -15,7 +15,7 @@ from pyro_mcvae.discrete.slots import SlotMessenger
 from pyro_mcvae.particles.runner import Execution, Layout, Runner
 from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 
@@ -86,9 +86,9 @@ def run_slots(
     depth = nesting + (layout.count is not None)
     leading, args, kwargs = layout.plates(), programs.args, programs.kwargs
     slots = SlotMessenger(options, -1 - depth, tell)
-    with substitute, poutine.trace() as tracer, slots, entered(leading[0]):
+    with Recorder(substitute) as recorder, slots, entered(leading[0]):
         programs.guide(*args, **kwargs)
-    guide_trace = tracer.trace
+    guide_trace = recorder.trace
     # The second one goes on where the first stopped to give dims away.
     with (
         substitute,

@@ -17,7 +17,7 @@ from pyro_mcvae.evaluation.arguments import as_arguments
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_random, is_scored
 from pyro_mcvae.programs.substitute import substitute
@@ -61,9 +61,9 @@ def simulate(
         if is_scored(site):
             _check_generative(name, site)
     values = {n: nodes[n]["value"] for n in held if n in nodes}
-    with SubstituteMessenger(reference.subsamples, values), poutine.trace() as tracer:
+    with Recorder(SubstituteMessenger(reference.subsamples, values)) as recorder:
         poutine.uncondition(programs.model)(*programs.args, **programs.kwargs)
-    drawn = {n: s["value"] for n, s in tracer.trace.nodes.items() if is_scored(s)}
+    drawn = {n: s["value"] for n, s in recorder.trace.nodes.items() if is_scored(s)}
     data = {n: drawn[n] for n, s in nodes.items() if is_scored(s) and s["is_observed"]}
     latents = {n: v for n, v in drawn.items() if n not in data}
     if to_args is not None:
@@ -77,7 +77,7 @@ def simulate(
         )
         found = substitute(programs, nodes, data, reference.subsamples, remedy)
     found = replace(found, model=poutine.condition(found.model, data=data))
-    return Simulation(found, latents, tracer.trace)
+    return Simulation(found, latents, recorder.trace)
 
 
 def check_density(simulation: Simulation, run: Run) -> None:

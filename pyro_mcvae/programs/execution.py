@@ -16,7 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs import sites
-from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
+from pyro_mcvae.programs.messengers import ParticlePlate, Recorder, SubstituteMessenger
 from pyro_mcvae.programs.types import Program, SiteChanges
 
 __all__ = [
@@ -116,13 +116,13 @@ def run_pair(
     """
     if is_messenger(programs):
         return _run_messenger(programs, substitute, leading, inside)
-    with substitute, poutine.trace() as tracer, entered(inside, leading[0]):
+    with Recorder(substitute) as recorder, entered(inside, leading[0]):
         programs.guide(*programs.args, **programs.kwargs)
-    replayed = tracer.trace
+    drawn = guide_trace = recorder.trace
     if substitute.attached is not None:
         attached = substitute.attached | set(substitute.values)
-        replayed = with_changes(replayed, _leaves(replayed, attached))
-    return tracer.trace, run_model(programs, replayed, substitute, leading[1])
+        drawn = with_changes(drawn, _leaves(drawn, attached))
+    return guide_trace, run_model(programs, drawn, substitute, leading[1])
 
 
 def _run_messenger(
@@ -153,14 +153,9 @@ def run_model(
     leading: ParticlePlate | None,
 ) -> Trace:
     """Run the model on the draws of a guide's trace."""
-    with (
-        substitute,
-        poutine.trace() as tracer,
-        poutine.replay(trace=guide_trace),
-        entered(leading),
-    ):
+    with Recorder(substitute, guide_trace) as recorder, entered(leading):
         programs.model(*programs.args, **programs.kwargs)
-    return tracer.trace
+    return recorder.trace
 
 
 def _leaves(guide_trace: Trace, but: frozenset[str]) -> SiteChanges:

@@ -59,7 +59,7 @@ class SubstituteMessenger(Messenger):
     """
     Substitutes values at sites of a run, and keeps the minibatch that the run draws.
 
-    Every further run of a step enters the same object, so that it sees the same minibatch.
+    Every further run of a step has the same minibatch.
     Distributions that a network under autocast has made compute in single precision.
 
     :param values: a value for each site to be fixed, by name.
@@ -81,46 +81,6 @@ class SubstituteMessenger(Messenger):
         self.sample_fn = sample_fn
         self.attached = attached
 
-    def _pyro_sample(self, msg: Message) -> None:
-        if site_is_subsample(msg):
-            self.subsamples.fill(msg)
-            return
-        site_in_full_precision(msg)
-        if msg["done"] or msg["is_observed"] or msg["value"] is not None:
-            return
-        if msg["name"] in self.values:
-            msg["value"], msg["done"] = self.values[msg["name"]], True
-        elif self.sample_fn is not None and is_random(msg):
-            with without_autocast():
-                value = self.sample_fn(msg)
-            if value is not None:
-                msg["value"], msg["done"] = value, True
-
-    def _pyro_post_sample(self, msg: Message) -> None:
-        if site_is_subsample(msg):
-            self.subsamples.keep(msg)
-
-
-class Recorder(Messenger):
-    """
-    Gives a model the minibatch and the guide's draws, and records its sites.
-
-    What :class:`SubstituteMessenger` around Pyro's ``trace`` and ``replay`` does, at the cost of
-    one handler: a model that runs several times in a step, often on few data, shows every message
-    to each handler.
-    Distributions that a network under autocast has made compute in single precision.
-
-    :param guide_trace: the draws.
-    :param subsamples: the minibatch.
-    :ivar trace: the sites of the run.
-    """
-
-    def __init__(self, guide_trace: Trace, subsamples: Minibatch) -> None:
-        super().__init__()
-        self.trace = Trace()
-        self.subsamples = subsamples
-        self._drawn = guide_trace.nodes
-
     def _process_message(self, msg: Message) -> None:
         if msg["type"] != "sample":
             return
@@ -129,20 +89,62 @@ class Recorder(Messenger):
             return
         site_in_full_precision(msg)
         if not msg["is_observed"]:
-            self.fill(msg, self._drawn.get(msg["name"]))
+            self._give(msg)
 
-    def fill(self, msg: Message, drawn: Site | None) -> None:
-        """
-        Give a latent its value.
+    def _give(self, msg: Message) -> None:
+        """Give a latent its value."""
+        if msg["done"] or msg["value"] is not None:
+            return
+        value = self.values.get(msg["name"])
+        if value is None and self.sample_fn is not None and is_random(msg):
+            with without_autocast():
+                value = self.sample_fn(msg)
+        if value is not None:
+            msg["value"], msg["done"] = value, True
 
-        :param drawn: what the guide has of that name, or None.
-        """
-        if drawn is not None and drawn["type"] == "sample":
+    def _postprocess_message(self, msg: Message) -> None:
+        if msg["type"] == "sample" and site_is_subsample(msg):
+            self.subsamples.keep(msg)
+
+
+class Recorder(SubstituteMessenger):
+    """
+    Records the sites of one run, and may give a model the guide's draws.
+
+    What Pyro's ``trace`` and ``replay`` inside of the other do, at the cost of one handler: a model
+    that runs several times in a step, often on few data, shows every message to each handler.
+
+    :param substitute: what else is to be done; its minibatch is shared.
+    :param drawn: a run of the guide.
+    :ivar trace: the sites.
+    """
+
+    def __init__(self, substitute: SubstituteMessenger, drawn: Trace | None = None) -> None:
+        super().__init__(substitute.subsamples, substitute.values, substitute.sample_fn)
+        self.trace = Trace()
+        self._drawn = {} if drawn is None else drawn.nodes
+
+    def _give(self, msg: Message) -> None:
+        drawn = self._drawn.get(msg["name"])
+        if drawn is None:
+            super()._give(msg)
+        elif drawn["type"] != "sample" or drawn["is_observed"]:
+            raise _no_draw(msg["name"], drawn)
+        else:
             msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
 
     def _postprocess_message(self, msg: Message) -> None:
+        super()._postprocess_message(msg)
         if msg["type"] == "sample" and not msg["infer"].get("_do_not_trace"):
             self.trace.add_node(msg["name"], **msg)
+
+
+def _no_draw(name: str, drawn: Site) -> RuntimeError:
+    kind = "observed" if drawn["type"] == "sample" else f"a {drawn['type']}"
+    return RuntimeError(
+        f"site '{name}' is drawn by the model, and is {kind} in the guide: draw it there too, by "
+        f"pyro.sample without obs=, or give it another name"
+    )
 
 
 class ScoreFunctionSites(Messenger):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.trace_struct import Trace
 
-from pyro_mcvae.programs.execution import Programs, entered, with_changes
-from pyro_mcvae.programs.messengers import ParticlePlate, Recorder
+from pyro_mcvae.programs.execution import Programs, run_model, with_changes
+from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
 from pyro_mcvae.programs.run import Run, collect
 from pyro_mcvae.programs.sites import known_support
 from pyro_mcvae.programs.terms import (
@@ -42,15 +43,13 @@ def replay_model(
     :returns: the new execution, and whether it has the sites and plates of ``run``.
     """
     guide_trace = with_changes(run.guide_trace, changes)
-    handler = Recorder(guide_trace, run.subsamples)
-    with handler, entered(leading):
-        programs.model(*programs.args, **programs.kwargs)
-    terms = _terms(run, guide_trace, handler.trace)
-    shown = run.nesting, run.leading
+    substitute = SubstituteMessenger(run.subsamples)
+    model_trace = run_model(programs, guide_trace, substitute, leading)
+    terms = _terms(run, guide_trace, model_trace)
     if terms is None:
-        other = collect(guide_trace, handler.trace, *shown, run.subsamples, run.unbatched)
-        return other, False
-    return Run(guide_trace, handler.trace, terms, *shown, run.unbatched, run.subsamples), True
+        shown = run.nesting, run.leading, run.subsamples, run.unbatched
+        return collect(guide_trace, model_trace, *shown), False
+    return replace(run, guide_trace=guide_trace, model_trace=model_trace, terms=terms), True
 
 
 def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> tuple[Term, ...] | None:

@@ -15,7 +15,7 @@ from pyro_mcvae.particles.runner import Execution, Layout
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites
-from pyro_mcvae.programs.execution import Programs, entered, with_changes
+from pyro_mcvae.programs.execution import Programs, run_model, with_changes
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SampleFn, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
@@ -27,7 +27,6 @@ from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
 from pyro_mcvae.truncated.data_index import find_data_index
 from pyro_mcvae.truncated.layout import DataIndex, StateLayout
-from pyro_mcvae.truncated.messenger import StatesHandler
 from pyro_mcvae.truncated.possible import (
     frozen_entries,
     impossible_states,
@@ -235,10 +234,9 @@ class JointRuns:
                 guide_trace = with_changes(
                     guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}
                 )
-        handler = StatesHandler(guide_trace, self.subsamples, draw)
-        with handler, entered(plate):
-            self._programs.model(*self.args, **self.kwargs)
-        model_trace, names = handler.trace, self.layouts.names
+        substitute = SubstituteMessenger(self.subsamples, sample_fn=draw)
+        model_trace = run_model(self._programs, guide_trace, substitute, plate)
+        names = self.layouts.names
         gone = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
         if gone:
             raise StatesError(

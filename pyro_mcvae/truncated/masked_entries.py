@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from pyro import poutine
-from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent
@@ -58,9 +56,9 @@ def _another(site: Site, nesting: int) -> Tensor:
 
 def _log_probs(programs: Programs, run: Run, values: dict[str, Tensor]) -> dict[str, Tensor]:
     substitute = SubstituteMessenger(Minibatch(run.subsamples), values)
-    with isolated(), poutine.trace() as tracer, substitute:
+    with isolated(), Recorder(substitute) as recorder:
         programs.model(*programs.args, **programs.kwargs)
-    trace: Trace = tracer.trace
+    trace = recorder.trace
     trace.compute_log_prob()
     sites = {n: s for n, s in trace.nodes.items() if s["type"] == "sample"}
     return {n: s["log_prob"] for n, s in sites.items() if isinstance(s.get("log_prob"), Tensor)}
