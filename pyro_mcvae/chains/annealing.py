@@ -113,12 +113,16 @@ def anneal(
         state, info = kernel.step(state, Target(evaluate, betas[k], movable, transition=k - 1))
         infos.append(info)
     if kernel.adjusted:
-        # What was still to come at each step; after a last transition, nothing.
-        rest = torch.stack([*increments, torch.zeros_like(start.log_weight)])
-        rest = rest.flip(0).cumsum(0).flip(0)
-        return Chain(rest[0], start, state, infos, list(rest[1 : len(infos) + 1]))
+        rest = _to_come(increments)
+        return Chain(rest[0], start, state, infos, rest[1 : len(infos) + 1])
     log_weight = state.log_base + state.log_weight - start.log_base
     return Chain(log_weight + sum(i.log_ratio for i in infos), start, state, infos, [])
+
+
+def _to_come(increments: list[Tensor]) -> list[Tensor]:
+    """What is still to come at each step; after the last one, nothing."""
+    parts = torch.stack([*increments, torch.zeros_like(increments[0])])
+    return list(parts.flip(0).cumsum(0).flip(0))
 
 
 def anneal_back(

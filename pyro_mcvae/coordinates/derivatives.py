@@ -42,23 +42,17 @@ def coordinate_gradient(
     """
     names = list(packing.sites)
     inputs = [record[n].at for record in records for n in names]
-    found = _grad(value, inputs, create_graph, retain_graph)
+    found: Sequence[Tensor | None] = [None] * len(inputs)
+    if value.requires_grad:
+        # The backward pass of an operator computes in the precision that its forward pass had.
+        with without_autocast():
+            found = torch.autograd.grad(
+                value.sum(), inputs, None, retain_graph, create_graph, allow_unused=True
+            )
     pairs = zip(inputs, found, strict=True)
     full = iter(torch.zeros_like(i) if g is None else g for i, g in pairs)
     packed = packing.pack_runs([{n: next(full) for n in names} for _ in records])
     return as_shape(packed, value.shape + packed.shape[-1:])
-
-
-def _grad(
-    value: Tensor, inputs: list[Tensor], create: bool, retain: bool
-) -> Sequence[Tensor | None]:
-    if not value.requires_grad:
-        return [None] * len(inputs)
-    # The backward pass of an operator computes in the precision that its forward pass had.
-    with without_autocast():
-        return torch.autograd.grad(
-            value.sum(), inputs, create_graph=create, retain_graph=retain, allow_unused=True
-        )
 
 
 def gradients_at_latents(sample: WeightedParticles) -> list[dict[str, Tensor]]:

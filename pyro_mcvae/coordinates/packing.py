@@ -35,13 +35,14 @@ class _Place(NamedTuple):
     Where a site stands in the vectors of its block.
 
     :ivar inner: the shape of what one vector holds of it, events last.
-    :ivar order: its leading and plate dims, the block's first.
+    :ivar order: its leading and plate dims, the block's first; ``back``, as they were.
     """
 
     begin: int
     end: int
     inner: tuple[int, ...]
     order: list[int]
+    back: list[int]
 
 
 def _permuted(value: Tensor, order: list[int]) -> Tensor:
@@ -49,6 +50,12 @@ def _permuted(value: Tensor, order: list[int]) -> Tensor:
     if order == list(range(len(order))):
         return value
     return value.permute(*order, *range(len(order), value.dim()))
+
+
+def _leading(value: Tensor, site: SiteShape) -> int:
+    batch = value.shape[: value.dim() - len(site.event_shape)]
+    # Not -1, which could be anything where an event is empty, as that of dist.Unit.
+    return math.prod(batch) // math.prod(site.batch_shape)
 
 
 class Packing:
@@ -88,7 +95,8 @@ class Packing:
             begin = self._widths[site.block]
             end = begin + math.prod(sizes) * math.prod(site.event_shape)
             order = [0, *own, *rest]
-            self._places[name] = _Place(begin, end, sizes + site.event_shape, order)
+            back = [order.index(a) for a in range(len(order))]
+            self._places[name] = _Place(begin, end, sizes + site.event_shape, order, back)
             self._widths[site.block] = end
             self._shapes[site.block] = tuple(site.batch_shape[a - 1] for a in own)
 
@@ -99,10 +107,7 @@ class Packing:
             place, value = self._places[name], values[name]
             inner = site.batch_shape + site.event_shape
             if value.dim() != 1 + len(inner) or value.shape[1:] != inner:
-                batch = value.shape[: value.dim() - len(site.event_shape)]
-                # Not -1, which could be anything where an event is empty, as that of dist.Unit.
-                leading = math.prod(batch) // math.prod(site.batch_shape)
-                value = value.reshape(leading, *inner)
+                value = value.reshape(_leading(value, site), *inner)
             value = _permuted(value, place.order)
             shape = (value.shape[0], *self._shapes[site.block], place.end - place.begin)
             parts[site.block].append(as_shape(value, shape))
@@ -132,8 +137,7 @@ class Packing:
             if place.end - place.begin < part.shape[-1]:
                 part = part[..., place.begin : place.end]
             part = as_shape(part, (*part.shape[:-1], *place.inner))
-            back = [place.order.index(a) for a in range(len(place.order))]
-            values[name] = _permuted(part, back).to(site.dtype)
+            values[name] = _permuted(part, place.back).to(site.dtype)
         return values
 
     def _split(self, packed: Tensor) -> list[Tensor]:

@@ -94,12 +94,12 @@ class WeightedParticles:
             )
             for b in self.blocks
         ]
-        if len(set(scales)) == 1:
-            return scales[0]
-        sizes = [t.numel() for t in self.split(self.log_weight[0])]
-        return torch.cat(
-            [self.log_weight.new_full((n,), s) for n, s in zip(sizes, scales, strict=True)]
-        )
+        return scales[0] if len(set(scales)) == 1 else self._spread(scales)
+
+    def _spread(self, values: list[float]) -> Tensor:
+        """A number for each block, at each of its entries."""
+        parts = self.split(self.log_weight[0])
+        return torch.cat([p.new_full((p.numel(),), v) for p, v in zip(parts, values, strict=True)])
 
     def with_runs(self, runs: list[Run]) -> WeightedParticles:
         """A sample of further runs that show the same sites and plates as these."""

@@ -35,13 +35,13 @@ def full_precision(fn: Distribution) -> Distribution:
     """
     changed = {}
     for name, value in vars(fn).items():
-        if isinstance(value, Tensor):
-            if value.dtype in _HALF:
-                changed[name] = value.float()
+        found = value
+        if isinstance(value, Tensor) and value.dtype in _HALF:
+            found = value.float()
         elif isinstance(value, torch.distributions.Distribution):
             found = full_precision(value)
-            if found is not value:
-                changed[name] = found
+        if found is not value:
+            changed[name] = found
     return _changed(fn, changed) if changed else fn
 
 
@@ -55,10 +55,14 @@ def site_in_full_precision(msg: Message) -> None:
     fn = msg["fn"]
     msg["fn"] = full_precision(fn)
     if msg["fn"] is not fn and not msg["is_observed"]:
-        dtypes = set(_float_dtypes(fn))
-        if len(dtypes) == 1:
-            # Handlers have taken down what they keep by the time this is called.
-            msg["continuation"] = functools.partial(_in_precision, dtypes.pop())
+        _keep_precision(msg, fn)
+
+
+def _keep_precision(msg: Message, fn: Distribution) -> None:
+    dtypes = set(_float_dtypes(fn))
+    if len(dtypes) == 1:
+        # Handlers have taken down what they keep by the time this is called.
+        msg["continuation"] = functools.partial(_in_precision, dtypes.pop())
 
 
 def _float_dtypes(fn: Distribution) -> Iterator[torch.dtype]:
@@ -91,8 +95,10 @@ def _changed(fn: Distribution, changed: dict[str, Any]) -> Distribution:
 def without_autocast() -> AbstractContextManager[object]:
     """Turns autocast off where it is on: a density's own products would be rounded."""
     on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    if not on:
-        return _NOTHING
+    return _switched_off(on) if on else _NOTHING
+
+
+def _switched_off(on: list[str]) -> ExitStack:
     stack = ExitStack()
     for device in on:
         stack.enter_context(torch.autocast(device, enabled=False))

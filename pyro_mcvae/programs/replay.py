@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
@@ -20,7 +19,7 @@ from pyro_mcvae.programs.terms import (
     model_term,
     scored,
 )
-from pyro_mcvae.programs.types import Constraint, Site, SiteChanges
+from pyro_mcvae.programs.types import Constraint, Distribution, Site, SiteChanges
 
 __all__ = ["replay_model"]
 
@@ -62,7 +61,8 @@ def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> tuple[Term, ...]
     for old, site in zip(before, sites, strict=True):
         if not _is_same(old.site, site):
             return None
-        with _checked_before(old.site, site):
+        checked = _was_checked(old.site, site)
+        with _unvalidated(site["fn"]) if checked else nullcontext():
             term = model_term(site, old.key)
         if term.log_prob.shape != old.log_prob.shape:
             return None
@@ -87,24 +87,20 @@ def _is_same(old: Site, site: Site) -> bool:
     )
 
 
+def _was_checked(old: Site, site: Site) -> bool:
+    """
+    Whether a value has passed Pyro's validation before: the same tensor, as an observation is, with
+    the same support. Parameters are validated as always, when a distribution is made.
+    """
+    same = site["value"] is old["value"]
+    return same and _same_support(known_support(old["fn"]), known_support(site["fn"]))
+
+
 @contextmanager
-def _checked_before(old: Site, site: Site) -> Iterator[None]:
-    """
-    Leave out Pyro's validation of a value that has passed it: the same tensor, as an observation
-    is, with the same support. Parameters are validated as always, when a distribution is made.
-    """
-    fn = site["fn"]
+def _unvalidated(fn: Distribution) -> Iterator[None]:
     while isinstance(fn, torch.distributions.Independent):
         fn = fn.base_dist
-    if (
-        site["value"] is not old["value"]
-        or not isinstance(fn, TorchDistributionMixin)
-        or not fn.__dict__.get("_validate_args", type(fn)._validate_args)
-        or not _same_support(known_support(old["fn"]), known_support(site["fn"]))
-    ):
-        yield
-        return
-    own = fn.__dict__.get("_validate_args")
+    own = vars(fn).get("_validate_args")
     fn._validate_args = False
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import reduce
 from typing import NamedTuple
 
@@ -216,11 +217,12 @@ def masks_of(site: Site) -> list[bool | Tensor]:
 def masked_entries(site: Site) -> Tensor | None:
     """What of a site's batch its masks leave in the density; None if all is."""
     found = masks_of(site)
-    if not found:
-        return None
-    value = site["value"]  # None in a message that is not drawn yet
-    device = getattr(value, "device", None)
-    return reduce(torch.logical_and, (torch.as_tensor(m, device=device) for m in found))
+    return _joined(found, site["value"]) if found else None
+
+
+def _joined(masks: list[bool | Tensor], value: Tensor | None) -> Tensor:
+    device = getattr(value, "device", None)  # no value in a message that is not drawn yet
+    return reduce(torch.logical_and, (torch.as_tensor(m, device=device) for m in masks))
 
 
 def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> Tensor:
@@ -232,21 +234,12 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     value = site["value"] if value is None else value
     if site["infer"].get(RELAXED):
         return relaxed_log_prob(site["fn"], value)
-    try:
-        with without_autocast():
-            return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
-    except (ValueError, RuntimeError) as error:
-        raise _density_error(site, program, error) from error
-    except (KeyError, NotImplementedError) as error:
-        raise _no_inverse(site, program, error) from error
+    with _naming(site, program):
+        return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
 
 
 def score_parts(site: Site) -> ScoreParts:
     """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked."""
-    known = site["infer"].get("mcvae", {}).get("log_prob")
-    if known is not None:
-        # From the noise that the value was made of; see NoiseCoordinate.log_prob.
-        return ScoreParts(known, 0, known)
     if site["infer"].get(RELAXED):
         log_prob = unscaled_log_prob(site, "guide")
         return ScoreParts(log_prob, 0, log_prob)
@@ -254,13 +247,20 @@ def score_parts(site: Site) -> ScoreParts:
         # Not the distribution's own: rejection samplers know the parts of their own draws only.
         log_prob = unscaled_log_prob(site, "guide")
         return ScoreParts(log_prob, log_prob, 0)
+    with _naming(site, "guide"):
+        return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
+
+
+@contextmanager
+def _naming(site: Site, program: str) -> Iterator[None]:
+    """Errors of a density name its site."""
     try:
         with without_autocast():
-            return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
+            yield
     except (ValueError, RuntimeError) as error:
-        raise _density_error(site, "guide", error) from error
+        raise _density_error(site, program, error) from error
     except (KeyError, NotImplementedError) as error:
-        raise _no_inverse(site, "guide", error) from error
+        raise _no_inverse(site, program, error) from error
 
 
 def _no_inverse(site: Site, program: str, error: Exception) -> Exception:

@@ -132,6 +132,17 @@ def model_term(site: Site, key: FactorKey | None = None) -> Term:
 
 def guide_term(site: Site, key: FactorKey | None = None) -> Term:
     """The log density of a scored site of the guide; ``key`` where it is known already."""
+    key = key or FactorKey("guide", site["name"])
+    known = site["infer"].get("mcvae", {}).get("log_prob")
+    if known is None:
+        return _scored_term(site, key)
+    # From the noise that the value was made of; see NoiseCoordinate.log_prob.
+    log_prob = sites.masked(site, known)
+    return Term(key, site, log_prob, sites.subsampling_scale(site), log_prob)
+
+
+def _scored_term(site: Site, key: FactorKey) -> Term:
+    """The log density of a draw's value, by Pyro's parts."""
     parts = sites.score_parts(site)
     entropy: Tensor | int
     log_prob = sites.masked(site, parts.log_prob)
@@ -144,7 +155,6 @@ def guide_term(site: Site, key: FactorKey | None = None) -> Term:
     else:
         entropy = sites.masked(site, parts.entropy_term)
     score = 0 if is_identically_zero(parts.score_function) else parts.score_function
-    key = key or FactorKey("guide", site["name"])
     return Term(key, site, log_prob, sites.subsampling_scale(site), entropy, score)
 
 
