@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.compiled.refusal import NotRecordable, is_library, program_line
 from pyro_mcvae.ops.recording import assume
+from pyro_mcvae.programs.messengers import Recorder
 
 __all__ = ["Reading", "ReadingMode"]
 
@@ -127,7 +128,10 @@ def _branch(condition: Tensor) -> bool:
 
 
 def _in_a_program() -> bool:
-    return any(isinstance(h, TraceMessenger) and not h.param_only for h in _PYRO_STACK)
+    return any(
+        isinstance(h, Recorder) or (isinstance(h, TraceMessenger) and not h.param_only)
+        for h in _PYRO_STACK
+    )
 
 
 def _as_tensors(args: Any) -> Any:
