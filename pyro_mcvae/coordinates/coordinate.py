@@ -33,7 +33,7 @@ __all__ = [
     "coordinate_of",
 ]
 
-Coordinates = Literal["noise", "latent", "value"]
+Coordinates = Literal["noise", "latent", "value", "resting"]
 
 
 class Coordinate(ABC):
@@ -244,13 +244,16 @@ def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coord
     The coordinate of a guide site's draws.
 
     :param fn: the site's distribution.
-    :param coordinates: ``"noise"``; ``"latent"``, unconstrained values throughout; or
-        ``"value"``, the values themselves.
+    :param coordinates: ``"noise"``; ``"latent"``, unconstrained values throughout; ``"value"``,
+        the values themselves; or, for draws that nothing moves, ``"resting"``: noise, and the
+        values where it is not known.
     """
     if coordinates == "value" or known_support(fn).is_discrete:
         return ValueCoordinate(fn)
-    if coordinates == "noise":
+    if coordinates in ("noise", "resting"):
         found = noise_of(fn)
         if found is not None:
             return NoiseCoordinate(fn, found)
+    if coordinates == "resting":
+        return ValueCoordinate(fn)
     return CircularCoordinate(fn) if _is_circular(fn) else UnconstrainedCoordinate(fn)

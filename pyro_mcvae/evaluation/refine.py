@@ -148,7 +148,7 @@ class _Refined:
     ) -> None:
         annealing, density = sampler.annealing, None
         if annealing is None:
-            at = sampler.log_weight(count * candidates)
+            at = sampler.log_weight(count * candidates, coordinates="resting")
             log_weight, position, infos = at.first.log_weight, at.coordinates, []
             runs = at.first.sample.runs
         else:

@@ -19,7 +19,14 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_random, is_scored
+from pyro_mcvae.programs.sites import (
+    inner_scale,
+    is_delta,
+    is_latent,
+    is_random,
+    is_scored,
+    known_support,
+)
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.programs.types import Site
@@ -173,7 +180,7 @@ def _unconstrained(
     run: Run, follow: list[str], values: dict[str, Tensor], shape: torch.Size
 ) -> Tensor | None:
     nodes = run.model_trace.nodes
-    parts = [biject_to(nodes[n]["fn"].support).inv(values[n]) for n in follow]
+    parts = [biject_to(known_support(nodes[n]["fn"])).inv(values[n]) for n in follow]
     if sum(p.numel() for p in parts) != shape.numel():
         return None
     return torch.cat([p.reshape(-1) for p in parts]).reshape(shape)

@@ -19,16 +19,16 @@ from pyro_mcvae.truncated.layout import existing_entries, site_spec
 __all__ = ["reader_of_masked"]
 
 
-def reader_of_masked(programs: Programs, run: Run, names: Sequence[str]) -> tuple[str, str] | None:
+def reader_of_masked(programs: Programs, run: Run, names: Sequence[str]) -> str | None:
     """
-    A discrete site with masked entries, and a site whose density these entries change.
+    Which site has a density that masked entries of a discrete site change.
 
     A masked entry has no density of its own and is kept at zero. Where it steers another site,
     the states with another value there would be out of reach.
 
     :param run: without leading dims.
     :param names: the discrete sites.
-    :returns: the names of both, or None if nothing reads what is masked out.
+    :returns: what is wrong, or None if nothing reads what is masked out.
     """
     nodes = run.model_trace.nodes
     values = {name: s["value"] for name, s in nodes.items() if is_latent(s)}
@@ -43,7 +43,11 @@ def reader_of_masked(programs: Programs, run: Run, names: Sequence[str]) -> tupl
         after = _log_probs(programs, run, {**values, name: other})
         for site, log_prob in after.items():
             if site not in before or not _same(before[site], log_prob):
-                return name, site
+                return (
+                    f"site '{name}' is masked out for some data, whose entries have the value zero "
+                    f"in all states, but site '{site}' reads them: put poutine.mask around the "
+                    f"observations alone, so that '{name}' has its prior everywhere"
+                )
     return None
 
 

@@ -23,7 +23,15 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import PlateKey, is_random, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.sites import (
+    PlateKey,
+    bare,
+    is_random,
+    is_subsampled,
+    known_support,
+    plate_frames,
+    plate_key,
+)
 from pyro_mcvae.programs.terms import Term, observed_terms
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.blocks import Structure
@@ -77,12 +85,13 @@ class SearchMessenger(Messenger):
     def _pyro_sample(self, msg: Site) -> None:
         if msg["done"] or msg["is_observed"] or msg["value"] is not None or not is_random(msg):
             return
-        if not msg["fn"].support.is_discrete:
+        if not known_support(msg["fn"]).is_discrete:
+            name, fn = msg["name"], type(bare(msg["fn"])).__name__
             raise StatesError(
-                f"site '{msg['name']}' ({type(msg['fn']).__name__}) is continuous, and a truncated "
+                f"site '{name}' ({fn}) is continuous, or does not say its support, and a truncated "
                 f"posterior has states of discrete sites only: pass guide=, a guide that draws the "
                 f"continuous latents (a function, or an AutoGuide of poutine.block(model, "
-                f"expose=['{msg['name']}']))"
+                f"expose=['{name}']))"
             )
         self._searched.add(msg["name"])
         with torch.no_grad():
@@ -213,7 +222,9 @@ def find_layouts(
             "guide=. Use TraceSGVB_ELBO or TraceIWAE_ELBO with a guide of their own"
         )
     with torch.no_grad():
-        _check_masks(reader_of_masked(programs, run, names))
+        astray = reader_of_masked(programs, run, names)
+    if astray is not None:
+        raise StatesError(astray)
     sites = [run.model_trace.nodes[n] for n in names]
     around = {s["name"]: frozenset(map(plate_key, plate_frames(s))) for s in sites}
     plates = frozenset(plate for found in around.values() for plate in found)
@@ -262,16 +273,6 @@ def _given_data(programs: Programs, run: Run) -> frozenset[str]:
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def _check_masks(read: tuple[str, str] | None) -> None:
-    if read is not None:
-        name, reader = read
-        raise StatesError(
-            f"site '{name}' is masked out for some data, whose entries have the value zero in all "
-            f"states, but site '{reader}' reads them: put poutine.mask around the observations "
-            f"alone, so that '{name}' has its prior everywhere"
-        )
 
 
 def _check_home(site: Site, structure: Structure, run: Run) -> None:

@@ -12,6 +12,8 @@ from pyro_mcvae import (
     TraceRaoBlackwell_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
+    TraceTruncated_ELBO,
+    TruncatedPosterior,
     log_evidence,
     refine,
     report,
@@ -79,4 +81,34 @@ def test_judges_take_it_and_chains_say_what_they_need():
     with pytest.raises(ValueError, match=r"\(OwnNormal\) has .* \(it does not say its support\)"):
         TraceSIS_ELBO(2).loss(model, guide)
     with pytest.raises(ValueError, match="register_noise"):
-        refine(model, guide, num_samples=3, vectorize_particles=False)
+        refine(model, guide, num_samples=3, schedule=2, vectorize_particles=False)
+
+
+def test_draws_that_nothing_moves_need_no_coordinate():
+    options = {"num_samples": 50, "num_particles": 4, "vectorize_particles": False}
+    found = []
+    for fn in (dist.Normal, OwnNormal):
+        pyro.clear_param_store()
+        found.append(refine(*pair(fn), seed=0, **options)["z"])
+    torch.testing.assert_close(found[1], found[0])
+
+
+class OwnBernoulli(OwnNormal):
+    has_rsample = False
+
+    def __init__(self, probs):
+        self.base = dist.Bernoulli(probs)
+        dist.TorchDistribution.__init__(self, self.base.batch_shape, validate_args=False)
+
+    def sample(self, sample_shape=()):
+        return self.base.sample(sample_shape)
+
+
+def test_a_searched_site_has_to_say_its_support():
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", OwnBernoulli(torch.full((3,), 0.4)))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=X)
+
+    with pytest.raises(ValueError, match=r"site 'z' \(OwnBernoulli\) .*does not say its support"):
+        TraceTruncated_ELBO().loss(model, TruncatedPosterior(model, 2))
