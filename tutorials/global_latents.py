@@ -45,3 +45,7 @@ if __name__ == "__main__":
         print(f"  TraceIWAE_ELBO            {bound(TraceIWAE_ELBO(**options))}")
         print(f"  TraceIWAE_ELBO joint=True {bound(TraceIWAE_ELBO(joint=True, **options))}")
         print(f"  RenyiELBO(alpha=0)        {bound(RenyiELBO(0, **options))}")
+    for size in (10, 32):
+        options = {"num_particles": size, "vectorize_particles": True, "max_plate_nesting": 1}
+        elbo = TraceIWAE_ELBO(num_global_particles=size, **options)
+        print(f"K = {size}, num_global_particles={size}  {bound(elbo, 100)}")

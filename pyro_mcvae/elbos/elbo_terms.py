@@ -26,6 +26,7 @@ __all__ = [
     "elbo_bounds",
     "elbo_costs",
     "elbo_estimate",
+    "guide_data",
     "local_bounds",
     "local_estimate",
 ]
@@ -125,7 +126,7 @@ def local_estimate(
     :param bool scored: whether it has the score-function terms of the local draws already.
     """
     local, terms = sample.scale * bound, sample.global_terms()
-    observed, observed_path = _guide_data(sample)
+    observed, observed_path = guide_data(sample)
     value = as_scalar(local.sum() + observed)
     shared = elbo_costs(terms) if terms else []
     if shared:
@@ -142,8 +143,7 @@ def local_estimate(
 
 def _local_score(sample: WeightedParticles) -> Any:
     """log q of the local draws without reparameterization, of all particles; 0 for none."""
-    terms = sample.runs[0].terms
-    if not any(isinstance(t.score, Tensor) and sample.is_local(t) for t in terms):
+    if not sample.has_local_scores:
         return 0
     return sample.local_sum(lambda t, i: t.score).sum(0)
 
@@ -155,11 +155,11 @@ def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
     :param sample: the particles of the step, from ``self.sampler``.
     :param bound: the bound of each datum, shape ``[*plates]``.
     """
-    shared = total_cost(elbo_costs(sample.global_terms())) + _guide_data(sample)[0]
+    shared = total_cost(elbo_costs(sample.global_terms())) + guide_data(sample)[0]
     return Bounds(bound, sample.scale, as_scalar(shared).to(bound), sample.plate_names)
 
 
-def _guide_data(sample: WeightedParticles) -> tuple[Any, Any]:
+def guide_data(sample: WeightedParticles) -> tuple[Any, Any]:
     """
     What the guide observes, averaged over the particles outside of every weight, as in Pyro.
 

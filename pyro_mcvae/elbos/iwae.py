@@ -19,7 +19,9 @@ from pyro_mcvae.elbos.elbo_terms import (
     local_estimate,
 )
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
+from pyro_mcvae.elbos.global_average import GlobalAverage, draws_globals
 from pyro_mcvae.elbos.path_gradient import PathGradient
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import leave_one_out_signal, renyi_bound
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
@@ -94,11 +96,21 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     :param int num_particles: K, the draws inside of the logarithm.
     :param str gradient_estimator: one of the above.
     :param bool joint: one weight over everything, global latents drawn K times as well; without
-        subsampled plates only. On small full data with global latents it is the tighter bound.
+        subsampled plates only. On small full data with global latents it is a tighter bound.
+    :param int num_global_particles: M, draws of the global latents that are averaged inside of the
+        logarithm as well, each with K draws of the local ones:
+
+        .. math:: L = \log \frac{1}{M} \sum_m \frac{p(\theta_m)}{q(\theta_m)}
+            \prod_n \frac{1}{K} \sum_k \frac{p(x_n, z_{mnk} \mid \theta_m)}{q(z_{mnk} \mid x_n)} .
+
+        Without subsampled plates only. It rises with M and K, and does not degenerate with the
+        number of data as ``joint=True`` does; it takes M times the runs. Of no effect where no
+        latent is global.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: if ``num_particles`` is not an int of at least 1, for an unknown
-        estimator, for ``"vimco"`` with one particle, and for ``joint`` with a subsampled plate.
+        estimator, for ``"vimco"`` with one particle, for ``joint`` or ``num_global_particles`` with
+        a subsampled plate, and for both of them.
 
     [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
     [2] Roeder, Wu, Duvenaud (2017), *Sticking the Landing*.
@@ -133,6 +145,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         num_particles: int = 2,
         gradient_estimator: GradientEstimator = "auto",
         joint: bool = False,
+        num_global_particles: int = 1,
         **options: Unpack[ELBOOptions],
     ) -> None:
         super().__init__(num_particles, **options)
@@ -148,12 +161,20 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             )
         self.gradient_estimator = gradient_estimator
         self.joint = joint
+        self.num_global_particles = check_count("num_global_particles", num_global_particles)
+        if joint and num_global_particles > 1:
+            raise ValueError(
+                f"num_global_particles={num_global_particles} is for joint=False: joint=True draws "
+                f"the global latents num_particles times, and weighs them with the local ones"
+            )
         self._told = False
         self._path = PathGradient(gradient_estimator, self.num_particles, self.alpha)
         self.sampler.structures = StructureFinder(joint, self._path.needs_roots)
 
     def estimate(self, programs: Programs) -> Estimate:
         sample = self._sample(programs)
+        if self.num_global_particles > 1 and draws_globals(sample):
+            return self._global_average(programs, sample).estimate(self._path)
         if not sample.blocks:
             self._tell_of_averaging(sample)
         if not sample.blocks or self.num_particles == 1:
@@ -165,6 +186,8 @@ class TraceIWAE_ELBO(MonteCarloELBO):
 
     def bounds_of(self, programs: Programs) -> Bounds:
         sample = self._sample(programs)
+        if self.num_global_particles > 1 and draws_globals(sample):
+            return self._global_average(programs, sample).bounds()
         if not sample.blocks:
             return elbo_bounds(sample, [elbo_costs(run.summands) for run in sample.runs])
         return local_bounds(sample, renyi_bound(sample.log_weight, self.alpha))
@@ -174,6 +197,10 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         if self.gradient_estimator == "vimco":
             inside = ScoreFunctionSites
         return self.sampler.sample(programs, inside)
+
+    def _global_average(self, programs: Programs, first: WeightedParticles) -> GlobalAverage:
+        others = range(1, self.num_global_particles)
+        return GlobalAverage([first, *(self._sample(programs) for _ in others)])
 
     def _tell_of_averaging(self, sample: WeightedParticles) -> None:
         drawn = any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide)
@@ -188,7 +215,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     def _surrogate(self, sample: WeightedParticles) -> Tensor:
         """Per datum, a tensor whose gradient estimates that of the bound: ``[*plates]``."""
         surrogate = self._path.surrogate(sample)
-        if any(isinstance(t.score, Tensor) and sample.is_local(t) for t in sample.runs[0].terms):
+        if sample.has_local_scores:
             score = sample.local_sum(lambda t, i: t.score)
             order = 1 - self.alpha
             signal = leave_one_out_signal(order * sample.log_weight) / order

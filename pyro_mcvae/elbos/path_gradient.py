@@ -68,8 +68,13 @@ class PathGradient:
             for i, run in enumerate(sample.runs)
         ]
 
-    def surrogate(self, sample: WeightedParticles) -> Tensor:
-        """Per datum, a tensor with the estimator's gradient: ``[*plates]``."""
+    def surrogate(self, sample: WeightedParticles, outer: Tensor | None = None) -> Tensor:
+        """
+        Per datum, a tensor with the estimator's gradient: ``[*plates]``.
+
+        :param outer: the weight of the whole sample in an average of several, by which the result
+            will be multiplied: a draw's weight is then its product with :math:`\tilde w_k`.
+        """
         chosen = [
             {t.key.name for t in run.terms if self._applies(sample, t, i)}
             for i, run in enumerate(sample.runs)
@@ -87,7 +92,8 @@ class PathGradient:
 
         log_weight = sample.local_sum(summand)
         if self.estimator != "stl":
-            self._reparameterize_again(sample, chosen, 1 - (1 - self.alpha) * (1 - weight))
+            share = weight if outer is None else outer * weight
+            self._reparameterize_again(sample, chosen, 1 - (1 - self.alpha) * (1 - share))
         # A weight of zero would otherwise meet a log weight of minus infinity: 0 * inf is NaN.
         return (weight * torch.where(weight > 0, log_weight, 0.0)).sum(0)
 

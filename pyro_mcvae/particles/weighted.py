@@ -117,6 +117,18 @@ class WeightedParticles:
         """Whether a term of the first run belongs to a block."""
         return self.block_of[0][term.key] is not None
 
+    @property
+    def has_local_scores(self) -> bool:
+        """Whether a local draw is not reparameterized."""
+        terms = self.runs[0].terms
+        return any(isinstance(t.score, Tensor) and self.is_local(t) for t in terms)
+
+    @property
+    def subsampled_frames(self) -> list[CondIndepStackFrame]:
+        """The plates of the sites that do not show all of their data."""
+        frames = (f for t in self.runs[0].terms for f in plate_frames(t.site))
+        return [f for f in frames if is_subsampled(f)]
+
     def global_terms(self) -> list[Term]:
         """The terms outside of every block, from the first run (they are the same in all)."""
         return [t for t in self.runs[0].terms if not self.is_local(t)]
