@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from pyro.infer.elbo import ELBO
@@ -20,6 +19,7 @@ from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.precision import without_autocast
+from pyro_mcvae.programs.types import Program
 
 __all__ = ["ELBOOptions", "MonteCarloELBO"]
 
@@ -32,7 +32,7 @@ class ELBOOptions(TypedDict, total=False):
     strict_enumeration_warning: bool
     retain_graph: bool | None
     ignore_jit_warnings: bool
-    jit_options: dict[str, Any] | None
+    jit_options: dict[str, object] | None
 
 
 class MonteCarloELBO(ELBO):
@@ -84,7 +84,7 @@ class MonteCarloELBO(ELBO):
         True
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> MonteCarloELBO:
+    def __new__(cls, *args: object, **kwargs: object) -> MonteCarloELBO:
         if len(args) > 1 and callable(args[0]) and callable(args[1]):
             # SVI takes any function for a loss, and calls it with the model and the guide.
             raise ValueError(
@@ -101,7 +101,7 @@ class MonteCarloELBO(ELBO):
         strict_enumeration_warning: bool = True,
         retain_graph: bool | None = None,
         ignore_jit_warnings: bool = False,
-        jit_options: dict[str, Any] | None = None,
+        jit_options: dict[str, object] | None = None,
     ) -> None:
         check_flag("vectorize_particles", vectorize_particles, or_none=True)
         check_flag("strict_enumeration_warning", strict_enumeration_warning)
@@ -141,10 +141,10 @@ class MonteCarloELBO(ELBO):
 
     def _get_trace(
         self,
-        model: Callable[..., Any],
-        guide: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        model: Program,
+        guide: Program,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
     ) -> tuple[Trace, Trace]:
         # Pyro's hook for one particle, abstract in ELBO; its helpers may still call it.
         guide_trace, model_trace = run_pair(
@@ -152,9 +152,7 @@ class MonteCarloELBO(ELBO):
         )
         return model_trace, guide_trace
 
-    def loss(
-        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> float:
+    def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
         """
         Minus the bound, estimated without gradients.
 
@@ -166,7 +164,7 @@ class MonteCarloELBO(ELBO):
         return finite_loss(estimate)
 
     def differentiable_loss(
-        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+        self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> Tensor:
         """
         Minus the bound, as a scalar tensor whose ``backward`` yields the gradient estimate.
@@ -182,7 +180,7 @@ class MonteCarloELBO(ELBO):
         return estimate.surrogate.detach() - estimate.surrogate - estimate.value
 
     def loss_and_grads(
-        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+        self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> float:
         """
         Minus the bound; accumulates the gradient estimate in the parameters.
@@ -203,9 +201,7 @@ class MonteCarloELBO(ELBO):
         with without_autocast():
             loss.backward(retain_graph=self.retain_graph)
 
-    def bounds(
-        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Bounds:
+    def bounds(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Bounds:
         """
         The bound per datum, without gradients.
 

@@ -6,7 +6,7 @@ import itertools
 import re
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import pyro
 import torch
@@ -130,7 +130,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         # Roots tell whether a guide is mean-field, which then need not be run again.
         self.sampler.structures = StructureFinder(joint, find_roots=True)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         # A copy trains its own parts, which the store must not take for the original's.
         super().__setstate__(state)
         self.param_name = f"{type(self).__name__}_{next(_numbers)}"
@@ -276,6 +276,6 @@ def _not_twice(error: Exception) -> str:
     )
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pyro.infer.util import MultiFrameTensor
 from torch import Tensor
 
-from pyro_mcvae.elbos.estimate import Bounds, Estimate, as_scalar
+from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, as_scalar
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
@@ -45,8 +45,8 @@ class Cost(NamedTuple):
     """
 
     term: Term
-    value: Any
-    path: Any
+    value: Tensor | int
+    path: Tensor | int
 
 
 def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
@@ -61,7 +61,7 @@ def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
     return costs
 
 
-def total_cost(costs: Iterable[Cost]) -> Any:
+def total_cost(costs: Iterable[Cost]) -> Sum:
     """The ELBO of one run: detached, summed, with N/B."""
     return sum(
         c.value.detach().sum() * c.term.plate_scale for c in costs if isinstance(c.value, Tensor)
@@ -81,8 +81,8 @@ def elbo_estimate(
     :param costs: the costs of each run.
     :param coupled: for factors across whose plates latents meet, these plates.
     """
-    value: Any = 0.0
-    surrogate: Any = 0.0
+    value: Sum = 0.0
+    surrogate: Sum = 0.0
     for run_costs in costs:
         value = value + total_cost(run_costs)
         if torch.is_grad_enabled():
@@ -141,7 +141,7 @@ def local_estimate(
     return Estimate(value, path, sample.runs, scored=True)
 
 
-def _local_score(sample: WeightedParticles) -> Any:
+def _local_score(sample: WeightedParticles) -> Sum:
     """log q of the local draws without reparameterization, of all particles; 0 for none."""
     if not sample.has_local_scores:
         return 0
@@ -159,7 +159,7 @@ def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
     return Bounds(bound, sample.scale, as_scalar(shared).to(bound), sample.plate_names)
 
 
-def guide_data(sample: WeightedParticles) -> tuple[Any, Any]:
+def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:
     """
     What the guide observes, averaged over the particles outside of every weight, as in Pyro.
 
@@ -176,7 +176,7 @@ def guide_data(sample: WeightedParticles) -> tuple[Any, Any]:
     return estimate.value, estimate.surrogate
 
 
-def _shared_surrogate(sample: WeightedParticles, shared: list[Cost], local: Tensor) -> Any:
+def _shared_surrogate(sample: WeightedParticles, shared: list[Cost], local: Tensor) -> Sum:
     return elbo_surrogate(shared, sample.structure.coupled, _downstream(sample, local))
 
 
@@ -195,7 +195,7 @@ def elbo_surrogate(
     costs: list[Cost],
     coupled: Mapping[FactorKey, frozenset[PlateKey]],
     extra: MultiFrameTensor | None = None,
-) -> Any:
+) -> Sum:
     """
     A scalar with the ELBO's gradient: pathwise, plus score-function terms.
 
@@ -213,7 +213,7 @@ def score_function_term(
     costs: list[Cost],
     coupled: Mapping[FactorKey, frozenset[PlateKey]],
     extra: MultiFrameTensor | None = None,
-) -> Any:
+) -> Sum:
     r"""
     :math:`\sum_i R_i \log q(z_i)` over the sites without reparameterization.
 

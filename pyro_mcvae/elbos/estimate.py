@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ from torch import Tensor
 from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.run import Run
 
-__all__ = ["Bounds", "Estimate", "as_scalar", "finite_loss"]
+__all__ = ["Bounds", "Estimate", "Sum", "as_scalar", "finite_loss"]
+
+# A sum of tensors, or a number where it had no summands.
+Sum: TypeAlias = Tensor | float
 
 
 class Bounds(NamedTuple):
@@ -75,7 +78,7 @@ class Estimate:
     finish: Callable[[], None] | None = None
 
 
-def as_scalar(value: Any) -> Tensor:
+def as_scalar(value: Sum) -> Tensor:
     """A sum as a tensor, also where it had no summands."""
     return value if isinstance(value, Tensor) else torch.tensor(float(value))
 

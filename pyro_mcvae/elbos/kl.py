@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributions import kl_divergence
@@ -11,6 +9,7 @@ from torch.distributions import kl_divergence
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_masked, masked
 from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Site
 
 __all__ = ["analytic_kl_sites"]
 
@@ -56,7 +55,7 @@ def _negative_kl(model_term: Term, guide_term: Term) -> Tensor | None:
     return masked(q, entropy) - masked(p, kl + entropy)
 
 
-def _same_weighting(p: Any, q: Any) -> bool:
+def _same_weighting(p: Site, q: Site) -> bool:
     """Whether both sites have the same user's scale and mask, compared without reading tensors."""
     scales = inner_scale(p), inner_scale(q)
     if any(isinstance(s, torch.Tensor) for s in scales):

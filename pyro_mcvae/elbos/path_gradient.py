@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from pyro_mcvae.programs.sites import (
     unscaled_log_prob,
 )
 from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Distribution
 
 __all__ = ["PathGradient"]
 
@@ -149,6 +148,6 @@ def _second_factor(term: Term, weight: Tensor) -> Tensor:
     return 1 - factor.reshape(factor.shape + (1,) * event_dim) * (1 - weight)
 
 
-def _is_flow(fn: Any) -> bool:
+def _is_flow(fn: Distribution) -> bool:
     """Whether a distribution has transforms beyond torch's closed-form ones."""
     return any(not is_elementary(t) for t in transforms_of(fn))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import pyro
 import torch
@@ -20,9 +20,10 @@ from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_sampler import SlotSampler
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
-from pyro_mcvae.elbos.estimate import Bounds, Estimate, as_scalar
+from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, as_scalar
 from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
 from pyro_mcvae.programs.execution import Programs, is_messenger
+from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 
 if TYPE_CHECKING:
@@ -152,8 +153,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             runs = self._without_slots(programs)
             return elbo_estimate(runs, [elbo_costs(r.summands) for r in runs], self.num_particles)
         slot_runs = self._slot_runs(programs)
-        value: Any = 0.0
-        surrogate: Any = 0.0
+        value: Sum = 0.0
+        surrogate: Sum = 0.0
         for slot_run in slot_runs:
             sums = self._sums(programs, slot_run)
             if not torch.is_grad_enabled():
@@ -181,7 +182,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         for slot_run in slot_runs:
             sums = self._sums(programs, slot_run)
             summands = slot_run.run.summands
-            values: dict[Any, Any] = {t.key: 0 for t in summands}
+            values: dict[FactorKey, Tensor | int] = {t.key: 0 for t in summands}
             for c, value in zip(slot_run.costs, sums.expected(), strict=True):
                 values[c.term.key] = values[c.term.key] + value * (c.scale / c.term.plate_scale)
             costs.append([Cost(t, values[t.key], 0) for t in summands])

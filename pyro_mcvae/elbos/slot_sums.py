@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pyro.ops import packed
 from torch import Tensor
 
 from pyro_mcvae.discrete.enumerated import ScoredSite, SlotCost, SlotRun
-from pyro_mcvae.elbos.estimate import as_scalar
+from pyro_mcvae.elbos.estimate import Sum, as_scalar
 from pyro_mcvae.programs.factors import FactorKey
 
 __all__ = ["SiteSums", "SlotSums"]
@@ -59,7 +59,7 @@ class SlotSums:
         self._leaves = {n: _named(s.weight.clone(), s.order) for n, s in self._scored.items()}
         self._keys = [self._key(cost) for cost in slot_run.costs]
         self._costs = slot_run.costs
-        self._cache: dict[Any, Tensor] = {}
+        self._cache: dict[Hashable, Tensor] = {}
 
     def value(self) -> Tensor:
         """V, detached."""
@@ -81,7 +81,7 @@ class SlotSums:
                 found.append(packed.unpack(_named(total, kept), {s: d for d, s in symbols}))
         return found
 
-    def differentiate(self) -> tuple[Tensor, Any, dict[str, SiteSums]]:
+    def differentiate(self) -> tuple[Tensor, Sum, dict[str, SiteSums]]:
         """V; a scalar with the gradient of the costs; and the sums of each scored site."""
         leaves = list(self._leaves.values())
         with torch.enable_grad():
@@ -156,13 +156,13 @@ class SlotSums:
         follows has it. Costs along a chain share all steps but their last.
         """
         names = [name for name in self._scored if name in members]
-        total: Any = None
+        total: Tensor | None = None
         for i, name in enumerate(names):
             later = dims.union(*(self._scored[n].dims for n in names[i + 1 :]))
             own = self._weight(name, plates)
             have = frozenset(own._pyro_dims)  # type: ignore[attr-defined]
             if total is not None:
-                have |= frozenset(total._pyro_dims)
+                have |= frozenset(total._pyro_dims)  # type: ignore[attr-defined]
             kept = "".join(sorted(have & later))
             # The previous product, by its identity: the cache keeps it alive.
             key = id(total), name, own._pyro_dims, kept  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ class SlotSums:
         return _named(site.weight.new_ones(()), "") if found is None else found
 
     def _sum(self, masses: dict[_Key, Tensor]) -> Tensor:
-        total: Any = 0.0
+        total: Sum = 0.0
         for cost, key in zip(self._costs, self._keys, strict=True):
             total = total + (masses[key] * _known(cost, masses[key])).sum() * cost.scale
         return as_scalar(total)

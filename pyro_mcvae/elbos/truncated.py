@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from pyro import poutine
@@ -16,6 +16,7 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.guide import TruncatedPosterior
 from pyro_mcvae.truncated.search import take_rows
 
@@ -168,7 +169,7 @@ def _top_and_rest(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]
     return torch.cat([index, other], 1), torch.cat([largest, (mass / drawn).expand_as(at)], 1)
 
 
-def _truncated(guide: Any) -> TruncatedPosterior:
+def _truncated(guide: Program) -> TruncatedPosterior:
     unwrapped = poutine.unwrap(guide)
     if not isinstance(unwrapped, TruncatedPosterior):
         raise ValueError(
