@@ -11,13 +11,13 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_mcvae.programs.enumeration import summed_terms
 from pyro_mcvae.programs.execution import Programs, is_messenger, run_model, with_changes
 from pyro_mcvae.programs.masks import counted_values, hides_masks, with_mask
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_latent, is_random, is_scored, layers
-from pyro_mcvae.programs.terms import terms_of
 from pyro_mcvae.programs.types import Site
 
 __all__ = ["check_masks", "count_masked", "is_transported", "masks_latents", "transported"]
@@ -178,7 +178,8 @@ def _redrawn(programs: Programs, run: Run, other: Run, name: str) -> Trace | Non
     counted = counted_values(run.model_trace.nodes[name])
     assert counted is not None
     changed = with_changes(run.guide_trace, {name: {"value": torch.where(counted, old, new)}})
-    return run_model(programs, changed, SubstituteMessenger(Minibatch(run.subsamples)), None)
+    substitute = SubstituteMessenger(Minibatch(run.subsamples))
+    return run_model(programs, changed, substitute, None, run.state_dim)
 
 
 def _is_unread(run: Run, redrawn: Trace | None) -> bool:
@@ -186,7 +187,7 @@ def _is_unread(run: Run, redrawn: Trace | None) -> bool:
     if redrawn is None:
         return False
     expected = {t.key: t.log_prob for t in run.terms if not t.in_guide}
-    found = {t.key: t.log_prob for t in terms_of(Trace(), redrawn)}
+    found = {t.key: t.log_prob for t in summed_terms(redrawn)}
     return expected.keys() == found.keys() and all(
         torch.equal(found[key], value) for key, value in expected.items()
     )

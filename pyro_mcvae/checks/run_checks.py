@@ -19,7 +19,7 @@ from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import PairCache
 
-__all__ = ["PARTICLES", "SLOTS", "STATES", "LeadingDimsName", "RunChecks"]
+__all__ = ["ENUMERATED", "PARTICLES", "SLOTS", "STATES", "LeadingDimsName", "RunChecks"]
 
 _logger = logging.getLogger(__name__)
 
@@ -45,6 +45,10 @@ class LeadingDimsName(NamedTuple):
 
 PARTICLES = LeadingDimsName("vectorised particles", "Pass vectorize_particles=False, or")
 STATES = LeadingDimsName("states side by side", "Pass vectorize_particles=False, or")
+ENUMERATED = LeadingDimsName(
+    "all values of its enumerated sites",
+    "Remove infer={'enumerate': 'parallel'} and draw these in the guide, or",
+)
 SLOTS = LeadingDimsName(
     "slots (several values of a discrete site) and of vectorised particles",
     "Pass num_categories=0, num_samples=1 and vectorize_particles=False, or",
@@ -64,12 +68,10 @@ class RunChecks:
     The guards of runs, each of which looks once at each pair of programs, structure and sizes.
 
     :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
-    :param bool model_enumeration: allow model sites that are marked for enumeration.
     """
 
-    def __init__(self, strict_enumeration: bool, model_enumeration: bool) -> None:
+    def __init__(self, strict_enumeration: bool) -> None:
         self.strict_enumeration = strict_enumeration
-        self.model_enumeration = model_enumeration
         self._seen: PairCache[_Seen] = PairCache(_Seen)
 
     def is_known(self, programs: Programs, run: Run, shared: GlobalSites) -> bool:
@@ -89,7 +91,7 @@ class RunChecks:
         :param depth: how many batch dims may belong to plates and leading dims.
         :param leads: whether the run has particles in a leading dim, and no slots.
         """
-        check_run(run, depth, self.strict_enumeration, self.model_enumeration)
+        check_run(run, depth, self.strict_enumeration)
         if leads:
             check_batch_dims(run.terms, run.nesting)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -101,7 +103,7 @@ def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
     )
 
 
-def _of_all_chains(index: tuple[Tensor, ...]) -> tuple[slice | Tensor, ...]:
+def _of_all_chains(index: tuple[Tensor, ...]) -> Any:
     return (slice(None), *index)
 
 

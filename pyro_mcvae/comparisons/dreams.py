@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
@@ -15,8 +17,7 @@ from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_factor, is_latent, is_scored
-from pyro_mcvae.programs.terms import terms_of
-from pyro_mcvae.programs.types import Message
+from pyro_mcvae.programs.terms import guide_terms
 
 __all__ = ["dream", "dreamt_values", "recognize"]
 
@@ -24,13 +25,12 @@ __all__ = ["dream", "dreamt_values", "recognize"]
 class _Dreaming(Messenger):
     """Draws the sites that the model observes."""
 
-    def _pyro_sample(self, msg: Message) -> None:
+    def _pyro_sample(self, msg: Any) -> None:
         if not msg["is_observed"] or site_is_subsample(msg) or not is_scored(msg):
             return
         if is_factor(msg["fn"]):
             return  # nothing to draw
-        msg["is_observed"], msg["done"] = False, False
-        msg["value"] = None  # type: ignore[typeddict-item]  # to be drawn
+        msg["is_observed"], msg["done"], msg["value"] = False, False, None
 
 
 def dream(programs: Programs, subsamples: Minibatch) -> Trace:
@@ -89,7 +89,7 @@ def recognize(programs: Programs, dreamt: Trace, subsamples: Minibatch) -> Run:
         programs.guide(*programs.args, **programs.kwargs)
     guide_trace = recorder.trace
     _check(guide_trace, dreamt)
-    terms = tuple(terms_of(guide_trace, Trace()))
+    terms = tuple(guide_terms(guide_trace))
     return Run(guide_trace, dreamt, terms, nesting_of(guide_trace, dreamt), None)
 
 

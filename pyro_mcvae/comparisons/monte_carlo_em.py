@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,21 +23,11 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import SampleFn
-from pyro_mcvae.programs.types import Message, Program
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["MonteCarloEM"]
-
-
-class _Call(NamedTuple):
-    """What a step was called with; a tensor that was written to has another version."""
-
-    model: Program
-    guide: Program
-    leaves: list[object]
-    versions: list[int | None]
 
 
 @dataclass
@@ -50,7 +40,7 @@ class _Draw:
     """
 
     sample: WeightedParticles
-    call: _Call
+    call: tuple[Any, ...]
     left: int
 
 
@@ -169,11 +159,11 @@ class MonteCarloEM(ChainELBO):
         self.states = ChainStates() if persistent else None
         self._draw: _Draw | None = None
 
-    def __getstate__(self) -> dict[str, object]:
+    def __getstate__(self) -> dict[str, Any]:
         # A copy makes its own draws: these hold the graph of the last step.
         return {**self.__dict__, "_draw": None}
 
-    def _load_from_state_dict(self, *args: object) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:
         self._draw = None  # made by another state
         super()._load_from_state_dict(*args)
 
@@ -258,7 +248,7 @@ class MonteCarloEM(ChainELBO):
             )
 
 
-def _leave_to_pyro(msg: Message) -> None:
+def _leave_to_pyro(msg: Any) -> None:
     """Supplies no value."""
 
 
@@ -267,13 +257,13 @@ def _model_log_prob(sample: WeightedParticles) -> Tensor:
     return sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
 
 
-def _call(programs: Programs) -> _Call:
+def _call(programs: Programs) -> tuple[Any, ...]:
     leaves = tree_leaves((programs.args, programs.kwargs))
     versions = [_version(leaf) for leaf in leaves]
-    return _Call(programs.model, programs.guide, leaves, versions)
+    return programs.model, programs.guide, leaves, versions
 
 
-def _version(leaf: object) -> int | None:
+def _version(leaf: Any) -> int | None:
     # A tensor that was written to holds other data.
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
 
@@ -281,17 +271,18 @@ def _version(leaf: object) -> int | None:
 def _same_call(draw: _Draw, programs: Programs) -> bool:
     if draw.left < 1:
         return False
-    now, old = _call(programs), draw.call
+    model, guide, leaves, versions = _call(programs)
+    old_model, old_guide, old_leaves, old_versions = draw.call
     return (
-        now.model == old.model
-        and now.guide == old.guide
-        and now.versions == old.versions
-        and len(now.leaves) == len(old.leaves)
-        and all(_same_leaf(a, b) for a, b in zip(now.leaves, old.leaves, strict=True))
+        model == old_model
+        and guide == old_guide
+        and versions == old_versions
+        and len(leaves) == len(old_leaves)
+        and all(_same_leaf(a, b) for a, b in zip(leaves, old_leaves, strict=True))
     )
 
 
-def _same_leaf(a: object, b: object) -> bool:
+def _same_leaf(a: Any, b: Any) -> bool:
     if a is b:
         return True
     return type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b

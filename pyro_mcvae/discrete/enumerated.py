@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from pyro.ops import packed
-from pyro.ops.contract import contract_tensor_tree
-from pyro.ops.rings import LogRing
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slots import SLOTS, SiteSlots
 from pyro_mcvae.programs import sites
+from pyro_mcvae.programs.enumeration import StateFactor, pack, sum_states
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.terms import Term
@@ -163,19 +161,15 @@ def _guide_cost(term: Term, plates: frozenset[str]) -> SlotCost:
 
 
 def _pack(term: Term, value: Tensor) -> Tensor:
-    infer = term.site["infer"]
-    try:
-        return packed.pack(value, infer["_dim_to_symbol"])
-    except ValueError as error:
-        raise ValueError(
-            f"site '{term.key.name}' of the {term.key.program} has batch shape "
-            f"{tuple(value.shape)}, of which some dims lie in no plate: enclose it in "
-            f"pyro.plate(...), or make them an event by .to_event(...)"
-        ) from error
+    return pack(term.site, term.key.program, value)
 
 
 def _cost(term: Term, value: Tensor) -> tuple[Tensor, Tensor]:
-    path = _pack(term, value)
+    return _detached(_pack(term, value))
+
+
+def _detached(path: Tensor) -> tuple[Tensor, Tensor]:
+    """A packed tensor without and with its gradient."""
     value = path.detach()
     value._pyro_dims = path._pyro_dims  # type: ignore[attr-defined]
     return value, path
@@ -218,52 +212,25 @@ def _exact_entropy(term: Term) -> Tensor | None:
 
 
 def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]:
-    """
-    Sum over the states of the model's own enumerated sites, inside of the logarithm.
-
-    The factors that depend on them become one factor for each set of connected ones, by Pyro's
-    sum-product algorithm.
-    """
-    if not states:
-        return model
-    infers = [c.term.site["infer"] for c in model if c.term.key in states]
-    dims = {infer["_enumerate_symbol"] for infer in infers}
-    factors: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
+    """Sum over the states of the model's own enumerated sites, inside of the logarithm."""
+    dims = {c.term.site["infer"]["_enumerate_symbol"] for c in model if c.term.key in states}
     inside: list[SlotCost] = []
-    rest: list[SlotCost] = []
-    sizes: dict[str, int] = {}
+    costs: list[SlotCost] = []
     for c in model:
-        if dims.isdisjoint(c.dims) and c.term.key not in states:
-            rest.append(c)
-            continue
-        # Masks act inside of the sum, scales outside.
-        log_prob = sites.unscaled_log_prob(c.term.site, "model")
-        if c.term.key not in states:
-            log_prob = sites.unscaled_masked(c.term.site, log_prob)
-        factor = _pack(c.term, log_prob)
-        sizes.update(zip(factor._pyro_dims, factor.shape, strict=True))  # type: ignore[attr-defined]
-        factors.setdefault(c.plates, []).append(factor)
-        inside.append(c)
-    scale = _common_scale(inside)
-    summed = contract_tensor_tree(factors, dims, ring=LogRing(dim_to_size=sizes))
-    keys = tuple(c.term.key for c in inside)
-    for plates, terms in summed.items():
-        home = next((c.term for c in inside if c.plates == plates), inside[0].term)
-        for path in terms:
-            value = path.detach()
-            value._pyro_dims = path._pyro_dims
-            rest.append(SlotCost(home, value, path, scale, plates, keys))
-    return rest
+        found = inside if c.term.key in states or not dims.isdisjoint(c.dims) else costs
+        found.append(c)
+    for s in sum_states([_state_factor(c, c.term.key in states) for c in inside], dims):
+        own = [inside[i] for i in s.members]
+        home = next((c.term for c in own if c.plates == s.plates), own[0].term)
+        value, path = _detached(s.log_prob)
+        costs.append(SlotCost(home, value, path, s.scale, s.plates, tuple(c.term.key for c in own)))
+    return costs
 
 
-def _common_scale(costs: list[SlotCost]) -> float | Tensor:
-    """The one scale of all factors of a sum, which multiplies its logarithm."""
-    scales = {c.term.key.name: c.term.site["scale"] for c in costs}
-    distinct = {id(s) if isinstance(s, Tensor) else s for s in scales.values()}
-    if len(distinct) != 1 or any(isinstance(s, Tensor) and s.dim() for s in scales.values()):
-        raise ValueError(
-            f"the sites {', '.join(map(repr, scales))} of the model depend on the same enumerated "
-            f"site, so they need one common scalar scale, got {list(scales.values())}: put "
-            f"poutine.scale and subsampled plates around all of them"
-        )
-    return next(iter(scales.values()))
+def _state_factor(cost: SlotCost, is_state: bool) -> StateFactor:
+    site = cost.term.site
+    # Masks act inside of the sum, scales outside.
+    log_prob = sites.unscaled_log_prob(site, "model")
+    if not is_state:
+        log_prob = sites.unscaled_masked(site, log_prob)
+    return StateFactor(site, pack(site, "model", log_prob), cost.plates)

@@ -12,7 +12,8 @@ from pyro_mcvae.discrete.ancestry import Ancestry
 from pyro_mcvae.discrete.enumerated import SlotRun, take_apart
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slots import SlotMessenger
-from pyro_mcvae.particles.runner import Execution, Layout, Runner
+from pyro_mcvae.particles.layout import Layout
+from pyro_mcvae.particles.runner import Execution, Runner
 from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
@@ -45,7 +46,7 @@ class SlotSampler:
         self.vectorize = vectorize
         self.tell = tell
         self.ancestry = Ancestry()
-        self.runner = Runner(max_plate_nesting, strict_enumeration=False, model_enumeration=True)
+        self.runner = Runner(max_plate_nesting, strict_enumeration=False)
 
     def runs(self, programs: Programs) -> list[SlotRun]:
         """One vectorised run, or one run per particle, all on one minibatch."""

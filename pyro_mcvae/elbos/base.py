@@ -49,7 +49,8 @@ class MonteCarloELBO(ELBO):
     :param bool vectorize_particles: run the programs once, with the particles in the outermost
         batch dim, instead of once per particle.
     :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration;
-        False samples them.
+        False samples them. Sites of the model that are marked ``infer={"enumerate": "parallel"}``,
+        and that the guide does not draw, are summed exactly: log p(x, z) = log sum_y p(x, y, z).
     :param bool retain_graph: passed on to ``backward``.
     :param bool ignore_jit_warnings: accepted as by Pyro's losses, and without an effect.
     :param dict jit_options: likewise; nothing is compiled by ``torch.jit``.

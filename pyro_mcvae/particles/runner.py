@@ -7,71 +7,26 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pyro.poutine.trace_struct import Trace
 from torch.utils.checkpoint import _StopRecomputationError
 
-from pyro_mcvae.checks.run_checks import PARTICLES, LeadingDimsName, RunChecks
+from pyro_mcvae.checks.run_checks import ENUMERATED, PARTICLES, LeadingDimsName, RunChecks
+from pyro_mcvae.particles.layout import Layout
 from pyro_mcvae.programs.contract import check_nesting
+from pyro_mcvae.programs.enumeration import shows_states
 from pyro_mcvae.programs.errors import SiteError
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.isolation import rewindable
-from pyro_mcvae.programs.messengers import ParticlePlate
 from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.nesting import find_nesting, nesting_of
-from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.programs.nesting import find_nesting
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
 from pyro_mcvae.structure.blocks import GlobalSites
 
-__all__ = ["Execution", "Layout", "Plates", "Runner"]
+__all__ = ["Execution", "Runner"]
 
-# The particles' plates of the guide and of the model.
-Plates = tuple[ParticlePlate, ParticlePlate] | tuple[None, None]
 # How often a step is begun again when its structure turns out to be another than assumed.
 _MAX_ATTEMPTS = 3
 _NONE = GlobalSites()
-
-
-@dataclass(frozen=True)
-class Layout:
-    """
-    Where the leading dims of a run stand.
-
-    :ivar count: the size of the particles' dim, or None for a run without one.
-    :ivar nesting: how many batch dims belong to plates; None, in a run without leading dims, for
-        as many as it shows.
-    :ivar shared: the guide's and the model's sites that all particles share.
-    """
-
-    count: int | None
-    nesting: int | None
-    shared: GlobalSites = _NONE
-
-    def plates(self) -> Plates:
-        """New plates of the particles, for the guide and for the model."""
-        if self.count is None or self.nesting is None:
-            return None, None
-        dim = -self.nesting - 1
-        guide, model = (ParticlePlate(self.count, dim, names) for names in self.shared)
-        return guide, model
-
-    def collect(
-        self, guide_trace: Trace, model_trace: Trace, plates: Plates, subsamples: Minibatch
-    ) -> Run:
-        """
-        The run that two traces are.
-
-        :param plates: those of the particles that the programs ran in.
-        :raises ValueError: where the programs have more plates than there is room for.
-        """
-        nesting = nesting_of(guide_trace, model_trace)
-        if self.nesting is not None:
-            if nesting > self.nesting:
-                # Plates without a declared dim have taken dims to the left of the particles'.
-                raise ValueError("the programs have more plates than max_plate_nesting says")
-            nesting = self.nesting
-        found = _unbatched(plates)
-        return collect(guide_trace, model_trace, nesting, self.count, subsamples, found)
 
 
 @dataclass(frozen=True)
@@ -116,20 +71,19 @@ class Runner:
 
     :param max_plate_nesting: how many batch dims belong to plates; infinite to find out.
     :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
-    :param bool model_enumeration: allow model sites that are marked for enumeration.
     """
 
     def __init__(
-        self,
-        max_plate_nesting: float = math.inf,
-        strict_enumeration: bool = True,
-        model_enumeration: bool = False,
+        self, max_plate_nesting: float = math.inf, strict_enumeration: bool = True
     ) -> None:
         check_nesting(max_plate_nesting)
         self.declared_nesting = max_plate_nesting
-        self.checks = RunChecks(strict_enumeration, model_enumeration)
+        self.checks = RunChecks(strict_enumeration)
         self.auxiliary = AuxiliaryDraws()
         self._found_nesting: int | None = None
+        # Whether a model has shown sites to be summed. Then all run so, and the first run, which
+        # did not, has been made again.
+        self._sums = self._has_run = False
 
     def run(self, execution: Execution, count: int | None) -> Run:
         """
@@ -140,9 +94,15 @@ class Runner:
             them, naming the remedy.
         """
         shared, before = execution.shared, Minibatch(execution.subsamples)
-        with rewindable(execution.rewinds) as rewind:
+        with rewindable(execution.rewinds or not self._has_run) as rewind:
             for attempt in itertools.count(1):
-                run, known = self._attempt(execution, count, shared)
+                try:
+                    run, known = self._attempt(execution, count, shared)
+                except _StatesFound:
+                    self._sums = True
+                    if rewind():
+                        _set_back(execution.subsamples, before)
+                    continue
                 found = shared if execution.find_shared is None else execution.find_shared(run)
                 if found == shared:
                     break
@@ -153,6 +113,7 @@ class Runner:
                 shared = found
                 if rewind():
                     _set_back(execution.subsamples, before)
+        self._has_run = True
         settled = self.auxiliary.settle(execution.programs, run)
         if not known:
             programs = execution.compared or execution.programs
@@ -192,18 +153,19 @@ class Runner:
         self, execution: Execution, count: int | None, shared: GlobalSites
     ) -> tuple[Run, bool]:
         """A run, and whether all guards have seen its like."""
-        if count is None and not execution.several:
+        sums = self._sums and not execution.several
+        if count is None and not execution.several and not sums:
             return self._execute(execution, Layout(None, None, shared))
         nesting = self._nesting(execution)
         before = Minibatch(execution.subsamples)
         try:
-            return self._execute(execution, Layout(count, nesting, shared))
-        except (SiteError, _StopRecomputationError):
+            return self._execute(execution, Layout(count, nesting, shared, sums))
+        except (SiteError, _StatesFound, _StopRecomputationError):
             raise
         except Exception as error:
             actual = self._recovered(execution, count, nesting, error)
             _set_back(execution.subsamples, before)
-        return self._execute(execution, Layout(count, actual, shared))
+        return self._execute(execution, Layout(count, actual, shared, sums))
 
     def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
         run = execution.execute(layout)
@@ -212,6 +174,8 @@ class Runner:
         programs = execution.compared or execution.programs
         known = self.checks.is_known(programs, run, layout.shared)
         if not known and execution.compared is None:
+            if not (layout.sums or execution.several or is_messenger(execution.programs)):
+                _look_for_states(run)
             depth = self.declared_nesting
             if layout.nesting is not None:
                 depth = layout.nesting + (layout.count is not None)
@@ -230,7 +194,8 @@ class Runner:
         if execution.nesting is None and self._is_open and actual != nesting:
             self._found_nesting = actual
             return actual
-        raise _not_vectorizable(execution.name, count, nesting, error) from error
+        name = ENUMERATED if self._sums and count is None else execution.name
+        raise _not_vectorizable(name, count, nesting, error) from error
 
     def _nesting(self, execution: Execution) -> int:
         if execution.nesting is not None:
@@ -246,17 +211,16 @@ class Runner:
         return self.declared_nesting == math.inf
 
     def _find_nesting(self, programs: Programs) -> int:
-        checks = self.checks
-        return find_nesting(programs, checks.strict_enumeration, checks.model_enumeration)
+        return find_nesting(programs, self.checks.strict_enumeration)
 
 
-def _unbatched(plates: Plates) -> frozenset[FactorKey]:
-    """The factors whose distribution did not have the particles' dim by itself."""
-    guide, model = plates
-    if guide is None or model is None:
-        return frozenset()
-    names = ("guide", guide.unbatched), ("model", model.unbatched)
-    return frozenset(FactorKey(program, n) for program, found in names for n in found)
+class _StatesFound(Exception):
+    """A model has drawn sites that are to be summed."""
+
+
+def _look_for_states(run: Run) -> None:
+    if shows_states(run.guide_trace, run.model_trace):
+        raise _StatesFound
 
 
 def _unsettled(shared: GlobalSites) -> RuntimeError:

@@ -9,7 +9,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_mcvae.checks.collapsed import check_not_collapsed
-from pyro_mcvae.particles.runner import Execution, Layout, Runner
+from pyro_mcvae.particles.layout import Layout
+from pyro_mcvae.particles.runner import Execution, Runner
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs, check_separate, run_pair, with_changes
 from pyro_mcvae.programs.messengers import SampleFn, SubstituteMessenger
@@ -263,5 +264,6 @@ class ParticleSampler:
         layout: Layout,
     ) -> Run:
         plates = layout.plates()
-        guide_trace, model_trace = run_pair(programs, substitute, plates, inside)
+        state_dim = layout.state_dim
+        guide_trace, model_trace = run_pair(programs, substitute, plates, inside, state_dim)
         return layout.collect(guide_trace, model_trace, plates, substitute.subsamples)

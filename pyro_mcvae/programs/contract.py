@@ -12,6 +12,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from pyro.util import check_model_guide_match, check_site_shape
 
+from pyro_mcvae.programs.enumeration import is_state
 from pyro_mcvae.programs.sites import (
     LEADING,
     is_latent,
@@ -41,13 +42,13 @@ def check_sites(
     guide_trace: Trace,
     model_trace: Trace,
     strict_enumeration: bool,
-    model_enumeration: bool = False,
+    before_sums: bool = False,
 ) -> None:
     """
     Check that the guide draws what the model needs, and nothing else.
 
     :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
-    :param bool model_enumeration: allow model sites that are marked for enumeration.
+    :param bool before_sums: whether the model drew the sites that it is to enumerate.
     :raises ValueError: naming the site and what to do.
     """
     guide, model = guide_trace.nodes, model_trace.nodes
@@ -57,10 +58,10 @@ def check_sites(
             continue
         if name not in guide:
             kind = site["infer"].get("enumerate")
-            if kind == "parallel" and model_enumeration:
+            if is_state(site) or (kind == "parallel" and before_sums):
                 continue
             if kind:
-                raise ValueError(_enumerated(name, "model"))
+                raise ValueError(_not_summed(name, kind))
             raise ValueError(
                 f"site '{name}' of the model is neither observed nor drawn by the guide: add "
                 f"pyro.sample('{name}', ...) to the guide, or pass obs= in the model"
@@ -69,7 +70,7 @@ def check_sites(
         if not is_latent(site):
             continue
         if strict_enumeration and site["infer"].get("enumerate"):
-            raise ValueError(_enumerated(name, "guide"))
+            raise ValueError(_enumerated(name))
         if site["infer"].get("is_auxiliary") or (name in model and is_latent(model[name])):
             continue
         where = "is observed in the model" if name in model else "is missing from the model"
@@ -92,11 +93,20 @@ def _check_places(guide: Mapping[str, Site], model: Mapping[str, Site]) -> None:
             )
 
 
-def _enumerated(name: str, program: str) -> str:
+def _enumerated(name: str) -> str:
     return (
-        f"site '{name}' of the {program} is marked for enumeration, which this objective does "
+        f"site '{name}' of the guide is marked for enumeration, which this objective does "
         f"not do: use TraceRaoBlackwell_ELBO, or pyro.infer.TraceEnum_ELBO, or sample the site by "
-        f"removing infer={{'enumerate': ...}} (in the guide also: strict_enumeration_warning=False)"
+        f"removing infer={{'enumerate': ...}} or by strict_enumeration_warning=False, or mark it "
+        f"in the model alone and leave it out of the guide"
+    )
+
+
+def _not_summed(name: str, kind: str) -> str:
+    return (
+        f"site '{name}' of the model is marked for enumeration ({kind}), and is not summed here: "
+        f"mark it infer={{'enumerate': 'parallel'}}, of which every loss and judge has the exact "
+        f"sum, unless the guide is a messenger or a TruncatedPosterior; or draw it in the guide"
     )
 
 
@@ -148,23 +158,29 @@ def check_nesting(value: object) -> None:
 def nonfinite_sites(runs: list[Run]) -> list[str]:
     """A line for every site whose log density is not finite, over all runs."""
     lines = []
-    for run in runs:
-        for term in run.summands:
-            line = nonfinite_report(term.site, term.key.program, torch.as_tensor(term.log_prob))
-            if line is not None and line not in lines:
-                lines.append(line)
-    return lines
+    for term in (t for run in runs for t in run.summands):
+        lines += _nonfinite(term)
+    return list(dict.fromkeys(lines))
 
 
-def check_run(
-    run: Run, depth: float, strict_enumeration: bool, model_enumeration: bool = False
-) -> None:
+def _nonfinite(term: Term) -> list[str]:
+    """A line for a term that is not finite, or for each of the factors that made a sum so."""
+    lines = [
+        nonfinite_report(t.site, t.key.program, torch.as_tensor(t.log_prob))
+        for t in (term, *term.members)
+    ]
+    own, *inside = lines
+    return [] if own is None else [line for line in inside if line is not None] or [own]
+
+
+def check_run(run: Run, depth: float, strict_enumeration: bool, before_sums: bool = False) -> None:
     """
     Check a run: its sites, and, while Pyro's validation is enabled, their shapes as Pyro does.
 
     :param depth: how many batch dims may belong to plates and particles.
+    :param bool before_sums: whether the model drew the sites that it is to enumerate.
     """
-    check_sites(run.guide_trace, run.model_trace, strict_enumeration, model_enumeration)
+    check_sites(run.guide_trace, run.model_trace, strict_enumeration, before_sums)
     if is_validation_enabled():
         check_model_guide_match(*_comparable(run.model_trace, run.guide_trace), depth)
         _check_shapes(run.summands, run.guide_trace, depth)

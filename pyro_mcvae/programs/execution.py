@@ -16,6 +16,7 @@ from pyro.poutine.trace_struct import Trace
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs import sites
+from pyro_mcvae.programs.enumeration import StateMessenger
 from pyro_mcvae.programs.messengers import ParticlePlate, Recorder, SubstituteMessenger
 from pyro_mcvae.programs.types import Program, SiteChanges
 
@@ -105,6 +106,7 @@ def run_pair(
     substitute: SubstituteMessenger,
     leading: tuple[ParticlePlate, ParticlePlate] | tuple[None, None] = (None, None),
     inside: Messenger | None = None,
+    state_dim: int | None = None,
 ) -> tuple[Trace, Trace]:
     """
     Run the guide, then the model on its draws.
@@ -112,6 +114,8 @@ def run_pair(
     :param substitute: values and the minibatch; entered outermost.
     :param leading: the particles' plate for the guide and for the model.
     :param inside: a further handler around the guide, inside of ``substitute``.
+    :param state_dim: the first batch dim for the values of the model's enumerated sites; None to
+        draw these.
     :returns: ``(guide_trace, model_trace)``
     """
     if is_messenger(programs):
@@ -122,7 +126,7 @@ def run_pair(
     if substitute.attached is not None:
         attached = substitute.attached | set(substitute.values)
         drawn = with_changes(drawn, _leaves(drawn, attached))
-    return guide_trace, run_model(programs, drawn, substitute, leading[1])
+    return guide_trace, run_model(programs, drawn, substitute, leading[1], state_dim)
 
 
 def _run_messenger(
@@ -151,9 +155,12 @@ def run_model(
     guide_trace: Trace,
     substitute: SubstituteMessenger,
     leading: ParticlePlate | None,
+    state_dim: int | None = None,
 ) -> Trace:
-    """Run the model on the draws of a guide's trace."""
-    with Recorder(substitute, guide_trace) as recorder, entered(leading):
+    """Run the model on the draws of a guide's trace; ``state_dim`` as of :func:`run_pair`."""
+    states = None if state_dim is None else StateMessenger(guide_trace, state_dim)
+    drawn = guide_trace if states is None else None
+    with Recorder(substitute, drawn) as recorder, entered(states, leading):
         programs.model(*programs.args, **programs.kwargs)
     return recorder.trace
 

@@ -33,23 +33,20 @@ def nesting_of(*traces: Trace) -> int:
     return -min(dims, default=0)
 
 
-def find_nesting(
-    programs: Programs, strict_enumeration: bool, model_enumeration: bool = False
-) -> int:
+def find_nesting(programs: Programs, strict_enumeration: bool) -> int:
     """
     How many batch dims the plates of both programs occupy, seen by running them once.
 
-    :param bool model_enumeration: allow model sites that are marked for enumeration.
     :raises ValueError: for programs that do not fit together, as without particles.
     """
     with isolated(), torch.no_grad():
         guide_trace, model_trace = run_pair(programs, SubstituteMessenger())
-        check_sites(guide_trace, model_trace, strict_enumeration, model_enumeration)
+        check_sites(guide_trace, model_trace, strict_enumeration, before_sums=True)
         nesting = nesting_of(guide_trace, model_trace)
         run = collect(guide_trace, model_trace, nesting, None)
         with warnings.catch_warnings():
-            if model_enumeration:  # their sites are in the model alone
-                warnings.filterwarnings("ignore", "Found vars in model but not guide")
-            check_run(run, math.inf, strict_enumeration, model_enumeration)
+            # What the model is to enumerate is in the model alone.
+            warnings.filterwarnings("ignore", "Found vars in model but not guide")
+            check_run(run, math.inf, strict_enumeration, before_sums=True)
         check_declared(run)
     return nesting

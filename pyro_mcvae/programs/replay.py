@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
 from pyro.poutine.trace_struct import Trace
 
+from pyro_mcvae.programs.enumeration import summed_terms
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
 from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
 from pyro_mcvae.programs.run import Run, collect
@@ -43,18 +44,26 @@ def replay_model(
     """
     guide_trace = with_changes(run.guide_trace, changes)
     substitute = SubstituteMessenger(run.subsamples)
-    model_trace = run_model(programs, guide_trace, substitute, leading)
+    model_trace = run_model(programs, guide_trace, substitute, leading, run.state_dim)
     terms = _terms(run, guide_trace, model_trace)
     if terms is None:
-        shown = run.nesting, run.leading, run.subsamples, run.unbatched
+        shown = run.nesting, run.leading, run.subsamples, run.unbatched, run.state_dim
         return collect(guide_trace, model_trace, *shown), False
     return replace(run, guide_trace=guide_trace, model_trace=model_trace, terms=terms), True
 
 
 def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> tuple[Term, ...] | None:
     """The terms of sites like those of ``run``, or None where the sites are others."""
-    sites = list(scored(model_trace))
     before = [t for t in run.terms if not t.in_guide]
+    again = _again if run.state_dim is None else _summed_again
+    terms = again(before, model_trace)
+    if terms is None:
+        return None
+    return *terms, *[_guide_again(t, guide_trace) for t in run.terms if t.in_guide]
+
+
+def _again(before: list[Term], model_trace: Trace) -> list[Term] | None:
+    sites = list(scored(model_trace))
     if len(sites) != len(before):
         return None
     terms = []
@@ -67,7 +76,16 @@ def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> tuple[Term, ...]
         if term.log_prob.shape != old.log_prob.shape:
             return None
         terms.append(term)
-    return *terms, *[_guide_again(t, guide_trace) for t in run.terms if t.in_guide]
+    return terms
+
+
+def _summed_again(before: list[Term], model_trace: Trace) -> list[Term] | None:
+    terms = summed_terms(model_trace)
+    return terms if [*map(_shown, terms)] == [*map(_shown, before)] else None
+
+
+def _shown(term: Term) -> Hashable:
+    return term.signature, term.sizes, term.log_prob.shape
 
 
 def _guide_again(old: Term, guide_trace: Trace) -> Term:

@@ -9,6 +9,7 @@ import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_mcvae.programs.enumeration import summed_terms
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.sites import observes_data
@@ -16,10 +17,11 @@ from pyro_mcvae.programs.terms import (
     SiteSignature,
     SiteSizes,
     Term,
+    guide_terms,
+    model_terms,
     observed_terms,
     scored,
     site_signature,
-    terms_of,
 )
 
 __all__ = ["Run", "collect"]
@@ -34,6 +36,8 @@ class Run:
     :ivar leading: the size of the leading dimension at ``-nesting - 1``, or None if there is none.
     :ivar unbatched: the factors whose distribution did not have that dimension by itself.
     :ivar subsamples: the minibatch: the indices of each plate.
+    :ivar state_dim: the first batch dim for the values of the model's enumerated sites, which are
+        summed; None where the model drew them, if it has any.
     """
 
     guide_trace: Trace
@@ -43,6 +47,7 @@ class Run:
     leading: int | None
     unbatched: frozenset[FactorKey] = frozenset()
     subsamples: Minibatch = field(default_factory=Minibatch)
+    state_dim: int | None = None
 
     @property
     def guide_data(self) -> list[Term]:
@@ -117,6 +122,7 @@ def collect(
     leading: int | None,
     subsamples: Minibatch | None = None,
     unbatched: frozenset[FactorKey] = frozenset(),
+    state_dim: int | None = None,
 ) -> Run:
     """
     Compute the log density of every scored site of both traces.
@@ -125,7 +131,10 @@ def collect(
     :param leading: the size of the leading dimension, or None if there is none.
     :param subsamples: the minibatch.
     :param unbatched: the factors whose distribution did not have the leading dimension by itself.
+    :param state_dim: the first batch dim for the values of the model's enumerated sites, if these
+        have them.
     """
-    terms = tuple(terms_of(guide_trace, model_trace))
+    model = model_terms(model_trace) if state_dim is None else summed_terms(model_trace)
+    terms = (*model, *guide_terms(guide_trace))
     subsamples = Minibatch() if subsamples is None else subsamples
-    return Run(guide_trace, model_trace, terms, nesting, leading, unbatched, subsamples)
+    return Run(guide_trace, model_trace, terms, nesting, leading, unbatched, subsamples, state_dim)

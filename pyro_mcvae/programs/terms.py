@@ -22,13 +22,14 @@ __all__ = [
     "SiteSizes",
     "Term",
     "guide_term",
+    "guide_terms",
     "model_term",
+    "model_terms",
     "observed_terms",
     "possible_terms",
     "scored",
     "site_signature",
     "site_sizes",
-    "terms_of",
 ]
 
 
@@ -38,6 +39,7 @@ class SiteSignature(NamedTuple):
 
     :ivar plates: the user's plates, and which are subsampled, outermost first.
     :ivar point: whether it is a latent of the guide that draws no randomness.
+    :ivar members: of a sum over enumerated sites: its members'.
     """
 
     key: FactorKey
@@ -45,6 +47,7 @@ class SiteSignature(NamedTuple):
     observed: bool
     point: bool
     reparameterized: bool
+    members: tuple[SiteSignature, ...] = ()
 
 
 def site_signature(key: FactorKey, site: Site) -> SiteSignature:
@@ -67,6 +70,12 @@ def site_sizes(site: Site) -> SiteSizes:
     return plates, tuple(getattr(site["fn"], "event_shape", ()))
 
 
+def _num_states(site: Site) -> tuple[int, ...]:
+    """How many values an enumerated site has at once."""
+    dim = site["infer"].get("_enumerate_dim")
+    return () if dim is None else (site["value"].shape[dim - site["fn"].event_dim],)
+
+
 @dataclass(frozen=True)
 class Term:
     """
@@ -79,6 +88,8 @@ class Term:
     :ivar plate_scale: N/B of the plates around the site.
     :ivar left_out: whether it is the draw of an auxiliary variable, whose density has no place in
         the weight.
+    :ivar members: of a sum over enumerated sites of the model: the factors that were summed, not
+        scaled.
     """
 
     key: FactorKey
@@ -88,6 +99,7 @@ class Term:
     entropy: Tensor | int = 0
     score: Tensor | int = 0
     left_out: bool = False
+    members: tuple[Term, ...] = ()
 
     @property
     def in_guide(self) -> bool:
@@ -101,12 +113,24 @@ class Term:
     @cached_property
     def signature(self) -> SiteSignature:
         """What the site shows of its program's structure."""
-        return site_signature(self.key, self.site)
+        own = site_signature(self.key, self.site)
+        if self.members:
+            return own._replace(members=tuple([t.signature for t in self.members]))
+        return own
+
+    @property
+    def sites(self) -> tuple[Term, ...]:
+        """The factors of single sites: those that were summed, or the factor itself."""
+        return self.members or (self,)
 
     @cached_property
     def sizes(self) -> SiteSizes:
-        """How large the site is."""
-        return site_sizes(self.site)
+        """How large the site is; for a sum also its members, and how many states they have."""
+        own = site_sizes(self.site)
+        if self.members:
+            inner = [n for t in self.members for part in t.sizes for n in part]
+            return own[0], (*inner, *(n for t in self.members for n in _num_states(t.site)))
+        return own
 
 
 def scored(trace: Trace) -> Iterator[Site]:
@@ -123,9 +147,10 @@ def possible_terms(make: Callable[[Site], Term], trace: Trace) -> Iterator[Term]
             continue  # a flow without an inverse
 
 
-def model_term(site: Site, key: FactorKey | None = None) -> Term:
-    """The log density of a scored site of the model; ``key`` where it is known already."""
-    log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
+def model_term(site: Site, key: FactorKey | None = None, log_prob: Tensor | None = None) -> Term:
+    """The log density of a scored site of the model; ``key`` and density where they are known."""
+    if log_prob is None:
+        log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
     key = key or FactorKey("model", site["name"])
     return Term(key, site, log_prob, sites.subsampling_scale(site))
 
@@ -158,10 +183,14 @@ def _scored_term(site: Site, key: FactorKey) -> Term:
     return Term(key, site, log_prob, sites.subsampling_scale(site), entropy, score)
 
 
-def terms_of(guide_trace: Trace, model_trace: Trace) -> list[Term]:
-    """The log density of every site that is a factor of the weight, the model's first."""
-    terms = [model_term(s) for s in scored(model_trace)]
-    return terms + [guide_term(s) for s in scored(guide_trace) if not sites.observes_data(s)]
+def model_terms(model_trace: Trace) -> list[Term]:
+    """The log density of every scored site of the model."""
+    return [model_term(s) for s in scored(model_trace)]
+
+
+def guide_terms(guide_trace: Trace) -> list[Term]:
+    """The log density of every site of the guide that is a factor of the weight."""
+    return [guide_term(s) for s in scored(guide_trace) if not sites.observes_data(s)]
 
 
 def observed_terms(guide_trace: Trace) -> list[Term]:

@@ -24,8 +24,12 @@ def find_collapsed(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # programs that cannot be tracked tell nothing
-        found = known or find_dependencies(programs, names, run.subsamples)
-    observed = {t.key for t in run.terms if not t.in_guide and t.site["is_observed"]}
+        found = known or find_dependencies(programs, names, run.subsamples).with_sums(run.terms)
+    observed = {
+        t.key
+        for t in run.terms
+        if not t.in_guide and any(factor.site["is_observed"] for factor in t.sites)
+    }
     lost = names - _reaching(found, observed)
     for key in observed:
         if not lost or found.factors.get(key, names):

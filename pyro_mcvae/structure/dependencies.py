@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -21,6 +21,7 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.sites import is_scored, masks_of
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Message, Site, TorchFunction
 
 __all__ = [
@@ -48,6 +49,21 @@ class Dependencies(NamedTuple):
     observed: dict[FactorKey, frozenset[str]]
     masks: dict[FactorKey, frozenset[str]]
     parameters: dict[FactorKey, frozenset[int]]
+
+    def with_sums(self, terms: Iterable[Term]) -> Dependencies:
+        """What is known of sums over enumerated sites too, which depend as their members do."""
+        sums = {t.key: [m.key for m in t.members] for t in terms if t.members}
+        return Dependencies(*({**part, **_united(part, sums)} for part in self)) if sums else self
+
+
+def _united(
+    part: Mapping[FactorKey, frozenset[Any]], sums: Mapping[FactorKey, list[FactorKey]]
+) -> dict[FactorKey, frozenset[Any]]:
+    return {
+        key: frozenset().union(*(part.get(m, frozenset()) for m in members))
+        for key, members in sums.items()
+        if any(m in part for m in members)
+    }
 
 
 class _TrackDraws(Messenger):
@@ -114,7 +130,7 @@ _OPTIONS_ONLY: set[object] = {
 _CONVERSIONS: set[object] = {torch.Tensor.type_as, torch.Tensor.to}
 
 
-def _selects(func: TorchFunction, args: tuple[object, ...]) -> bool:
+def _selects(func: TorchFunction, args: tuple[Any, ...]) -> bool:
     """Whether a boolean mask selects entries, whose number then tells of the mask."""
     if func in (torch.where, torch.Tensor.where):
         return len(args) == 1
@@ -135,8 +151,8 @@ class Escapes(TorchFunctionMode):
         self,
         func: TorchFunction,
         types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         name = getattr(func, "__name__", "")
         if func in _WAYS_OUT or _selects(func, args):

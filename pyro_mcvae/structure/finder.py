@@ -79,7 +79,7 @@ class StructureFinder:
 
     def _derive(self, programs: Programs, run: Run) -> Structure:
         frames = {t.key: plate_frames(t.site) for t in run.terms}
-        _check_names(frames)
+        _check_names({t.key: plate_frames(t.site) for term in run.terms for t in term.sites})
         latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
         # A guide of point masses alone is weighed per datum as well.
         random = [t for t in latents if not is_delta(t.site["fn"])] or latents
@@ -87,7 +87,7 @@ class StructureFinder:
             find_nesting(programs, strict_enumeration=False)  # raises for undeclared dims
         order = [t.key.name for t in random]
         names = frozenset(order)
-        coupled = {} if self.joint else find_dependent_plates(programs, run.subsamples)
+        coupled = {} if self.joint else _coupled(programs, run)
         frames = _without_coupled(frames, coupled)
         factors = {key: Factor(f, None) for key, f in frames.items()}
         ask = not self.joint and needs_dependencies(factors, names)
@@ -96,6 +96,7 @@ class StructureFinder:
         found: dependencies.Dependencies | None = None
         if ask or (self.find_roots and (len(names) > 1 or run.guide_data)):
             found = dependencies.find_dependencies(programs, names, run.subsamples)
+            found = found.with_sums(run.terms)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
             masked_by = {k.name: f for k, f in found.masks.items() if f and k.program == "guide"}
             _check_broadcast(
@@ -104,7 +105,8 @@ class StructureFinder:
                     t.key: found.distributions.get(t.key, frozenset())
                     if _data_lead(t, run)
                     else found.observed.get(t.key, found.distributions.get(t.key, frozenset()))
-                    for t in run.terms
+                    for term in run.terms
+                    for t in term.sites
                 },
             )
         elif len(names) == 1:
@@ -113,6 +115,10 @@ class StructureFinder:
                 for key, f in frames.items()
             }
         structure = derive_structure(factors, order, self.joint)
+        block_of = dict(structure.block_of)
+        for t in run.terms:
+            # All or none of the sites of a sum are shared by the particles.
+            block_of.update(dict.fromkeys((m.key for m in t.members), block_of[t.key]))
         # What lies in no plate is what a model may integrate for all data at once.
         alone = frozenset(n for n in names if not frames[FactorKey("guide", n)])
         collapsed = find_collapsed(programs, run, names, found) if alone else None
@@ -133,12 +139,21 @@ class StructureFinder:
             roots -= names if found is None else found.factors.get(t.key, names)
         return replace(
             structure,
+            block_of=block_of,
             roots=frozenset(roots),
             mean_field=_mean_field(factors, names),
             masked_by=masked_by,
             coupled=coupled,
             collapsed=collapsed,
         )
+
+
+def _coupled(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
+    """For each factor the plates across whose elements it depends on latents."""
+    found = find_dependent_plates(programs, run.subsamples)
+    none: frozenset[PlateKey] = frozenset()
+    sums = {t.key: [found.get(m.key, none) for m in t.members] for t in run.terms if t.members}
+    return found | {key: none.union(*parts) for key, parts in sums.items() if any(parts)}
 
 
 def _check_names(frames: Mapping[FactorKey, Frames]) -> None:
@@ -182,7 +197,8 @@ def _without_coupled(
 def _may_have_lost_particles(run: Run) -> bool:
     """Whether a distribution that could depend on a latent does not vary with the particles."""
     several = sum(t.in_guide and is_latent(t.site) for t in run.terms) > 1
-    return any(t.key in run.unbatched and (several or t.site["is_observed"]) for t in run.terms)
+    sites = (t for term in run.terms for t in term.sites)
+    return any(t.key in run.unbatched and (several or t.site["is_observed"]) for t in sites)
 
 
 def _data_lead(term: Term, run: Run) -> bool:
@@ -199,7 +215,7 @@ def _data_lead(term: Term, run: Run) -> bool:
 def _check_broadcast(run: Run, parents: Mapping[FactorKey, frozenset[str]]) -> None:
     """Refuse programs that average over the particles, as z.mean() in a model does."""
     batched = {t.key.name for t in run.terms if t.in_guide and _leads(t)}
-    for term in run.terms:
+    for term in (t for found in run.terms for t in found.sites):
         lost = (parents.get(term.key, frozenset()) & batched) - {term.key.name}
         if term.key in run.unbatched and lost:
             raise RuntimeError(

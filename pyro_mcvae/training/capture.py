@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pyro
 import torch
 from torch import Tensor, nn
@@ -17,9 +19,9 @@ __all__ = ["CapturedStep", "capture"]
 def capture(
     elbo_module: nn.Module,
     optimizer: torch.optim.Optimizer,
-    *example_args: object,
+    *example_args: Any,
     warmup: int = 3,
-    **example_kwargs: object,
+    **example_kwargs: Any,
 ) -> CapturedStep:
     """
     Make a training step that replays one CUDA graph: the bound, its gradient through chains and
@@ -79,8 +81,8 @@ class CapturedStep:
         self,
         elbo_module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        example_args: tuple[object, ...],
-        example_kwargs: dict[str, object],
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any],
         warmup: int,
     ) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -102,7 +104,7 @@ class CapturedStep:
         if device.type == "cuda":
             self._graph = StepGraph(elbo_module, optimizer, device, self._examples)
 
-    def __call__(self, *args: object, **kwargs: object) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """
         One step of the optimizer.
 
@@ -121,7 +123,7 @@ class CapturedStep:
         self.replayed += 1
         return self._graph.replay()
 
-    def _step(self, given: list[object]) -> Tensor:
+    def _step(self, given: list[Any]) -> Tensor:
         args, kwargs = tree_unflatten(given, self._spec)
         self._optimizer.zero_grad(set_to_none=True)
         with pyro.validation_enabled(False):
@@ -130,7 +132,7 @@ class CapturedStep:
         self._optimizer.step()
         return loss.detach()
 
-    def _checked(self, args: tuple[object, ...], kwargs: dict[str, object]) -> list[object]:
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         given, spec = tree_flatten((args, kwargs))
         if spec != self._spec:
             raise ValueError(

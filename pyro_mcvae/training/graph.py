@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import pyro
 import torch
@@ -12,8 +13,7 @@ from torch import Tensor, nn
 
 __all__ = ["StepGraph"]
 
-# Of the leaves of a step's arguments.
-Step = Callable[[list[object]], Tensor]
+Step = Callable[[list[Any]], Tensor]
 
 
 class StepGraph:
@@ -31,7 +31,7 @@ class StepGraph:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
-        inputs: list[object],
+        inputs: list[Any],
     ) -> None:
         _check_devices(module, device)
         _check_optimizer(optimizer)
@@ -40,14 +40,14 @@ class StepGraph:
             torch.empty_like(i, device=device) if isinstance(i, Tensor) else i for i in inputs
         ]
         self._stream = torch.cuda.Stream(device)
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._settings: list[tuple[str, object]] = []
+        self._graph: Any = None
+        self._settings: list[Any] = []
         self.loss: Tensor | None = None
 
-    def fill(self, given: list[object]) -> None:
+    def fill(self, given: list[Any]) -> None:
         """Copy a step's arguments to where the recording reads them."""
         for static, now in zip(self._inputs, given, strict=True):
-            if isinstance(static, Tensor) and isinstance(now, Tensor):
+            if isinstance(static, Tensor):
                 static.copy_(now, non_blocking=True)
 
     def rehearse(self, step: Step, strict: bool) -> Tensor:
@@ -114,14 +114,13 @@ class StepGraph:
                     f"would not see it. Capture another step, or for a learning rate pass a "
                     f"tensor, lr=torch.tensor(1e-3), to be changed in place"
                 )
-        assert self._graph is not None
-        assert self.loss is not None
         self._graph.replay()
+        assert self.loss is not None
         # The next replay overwrites it.
         return self.loss.clone()
 
-    def _present_settings(self) -> list[tuple[str, object]]:
-        found: list[tuple[str, object]] = []
+    def _present_settings(self) -> list[Any]:
+        found: list[Any] = []
         for i, group in enumerate(self._optimizer.param_groups):
             found += [
                 (f"'{name}' of the optimizer's group {i}", value)
@@ -148,7 +147,7 @@ def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     ]
 
 
-def _cpu_generators() -> list[object]:
+def _cpu_generators() -> list[Any]:
     state = pyro.util.get_rng_state()
     return [state["torch"].tolist(), state["random"], [str(s) for s in state["numpy"]]]
 

@@ -11,7 +11,8 @@ from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_mcvae.checks.run_checks import STATES
-from pyro_mcvae.particles.runner import Execution, Layout
+from pyro_mcvae.particles.layout import Layout
+from pyro_mcvae.particles.runner import Execution
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites

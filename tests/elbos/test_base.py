@@ -390,18 +390,18 @@ def test_log_densities_that_are_not_finite_name_their_site(objective, bad):
 @pytest.mark.parametrize("objective", [name for name in OBJECTIVES if "rb" not in name])
 @pytest.mark.parametrize("where", ["model", "guide"])
 def test_enumerated_sites_are_refused_by_name(objective, where):
-    def coin(**infer):
-        pyro.sample("c", dist.Bernoulli(0.5), infer=infer)
+    def coin(kind=None):
+        pyro.sample("c", dist.Bernoulli(0.5), infer={"enumerate": kind} if kind else {})
 
     def guide():
         if where == "guide":
-            coin(enumerate="parallel")
+            coin("parallel")
 
     leaves_params_alone(
         objective,
-        lambda: coin(enumerate="parallel") if where == "model" else coin(),
+        lambda: coin("sequential") if where == "model" else coin(),
         guide,
-        f"site 'c' of the {where} is marked for enumeration.*TraceEnum_ELBO",
+        f"site 'c' of the {where} is marked for enumeration",
     )
 
 
