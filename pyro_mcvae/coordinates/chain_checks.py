@@ -18,11 +18,15 @@ def check_chain(log_weight: LogWeight, objective: str) -> None:
     """
     key = check_chain, objective, log_weight.gradient
     if key not in log_weight.plan.looked:
-        check_continuous(log_weight, objective)
-        if log_weight.gradient.keeps_graph:
-            _check_reparameterized(log_weight, objective)
-            _check_factors(log_weight, objective)
+        _check_chain(log_weight, objective)
         log_weight.plan.looked.add(key)
+
+
+def _check_chain(log_weight: LogWeight, objective: str) -> None:
+    check_continuous(log_weight, objective)
+    if log_weight.gradient.keeps_graph:
+        _check_reparameterized(log_weight, objective)
+        _check_factors(log_weight, objective)
 
 
 def _check_reparameterized(log_weight: LogWeight, objective: str) -> None:

@@ -51,9 +51,7 @@ class ChainDensity:
     @property
     def runs(self) -> list[Run]:
         """The first and the last evaluation, to name a site that is not finite."""
-        first = self.log_weight.first
-        latest = [] if self._latest is first else self._latest.sample.runs
-        return [*first.sample.runs, *latest]
+        return [*self.log_weight.first.sample.runs, *self._latest.sample.runs]
 
     def start(self) -> State:
         """The first draw."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,12 @@ class Evaluation:
     log_base: Tensor
     sample: WeightedParticles
     records: list[Record]
+
+    def with_lead(self, lead: torch.Size) -> Evaluation:
+        """With other leading dims."""
+        shape = lead + self.log_weight.shape[1:]
+        log_weight, log_base = self.log_weight.reshape(shape), self.log_base.reshape(shape)
+        return replace(self, log_weight=log_weight, log_base=log_base)
 
 
 def evaluate(sample: WeightedParticles, records: list[Record], packing: Packing) -> Evaluation:

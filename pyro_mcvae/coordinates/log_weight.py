@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import torch
@@ -129,12 +128,17 @@ class LogWeight:
         if within is None:
             sample = sampler.sample(self.programs, None, make_sample_fn, detach)
         else:
-            count = sampler.num_particles
-            runs = range(1 if sampler.vectorizes(count) else count)
-            sample_fns = [make_sample_fn() for _ in runs]
-            sample = sampler.resample(self.programs, within, sample_fns, count, detach)
+            sample = self._draw_within(within, make_sample_fn, detach)
         # A step whose structure was new may have begun more than once.
         return sample, records[-len(sample.runs) :]
+
+    def _draw_within(
+        self, within: WeightedParticles, make_sample_fn: Callable[[], SampleFn], detach: bool
+    ) -> WeightedParticles:
+        count = self._sampler.num_particles
+        runs = range(1 if self._sampler.vectorizes(count) else count)
+        sample_fns = [make_sample_fn() for _ in runs]
+        return self._sampler.resample(self.programs, within, sample_fns, count, detach)
 
     @property
     def discrete(self) -> tuple[str, ...]:
@@ -234,19 +238,12 @@ class LogWeight:
         """
         inner = self.coordinates.shape[1:]
         depth = coordinates.dim() - len(inner)
-        lead = coordinates.shape[:depth]
         if coordinates.shape[depth:] != inner:
             raise _wrong_shape(coordinates, inner)
-        if len(lead) == 1:
-            return self._evaluated(coordinates)
-        found = self._evaluated(coordinates.reshape(-1, *inner))
-        shape = lead + found.log_weight.shape[1:]
-        log_weight, log_base = found.log_weight.reshape(shape), found.log_base.reshape(shape)
-        return replace(found, log_weight=log_weight, log_base=log_base)
-
-    def _evaluated(self, flat: Tensor) -> Evaluation:
+        flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
         sample, records = self._run(self._unpack(flat), len(flat))
-        return evaluate(sample, records, self.packing)
+        found = evaluate(sample, records, self.packing)
+        return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _unpack(self, flat: Tensor) -> list[dict[str, Tensor]]:
         together = self._sampler.vectorizes(len(flat))

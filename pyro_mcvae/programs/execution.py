@@ -45,10 +45,7 @@ class Programs:
     def __post_init__(self) -> None:
         for role, program in (("model", self.model), ("guide", self.guide)):
             if not callable(program) or isinstance(program, type | ELBO | SVI):
-                raise ValueError(
-                    f"the {role} must be a Pyro program, such as a function or an object that is "
-                    f"called with the data, got {program!r}"
-                )
+                raise _no_program(role, program)
 
     @property
     def pair(self) -> tuple[Program, Program]:
@@ -61,6 +58,13 @@ class Programs:
         closures; and the types of other arguments.
         """
         return tuple(_flags(self))
+
+
+def _no_program(role: str, found: object) -> ValueError:
+    return ValueError(
+        f"the {role} must be a Pyro program, such as a function or an object that is called with "
+        f"the data, got {found!r}"
+    )
 
 
 def _flags(programs: Programs) -> Iterator[object]:

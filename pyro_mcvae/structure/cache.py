@@ -41,14 +41,15 @@ class PairCache(Generic[T]):
 
     def of(self, programs: Programs) -> T:
         """The object of a pair."""
-        for i, (known, found) in enumerate(self._pairs):
-            if known == programs.pair:
-                if i:
-                    self._pairs.insert(0, self._pairs.pop(i))
-                return found
-        self._pairs.insert(0, (programs.pair, self._make()))
-        del self._pairs[_MAX_PAIRS:]
+        if not self._pairs or self._pairs[0][0] != programs.pair:
+            self._to_front(programs.pair)
         return self._pairs[0][1]
+
+    def _to_front(self, pair: tuple[Program, Program]) -> None:
+        index = next((i for i, (known, _) in enumerate(self._pairs) if known == pair), None)
+        found = (pair, self._make()) if index is None else self._pairs.pop(index)
+        self._pairs.insert(0, found)
+        del self._pairs[_MAX_PAIRS:]
 
 
 class StructureCache(Generic[T]):
