@@ -15,7 +15,7 @@ from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.contract import check_batch_dims, check_run
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.terms import site_form
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import PairCache
 
@@ -26,8 +26,6 @@ _logger = logging.getLogger(__name__)
 # Programs of stochastic structure show ever new sizes: of a pair of programs, so many are compared
 # at once, and of those that follow one in so many.
 _AT_ONCE, _THEN_ONE_IN = 64, 16
-# What a site's ``infer`` says of its place in the other program, and of its dims.
-_MARKS = ("enumerate", "is_auxiliary", "_enumerate_dim", "_deterministic")
 # Before what was looked at is forgotten, and looked at again.
 _MAX_SEEN = 1024
 
@@ -140,13 +138,4 @@ def _shown(programs: Programs, run: Run, shared: GlobalSites) -> Hashable:
 
 
 def _sites(trace: Trace) -> Hashable:
-    return tuple([_shown_by(s) for s in trace.nodes.values() if s["type"] == "sample"])
-
-
-def _shown_by(site: Site) -> Hashable:
-    fn = site["fn"]
-    shape = getattr(fn, "batch_shape", None), getattr(fn, "event_shape", None)
-    # As plain tuples: the hash of a frame is slow.
-    plates = tuple([tuple(frame) for frame in site["cond_indep_stack"]])
-    marks = tuple([site["infer"].get(mark) for mark in _MARKS])
-    return site["name"], site["is_observed"], type(fn), shape, plates, marks
+    return tuple([site_form(s) for s in trace.nodes.values() if s["type"] == "sample"])

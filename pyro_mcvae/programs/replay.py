@@ -19,6 +19,7 @@ from pyro_mcvae.programs.terms import (
     guide_term,
     model_term,
     scored,
+    site_form,
 )
 from pyro_mcvae.programs.types import Constraint, Distribution, Site, SiteChanges
 
@@ -64,19 +65,17 @@ def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> tuple[Term, ...]
 
 def _again(before: list[Term], model_trace: Trace) -> list[Term] | None:
     sites = list(scored(model_trace))
-    if len(sites) != len(before):
+    if [*map(site_form, sites)] != [t.form for t in before]:
         return None
-    terms = []
-    for old, site in zip(before, sites, strict=True):
-        if not _is_same(old.site, site):
-            return None
-        checked = _was_checked(old.site, site)
-        with _unvalidated(site["fn"]) if checked else nullcontext():
-            term = model_term(site, old.key)
-        if term.log_prob.shape != old.log_prob.shape:
-            return None
-        terms.append(term)
-    return terms
+    pairs = [(t, _term_again(t, s)) for t, s in zip(before, sites, strict=True)]
+    same = all(new.log_prob.shape == old.log_prob.shape for old, new in pairs)
+    return [new for _, new in pairs] if same else None
+
+
+def _term_again(old: Term, site: Site) -> Term:
+    checked = _was_checked(old.site, site)
+    with _unvalidated(site["fn"]) if checked else nullcontext():
+        return model_term(site, old.key)
 
 
 def _summed_again(before: list[Term], model_trace: Trace) -> list[Term] | None:
@@ -91,18 +90,6 @@ def _shown(term: Term) -> Hashable:
 def _guide_again(old: Term, guide_trace: Trace) -> Term:
     term = guide_term(guide_trace.nodes[old.key.name], old.key)
     return term.without_density() if old.left_out else term
-
-
-def _is_same(old: Site, site: Site) -> bool:
-    """Whether a site of the model is the same as before, in the same plates."""
-    return (
-        site["name"] == old["name"]
-        and site["is_observed"] == old["is_observed"]
-        and type(site["fn"]) is type(old["fn"])
-        and getattr(site["fn"], "event_shape", None) == getattr(old["fn"], "event_shape", None)
-        # As plain tuples: frames are slow to compare.
-        and [*map(tuple, site["cond_indep_stack"])] == [*map(tuple, old["cond_indep_stack"])]
-    )
 
 
 def _was_checked(old: Site, site: Site) -> bool:

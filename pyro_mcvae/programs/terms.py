@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -28,6 +28,7 @@ __all__ = [
     "observed_terms",
     "possible_terms",
     "scored",
+    "site_form",
     "site_signature",
     "site_sizes",
 ]
@@ -68,6 +69,20 @@ def site_sizes(site: Site) -> SiteSizes:
     frames = site["cond_indep_stack"]
     plates = tuple([f.size for f in frames if f.name != LEADING])
     return plates, tuple(getattr(site["fn"], "event_shape", ()))
+
+
+# What a site's ``infer`` says of its place in the other program, and of its dims.
+_MARKS = ("enumerate", "is_auxiliary", "_enumerate_dim", "_deterministic")
+
+
+def site_form(site: Site) -> Hashable:
+    """All that a sample site shows but its values, for checks that need to be made once."""
+    fn = site["fn"]
+    shape = getattr(fn, "batch_shape", None), getattr(fn, "event_shape", None)
+    # As plain tuples: frames are slow to compare.
+    plates = tuple([tuple(frame) for frame in site["cond_indep_stack"]])
+    marks = tuple([site["infer"].get(mark) for mark in _MARKS])
+    return site["name"], site["is_observed"], type(fn), shape, plates, marks
 
 
 def _num_states(site: Site) -> tuple[int, ...]:
@@ -117,6 +132,11 @@ class Term:
         if self.members:
             return own._replace(members=tuple([t.signature for t in self.members]))
         return own
+
+    @cached_property
+    def form(self) -> Hashable:
+        """All that the site shows but its values."""
+        return site_form(self.site)
 
     @property
     def sites(self) -> tuple[Term, ...]:
