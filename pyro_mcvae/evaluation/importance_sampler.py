@@ -100,10 +100,15 @@ class ImportanceSampler:
         runs = 1 if sampler.vectorizes(count) else count
         return sampler.resample(self.programs, self.reference, [lambda msg: None] * runs, count)
 
-    def on(self, programs: Programs) -> ImportanceSampler:
-        """The same for other data: the plates' minibatch and the latents that are held stay."""
+    def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
+        """
+        The same for other data: the plates' minibatch and the latents that are held stay.
+
+        :param joint: weigh everything together, also where this one does not.
+        """
         other = copy.copy(self)
         other.programs, other._samplers = programs, {}
+        other._joint = self._joint or joint
         reference = self.reference
         other.reference = other._sampler(1).single(
             programs, reference.subsamples, reference.global_values()

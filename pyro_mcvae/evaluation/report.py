@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,9 @@ from torch import Tensor
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.importance_sampler import importance_sampler
 from pyro_mcvae.evaluation.options import Options, judge
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.evaluation.prior_look import look_from_prior
+from pyro_mcvae.evaluation.report_figure import draw
+from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.sites import is_random, known_support
 
@@ -39,11 +40,13 @@ class Report:
     :ivar guide: the :class:`LogEvidence` by importance sampling with the guide alone, whose
         effective sample size and k-hat tell how well the guide covers the posterior.
     :ivar discrete: the guide's discrete sites.
+    :ivar prior: the :class:`LogEvidence` by chains from the prior, or why nobody looked.
     """
 
     evidence: LogEvidence
     guide: LogEvidence
     discrete: tuple[str, ...]
+    prior: LogEvidence | str = "nobody asked"
 
     @property
     def bound(self) -> Tensor:
@@ -61,9 +64,42 @@ class Report:
         Where chains find more of the posterior than the guide's weights, beyond their errors,
         though :math:`\hat k` is good: the guide misses a part of it. False without chains.
         """
-        more = self.evidence.log_evidence - self.guide.log_evidence
-        error = torch.hypot(self.evidence.standard_error, self.guide.standard_error)
-        return (more > 0.1) & (more > 4 * error) & ~self.guide.unreliable
+        missed = self._more(self.evidence)[2]
+        if self._looked is not None and self._looked.log_evidence.shape == missed.shape:
+            missed = missed | (self._more(self._looked)[2] & ~self._looked.unreliable)
+        return missed
+
+    @property
+    def misses(self) -> bool:
+        """Whether the guide misses a part of the posterior, of some datum or of all together."""
+        if bool(self.missed.any()):
+            return True
+        if self._looked is None:
+            return False
+        looked, guide = self._looked, self.guide
+        if looked.log_evidence.shape == guide.log_evidence.shape:
+            more, error, _ = self._more(looked)
+            told = ~(looked.unreliable | guide.unreliable)
+            more, error = (more * told).sum(), (error * told).square().sum().sqrt()
+        else:
+            more = looked.total - guide.total
+            error = torch.hypot(looked.total_standard_error, guide.total_standard_error)
+            more = more * ~(looked.unreliable.any() | guide.unreliable.any())
+        return bool((more > 0.1) & (more > 3 * error))
+
+    def _more(self, found: LogEvidence) -> tuple[Tensor, Tensor, Tensor]:
+        """How much more was found than by the guide, the error, and where that is telling."""
+        more = found.log_evidence - self.guide.log_evidence
+        error = torch.hypot(found.standard_error, self.guide.standard_error)
+        return more, error, (more > 0.1) & (more > 4 * error) & ~self.guide.unreliable
+
+    @property
+    def _looked(self) -> LogEvidence | None:
+        """What chains from the prior found, if most weights can be relied on."""
+        found = self.prior
+        if isinstance(found, str) or float(found.unreliable.double().mean()) > 0.5:
+            return None
+        return found
 
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
         """The data with the largest gaps: their indices in the plates, and the gaps in nats."""
@@ -82,22 +118,20 @@ class Report:
         bad = float((k > 0.7).double().mean())
         gap = float(self.gap.mean())
         richer = "AutoMultivariateNormal or a flow" if self.gap.dim() == 0 else _RICHER
-        if bool(self.missed.any()):
+        if self.misses:
+            where = f"for {int(self.missed.sum())} of {self.gap.numel()}"
             return (
-                f"The chains find more than the guide's weights for {int(self.missed.sum())} of "
-                f"{self.gap.numel()}, where Pareto k is good: the guide misses a part of the "
-                f"posterior, such as a mode. Begin its training elsewhere, or try a richer guide "
-                f"({richer})."
+                f"The chains find more than the guide's weights "
+                f"{where if bool(self.missed.any()) else 'in total'}, where Pareto k is good: the "
+                f"guide misses a part of the posterior, such as a mode. Begin its training "
+                f"elsewhere, or try a richer guide ({richer})."
             )
         if bad <= 0.05 and gap < 0.1:
             return "The guide is close to the posterior: the ELBO (TraceSGVB_ELBO) is tight enough."
         if self.discrete:
             return self._advice_for_discrete(bad)
         if bad <= 0.25:
-            return (
-                "The guide covers the posterior, but not closely: TraceIWAE_ELBO(num_particles=10) "
-                "gains most of the gap."
-            )
+            return f"{self._covers}: TraceIWAE_ELBO(num_particles=10) gains most of the gap."
         again = ""
         if self.evidence is self.guide:
             again = " This evidence is an underestimate: pass schedule=10 for one by chains."
@@ -106,6 +140,12 @@ class Report:
             f"TraceSIS_ELBO(5, UnderdampedLangevin(), gradient_estimator='reweighted') after "
             f"training with the ELBO, or a richer guide ({richer}).{again}"
         )
+
+    @property
+    def _covers(self) -> str:
+        if self._looked is None:
+            return "Where the guide draws, it follows the posterior, but not closely"
+        return "The guide covers the posterior, but not closely"
 
     def _advice_for_discrete(self, bad: float) -> str:
         sites = ", ".join(self.discrete)
@@ -149,19 +189,27 @@ class Report:
         ]
 
     def _rows_of_chains(self) -> list[tuple[str, str]]:
-        chains = self.evidence
+        chains, rows = self.evidence, []
+        if isinstance(self.prior, LogEvidence):
+            text = f"{_mean(self.prior)} (annealed from {self.prior.num_particles} draws each)"
+            rows = [("chains from the prior: log evidence", text)]
+            if self.prior.acceptance is None:
+                rows = [("prior: log evidence", f"{_mean(self.prior)} (importance sampling)")]
         if chains is self.guide:
-            return []
+            return rows
         return [
+            *rows,
             ("chains: log evidence", f"{_mean(chains)} (annealed from the guide's draws)"),
             ("chains: Pareto k", _quantiles(chains.pareto_k)),
             ("chains: effective sample size", _quantiles(chains.effective_sample_size)),
         ]
 
     def _unseen(self) -> str:
-        if self.evidence is self.guide:
-            return f"{_UNSEEN} schedule=10 lets annealed chains look further."
-        return f"{_UNSEEN} Chains find it only if they get there from the guide's draws."
+        if isinstance(self.prior, str):
+            return f"{_UNSEEN} Nothing was drawn elsewhere ({self.prior})."
+        if self._looked is None:
+            return f"{_UNSEEN} Draws of the prior are too far from the posterior to tell."
+        return f"{_UNSEEN} Draws of the prior found {'' if self.misses else 'no '}more."
 
     def plot(self) -> Figure:
         """
@@ -169,33 +217,11 @@ class Report:
 
         :returns: a ``matplotlib`` figure, which belongs to no window.
         """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10.5, 3.2), layout="constrained")
-        gaps, tails, sizes = figure.subplots(1, 3)
-        gap = _plain(self.gap)
-        gaps.hist(gap, bins=min(30, max(5, len(gap) // 3)), color="C0")
-        gaps.axvline(float(self.gap.mean()), color="k", linewidth=1, label="mean")
-        gaps.legend(fontsize="small")
-        gaps.set(xlabel="gap: log evidence - ELBO (nats)", ylabel="data")
-        k = _plain(self.guide.pareto_k)
-        finite = [v for v in k if math.isfinite(v)]
-        low, high = min([*finite, 0.0]) - 0.1, max([*finite, 1.0]) + 0.1
-        tails.scatter(gap, [min(max(v, low), high) for v in k], s=8, color="C0")
-        for level, style in ((0.5, ":"), (0.7, "--")):
-            tails.axhline(level, color="k", linewidth=1, linestyle=style)
-        tails.set(xlabel="gap (nats)", ylabel="Pareto k (0.7: unreliable)")
-        sizes.scatter(gap, _plain(self.guide.effective_sample_size), s=8, color="C1")
-        sizes.set(
-            xlabel="gap (nats)",
-            ylabel=f"effective sample size of {self.guide.num_particles}",
-            yscale="log",
-        )
-        return figure
+        return draw(self)
 
 
 @judge()
-def report(programs: Programs, options: Options) -> Report:
+def report(programs: Programs, options: Options, *, look: bool | None = None) -> Report:
     r"""
     Judge a guide: its bound, the evidence, the gap between them, how heavy the weights' tails are,
     which data it serves worst, and what to try next.
@@ -205,12 +231,18 @@ def report(programs: Programs, options: Options) -> Report:
     importance sampling.
 
     **What no number here sees**: :math:`\hat k` and the effective sample size tell of the draws
-    that were made. A mode of the posterior where the guide draws nothing shows in neither; chains
-    find it if they get there from the guide's draws, and then the report says so.
+    that were made. A mode of the posterior where the guide draws nothing shows in neither. So a few
+    chains *look* from elsewhere: 50 to 200 of them, in ten steps from draws of the model's prior
+    to the posterior. Where they find more evidence than the guide's weights, the guide misses
+    something, and the report says so. They find less where the prior is far from the posterior,
+    as with many latents: then nothing is known, which it says as well. The look takes about 100
+    gradients of the programs, of at most 200 particles each.
 
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments; keyword arguments likewise, see ``model_kwargs``.
+    :param bool look: let chains look from the prior; None does so unless
+        ``vectorize_particles=False``, where each chain is a run of its own.
     {options}
     :returns: a :class:`Report`, to print or to :meth:`~Report.plot`.
     :raises ValueError: as :func:`log_evidence`.
@@ -229,6 +261,7 @@ def report(programs: Programs, options: Options) -> Report:
         The guide covers the posterior, but not closely: TraceIWAE_ELBO(num_particles=10) gains
         most of the gap.
     """
+    check_flag("look", look, or_none=True)
     annealing = options.annealing()
     with importance_sampler(programs, options) as sampler:
         plain = evidence = estimate(sampler, options.num_particles)
@@ -239,7 +272,12 @@ def report(programs: Programs, options: Options) -> Report:
         sites = [t.site for t in sampler.reference.runs[0].terms if t.in_guide]
         drawn = {s["name"]: known_support(s["fn"]) for s in sites if is_random(s)}
         discrete = tuple(name for name, support in drawn.items() if support.is_discrete)
-        return Report(evidence, plain, discrete)
+        prior: LogEvidence | str = "look=False"
+        if look is None and options.vectorize_particles is False:
+            prior = "particles are looped over: look=True"
+        elif look is not False:
+            prior = look_from_prior(sampler, options.num_particles)
+        return Report(evidence, plain, discrete, prior)
 
 
 def _quantiles(values: Tensor) -> str:
@@ -252,7 +290,3 @@ def _quantiles(values: Tensor) -> str:
 def _mean(evidence: LogEvidence) -> str:
     error = evidence.standard_error.square().sum().sqrt() / evidence.standard_error.numel()
     return f"{float(evidence.mean):.3f} ± {float(error):.3f}"
-
-
-def _plain(value: Tensor) -> list[float]:
-    return value.detach().double().flatten().cpu().tolist()

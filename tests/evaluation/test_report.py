@@ -20,7 +20,7 @@ from tests.models import (
 @pytest.mark.parametrize("options", [{}, {"schedule": 4}])
 def test_numbers_are_those_of_the_exact_model(options):
     exact = ConjugateGaussian(N=20)
-    found = report(exact.model, exact.guide, num_particles=3000, **options)
+    found = report(exact.model, exact.guide, num_particles=3000, look=False, **options)
     error = found.evidence.standard_error
     difference = found.evidence.log_evidence - exact.log_evidence_per_datum()
     assert bool((difference.abs() < 4 * error).all())
@@ -31,7 +31,7 @@ def test_numbers_are_those_of_the_exact_model(options):
 
 def test_the_worst_served_data_are_found():
     exact = NestedGaussian()
-    index, gaps = zip(*report(exact.model, exact.guide).worst(3), strict=True)
+    index, gaps = zip(*report(exact.model, exact.guide, look=False).worst(3), strict=True)
     assert list(gaps) == sorted(gaps, reverse=True)
     assert all(len(i) == 1 and 0 <= i[0] < 4 for i in index)
 
@@ -47,11 +47,11 @@ def test_the_worst_served_data_are_found():
         with pyro.plate("rows", 3, dim=-2), pyro.plate("columns", 4, dim=-1):
             pyro.sample("z", dist.Normal(0.0, torch.ones(3, 4)))
 
-    assert report(model, guide).worst(1)[0][0] == (1, 2)
+    assert report(model, guide, look=False).worst(1)[0][0] == (1, 2)
 
 
 def advice(exact, **options):
-    return report(exact.model, exact.guide, num_particles=2000, **options).advice
+    return report(exact.model, exact.guide, num_particles=2000, look=False, **options).advice
 
 
 def test_advice():
@@ -59,6 +59,7 @@ def test_advice():
     exact.set_guide("exact")
     assert "tight enough" in advice(exact)
     exact.set_guide("exact", log_s=0.5)
+    assert "Where the guide draws, it follows the posterior" in advice(exact)
     assert "TraceIWAE_ELBO" in advice(exact)
     exact.set_guide("exact", log_s=-2.5)
     assert "TraceSIS_ELBO" in advice(exact)
@@ -71,7 +72,7 @@ def test_advice():
 def test_it_prints_and_plots(cls, tmp_path):
     pytest.importorskip("matplotlib")
     exact = cls()
-    found = report(exact.model, exact.guide, num_particles=200)
+    found = report(exact.model, exact.guide, num_particles=200, look=cls is ConjugateGaussian)
     text = str(found)
     for part in ("ELBO", "log evidence", "gap", "Pareto k", "effective sample size"):
         assert part in text
@@ -83,7 +84,7 @@ def test_it_prints_and_plots(cls, tmp_path):
 
 def test_chains_look_at_the_same_minibatch():
     exact = ConjugateGaussian(subsample_size=5)
-    found = report(exact.model, exact.guide, num_particles=4000, schedule=5)
+    found = report(exact.model, exact.guide, num_particles=4000, schedule=5, look=False)
     difference = found.evidence.log_evidence - found.guide.log_evidence
     error = torch.hypot(found.evidence.standard_error, found.guide.standard_error)
     assert bool((difference.abs() < 5 * error).all())
@@ -92,7 +93,7 @@ def test_chains_look_at_the_same_minibatch():
 def test_a_tail_may_be_missing():
     exact = ConjugateGaussian(N=5)
     exact.set_guide("exact")
-    found = report(exact.model, exact.guide)
+    found = report(exact.model, exact.guide, look=False)
     assert "-inf" in str(found)
     assert float(found.guide.pareto_k.max()) == -math.inf
     found.plot()
@@ -114,20 +115,79 @@ def two_modes():
     return model, guide, dist.Normal(0.0, math.sqrt(1.25)).log_prob(x) + math.log(2)
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": 2, "num_particles": 30}])
-def test_a_mode_that_is_never_drawn_shows_in_no_number(options):
+@pytest.mark.parametrize("options", [{}, {"schedule": 2, "num_particles": 60}])
+def test_a_mode_that_is_never_drawn_is_found_from_the_prior(options):
     model, guide, exact = two_modes()
+    blind = report(model, guide, look=False, **options)
+    assert torch.allclose(exact - blind.evidence.log_evidence, torch.tensor(math.log(2.0)))
+    assert float(blind.guide.pareto_k.max()) == -math.inf
+    assert not blind.misses
+    assert "a mode of the posterior where the guide draws nothing shows in neither" in str(blind)
     found = report(model, guide, **options)
-    assert torch.allclose(exact - found.evidence.log_evidence, torch.tensor(math.log(2.0)))
-    assert float(found.guide.pareto_k.max()) == -math.inf
-    assert not bool(found.missed.any())
-    assert "a mode of the posterior where the guide draws nothing shows in neither" in str(found)
+    error = found.prior.total_standard_error
+    assert abs(found.prior.total - exact.sum()) < 4 * error
+    assert found.misses
+    assert "the guide misses a part" in found.advice
+    for text in (str(found), str(blind)):
+        assert "covers" not in text
+
+
+def test_a_discrete_value_that_is_never_drawn_is_found_from_the_prior():
+    x = torch.full((4,), 2.0)
+
+    def model():
+        with pyro.plate("data", 4):
+            k = pyro.sample("k", dist.Categorical(torch.ones(3)))
+            pyro.sample("x", dist.Normal((k - 1.0).abs(), 0.5), obs=x)
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("k", dist.Categorical(torch.tensor([1e-12, 0.02, 1.0]).expand(4, 3)))
+
+    found = report(model, guide)
+    assert found.misses
+    assert bool(found.missed.all())
+    assert not report(model, guide, look=False).misses
+
+
+@pytest.mark.parametrize("cls", [ConjugateGaussian, HierarchicalGaussian, DiscreteMixture])
+def test_the_look_finds_no_more_than_there_is(cls):
+    exact = cls(N=5)
+    exact.set_guide("exact")
+    found = report(exact.model, exact.guide)
+    assert not found.misses
+    assert found.prior.total < exact.log_evidence() + 4 * found.prior.total_standard_error
+
+
+def test_the_look_costs_what_it_says():
+    """Runs of the model: four warm-ups and the chains, of 20 gradients each, and their records."""
+    exact, calls = ConjugateGaussian(N=5), []
+
+    def model():
+        calls.append(1)
+        return exact.model()
+
+    report(model, exact.guide, look=False, vectorize_particles=True)
+    plain = len(calls)
+    report(model, exact.guide, vectorize_particles=True)
+    assert len(calls) - 2 * plain < 150
+
+
+def test_what_cannot_be_looked_at_is_said():
+    exact = HierarchicalGaussian(N=5)
+    held = report(exact.model, exact.guide, joint=False)
+    assert "theta are held" in held.prior
+    assert "Nothing was drawn elsewhere (theta are held" in str(held)
+    looped = report(exact.model, exact.guide, vectorize_particles=False, num_particles=30)
+    assert "look=True" in looped.prior
+    with pytest.raises(ValueError, match="look must be True, False or None, got 'no'"):
+        report(exact.model, exact.guide, look="no")
 
 
 def test_what_chains_find_more_is_said():
     """By numbers: of three data one is larger by far, one within the error, one has a bad tail."""
     model, guide, _ = two_modes()
-    plain = report(model, guide, num_particles=30).guide
+    plain = report(model, guide, num_particles=30, look=False).guide
     plain = replace(plain, pareto_k=torch.tensor([0.2, 0.2, 0.9]))
     more = torch.tensor([0.7, 0.05, 0.7])
     error = torch.full((3,), 0.02)
@@ -143,7 +203,8 @@ def test_labels_say_what_is_the_guides_and_what_the_chains():
     alone = str(report(exact.model, exact.guide, num_particles=50))
     assert "guide: log evidence" in alone
     assert "chains: " not in alone
-    both = report(exact.model, exact.guide, num_particles=50, schedule=2)
+    assert "chains from the prior: log evidence" in alone
+    both = report(exact.model, exact.guide, num_particles=50, schedule=2, look=False)
     text = str(both)
     assert f"guide: log evidence                 {float(both.guide.mean):.3f}" in text
     assert f"chains: log evidence                {float(both.evidence.mean):.3f}" in text
