@@ -42,7 +42,7 @@ class _Counted(Messenger):
 
 def masks_latents(run: Run) -> bool:
     """Whether the model masks a latent."""
-    sites = [t.site for t in run.terms if not t.in_guide]
+    sites = [t.site for term in run.terms if not term.in_guide for t in term.sites]
     return any(is_latent(site) and counted_values(site) is not None for site in sites)
 
 
@@ -92,7 +92,7 @@ def check_masks(run: Run, apart: frozenset[str]) -> None:
     :raises ValueError: naming a site that is scaled in the guide, masked in one program only,
         masked inside of a transform, or auxiliary and masked by itself.
     """
-    for term in run.terms:
+    for term in (t for found in run.terms for t in found.sites):
         if is_latent(term.site):
             _check_site(term.site, term.key.program)
     _check_auxiliary(run)

@@ -41,7 +41,8 @@ def check_observed(run: Run) -> None:
 
     :raises ValueError: where the guide does, as with model and guide exchanged.
     """
-    if any(not t.in_guide and t.site["is_observed"] for t in run.terms):
+    factors = (t for term in run.terms if not term.in_guide for t in term.sites)
+    if any(t.site["is_observed"] for t in factors):
         return
     nodes = run.guide_trace.nodes
     observed = [n for n, s in nodes.items() if is_scored(s) and s["is_observed"]]

@@ -16,6 +16,7 @@ from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importan
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["refine"]
@@ -44,7 +45,8 @@ def refine(
 
     Global latents that the guide draws are weighed and moved together with the local ones, over
     all data. With ``joint=False`` they are the guide's own draws, a new one for each draw, and only
-    the local ones are refined given these (one draw after the other: slower).
+    the local ones are refined given these (one draw after the other: slower). Sites that the model
+    enumerates are drawn last, from p(y | x, z), as :func:`pyro.infer.infer_discrete` draws them.
 
     :param int num_samples: how many draws.
     :param model: a Pyro model.
@@ -165,7 +167,8 @@ class _Refined:
             self.acceptance = _take(torch.as_tensor(acceptance), chosen)
         if transitions and density is not None:
             position = _move(density, sampler, position, chosen, transitions)
-        self.sites = site_draws(at(position.detach()).sample)
+        sample = at(position.detach()).sample
+        self.sites = site_draws(with_drawn_states(sampler.programs, sample))
 
 
 def _choose(log_weight: Tensor) -> Tensor:

@@ -32,12 +32,14 @@ from pyro_mcvae.programs.types import Message, Site
 
 __all__ = [
     "StateFactor",
+    "StateFactors",
     "StateMessenger",
     "StateSum",
     "is_state",
     "pack",
     "plates_of",
     "shows_states",
+    "state_factors",
     "sum_states",
     "summed_terms",
 ]
@@ -160,11 +162,14 @@ def pack(site: Site, program: str, value: Tensor) -> Tensor:
         ) from error
 
 
-def sum_states(factors: Sequence[StateFactor], states: Iterable[str]) -> Iterator[StateSum]:
+def sum_states(
+    factors: Sequence[StateFactor], states: Iterable[str], make_ring: type[LogRing] = LogRing
+) -> Iterator[StateSum]:
     """
     Sum over enumerated sites, inside of the logarithm: one sum for each set of connected factors.
 
     :param states: the symbols of the enumerated sites.
+    :param make_ring: what Pyro's algorithm does with the sums.
     :raises ValueError: for factors of one sum with different scales, and for a sum that holds a
         whole plate of which there is a minibatch only.
     """
@@ -172,7 +177,7 @@ def sum_states(factors: Sequence[StateFactor], states: Iterable[str]) -> Iterato
     sizes: dict[str, int] = {}
     for f in factors:
         sizes.update(zip(f.dims, f.log_prob.shape, strict=True))
-    ring = LogRing(dim_to_size=sizes)
+    ring = make_ring(dim_to_size=sizes)
     for members in _connected(factors, dims):
         inside = [factors[i] for i in members]
         scale = _common_scale([f.site for f in inside])
@@ -221,26 +226,47 @@ def _common_scale(found: Sequence[Site]) -> float | Tensor:
     return next(iter(scales.values()))
 
 
-def summed_terms(model_trace: Trace) -> list[Term]:
-    """The factors of a model that has run under :class:`StateMessenger`; none has states left."""
+class StateFactors(NamedTuple):
+    """
+    The factors of a model that has run under :class:`StateMessenger`.
+
+    :ivar terms: those that depend on no enumerated site.
+    :ivar inside: the others.
+    :ivar factors: these packed, as they are to be summed.
+    :ivar states: the symbols of the enumerated sites.
+    """
+
+    terms: list[Term]
+    inside: list[Term]
+    factors: list[StateFactor]
+    states: set[str]
+
+
+def state_factors(model_trace: Trace) -> StateFactors:
+    """The factors of a model that has run under :class:`StateMessenger`."""
     found = list(scored(model_trace))
-    if not any(map(is_state, found)):
-        return [model_term(s) for s in found]
     model_trace.symbolize_dims()
     states = {s["infer"]["_enumerate_symbol"] for s in found if is_state(s)}
-    terms: list[Term] = []
-    inside: list[Term] = []
-    factors: list[StateFactor] = []
+    parts = StateFactors([], [], [], states)
     for site in found:
         log_prob = sites.unscaled_log_prob(site, "model")
         # A mask takes factors out of the sum, and no state: what remains of those sums to one.
         masked = log_prob if is_state(site) else sites.unscaled_masked(site, log_prob)
         factor = StateFactor(site, pack(site, "model", masked), plates_of(site, model_trace))
         if is_state(site) or not states.isdisjoint(factor.dims):
-            inside.append(model_term(site, log_prob=masked))
-            factors.append(factor)
+            parts.inside.append(model_term(site, log_prob=masked))
+            parts.factors.append(factor)
         else:
-            terms.append(model_term(site, log_prob=sites.masked(site, log_prob)))
+            parts.terms.append(model_term(site, log_prob=sites.masked(site, log_prob)))
+    return parts
+
+
+def summed_terms(model_trace: Trace) -> list[Term]:
+    """The factors of a model that has run under :class:`StateMessenger`: none has states left."""
+    found = list(scored(model_trace))
+    if not any(map(is_state, found)):
+        return [model_term(s) for s in found]
+    terms, inside, factors, states = state_factors(model_trace)
     return terms + [_term(s, inside, model_trace) for s in sum_states(factors, states)]
 
 

@@ -3,12 +3,26 @@
 import math
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO
+from pyro.ops.indexing import Vindex
 
-from pyro_mcvae import TraceSGVB_ELBO
+from pyro_mcvae import (
+    MALA,
+    ULA,
+    FixedStepSize,
+    LogWeight,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    log_evidence,
+    refine,
+)
+from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.sites import is_latent
@@ -58,3 +72,177 @@ def test_log_weights_are_sums_over_all_states(name, vectorize):
         log_q = poutine.trace(program.guide).get_trace().log_prob_sum()
     expected = brute_force(program.model, latents) - log_q
     assert torch.allclose(sample.log_weight[1].sum() + shared, expected, rtol=1e-10)
+
+
+MEANS = torch.tensor([-1.0, 1.5], dtype=torch.float64)
+PRIOR = torch.tensor([0.3, 0.7], dtype=torch.float64)
+SCALE = 0.8
+X = torch.tensor([-0.7, 0.4, 1.9], dtype=torch.float64)
+GRID = torch.linspace(-8.0, 8.0, 4001, dtype=torch.float64)
+
+
+def labelled_mixture(x):
+    """z and a label of each datum: the evidence is that of a mixture of two normals."""
+    with pyro.plate("data", 3, subsample_size=len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        y = pyro.sample("y", dist.Categorical(PRIOR), infer={"enumerate": "parallel"})
+        pyro.sample("x", dist.Normal(MEANS[y] + z, SCALE), obs=x)
+
+
+def labelled_guide(x):
+    with pyro.plate("data", 3, subsample_size=len(x)):
+        pyro.sample("z", dist.Normal(0.3 * x, 0.9))
+
+
+def evidence_of_each_datum():
+    scale = math.sqrt(1 + SCALE**2)
+    return (PRIOR.log() + dist.Normal(MEANS, scale).log_prob(X.unsqueeze(-1))).logsumexp(-1)
+
+
+def switching(x):
+    """A hidden Markov model with two means that are alike but for their sign."""
+    mean = pyro.sample("mean", dist.Normal(0.5, 1.0))
+    transit, y = torch.tensor([[0.7, 0.3], [0.2, 0.8]]), 0
+    for t in pyro.markov(range(3)):
+        y = pyro.sample(
+            f"y_{t}", dist.Categorical(Vindex(transit)[y, :]), infer={"enumerate": "parallel"}
+        )
+        pyro.sample(f"x_{t}", dist.Normal(mean * (2 * y - 1), SCALE), obs=x[t])
+
+
+def switching_guide(x):
+    pyro.sample("mean", dist.Normal(0.7, 0.6))
+
+
+def evidence_of_switching():
+    """The forward algorithm at each mean of a grid."""
+    transit = torch.tensor([[0.7, 0.3], [0.2, 0.8]])
+    forward = torch.tensor([1.0, 0.0]).log()
+    for x in X:
+        forward = (forward.unsqueeze(-1) + transit.log()).logsumexp(-2)
+        means = GRID.unsqueeze(-1) * torch.tensor([-1.0, 1.0])
+        forward = forward + dist.Normal(means, SCALE).log_prob(x)
+    joint = forward.logsumexp(-1) + dist.Normal(0.5, 1.0).log_prob(GRID)
+    return (joint.logsumexp(0) + (GRID[1] - GRID[0]).log()).reshape(1)
+
+
+EXACT = {
+    "mixture": (labelled_mixture, labelled_guide, evidence_of_each_datum),
+    "hmm": (switching, switching_guide, evidence_of_switching),
+}
+BOUNDS = {
+    "iwae": lambda: TraceIWAE_ELBO(200, vectorize_particles=True),
+    "sis": lambda: TraceSIS_ELBO(
+        4, ULA(0.05), num_particles=200, multi_sample=True, vectorize_particles=True
+    ),
+    "ais": lambda: TraceAIS_ELBO(
+        4, MALA(0.3), num_particles=200, multi_sample=True, vectorize_particles=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_bounds_lie_between_the_elbo_and_the_evidence(name, bound):
+    model, guide, exact = EXACT[name]
+    exact = exact()
+    many = TraceSGVB_ELBO(2000, vectorize_particles=True).bounds(model, guide, X).per_datum
+    found = torch.stack([BOUNDS[bound]().bounds(model, guide, X).per_datum for _ in range(5)])
+    error = found.std(0) / 5**0.5
+    assert (found.mean(0) > many).all()
+    assert (found.mean(0) < exact + 4 * error).all()
+    # Of 200 particles inside of the logarithm: close.
+    assert ((found.mean(0) - exact).abs() < 0.1).all()
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_mean_weight_is_the_evidence(name):
+    model, guide, exact = EXACT[name]
+    found = log_evidence(model, guide, X, num_particles=4000)
+    assert ((found.log_evidence - exact()).abs() < 4.5 * found.standard_error).all()
+    assert (found.standard_error < 0.1).all()
+    chains = log_evidence(
+        model, guide, X, num_particles=1000, schedule=4, kernel=MALA(FixedStepSize(0.3))
+    )
+    assert ((chains.log_evidence - exact()).abs() < 4.5 * chains.standard_error).all()
+
+
+def test_weights_are_those_of_each_datum():
+    elbo = TraceIWAE_ELBO(5, vectorize_particles=True)
+    pyro.set_rng_seed(3)
+    elbo.bounds(labelled_mixture, labelled_guide, X)  # which looks at the programs
+    pyro.set_rng_seed(3)
+    found = elbo.bounds(labelled_mixture, labelled_guide, X).per_datum
+    pyro.set_rng_seed(3)
+    z = dist.Normal(0.3 * X, 0.9).sample((5,))
+    log_prob = dist.Normal(MEANS + z.unsqueeze(-1), SCALE).log_prob(X.unsqueeze(-1))
+    log_weight = (log_prob + PRIOR.log()).logsumexp(-1) + dist.Normal(0.0, 1.0).log_prob(z)
+    log_weight = log_weight - dist.Normal(0.3 * X, 0.9).log_prob(z)
+    assert torch.allclose(found, log_weight.logsumexp(0) - math.log(5), rtol=1e-10)
+
+
+def test_minibatches_are_unbiased():
+    def model(subsample):
+        with pyro.plate("data", 3, subsample=subsample) as index:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            y = pyro.sample("y", dist.Categorical(PRIOR), infer={"enumerate": "parallel"})
+            pyro.sample("x", dist.Normal(MEANS[y] + z, SCALE), obs=X[index])
+
+    def guide(subsample):
+        with pyro.plate("data", 3, subsample=subsample) as index:
+            pyro.sample("z", dist.Delta(0.3 * X[index]))
+
+    for elbo in (TraceSGVB_ELBO(), TraceIWAE_ELBO(2, vectorize_particles=True)):
+        pairs = [elbo.loss(model, guide, torch.tensor(p)) for p in ([0, 1], [0, 2], [1, 2])]
+        whole = elbo.loss(model, guide, torch.arange(3))
+        assert sum(pairs) / 3 == pytest.approx(whole, rel=1e-12)
+
+
+def test_chains_follow_the_gradient_of_the_sum():
+    sampler = ParticleSampler(4, True, math.inf)
+    programs = Programs(labelled_mixture, labelled_guide, (X,), {})
+    log_weight = LogWeight(sampler, programs, "latent", GradientMode.COORDINATES)
+    _, found = log_weight.gradients(log_weight.first)
+    z = log_weight.coordinates.detach()[..., 0].requires_grad_()
+    log_prob = dist.Normal(MEANS + z.unsqueeze(-1), SCALE).log_prob(X.unsqueeze(-1))
+    joint = (log_prob + PRIOR.log()).logsumexp(-1) + dist.Normal(0.0, 1.0).log_prob(z)
+    total = joint - dist.Normal(0.3 * X, 0.9).log_prob(z)
+    assert torch.allclose(log_weight.first.log_weight, total, rtol=1e-10)
+    assert torch.allclose(found[..., 0], torch.autograd.grad(total.sum(), z)[0], rtol=1e-10)
+    # Another evaluation replays the model alone.
+    moved = log_weight(log_weight.coordinates.detach() + 0.2)
+    z = z.detach() + 0.2
+    log_prob = dist.Normal(MEANS + z.unsqueeze(-1), SCALE).log_prob(X.unsqueeze(-1))
+    joint = (log_prob + PRIOR.log()).logsumexp(-1) + dist.Normal(0.0, 1.0).log_prob(z)
+    expected = joint - dist.Normal(0.3 * X, 0.9).log_prob(z)
+    assert torch.allclose(moved.log_weight, expected, rtol=1e-10)
+
+
+def test_refined_draws_have_states_of_the_posterior():
+    draws = refine(labelled_mixture, labelled_guide, X, num_samples=4000, num_particles=50)
+    scale = math.sqrt(1 + SCALE**2)
+    logits = PRIOR.log() + dist.Normal(MEANS, scale).log_prob(X.unsqueeze(-1))
+    expected = logits.softmax(-1)[:, 1]
+    assert draws["y"].shape == draws["z"].shape == (4000, 3)
+    error = (expected * (1 - expected) / 4000).sqrt()
+    assert ((draws["y"].double().mean(0) - expected).abs() < 4.5 * error + 0.01).all()
+    # z given y is normal.
+    precision = 1 + 1 / SCALE**2
+    mean = (X - MEANS[draws["y"]]) / SCALE**2 / precision
+    assert ((draws["z"] - mean).mean(0).abs() < 4.5 / (4000 * precision) ** 0.5 + 0.02).all()
+    assert draws.log_likelihood["x"].shape == (4000, 3)
+
+
+@programs
+def test_every_program_trains(name):
+    program = PROGRAMS[name]
+    for make in (
+        lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
+        lambda: TraceSIS_ELBO(2, ULA(0.01), num_particles=2, vectorize_particles=True),
+        lambda: TraceAIS_ELBO(2, MALA(0.01), num_particles=2, vectorize_particles=True),
+    ):
+        loss, found = gradients(make(), program.model, program.guide)
+        assert math.isfinite(loss)
+        for site, grad in found.items():
+            assert grad.isfinite().all(), site
+            assert grad.abs().sum() > 0, site

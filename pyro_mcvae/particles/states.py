@@ -1,0 +1,27 @@
+"""A sample in which the model's enumerated sites have a value each, as all other latents have."""
+
+from __future__ import annotations
+
+from pyro_mcvae.particles.layout import Layout
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Programs, run_model
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.programs.state_draws import draw_states
+
+__all__ = ["with_drawn_states"]
+
+
+def with_drawn_states(programs: Programs, sample: WeightedParticles) -> WeightedParticles:
+    """The same latents, and each enumerated site drawn from its posterior given these."""
+    if all(run.state_dim is None for run in sample.runs):
+        return sample
+
+    def with_states(run: Run) -> Run:
+        _, plate = Layout(run.leading, run.nesting, sample.structure.global_sites).plates()
+        substitute = SubstituteMessenger(run.subsamples, draw_states(run.model_trace))
+        model_trace = run_model(programs, run.guide_trace, substitute, plate)
+        shown = run.nesting, run.leading, run.subsamples, run.unbatched
+        return collect(run.guide_trace, model_trace, *shown)
+
+    return sample.with_runs([with_states(run) for run in sample.runs])

@@ -1,0 +1,64 @@
+"""Draws of enumerated sites from their posterior, given everything else."""
+
+from __future__ import annotations
+
+import torch
+from pyro.ops import packed
+from pyro.ops.einsum.adjoint import require_backward
+from pyro.ops.rings import SampleRing
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+from pyro_mcvae.programs.enumeration import StateFactor, is_state, state_factors, sum_states
+from pyro_mcvae.programs.types import Site
+
+__all__ = ["draw_states"]
+
+
+def draw_states(model_trace: Trace) -> dict[str, Tensor]:
+    """
+    One joint draw of all enumerated sites from p(y | x, z), as Pyro's ``infer_discrete`` makes it.
+
+    :param model_trace: of a model that has run under ``StateMessenger``.
+    :returns: by site, shape ``[leading, *plates, *event]``.
+    """
+    _, _, factors, states = state_factors(model_trace)
+    queries = [f for f in factors if is_state(f.site)]
+    with torch.no_grad():
+        for query in queries:
+            require_backward(query.log_prob)
+        for total in list(sum_states(factors, states, SampleRing)):
+            total.log_prob._pyro_backward()  # type: ignore[attr-defined]
+        return {q.site["name"]: _drawn(q, model_trace) for q in queries}
+
+
+def _drawn(query: StateFactor, trace: Trace) -> Tensor:
+    site = query.site
+    index = _index(query, trace)
+    sizes = {f.dim: f.size for f in site["cond_indep_stack"] if f.dim is not None}
+    depth = max((-d for d in sizes), default=0)
+    index = index.expand([sizes.get(d, 1) for d in range(-depth, 0)])
+    return _support(site)[index]
+
+
+def _index(query: StateFactor, trace: Trace) -> Tensor:
+    """Which of its values a site has: ``[leading, *plates]``."""
+    found = query.log_prob._pyro_backward_result  # type: ignore[attr-defined]
+    symbol = query.site["infer"]["_enumerate_symbol"]
+    # A string, or a set: an order either way, which is that of the draws.
+    dims = [] if found is None else list(found._pyro_sample_dims)
+    if symbol not in dims:
+        return torch.zeros((), dtype=torch.long, device=query.log_prob.device)  # one value
+    index = found[dims.index(symbol)]
+    index._pyro_dims = found._pyro_dims[1:]
+    return packed.unpack(index, trace.symbol_to_dim)
+
+
+def _support(site: Site) -> Tensor:
+    """The values of an enumerated site: ``[S, *event]``."""
+    value, event_dim = site["value"], site["fn"].event_dim
+    dim = site["infer"]["_enumerate_dim"] - event_dim
+    for other in range(value.dim() - event_dim):
+        if other != value.dim() + dim:
+            value = value.narrow(other, 0, 1)
+    return value.reshape(-1, *value.shape[value.dim() - event_dim :])
