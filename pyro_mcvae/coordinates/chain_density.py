@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,8 +66,10 @@ class ChainDensity:
             return self._kept(state)
 
     def __call__(self, position: Tensor) -> State:
-        if GradientMode.RECOMPUTED not in self.gradient:
-            return self._evaluate(position)
+        recomputed = GradientMode.RECOMPUTED in self.gradient
+        return self._recomputed(position) if recomputed else self._evaluate(position)
+
+    def _recomputed(self, position: Tensor) -> State:
         # Handlers around the loss are gone when the backward pass runs the programs again.
         contexts = nullcontext(), _Handlers()
         state: State = checkpoint(
@@ -189,9 +192,11 @@ class _Handlers:
 @contextmanager
 def outside_inference_mode(programs: Programs) -> Iterator[Programs]:
     """Chains differentiate, which inference mode forbids: leave it, with copies of the data."""
-    if not torch.is_inference_mode_enabled():
-        yield programs
-        return
-    with torch.inference_mode(False):
-        args, kwargs = tree_map_only(Tensor, Tensor.clone, (programs.args, programs.kwargs))
-        yield Programs(programs.model, programs.guide, args, kwargs)
+    inside = torch.is_inference_mode_enabled()
+    with torch.inference_mode(False) if inside else nullcontext():
+        yield _copied(programs) if inside else programs
+
+
+def _copied(programs: Programs) -> Programs:
+    args, kwargs = tree_map_only(Tensor, Tensor.clone, (programs.args, programs.kwargs))
+    return replace(programs, args=args, kwargs=kwargs)

@@ -181,9 +181,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _surrogate(self, density: ChainDensity, chain: Chain) -> Tensor:
         """Per datum, a tensor with the gradient: ``[*plates]``."""
         if self.gradient_estimator == "reweighted":
-            weight = normalized_weights(chain.log_weight.detach())
-            refined = density.log_weight.model_log_prob(chain.state.position)
-            return density.log_weight.guide_elbo().mean(0) + (weight * refined).sum(0)
+            return _reweighted(density, chain)
         surrogate = self._average(chain.log_weight)
         if self.kernel.adjusted:
             surrogate = surrogate + accept_score(chain, self.multi_sample)
@@ -266,6 +264,12 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 f"{', '.join(learned)} would get no gradient: use 'full', or parts that are fixed "
                 f"or adapt"
             )
+
+
+def _reweighted(density: ChainDensity, chain: Chain) -> Tensor:
+    weight = normalized_weights(chain.log_weight.detach())
+    refined = density.log_weight.model_log_prob(chain.state.position)
+    return density.log_weight.guide_elbo().mean(0) + (weight * refined).sum(0)
 
 
 def _not_twice(error: Exception) -> str:
