@@ -1,0 +1,60 @@
+"""The picture of a step's way in CONTRIBUTING.md is that of the code."""
+
+import re
+import sys
+from pathlib import Path
+
+import pyro
+import pyro.distributions as dist
+import torch
+
+import pyro_mcvae
+from pyro_mcvae import TraceSIS_ELBO
+
+PACKAGE = Path(pyro_mcvae.__file__).parent
+TEXT = (PACKAGE.parent / "CONTRIBUTING.md").read_text().split("## The way of a step")[1]
+PICTURE = TEXT.split("```text")[1].split("```")[0]
+LINE = re.compile(r"^(\w+/\w+\.py) +(?:\w+\.)?(\w+)", re.M)
+
+
+def model(x):
+    with pyro.plate("data", 20, subsample_size=len(x)):
+        z = pyro.sample("z", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x)
+
+
+def guide(x):
+    with pyro.plate("data", 20, subsample_size=len(x)):
+        loc = pyro.param("loc", torch.zeros(2))
+        pyro.sample("z", dist.Normal(loc + x.unsqueeze(-1), 0.5).to_event(1))
+
+
+def way():
+    """File and name of the functions that a warm step enters, in the order of the first time."""
+    elbo, x, found = TraceSIS_ELBO(2), torch.ones(3), []
+    elbo.loss_and_grads(model, guide, x)
+
+    def entered(frame, event, _):
+        file = Path(frame.f_code.co_filename)
+        if event == "call" and PACKAGE in file.parents:
+            found.append((file.relative_to(PACKAGE).as_posix(), frame.f_code.co_name))
+
+    before = sys.getprofile()
+    sys.setprofile(entered)
+    try:
+        elbo.loss_and_grads(model, guide, x)
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_a_step_goes_the_way_of_the_picture():
+    drawn, found = LINE.findall(PICTURE), way()
+    places = [found.index(line) for line in drawn]
+    assert len(drawn) == sum(bool(line.strip()) for line in PICTURE.splitlines())
+    assert places == sorted(places)
+
+
+def test_the_picture_has_every_room_of_the_way():
+    rooms = {file.split("/")[0] for file, _ in LINE.findall(PICTURE)}
+    assert rooms == {file.split("/")[0] for file, _ in way()} - {"ops"}
