@@ -11,13 +11,13 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.enumeration import summed_terms
 from pyro_mcvae.programs.execution import Programs, is_messenger, run_model, with_changes
 from pyro_mcvae.programs.masks import counted_values, hides_masks, with_mask
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_latent, is_random, is_scored, layers
+from pyro_mcvae.programs.state_sums import summed_terms
 from pyro_mcvae.programs.types import Site
 
 __all__ = ["check_masks", "count_masked", "is_transported", "masks_latents", "transported"]

@@ -13,9 +13,9 @@ from torch import Tensor
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slots import SLOTS, SiteSlots
 from pyro_mcvae.programs import sites
-from pyro_mcvae.programs.enumeration import StateFactor, pack, sum_states
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.state_sums import StateFactor, pack, sum_states
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from pyro.poutine.trace_struct import Trace
 
-from pyro_mcvae.programs.enumeration import summed_terms
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
 from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
 from pyro_mcvae.programs.run import Run, collect
 from pyro_mcvae.programs.sites import known_support
+from pyro_mcvae.programs.state_sums import summed_terms
 from pyro_mcvae.programs.terms import (
     Term,
     guide_term,

@@ -9,10 +9,10 @@ import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.enumeration import summed_terms
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.sites import observes_data
+from pyro_mcvae.programs.state_sums import summed_terms
 from pyro_mcvae.programs.terms import (
     SiteSignature,
     SiteSizes,

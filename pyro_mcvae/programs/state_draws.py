@@ -9,7 +9,8 @@ from pyro.ops.rings import SampleRing
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.enumeration import StateFactor, is_state, state_factors, sum_states
+from pyro_mcvae.programs.enumeration import is_state
+from pyro_mcvae.programs.state_sums import StateFactor, state_factors, sum_states
 from pyro_mcvae.programs.types import Site
 
 __all__ = ["draw_states"]
