@@ -250,10 +250,9 @@ def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coord
     """
     if coordinates == "value" or known_support(fn).is_discrete:
         return ValueCoordinate(fn)
-    if coordinates in ("noise", "resting"):
-        found = noise_of(fn)
-        if found is not None:
-            return NoiseCoordinate(fn, found)
+    noise = noise_of(fn) if coordinates in ("noise", "resting") else None
+    if noise is not None:
+        return NoiseCoordinate(fn, noise)
     if coordinates == "resting":
         return ValueCoordinate(fn)
     return CircularCoordinate(fn) if _is_circular(fn) else UnconstrainedCoordinate(fn)

@@ -66,7 +66,7 @@ class WeightedParticles:
         :param pick: maps a term and its run's index to a batch-shaped tensor, or 0 to leave out.
         :returns: shape ``[K, *plates]`` (or ``[K, elements]``).
         """
-        dims = self._dims
+        dims = [b.dims for b in self.blocks]
         totals: list[list[Tensor | None]] = [[None] * len(self.runs) for _ in dims]
         for i, (run, block_of) in enumerate(zip(self.runs, self.block_of, strict=True)):
             for term in run.terms:
@@ -104,7 +104,7 @@ class WeightedParticles:
     def with_runs(self, runs: list[Run]) -> WeightedParticles:
         """A sample of further runs that show the same sites and plates as these."""
         sample = WeightedParticles(runs, self.block_of, self.structure)
-        for name in ("_frames", "_dims", "_shapes"):  # the cached properties' places
+        for name in ("_frames", "_shapes"):  # the cached properties' places
             sample.__dict__[name] = getattr(self, name)
         return sample
 
@@ -157,11 +157,6 @@ class WeightedParticles:
         if not any(b.plates for b in self.blocks):
             return {}
         return {plate_key(f): f for t in self.runs[0].terms for f in plate_frames(t.site)}
-
-    @cached_property
-    def _dims(self) -> list[tuple[int, ...]]:
-        """For each block its plates' batch dims."""
-        return [b.dims for b in self.blocks]
 
     @cached_property
     def _shapes(self) -> list[tuple[int, ...]]:

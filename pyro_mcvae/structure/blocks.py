@@ -58,7 +58,7 @@ class Block:
 
     plates: tuple[PlateKey, ...]
 
-    @property
+    @cached_property
     def dims(self) -> tuple[int, ...]:
         """The plates' batch dims, negative, in increasing order; sequential plates have none."""
         return tuple(p.dim for p in self.plates if p.dim is not None)
