@@ -80,9 +80,12 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         doubly reparameterized [3]: unbiased, with a signal-to-noise ratio that grows with K where
         that of ``"reparam"`` falls [4].
     ``"auto"`` (default)
-        ``"dreg"``; but ``"reparam"`` for K = 1, where they agree in expectation and
-        ``"reparam"`` is exactly the gradient of the ELBO, and for flows with parameters of their
-        own, whose density ``"dreg"`` could only evaluate through the flow's inverse.
+        the mixture of ``"reparam"`` and ``"dreg"`` with the least noise, as measured in the step on
+        other draws, which leaves it unbiased: nearly ``"dreg"`` where the guide is about right, and
+        nearly ``"reparam"`` where it is much narrower than the posterior, as AutoGuides begin.
+        ``"reparam"`` for K = 1, where it is exactly the gradient of the ELBO, for one weight over
+        everything with fewer than 6 particles, and for flows with parameters of their own, whose
+        density ``"dreg"`` could only evaluate through the flow's inverse.
 
     ``"stl"`` and ``"dreg"`` act on the sites whose distribution does not depend on another
     reparameterized draw of the guide; sites further down a structured guide use ``"reparam"``, and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyro_mcvae.elbos.dreg_share import dreg_share
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_costs
 from pyro_mcvae.ops.importance import normalized_weights, renyi_bound
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -38,14 +39,16 @@ class PathGradient:
         \text{stl:} \quad & \sum_k \tilde w_k
             \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi} \\
         \text{dreg:} \quad & \sum_k \tilde w_k \big(1 - (1 - \alpha)(1 - \tilde w_k)\big)
-            \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi}
+            \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi} \\
+        \text{auto:} \quad & \lambda \, \text{dreg} + (1 - \lambda) \, \text{reparam}
 
     and for all other parameters :math:`\sum_k \tilde w_k \nabla \log w_k`. The score term is
     taken out by adding log q at the detached draw; the second factor of dreg
     (:math:`\tilde w_k` for :math:`\alpha = 0`) acts on the gradient that arrives at the draw on its
     way back. One backward pass serves all parameters. Where log q enters the weight with a factor c
     (the user's scale, or a mask's zero), so does its score term, and the second factor is
-    :math:`1 - c (1 - \alpha)(1 - \tilde w_k)`.
+    :math:`1 - c (1 - \alpha)(1 - \tilde w_k)`. What the share :math:`\lambda` is
+    :func:`~pyro_mcvae.elbos.dreg_share.dreg_share` says.
     """
 
     def __init__(self, estimator: str, num_particles: int, alpha: float = 0.0) -> None:
@@ -81,20 +84,23 @@ class PathGradient:
         if not any(chosen):
             return renyi_bound(sample.log_weight, self.alpha)
         weight = normalized_weights((1 - self.alpha) * sample.log_weight.detach())
+        whole = weight if outer is None else outer * weight
+        factor = 1 - (1 - self.alpha) * (1 - whole)
 
         def summand(term: Term, i: int) -> Tensor:
             if not term.in_guide:
                 return term.log_prob
-            if term.key.name not in chosen[i]:
-                return -term.log_prob
-            return -_path_log_q(term)
+            return -_log_q(term) if term.key.name in chosen[i] else -term.log_prob
 
         log_weight = sample.local_sum(summand)
+        score = sample.local_sum(lambda t, i: _score(t) if t.key.name in chosen[i] else 0)
+        share: Tensor | float = 1.0
+        if self.estimator == "auto":
+            share = dreg_share(sample.log_weight.detach(), score.detach(), self.alpha)
         if self.estimator != "stl":
-            share = weight if outer is None else outer * weight
-            self._reparameterize_again(sample, chosen, 1 - (1 - self.alpha) * (1 - share))
+            self._reparameterize_again(sample, chosen, 1 - share * (1 - factor))
         # A weight of zero would otherwise meet a log weight of minus infinity: 0 * inf is NaN.
-        return (weight * torch.where(weight > 0, log_weight, 0.0)).sum(0)
+        return (weight * torch.where(weight > 0, log_weight + share * score, 0.0)).sum(0)
 
     def _applies(self, sample: WeightedParticles, term: Term, i: int) -> bool:
         return (
@@ -128,13 +134,22 @@ class PathGradient:
 
 def _path_log_q(term: Term) -> Tensor:
     """log q(z), up to its value, with a gradient through z alone."""
-    value, log_q = term.site["value"], term.log_prob
-    if any(transforms_of(term.site["fn"])):
-        # Transforms cache the inverse of the tensor that they drew, which cuts the path to it.
-        alias = value.view_as(value)
-        log_q = masked(term.site, unscaled_log_prob(term.site, "guide", alias))
-    at_detached = unscaled_log_prob(term.site, "guide", value.detach())
-    return log_q - masked(term.site, at_detached)
+    return _log_q(term) - _score(term)
+
+
+def _log_q(term: Term) -> Tensor:
+    """log q(z), with its gradient through z and through the parameters."""
+    value = term.site["value"]
+    if not any(transforms_of(term.site["fn"])):
+        return term.log_prob
+    # Transforms cache the inverse of the tensor that they drew, which cuts the path to it.
+    return masked(term.site, unscaled_log_prob(term.site, "guide", value.view_as(value)))
+
+
+def _score(term: Term) -> Tensor:
+    """log q(z), with its gradient through the parameters alone."""
+    value = term.site["value"].detach()
+    return masked(term.site, unscaled_log_prob(term.site, "guide", value))
 
 
 def _second_factor(term: Term, weight: Tensor) -> Tensor:

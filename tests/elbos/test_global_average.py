@@ -140,7 +140,7 @@ def test_dreg_squares_the_product_of_both_weights():
         with pyro.plate("data", 1):
             pyro.sample("z", dist.Normal(c, torch.ones(1)))
 
-    elbo = nested(3, 4)
+    elbo = nested(3, 4, "dreg")
     elbo.loss(model, guide)
     seen.clear()
     elbo.loss_and_grads(model, guide)

@@ -1,0 +1,107 @@
+"""The mixture of two unbiased gradients is unbiased, and has the least noise that it can have."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae import TraceIWAE_ELBO
+from pyro_mcvae.elbos.dreg_share import dreg_share
+from tests.estimates import assert_mean, gradients
+from tests.models import ConjugateGaussian
+
+
+class EightSchools:
+    """One weight over ten latents, and a guide whose scales are a given multiple of the priors'."""
+
+    def __init__(self, width):
+        self.y = torch.tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+        self.sigma = torch.tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+        self.values = {"loc": self.y / 2}
+        self.width = width
+
+    def model(self):
+        mu = pyro.sample("mu", dist.Normal(4.0, 5.0))
+        with pyro.plate("schools", 8):
+            theta = pyro.sample("theta", dist.Normal(mu, 5.0))
+            pyro.sample("y", dist.Normal(theta, self.sigma), obs=self.y)
+
+    def guide(self):
+        loc = pyro.param("loc", self.values["loc"])
+        pyro.sample("mu", dist.Normal(4.0, 5.0 * self.width))
+        with pyro.plate("schools", 8):
+            pyro.sample("theta", dist.Normal(loc, 5.0 * self.width))
+
+
+def spread(programs, estimator, num_particles, **options):
+    elbo = TraceIWAE_ELBO(num_particles, estimator, vectorize_particles=True, **options)
+    return {n: g.std(0).square().mean().sqrt() for n, g in gradients(elbo, programs, 40).items()}
+
+
+def test_a_narrow_guide_has_nearly_the_plain_gradient():
+    schools = EightSchools(0.02)
+    found = {e: spread(schools, e, 10, joint=True)["loc"] for e in ("auto", "reparam", "dreg")}
+    assert found["reparam"] < 0.02 * found["dreg"]
+    assert found["auto"] < 0.25 * found["dreg"]
+
+
+def test_too_few_draws_of_one_weight_have_the_plain_gradient():
+    schools, found = EightSchools(0.5), []
+    for estimator in ("auto", "reparam"):
+        elbo = TraceIWAE_ELBO(3, estimator, joint=True)
+        elbo.loss(schools.model, schools.guide)  # which also finds out about the programs
+        pyro.set_rng_seed(0)
+        found.append(gradients(elbo, schools, 1)["loc"])
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("num_particles", [2, 10])
+def test_a_guide_that_is_about_right_has_the_doubly_reparameterized_one(num_particles):
+    exact = ConjugateGaussian(N=100)
+    exact.set_guide(a=0.45, log_s=-0.4)
+    found = {e: spread(exact, e, num_particles) for e in ("auto", "reparam", "dreg")}
+    for name in exact.values:
+        assert found["auto"][name] < 1.35 * found["dreg"][name]
+        assert found["auto"][name] < 0.7 * found["reparam"][name]
+
+
+@pytest.mark.parametrize("plates", [(1,), (2,), (3, 2)])
+def test_the_share_of_a_draw_does_not_depend_on_it(plates):
+    shape = (8, *plates)
+    log_q = torch.randn(shape)
+    log_weight = 0.3 * torch.randn(shape) - 0.5 * log_q
+    share = dreg_share(log_weight, log_q)
+    own = torch.zeros(shape, dtype=torch.bool)
+    (own if plates == (1,) else own.reshape(8, -1).T)[::2] = True
+    changed = dreg_share(
+        torch.where(own, torch.randn(shape), log_weight),
+        torch.where(own, torch.randn(shape), log_q),
+    )
+    assert (changed[own] == share[own]).all()
+    assert (share[own] > 0).all()
+    assert (changed[~own] != share[~own]).all()
+
+
+@pytest.mark.parametrize("scale", [0.3, 1.5])
+@pytest.mark.parametrize("data", [1, 3])
+def test_the_mixture_is_unbiased(scale, data):
+    """The gradient of the bound by a Gaussian guide's location, of 40,000 steps at once."""
+    steps, num_particles, loc = 40_000, 6, 0.4
+    noise = torch.randn(steps, num_particles, data)
+    z = loc + scale * noise
+    log_q = dist.Normal(loc, scale).log_prob(z)
+    log_w = dist.Normal(0.0, 1.0).log_prob(z) - log_q
+    weight = log_w.softmax(1)
+    share = torch.vmap(dreg_share)(log_w, log_q)
+    assert share.std() > 0.01  # or nothing is mixed
+    plain, path = -z, noise / scale - z
+    mixed = share * weight.square() * path
+    mixed = mixed + (1 - share) * weight * plain
+    # The plain and the doubly reparameterized gradient agree in expectation; so has the mixture.
+    assert_mean((mixed - weight * plain).sum(1).mean(1), 0.0)
+
+
+def test_weights_of_zero_and_constant_densities_are_left_to_the_plain_gradient():
+    log_weight = torch.full((8, 1), -float("inf"))
+    assert (dreg_share(log_weight, torch.randn(8, 1)) == 0).all()
+    assert (dreg_share(torch.randn(8, 1), torch.zeros(8, 1)) == 0).all()
