@@ -10,14 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.chains.kernel import Info, Kernel, State, Target, finite
+from pyro_mcvae.chains.kernel import Info, State, Target, finite
 from pyro_mcvae.ops.importance import leave_one_out_mean, leave_one_out_signal
 
-__all__ = ["Chain", "accept_score", "anneal", "anneal_back", "evaluator"]
+__all__ = ["Chain", "Transition", "accept_score", "anneal", "anneal_back", "evaluator"]
+
+
+class Transition(Protocol):
+    """What moves chains: a :class:`Kernel`, or one whose transitions are replayed."""
+
+    adjusted: bool
+
+    def step(self, state: State, target: Target) -> tuple[State, Info]:
+        """One transition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,7 @@ class Chain:
 def anneal(
     start: State,
     betas: Tensor,
-    kernel: Kernel,
+    kernel: Transition,
     evaluate: Callable[[Tensor], State],
     movable: Tensor | None = None,
     last_transition: bool = True,
@@ -128,7 +138,7 @@ def _to_come(increments: list[Tensor]) -> list[Tensor]:
 def anneal_back(
     start: State,
     betas: Tensor,
-    kernel: Kernel,
+    kernel: Transition,
     evaluate: Callable[[Tensor], State],
     movable: Tensor | None = None,
 ) -> Tensor:

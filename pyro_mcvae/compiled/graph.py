@@ -27,7 +27,7 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     :raises NotRecordable: if an input is written to.
     """
     graph = recorded.graph
-    _remove_detached(graph)
+    _remove_what_changes_nothing(graph)
     _remove_dead(graph)
     constants = _lift(recorded)
     updated = _take_out_updates(graph)
@@ -45,10 +45,18 @@ def _remove_dead(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _remove_detached(graph: Graph) -> None:
-    # Without gradients they are what they detach, and yet cost a call each.
-    for node in graph.find_nodes(op="call_function", target=_aten.detach.default):
-        node.replace_all_uses_with(node.args[0])
+def _remove_what_changes_nothing(graph: Graph) -> None:
+    # Each costs a call. Without gradients a detached tensor is what it detaches.
+    for name in ("detach", "expand", "view"):
+        for node in graph.find_nodes(op="call_function", target=getattr(_aten, name).default):
+            source = node.args[0]
+            if name == "detach" or _layout(node) == _layout(source) is not None:
+                node.replace_all_uses_with(source)
+
+
+def _layout(node: Node) -> tuple[object, ...] | None:
+    meta = node.meta.get("tensor_meta")
+    return None if meta is None else (meta.shape, meta.stride)
 
 
 def _lift(recorded: GraphModule) -> list[Tensor]:

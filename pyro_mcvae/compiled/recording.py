@@ -24,7 +24,7 @@ from pyro_mcvae.compiled.signature import Call
 from pyro_mcvae.compiled.writes import Slot, Spaces
 from pyro_mcvae.ops.recording import assumptions
 
-__all__ = ["NotUsable", "Outcome", "Recording", "record"]
+__all__ = ["NotUsable", "Outcome", "Recording", "check_unchanged", "record"]
 
 Run = Callable[..., list[Tensor]]
 
@@ -209,7 +209,7 @@ def record(loss: Any, call: Call) -> tuple[Recording, Outcome]:
     step = _Step(loss, call, spaces)
     try:
         traced = make_fx(step)(*call.inputs())
-        _check_unchanged(before, others, step.slots, names)
+        check_unchanged(before, others, step.slots, names)
         graph, constants, updated = as_function(traced)
     except NotRecordable:
         spaces.put_back()
@@ -237,9 +237,12 @@ def record(loss: Any, call: Call) -> tuple[Recording, Outcome]:
     return recording, outcome
 
 
-def _check_unchanged(
+def check_unchanged(
     before: Dependencies, others: dict[str, object], slots: list[Slot], names: set[str]
 ) -> None:
+    """
+    :raises NotRecordable: if a step has changed something that its replays would not.
+    """
     for name, state in other_generators().items():
         if state != others[name]:
             raise NotRecordable(f"draws random numbers from {name}'s generator: use PyTorch's")

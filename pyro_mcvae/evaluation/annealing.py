@@ -7,12 +7,15 @@ import copy
 import torch
 from torch import Tensor
 
+from pyro_mcvae.chains.annealing import Transition
 from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.schedules import Schedule, as_schedule
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
+from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["DEFAULT_STEPS", "LEAVE_OUT", "Annealing", "make_annealing"]
 
@@ -20,6 +23,8 @@ __all__ = ["DEFAULT_STEPS", "LEAVE_OUT", "Annealing", "make_annealing"]
 DEFAULT_STEPS = 10
 # What a user who gave them leaves out, where the latents cannot be moved.
 LEAVE_OUT = "leave out schedule and kernel, so that importance sampling weighs them"
+# From how many transitions on a recording pays.
+_LONG = 50
 # Relative step of the adaptation in the first and in the second half of a warm-up.
 _RATES = 0.3, 0.1
 
@@ -46,15 +51,24 @@ class Annealing:
             self.kernel = copy.deepcopy(kernel)
             self.betas = schedule().detach().clone()
         self.coordinates = coordinates
+        self._recorded: RecordedTransition | None = None
         self.warmup = warmup
         self.without = without
         step_size = self.kernel.step_size
         self._chooses = isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None
         self.use(coordinates)
 
+    def transition(self, programs: Programs) -> Transition:
+        """What moves the chains: the kernel, along long schedules recorded once and replayed."""
+        if self.num_steps < _LONG:
+            return self.kernel
+        if self._recorded is None:
+            self._recorded = RecordedTransition(self.kernel, (programs.model, programs.guide))
+        return self._recorded
+
     def use(self, coordinates: Coordinates) -> None:
         """Move other coordinates; must come before the warm-up."""
-        self.coordinates = coordinates
+        self.coordinates, self._recorded = coordinates, None
         if self._chooses:
             self.kernel.step_size.per_coordinate = coordinates == "latent"  # type: ignore[assignment]
 

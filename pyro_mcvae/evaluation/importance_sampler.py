@@ -189,7 +189,7 @@ class ImportanceSampler:
         chain = anneal(
             start,
             self.annealing.betas.to(start.log_weight.device),
-            self.annealing.kernel,
+            self.annealing.transition(self.programs),
             density,
             density.log_weight.movable,
             last_transition,
