@@ -57,7 +57,6 @@ from pyro_mcvae.evaluation.refine import refine
 from pyro_mcvae.evaluation.report import Report, report
 from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
 from pyro_mcvae.training.batches import RankBatches
-from pyro_mcvae.training.capture import capture
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_mcvae.truncated.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.truncated.evolution import (
@@ -146,7 +145,6 @@ __all__ = [
     "UniformFlips",
     "UniformParents",
     "WakeSleep",
-    "capture",
     "load_checkpoint",
     "local_bounds",
     "local_estimate",

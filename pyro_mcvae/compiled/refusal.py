@@ -32,7 +32,7 @@ class NotRecordable(BaseException):
 
 def is_library(code: CodeType) -> bool:
     """Whether a function is Python's own, or of an installed package, PyTorch's, Pyro's or ours."""
-    return code.co_filename.startswith((*_LIBRARIES, *_INSTALLED, "<frozen"))
+    return code.co_filename.startswith((*_LIBRARIES, *_INSTALLED, "<"))
 
 
 def program_line(frame: FrameType | None = None) -> str:

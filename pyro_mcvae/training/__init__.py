@@ -1,1 +1,1 @@
-"""What stands around a training loop: checkpoints, several devices, captured steps."""
+"""What stands around a training loop: checkpoints, several devices."""

@@ -15,7 +15,6 @@ counted. Run it on a machine that does nothing else.
 
 import argparse
 import json
-import math
 import platform
 from pathlib import Path
 from typing import Any
@@ -30,17 +29,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Markdown: the step by hand in milliseconds and megabytes, and ratios."""
     pairs = list(dict.fromkeys(pair for row in rows for pair in row["ratios"]))
     times, memory = ([p for p in pairs if p.startswith("memory") is m] for m in (False, True))
-    captured = "captured" in rows[0]["milliseconds"]
     head = ["step", "by hand", *times, "memory by hand", *(p.split(": ")[1] for p in memory)]
-    head += ["captured"] * captured
     lines = [head, ["---", *["---:"] * (len(head) - 1)]]
     for row in rows:
         found = {p: f"{ratio:.2f}" for p, ratio in row["ratios"].items()}
         line = [row["name"], f"{row['milliseconds']['by hand']:.1f} ms"]
         line += [found.get(p, "") for p in times]
         line += [f"{row['megabytes']['by hand']:.0f} MB", *(found[p] for p in memory)]
-        if captured:
-            line.append(f"{row['milliseconds'].get('captured', math.nan):.2f} ms")
         lines.append(line)
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 

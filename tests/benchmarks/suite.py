@@ -31,7 +31,6 @@ from pyro_mcvae import (
     TraceRaoBlackwell_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
-    capture,
 )
 from tests.benchmarks import by_hand as hand
 from tests.benchmarks import truncated_sides
@@ -49,6 +48,7 @@ RATIOS = [
     ("replay", "by hand"),
     ("Inductor", "by hand"),
     ("Inductor", "SVI"),
+    ("CUDA graphs", "by hand"),
 ]
 
 
@@ -165,18 +165,6 @@ def module_step(case: Case, x: Tensor) -> Step:
     return step
 
 
-def captured_step(case: Case, x: Tensor) -> Step:
-    """On CUDA only: the whole step as one graph."""
-    vae = VAE(case, stored=False)
-    module = objective(case)(vae.model, vae.guide)
-    module.vae = vae  # its parameters, for the module's own
-    if isinstance(module.elbo, nn.Module):
-        module.elbo.to(case.device)
-    optimizer = torch.optim.Adam(vae.parameters(), lr=1e-3, capturable=True)
-    step = capture(module, optimizer, x)
-    return lambda: step(x).item()
-
-
 def least_step(case: Case, x: Tensor, backward: bool = True, gradients: bool = True) -> Step:
     """
     The networks alone, as often as the algorithm needs them: no densities, no optimizer.
@@ -245,8 +233,9 @@ def sides(case: Case, compiled: bool = False) -> dict[str, Callable[[], Step]]:
     if compiled:
         for name, backend in {"replay": "eager", "Inductor": "inductor"}.items():
             found[name] = lambda b=backend: svi_step(case, CompiledELBO(objective(case), b), x)
-    if case.device != "cpu":
-        found["captured"] = lambda: captured_step(case, x)
+    if compiled and case.device != "cpu":
+        loss = partial(CompiledELBO, mode="reduce-overhead")
+        found["CUDA graphs"] = lambda: svi_step(case, loss(objective(case)), x)
     return found
 
 

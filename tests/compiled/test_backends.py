@@ -126,7 +126,7 @@ OPTIONS = [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}]
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_on_a_gpu(options: dict[str, str]) -> None:
-    # pytest -m slow tests/compiled/test_backends.py -k gpu
+    # pytest -m 'slow or not slow' tests -k 'gpu or cuda'
     net: Net = make().to("cuda", torch.float32)
     plain = TraceSIS_ELBO(2, max_plate_nesting=1).to("cuda")
     loss = CompiledELBO(plain, **options)  # type: ignore[arg-type]

@@ -166,9 +166,9 @@ def programs(name):
 class Run:
     """One run; ``step()`` returns the loss, ``parts`` is what a checkpoint takes."""
 
-    def __init__(self, name, interface, auto=False):
+    def __init__(self, name, interface, auto=False, wrap=lambda loss: loss):
         self.x = data()
-        self.loss, self.closed = OBJECTIVES[name](), []
+        self.loss, self.closed = wrap(OBJECTIVES[name]()), []
         self.model, self.guide = programs(name)
         if auto:
             self.guide = AutoNormal(self.model, create_plates=self.plates)

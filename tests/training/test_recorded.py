@@ -1,0 +1,109 @@
+"""Recorded steps are the plain steps, of every objective, with everything that has a state."""
+
+import functools
+
+import pyro
+import pytest
+import torch
+
+from pyro_mcvae import CompiledELBO
+from pyro_mcvae.coordinates import chain_density
+from tests.compiled.programs import reasons, uses
+from tests.training.runs import OBJECTIVES, Run
+from tests.training.syncs import Syncs
+
+objectives = pytest.mark.parametrize("name", OBJECTIVES)
+replay = functools.partial(CompiledELBO, backend="eager")
+# pytest -m 'slow or not slow' tests -k 'gpu or cuda'
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+# Monte Carlo EM's loop of updates is long to record.
+_LONG = {"em"}
+recorded = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in _LONG)) for n in OBJECTIVES]
+)
+
+
+@recorded
+def test_recorded_steps_are_the_plain_steps(name):
+    interface = "module" if list(OBJECTIVES).index(name) % 2 else "svi"
+    found = []
+    for wrap in (lambda loss: loss, replay):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(3)
+        run = Run(name, interface, wrap=wrap)
+        losses = [run.step() for _ in range(8)]
+        loss = getattr(run.loss, "plain", run.loss)
+        states = [m.state_dict() for m in (run.model, run.guide, loss) if hasattr(m, "state_dict")]
+        found.append((losses, [(n, v.clone()) for state in states for n, v in state.items()]))
+    (losses, tensors), (recorded_losses, recorded) = found
+    assert recorded_losses == losses
+    assert len(recorded) == len(tensors)
+    for (key, value), (_, same) in zip(tensors, recorded, strict=True):
+        assert torch.equal(value, same), key
+    # A search looks at its states, and runs as ever.
+    assert (uses(run.loss), len(reasons(run.loss))) == ((0, 1) if name == "truncated" else (5, 0))
+
+
+@objectives
+@pytest.mark.parametrize("interface", ["svi", "module"])
+def test_a_step_reads_nothing_but_the_returned_loss(name, interface, monkeypatch):
+    # What is read on the CPU alone, where nobody has to wait for it.
+    monkeypatch.setattr(chain_density, "costs_nothing_to_read", lambda value: False)
+    pyro.enable_validation(False)
+    run = Run(name, interface)
+    index = torch.arange(4)
+    if interface == "module":
+
+        def step(x, index):
+            loss = run.elbo(x, index)
+            loss.backward()
+
+    else:
+        step = run.svi.step
+    step(run.x[index], index)
+    with Syncs() as syncs:
+        step(run.x[index], index)
+    assert len(syncs.found) == (interface == "svi"), syncs.found
+
+
+@needs_cuda
+@objectives
+def test_on_cuda_no_step_waits_for_the_device(name):
+    pyro.enable_validation(False)
+    run = Run(name, "module")
+    run.elbo.to("cuda")
+    x, index = run.x[:4].cuda(), torch.arange(4, device="cuda")
+    for _ in range(2):
+        run.elbo(x, index).backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run.elbo(x, index).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sgvb", "sis", "ais", "rb"])
+def test_on_cuda_graphs_it_trains_as_the_plain_step(name):
+    # Random numbers may be others: with the same data in every step and a small step size, the
+    # mean loss after training is what can be compared.
+    means = []
+    for wrap in (lambda loss: loss, functools.partial(CompiledELBO, mode="reduce-overhead")):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(3)
+        run = Run(name, "module", wrap=wrap)
+        run.elbo.to("cuda")
+        optimizer = torch.optim.Adam(run.elbo.parameters(), lr=1e-2)
+        x, index = run.x.cuda(), torch.arange(len(run.x), device="cuda")
+        losses = []
+        for _ in range(300):
+            optimizer.zero_grad()
+            loss = run.elbo(x, index)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        means.append(torch.stack(losses)[-100:].mean())
+    assert abs(means[0] - means[1]) < 0.1 * abs(means[0])
