@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,16 +36,19 @@ def is_due(uses: int) -> bool:
     return uses % _EVERY == 0 or (uses & (uses - 1) == 0 and uses < _EVERY)
 
 
+Observed: TypeAlias = tuple[object, list[Tensor], list[Tensor]]
+
+
 class Side(Protocol):
     """How a step of one of a loss's functions is taken, and what it hands back."""
 
-    def plain(self, call: Call) -> Any:
+    def plain(self, call: Call) -> object:
         """As ever."""
 
-    def observed(self, call: Call, leaves: list[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
+    def observed(self, call: Call, leaves: list[Tensor]) -> Observed:
         """As ever; also its results and its gradients, to be compared."""
 
-    def handed(self, recording: Recording, outcome: Outcome) -> Any:
+    def handed(self, recording: Recording, outcome: Outcome) -> object:
         """What a recorded step computed."""
 
 
@@ -58,7 +61,7 @@ class Case:
     """
 
     def __init__(
-        self, loss: Any, side: Side, backend: Backend, tell: Callable[[str], None]
+        self, loss: object, side: Side, backend: Backend, tell: Callable[[str], None]
     ) -> None:
         self._loss, self._side, self._backend, self._tell = loss, side, backend, tell
         self._recordings: list[Recording] = []
@@ -67,7 +70,7 @@ class Case:
         self.refused = ""
         self.fixed_floats = False
 
-    def take(self, call: Call) -> Any:
+    def take(self, call: Call) -> object:
         """One step."""
         if self.refused:
             return self._side.plain(call)
@@ -94,7 +97,7 @@ class Case:
             )
         return False
 
-    def _watched(self, call: Call) -> Any:
+    def _watched(self, call: Call) -> object:
         self._plain_steps += 1
         found = self._side.plain(call)
         self._seen = None if self.refused else self._dependencies(call)
@@ -103,7 +106,7 @@ class Case:
     def _dependencies(self, call: Call) -> Dependencies:
         return Dependencies.of(call.model, call.guide)
 
-    def _recorded(self, call: Call) -> Any:
+    def _recorded(self, call: Call) -> object:
         generators, self._seen = Generators(), None
         try:
             recording, outcome = record(self._loss, call)
@@ -120,7 +123,7 @@ class Case:
         del self._recordings[_MAX_RECORDINGS:]
         return self._side.handed(recording, outcome)
 
-    def _replayed(self, recording: Recording, call: Call) -> Any:
+    def _replayed(self, recording: Recording, call: Call) -> object:
         recording.uses += 1
         generators = Generators()
         compared = is_due(recording.uses)
@@ -148,14 +151,14 @@ class Case:
             recording.run = self._backend.compile(recording.graph, example)
         return recording.run
 
-    def _plain_instead(self, call: Call) -> Any:
+    def _plain_instead(self, call: Call) -> object:
         """For steps that are not finite, or take another way than the recorded one."""
         self._unusable += 1
         if self._unusable >= 8 and 2 * self._unusable > sum(r.uses for r in self._recordings):
             self._refuse("more than half of its steps take another way than the recorded one")
         return self._side.plain(call)
 
-    def _compared(self, recording: Recording, outcome: Outcome, call: Call) -> Any:
+    def _compared(self, recording: Recording, outcome: Outcome, call: Call) -> object:
         found, results, gradients = self._side.observed(call, recording.leaves)
         usable = all(bool(r.isfinite()) for r in results)
         taken = outcome.assumed is None or bool(outcome.assumed)

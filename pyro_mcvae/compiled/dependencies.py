@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import pyro
 from pyro.poutine.messenger import Messenger
@@ -24,12 +24,15 @@ _MISSING = object()
 _OF_A_PLATE = ("name", "size", "subsample_size", "dim")
 
 
+Getter: TypeAlias = Callable[[Any], object]
+
+
 class Entry(NamedTuple):
     """One thing that can be seen: ``get(key)`` was ``value``."""
 
-    get: Callable[[Any], Any]
-    key: Any
-    value: Any
+    get: Getter
+    key: object
+    value: object
     name: str
 
     @property
@@ -38,7 +41,7 @@ class Entry(NamedTuple):
         return _is_same(self.get(self.key), self.value)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
 
 
@@ -69,11 +72,11 @@ class Dependencies:
     """
 
     entries: list[Entry] = field(default_factory=list)
-    objects: list[Any] = field(default_factory=list)
-    _seen: dict[int, Any] = field(default_factory=dict)
+    objects: list[object] = field(default_factory=list)
+    _seen: dict[int, object] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, *roots: Any) -> Dependencies:
+    def of(cls, *roots: object) -> Dependencies:
         """Everything that can be seen from the roots, with its present values."""
         found = cls()
         for root in roots:
@@ -88,7 +91,7 @@ class Dependencies:
                 return entry
         return None
 
-    def _visit(self, value: Any, name: str, depth: int) -> None:
+    def _visit(self, value: object, name: str, depth: int) -> None:
         if depth > _MAX_DEPTH or id(value) in self._seen or len(self.entries) > _MAX_ENTRIES:
             return
         if isinstance(value, (*_PLAIN, Tensor, type)):
@@ -146,19 +149,21 @@ def _names(code: CodeType) -> dict[str, None]:
     return found
 
 
-def _named(space: dict[str, Any], name: str, keys: Any = None) -> Iterator[Entry]:
+def _named(
+    space: dict[str, object], name: str, keys: Iterable[str] | None = None
+) -> Iterator[Entry]:
     for key in list(space if keys is None else keys):
         yield Entry(space.get, key, space[key], name.format(key))
 
 
-def _attributes(value: Any, kind: str) -> Iterator[Entry]:
+def _attributes(value: object, kind: str) -> Iterator[Entry]:
     space = getattr(value, "__dict__", {})
     keys = [k for k in space if not k.startswith("_") or not isinstance(value, nn.Module)]
     keys = [k for k in keys if _is_watched(space[k])]
     yield from _named(space, f"attribute '{{}}' of {kind}", keys)
 
 
-def _is_watched(value: Any) -> bool:
+def _is_watched(value: object) -> bool:
     return (
         is_plain(value)
         or isinstance(
@@ -168,7 +173,7 @@ def _is_watched(value: Any) -> bool:
     )
 
 
-def _parts(value: Any, name: str) -> Iterator[tuple[Any, str]]:
+def _parts(value: object, name: str) -> Iterator[tuple[object, str]]:
     """What is followed, though it cannot be another."""
     if isinstance(value, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]
@@ -181,26 +186,26 @@ def _parts(value: Any, name: str) -> Iterator[tuple[Any, str]]:
     yield from ((part, name) for part in parts if part is not None)
 
 
-def _methods(value: Any) -> list[Any]:
+def _methods(value: object) -> list[object]:
     found = [f for c in type(value).__mro__ for f in vars(c).values()]
     return [f for f in found if isinstance(f, FunctionType) and not is_library(f.__code__)]
 
 
-def _is_of_the_user(value: Any) -> bool:
+def _is_of_the_user(value: object) -> bool:
     """Whether an object's class is written in Python, outside of installed packages."""
     if isinstance(value, SimpleNamespace | Namespace):
         return True
     return bool(_methods(value)) and not isinstance(value, type | ModuleType)
 
 
-def _item(held: Any, key: Any) -> Any:
+def _item(held: Any, key: object) -> object:
     try:
         return held[key]
     except LookupError:
         return _MISSING
 
 
-def _contents(cell: Any) -> Any:
+def _contents(cell: Any) -> object:
     try:
         return cell.cell_contents
     except ValueError:

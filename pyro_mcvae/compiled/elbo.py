@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 from pyro.infer.elbo import ELBO
@@ -13,7 +13,8 @@ from pyro_mcvae.compiled.backends import Backend
 from pyro_mcvae.compiled.case import Case
 from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.compiled.sides import DifferentiableLoss, Loss, LossAndGrads
-from pyro_mcvae.compiled.signature import Call
+from pyro_mcvae.compiled.signature import Args, Call, Kwargs
+from pyro_mcvae.programs.types import Program
 
 __all__ = ["CompiledELBO"]
 
@@ -55,7 +56,7 @@ class CompiledELBO(ELBO, nn.Module):
         True
     """
 
-    def __init__(self, loss: ELBO, backend: str = "inductor", **options: Any) -> None:
+    def __init__(self, loss: ELBO, backend: str = "inductor", **options: object) -> None:
         nn.Module.__init__(self)
         if not callable(getattr(loss, "loss", None)):
             raise ValueError(f"CompiledELBO takes a loss such as Trace_ELBO(), got {loss!r}")
@@ -64,30 +65,31 @@ class CompiledELBO(ELBO, nn.Module):
         self._backend = Backend(backend, options)
         self._forget()
 
-    def loss(
-        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Any:
         """The plain loss's ``loss``."""
         return self._take("loss", model, guide, args, kwargs)
 
     def loss_and_grads(
-        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+        self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> Any:
         """The plain loss's ``loss_and_grads``."""
         return self._take("loss_and_grads", model, guide, args, kwargs)
 
     def differentiable_loss(
-        self, model: Callable[..., Any], guide: Callable[..., Any], *args: Any, **kwargs: Any
+        self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> Tensor:
         """The plain loss's ``differentiable_loss``."""
-        found: Tensor = self._take("differentiable_loss", model, guide, args, kwargs)
+        found = self._take("differentiable_loss", model, guide, args, kwargs)
+        assert isinstance(found, Tensor)
         return found
 
-    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+    def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> object:
         # Pyro's hook for one particle, abstract in ELBO.
         return self.plain._get_trace(model, guide, args, kwargs)
 
-    def _take(self, function: str, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+    def _take(
+        self, function: str, model: Program, guide: Program, args: Args, kwargs: Kwargs
+    ) -> object:
         call = Call.of(function, model, guide, args, kwargs)
         try:
             return self._case(call).take(call)
@@ -119,7 +121,7 @@ class CompiledELBO(ELBO, nn.Module):
                 raise
             return getattr(self.plain, name)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Recordings hold the very tensors of programs; a copy makes its own.
         return {**self.__dict__, "_cases": {}, "_told": set()}
 

@@ -17,10 +17,11 @@ from torch.utils._pytree import tree_map_only
 from pyro_mcvae.compiled.refusal import NotRecordable, is_library, program_line
 from pyro_mcvae.ops.recording import assume
 from pyro_mcvae.programs.messengers import Recorder
+from pyro_mcvae.programs.types import TorchFunction
 
 __all__ = ["Reading", "ReadingMode"]
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 
 
 class Reading(float):
@@ -59,12 +60,12 @@ def _same(number: Reading, other: object) -> bool:
     return float.__eq__(number, number)
 
 
-def _refuse_comparison(*_: Any) -> Any:
+def _refuse_comparison(*_: object) -> object:
     raise NotRecordable(f"decides by a tensor's value at {program_line()}")
 
 
 def _arithmetic(name: str) -> Function:
-    def combine(self: Reading, other: Any) -> Any:
+    def combine(self: Reading, other: object) -> object:
         if isinstance(other, Tensor):
             return NotImplemented
         other = other.tensor if isinstance(other, Reading) else other
@@ -91,7 +92,13 @@ class ReadingMode(TorchFunctionMode):
         self._backward = backward
         self.refused: NotRecordable | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func is Tensor.backward:
             return self._backward(args[0])
         if func is Tensor.register_hook:
@@ -108,7 +115,7 @@ class ReadingMode(TorchFunctionMode):
     def _watched(self, hook: Function) -> Function:
         """A hook on gradients, such as Pyro's warnings; the backward pass runs without modes."""
 
-        def watched(gradient: Tensor) -> Any:
+        def watched(gradient: Tensor) -> object:
             with self:
                 return hook(gradient)
 
@@ -134,13 +141,14 @@ def _in_a_program() -> bool:
     )
 
 
-def _as_tensors(args: Any) -> Any:
+def _as_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
     if any(isinstance(a, Reading) for a in args):
-        return tree_map_only(Reading, lambda reading: reading.tensor, args)
+        found: tuple[Any, ...] = tree_map_only(Reading, lambda reading: reading.tensor, args)
+        return found
     return args
 
 
-def _picks_by_value(args: Any) -> bool:
+def _picks_by_value(args: tuple[Any, ...]) -> bool:
     index = args[1] if len(args) > 1 else None
     parts = index if isinstance(index, tuple | list) else (index,)
     return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
@@ -149,7 +157,7 @@ def _picks_by_value(args: Any) -> bool:
 _BY_VALUE = "indexes by truth values, so that shapes depend on a tensor's value,"
 _PICKS = {Tensor.__getitem__}
 _READ = "reads a tensor's value"
-_READS: dict[Any, str] = {
+_READS: dict[object, str] = {
     Tensor.item: f"{_READ} (.item())",
     Tensor.tolist: f"{_READ} (.tolist())",
     Tensor.numpy: f"{_READ} (.numpy())",

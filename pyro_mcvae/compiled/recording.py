@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pyro
 import torch
@@ -76,7 +75,7 @@ class Recording:
     slots: list[Slot]
     sizes: list[int]
     spec: TreeSpec
-    fixed: list[Any]
+    fixed: list[object]
     assumes: bool
     dependencies: Dependencies
     uses: int = 0
@@ -102,7 +101,9 @@ class Recording:
         """Compute a step; nothing is changed by it but the generators."""
         constants = self.constants
         for i, slot in self._sources:
-            constants[i] = slot.space[slot.key]
+            now = slot.space[slot.key]
+            assert isinstance(now, Tensor)
+            constants[i] = now
         with torch.no_grad():
             return self.outcome(run(*constants, *call.inputs()))
 
@@ -124,24 +125,29 @@ class Recording:
         for slot, tensors in zip(self.slots, outcome.written, strict=True):
             slot.write(tensors)
 
-    def result(self, results: list[Any]) -> Any:
+    def result(self, results: list[object]) -> object:
         """What the loss returned, of its tensors or numbers."""
         given = iter(results)
         return tree_unflatten([next(given) if f is None else f for f in self.fixed], self.spec)
 
 
-def _is_like(now: Any, then: Tensor) -> bool:
-    return isinstance(now, Tensor) and (now.shape, now.dtype, now.device) == (
-        then.shape,
-        then.dtype,
-        then.device,
+def _is_like(now: object, then: object) -> bool:
+    return (
+        isinstance(now, Tensor)
+        and isinstance(then, Tensor)
+        and (now.shape, now.dtype, now.device)
+        == (
+            then.shape,
+            then.dtype,
+            then.device,
+        )
     )
 
 
 class _Step:
     """Makes a recording's parts while the step runs."""
 
-    def __init__(self, loss: Any, call: Call, spaces: Spaces) -> None:
+    def __init__(self, loss: object, call: Call, spaces: Spaces) -> None:
         self._loss, self._call, self._spaces = loss, call, spaces
         self.leaves: list[Tensor] = []
         self.gradients: list[Tensor] = []
@@ -183,7 +189,7 @@ class _Step:
                 self.leaves.append(leaf)
                 self.gradients.append(gradient)
 
-    def _results(self, returned: Any) -> list[Tensor]:
+    def _results(self, returned: object) -> list[Tensor]:
         leaves, self.spec = tree_flatten(returned)
         tensors = [r.tensor if isinstance(r, Reading) else r for r in leaves]
         self.fixed = [None if isinstance(t, Tensor) else t for t in tensors]
@@ -195,7 +201,7 @@ class _Step:
         return [(n, site["value"].unconstrained()) for n, site in self._param_sites.items()]
 
 
-def record(loss: Any, call: Call) -> tuple[Recording, Outcome]:
+def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
     """
     Take one step, and record it.
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx.node import Argument, Target, map_arg
 from torch.fx.passes.split_module import split_module
 
 from pyro_mcvae.compiled.operations import is_pure
@@ -21,6 +21,8 @@ from pyro_mcvae.compiled.operations import is_pure
 __all__ = ["compile_parts", "cuts", "split_at_repeats"]
 
 Run = Callable[..., list[Tensor]]
+# A part of one output returns it alone.
+PartRun = Callable[..., Tensor | list[Tensor]]
 # Shorter repetitions are not worth a call of their own.
 _SHORTEST = 30
 # Graphs of fewer operations compile in time as they are, and run faster: the calls of parts take
@@ -46,7 +48,7 @@ def compile_parts(
     parts = {n: (p, _structure(p)) for n, p in split.named_children() if isinstance(p, GraphModule)}
     examples = _Examples(split)
     examples.run(*example)
-    made: dict[Hashable, Run] = {}
+    made: dict[Hashable, PartRun] = {}
     for name, (part, key) in parts.items():
         if key not in made:
             made[key] = _unpacked(part, compiler(part, examples.found[name]))
@@ -123,7 +125,7 @@ def _label(node: Node) -> Hashable:
     return (str(node.target), str(rest), str(node.meta.get("tensor_meta")))
 
 
-def _structure(part: Any) -> Hashable:
+def _structure(part: GraphModule) -> Hashable:
     """Equal for parts that are the same function of their inputs."""
     numbers = {node: i for i, node in enumerate(part.graph.nodes)}
     lines = []
@@ -158,28 +160,30 @@ class _Examples(torch.fx.Interpreter):
         super().__init__(split)
         self.found: dict[str, list[Tensor]] = {}
 
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        self.found[target] = list(args)
+    def call_module(
+        self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]
+    ) -> object:
+        self.found[str(target)] = [a for a in args if isinstance(a, Tensor)]
         return super().call_module(target, args, kwargs)
 
 
-def _unpacked(part: GraphModule, run: Run) -> Callable[..., Any]:
+def _unpacked(part: GraphModule, run: Run) -> PartRun:
     """A compiled function returns a sequence, also of one output."""
     (output,) = (n for n in part.graph.nodes if n.op == "output")
     if isinstance(output.args[0], tuple | list):
         return run
 
-    def single(*inputs: Tensor) -> Any:
-        found = run(*inputs)
-        return found[0] if isinstance(found, tuple | list) else found
+    def single(*inputs: Tensor) -> Tensor:
+        found: Tensor | list[Tensor] = run(*inputs)
+        return found if isinstance(found, Tensor) else found[0]
 
     return single
 
 
 class _Compiled(torch.nn.Module):
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: PartRun) -> None:
         super().__init__()
         self._run = (run,)
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> object:
         return self._run[0](*inputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import pyro
 import torch
@@ -10,6 +10,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pyro_mcvae.compiled.case import Observed
 from pyro_mcvae.compiled.recording import Outcome, Recording
 from pyro_mcvae.compiled.signature import Call
 
@@ -21,19 +22,19 @@ class Loss:
 
     name = "loss"
 
-    def __init__(self, loss: Any) -> None:
+    def __init__(self, loss: object) -> None:
         self._loss = loss
 
-    def plain(self, call: Call) -> Any:
+    def plain(self, call: Call) -> object:
         """As ever."""
         return getattr(self._loss, self.name)(call.model, call.guide, *call.args, **call.kwargs)
 
-    def observed(self, call: Call, leaves: list[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
+    def observed(self, call: Call, leaves: list[Tensor]) -> Observed:
         """As ever; also its results and its gradients, to be compared."""
         found = self.plain(call)
         return found, _as_tensors(found), []
 
-    def handed(self, recording: Recording, outcome: Outcome) -> Any:
+    def handed(self, recording: Recording, outcome: Outcome) -> object:
         """What a recorded step computed."""
         _state_params(recording)
         return recording.result([r.item() for r in outcome.results])
@@ -44,7 +45,7 @@ class LossAndGrads(Loss):
 
     name = "loss_and_grads"
 
-    def observed(self, call: Call, leaves: list[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
+    def observed(self, call: Call, leaves: list[Tensor]) -> Observed:
         """As ever, from gradients of zero, to which those that were there are added."""
         before = [p.grad for p in leaves]
         for p in leaves:
@@ -58,7 +59,7 @@ class LossAndGrads(Loss):
                     p.grad = old if p.grad is None else old + p.grad
         return found, _as_tensors(found), gradients
 
-    def handed(self, recording: Recording, outcome: Outcome) -> Any:
+    def handed(self, recording: Recording, outcome: Outcome) -> object:
         """What a recorded step computed."""
         for p, gradient in zip(recording.leaves, outcome.gradients, strict=True):
             if p.grad is None:
@@ -73,16 +74,17 @@ class DifferentiableLoss(Loss):
 
     name = "differentiable_loss"
 
-    def observed(self, call: Call, leaves: list[Tensor]) -> tuple[Any, list[Tensor], list[Tensor]]:
+    def observed(self, call: Call, leaves: list[Tensor]) -> Observed:
         """As ever; its gradient is computed once more than it is used."""
         found = self.plain(call)
+        assert isinstance(found, Tensor)
         if not found.requires_grad:
             return found, [found], []
         gradients = torch.autograd.grad(found, leaves, retain_graph=True, allow_unused=True)
         zipped = zip(gradients, leaves, strict=True)
         return found, [found], [torch.zeros_like(p) if g is None else g for g, p in zipped]
 
-    def handed(self, recording: Recording, outcome: Outcome) -> Any:
+    def handed(self, recording: Recording, outcome: Outcome) -> object:
         """What a recorded step computed."""
         _state_params(recording)
         (loss,) = outcome.results
@@ -91,17 +93,23 @@ class DifferentiableLoss(Loss):
         return _WithGradients.apply(loss, outcome.gradients, *recording.leaves)
 
 
+class _Context(Protocol):
+    """Where the backward pass finds what the forward pass has left."""
+
+    gradients: list[Tensor]
+
+
 class _WithGradients(torch.autograd.Function):
     """A loss whose gradients are already there."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
+    def forward(ctx: _Context, loss: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
         ctx.gradients = gradients
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _Context, scale: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *(g * scale.to(g.dtype) for g in ctx.gradients))
 
 
@@ -112,6 +120,6 @@ def _state_params(recording: Recording) -> None:
             pyro.param(name)
 
 
-def _as_tensors(found: Any) -> list[Tensor]:
+def _as_tensors(found: object) -> list[Tensor]:
     leaves = tree_leaves(found)
     return [torch.as_tensor(v, dtype=torch.double) for v in leaves if isinstance(v, float | Tensor)]

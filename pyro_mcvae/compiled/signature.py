@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from pyro.poutine.runtime import _PYRO_STACK
@@ -13,9 +13,14 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pyro_mcvae.compiled.refusal import NotRecordable
+from pyro_mcvae.programs.types import Program
 
-__all__ = ["Call"]
+__all__ = ["Args", "Call", "Kwargs"]
 
+Args: TypeAlias = tuple[object, ...]
+Kwargs: TypeAlias = dict[str, object]
+
+_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -29,16 +34,16 @@ class Call:
     """
 
     function: str
-    model: Any
-    guide: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: list[Any]
+    model: Program
+    guide: Program
+    args: Args
+    kwargs: Kwargs
+    leaves: list[object]
     spec: TreeSpec
     fixed_floats: bool = False
 
     @classmethod
-    def of(cls, function: str, model: Any, guide: Any, args: Any, kwargs: Any) -> Call:
+    def of(cls, function: str, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> Call:
         """With its arguments' leaves."""
         return cls(function, model, guide, args, kwargs, *tree_flatten((args, kwargs)))
 
@@ -52,8 +57,8 @@ class Call:
         about = [self._about(i, leaf) for i, leaf in enumerate(self.leaves)]
         return (self.function, self.model, self.guide, self.spec, *about, *_settings())
 
-    def _about(self, index: int, leaf: Any) -> Hashable:
-        if type(leaf) in (Tensor, torch.nn.Parameter) and not leaf.requires_grad:
+    def _about(self, index: int, leaf: object) -> Hashable:
+        if isinstance(leaf, Tensor) and type(leaf) in _TENSORS and not leaf.requires_grad:
             return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
         if type(leaf) is float and not self.fixed_floats:
             return float
@@ -77,11 +82,11 @@ class Call:
             if self.is_input(leaf)
         ]
 
-    def is_input(self, leaf: Any) -> bool:
+    def is_input(self, leaf: object) -> bool:
         """Whether a leaf may have another value at each replay."""
         return isinstance(leaf, Tensor) or (type(leaf) is float and not self.fixed_floats)
 
-    def with_inputs(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_inputs(self, inputs: tuple[Tensor, ...]) -> tuple[Args, Kwargs]:
         """The arguments with other tensors in the place of the inputs."""
         given = iter(inputs)
         leaves = [next(given) if self.is_input(leaf) else leaf for leaf in self.leaves]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -15,7 +14,7 @@ from pyro_mcvae.compiled.refusal import NotRecordable
 
 __all__ = ["Slot", "Spaces"]
 
-Rebuild = Callable[[list[Tensor]], Any]
+Rebuild = Callable[[list[Tensor]], object]
 
 
 @dataclass
@@ -27,9 +26,9 @@ class Slot:
     :ivar rebuild: makes another such value of other tensors.
     """
 
-    space: dict[str, Any]
+    space: dict[str, object]
     key: str
-    before: Any
+    before: object
     tensors: list[Tensor]
     rebuild: Rebuild
 
@@ -42,7 +41,7 @@ class Spaces:
     """The attributes and buffers of programs and a loss as they are when this is made."""
 
     def __init__(self, dependencies: Dependencies) -> None:
-        self._before: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._before: list[tuple[str, dict[str, object], dict[str, object]]] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
         for value in dependencies.objects:
             spaces = [vars(value)] if hasattr(value, "__dict__") else []
@@ -78,31 +77,25 @@ class Spaces:
                     f"make it a tensor, or a buffer, that is updated in place"
                 )
             leaves, rebuild = _flatten(new)
-            wanted = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and is_recorded(t)]
+            tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor)}
+            wanted = {i: t for i, t in tensors.items() if is_recorded(t)}
             if wanted:
-                slots.append(
-                    Slot(
-                        space,
-                        key,
-                        old,
-                        [leaves[i] for i in wanted],
-                        _partial(rebuild, leaves, wanted),
-                    )
-                )
+                fill = _partial(rebuild, leaves, list(wanted))
+                slots.append(Slot(space, key, old, list(wanted.values()), fill))
         return slots
 
-    def _changes(self) -> Iterator[tuple[str, str, dict[str, Any], Any]]:
+    def _changes(self) -> Iterator[tuple[str, str, dict[str, object], object]]:
         for kind, space, before in self._before:
             for key, value in list(space.items()):
                 if before.get(key, before) is not value:
                     yield kind, key, space, before.get(key)
 
 
-def _equal(new: Any, old: Any) -> bool:
+def _equal(new: object, old: object) -> bool:
     return is_plain(old) and bool(new == old)
 
 
-def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+def _flatten(value: object) -> tuple[list[object], Callable[[list[object]], object]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [f.name for f in dataclasses.fields(value) if f.init]
         held = [getattr(value, name) for name in names]
@@ -111,10 +104,12 @@ def _flatten(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return leaves, lambda new: tree_unflatten(new, spec)
 
 
-def _partial(rebuild: Callable[[list[Any]], Any], leaves: list[Any], wanted: list[int]) -> Rebuild:
+def _partial(
+    rebuild: Callable[[list[object]], object], leaves: list[object], wanted: list[int]
+) -> Rebuild:
     rest = [None if i in wanted else leaf for i, leaf in enumerate(leaves)]
 
-    def filled(tensors: list[Tensor]) -> Any:
+    def filled(tensors: list[Tensor]) -> object:
         new = list(rest)
         for i, tensor in zip(wanted, tensors, strict=True):
             new[i] = tensor
