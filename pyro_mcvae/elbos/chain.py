@@ -67,6 +67,14 @@ class ChainRecord:
     betas: Tensor
     log_weight: Tensor
 
+    @classmethod
+    def of(cls, chain: Chain, step_size: Tensor, betas: Tensor) -> ChainRecord:
+        """The record of a chain."""
+        log_weight = chain.log_weight.detach()
+        means = [info.acceptance.mean() for info in chain.infos]
+        acceptance = torch.stack(means) if means else log_weight.new_zeros(0)
+        return cls(acceptance, step_size, betas, log_weight)
+
     @property
     def effective_sample_size(self) -> Tensor:
         """Kish's effective number of chains per datum, shape ``[*plates]``."""
@@ -194,22 +202,11 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             if self.training and density.gradient.keeps_graph and start.grad_base is not None:
                 # Let the step size see where the first chains start.
                 self.kernel.step_size.begin(start.grad_base.detach())
-            chain = anneal(
-                start,
-                betas,
-                self.kernel,
-                density,
-                density.log_weight.movable,
-                # The weight does not depend on AIS's last move, but a refined draw does.
-                last_transition=GradientMode.FIRST in density.gradient,
-            )
-        acceptance = [info.acceptance.mean() for info in chain.infos]
-        self.last_step = ChainRecord(
-            torch.stack(acceptance) if acceptance else chain.log_weight.new_zeros(0),
-            self.kernel.step_size.values().detach().clone(),
-            betas.detach(),
-            chain.log_weight.detach(),
-        )
+            # The weight does not depend on AIS's last move, but a refined draw does.
+            last = GradientMode.FIRST in density.gradient
+            chain = anneal(start, betas, self.kernel, density, density.log_weight.movable, last)
+        step_size = self.kernel.step_size.values().detach().clone()
+        self.last_step = ChainRecord.of(chain, step_size, betas.detach())
         return chain
 
     def _average(self, log_weight: Tensor) -> Tensor:

@@ -91,6 +91,10 @@ def finite_loss(estimate: Estimate) -> float:
     """
     loss = -estimate.value.item()
     if not math.isfinite(loss):
-        lines = nonfinite_sites(estimate.runs) or [estimate.overflow]
-        raise ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))
+        raise _nonfinite(estimate, loss)
     return loss
+
+
+def _nonfinite(estimate: Estimate, loss: float) -> ValueError:
+    lines = nonfinite_sites(estimate.runs) or [estimate.overflow]
+    return ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))
