@@ -48,10 +48,14 @@ def plan_of(sample: WeightedParticles, records: list[Record]) -> Plan:
     sites = [(n, at.shape, at.dtype, c.kind) for record in records for n, (c, at) in record.items()]
     key = run.nesting, run.leading, run.shapes, len(records), tuple(sites)
     if key not in plans:
-        if len(plans) >= _MAX_PLANS:
-            plans.clear()
-        plans[key] = _made(sample, records)
+        _add(plans, key, _made(sample, records))
     return plans[key]
+
+
+def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
+    if len(plans) >= _MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
 
 
 def _made(sample: WeightedParticles, records: list[Record]) -> Plan:

@@ -39,15 +39,14 @@ class Notices:
         """Log what of a guide has another effect than its user may think."""
         looked = self._looked.of(programs)
         if not looked:
+            self._look(runs[:1])
             looked.append(True)
-            for run in runs[:1]:
-                self._look(run)
 
-    def _look(self, run: Run) -> None:
-        for term in run.terms:
-            if term.in_guide and term.site["infer"].get("baseline"):
+    def _look(self, runs: list[Run]) -> None:
+        for term in (t for run in runs for t in run.terms if t.in_guide):
+            if term.site["infer"].get("baseline"):
                 self._tell(_BASELINE, term)
-        for term in run.guide_data:
+        for term in (t for run in runs for t in run.guide_data):
             self._tell(_OBSERVED, term)
 
     def _tell(self, text: str, term: Term) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
+from types import CellType
 from typing import Any
 
 import torch
@@ -78,12 +79,16 @@ def _flags(programs: Programs) -> Iterator[object]:
         for name, value in getattr(owner, "__dict__", {}).items():
             if isinstance(value, _FLAGS):
                 yield name, value
-        for cell in getattr(function, "__closure__", None) or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:
-                continue  # not filled yet
-            yield value if isinstance(value, _FLAGS) else None
+        yield from map(_held, getattr(function, "__closure__", None) or ())
+
+
+def _held(cell: CellType) -> object:
+    """The flag that a closure holds, if it does."""
+    try:
+        value = cell.cell_contents
+    except ValueError:
+        return None  # not filled yet
+    return value if isinstance(value, _FLAGS) else None
 
 
 def is_messenger(programs: Programs) -> bool:

@@ -51,13 +51,15 @@ class SiteSignature(NamedTuple):
     members: tuple[SiteSignature, ...] = ()
 
 
-def site_signature(key: FactorKey, site: Site) -> SiteSignature:
-    """What a site shows, the particles' plate left out."""
+def site_signature(
+    key: FactorKey, site: Site, members: tuple[SiteSignature, ...] = ()
+) -> SiteSignature:
+    """What a site shows, the particles' plate left out; ``members`` of a sum of sites."""
     frames = [f for f in site["cond_indep_stack"] if f.name != LEADING]
     plates = tuple([(sites.plate_key(f), sites.is_subsampled(f)) for f in frames])
     observed = site["is_observed"]
     point = key.program == "guide" and not observed and sites.is_delta(site["fn"])
-    return SiteSignature(key, plates, observed, point, sites.reparameterized(site))
+    return SiteSignature(key, plates, observed, point, sites.reparameterized(site), members)
 
 
 # How large a site is: its plates' sizes, and its event.
@@ -128,10 +130,7 @@ class Term:
     @cached_property
     def signature(self) -> SiteSignature:
         """What the site shows of its program's structure."""
-        own = site_signature(self.key, self.site)
-        if self.members:
-            return own._replace(members=tuple([t.signature for t in self.members]))
-        return own
+        return site_signature(self.key, self.site, tuple([t.signature for t in self.members]))
 
     @cached_property
     def form(self) -> Hashable:

@@ -78,12 +78,17 @@ class StructureCache(Generic[T]):
         key = signature, programs.flags
         finding = found.get(key)
         if finding is None:
-            if len(found) >= _MAX_STRUCTURES:
-                found.pop(next(iter(found)))
-            finding = found[key] = _Finding(find())
+            finding = _added(found, key, _Finding(find()))
         elif renew and finding.used_often():
             finding.renew(find())
         return finding.value
+
+
+def _added(found: dict[Hashable, _Finding[T]], key: Hashable, finding: _Finding[T]) -> _Finding[T]:
+    if len(found) >= _MAX_STRUCTURES:
+        found.pop(next(iter(found)))
+    found[key] = finding
+    return finding
 
 
 class _Finding(Generic[T]):
