@@ -113,24 +113,27 @@ def anneal(
         >>> bool(abs(chain.log_weight.logsumexp(0) - torch.tensor(1000.0).log() - exact) < 0.1)
         True
     """
-    state, infos = start, []
-    increments = []
-    for k in range(1, len(betas)):
-        if kernel.adjusted:
-            increments.append((betas[k] - betas[k - 1]) * state.log_weight)
-            if k + 1 == len(betas) and not last_transition:
-                break
+    state, infos, log_weights = start, [], []
+    left_out = int(kernel.adjusted and not last_transition)
+    for k in range(1, len(betas) - left_out):
+        log_weights.append(state.log_weight)
         state, info = kernel.step(state, Target(evaluate, betas[k], movable, transition=k - 1))
         infos.append(info)
     if kernel.adjusted:
-        rest = _to_come(increments)
+        rest = _to_come(betas, [*log_weights, state.log_weight])
         return Chain(rest[0], start, state, infos, rest[1 : len(infos) + 1])
     log_weight = state.log_base + state.log_weight - start.log_base
     return Chain(log_weight + sum(i.log_ratio for i in infos), start, state, infos, [])
 
 
-def _to_come(increments: list[Tensor]) -> list[Tensor]:
-    """What is still to come at each step; after the last one, nothing."""
+def _to_come(betas: Tensor, log_weights: list[Tensor]) -> list[Tensor]:
+    """
+    What is still to come of W at each step; after the last one, nothing.
+
+    :param log_weights: before each of the steps, at least.
+    """
+    steps = range(1, len(betas))
+    increments = [(betas[k] - betas[k - 1]) * log_weights[k - 1] for k in steps]
     parts = torch.stack([*increments, torch.zeros_like(increments[0])])
     return list(parts.flip(0).cumsum(0).flip(0))
 

@@ -162,11 +162,11 @@ class AdaptiveStepSize(StepSize):
         # What has not been whitened may need steps of any length.
         most = self.bounds[1] if self.per_coordinate else min(self.bounds[1], self.most)
         self._assign("base", base.clamp(self.bounds[0], most))
+        value = self.base
         if self.per_coordinate and gradient is not None:
             followed = self._followed(gradient.reshape(-1, gradient.shape[-1]), change)
-            self._assign("value", torch.where(acceptance.isfinite(), followed, self.value))
-        else:
-            self._assign("value", self.base)
+            value = torch.where(acceptance.isfinite(), followed, self.value)
+        self._assign("value", value)
 
     def _followed(self, gradient: Tensor, change: Tensor) -> Tensor:
         """Step sizes that follow the spread of a gradient of shape ``[count, D]``."""

@@ -133,8 +133,7 @@ def run_pair(
         programs.guide(*programs.args, **programs.kwargs)
     drawn = guide_trace = recorder.trace
     if substitute.attached is not None:
-        attached = substitute.attached | set(substitute.values)
-        drawn = with_changes(drawn, _leaves(drawn, attached))
+        drawn = _detached(drawn, substitute.attached | set(substitute.values))
     return guide_trace, run_model(programs, drawn, substitute, leading[1], state_dim)
 
 
@@ -174,14 +173,14 @@ def run_model(
     return recorder.trace
 
 
-def _leaves(guide_trace: Trace, but: frozenset[str]) -> SiteChanges:
-    """Copies of the guide's draws that begin a graph of their own."""
+def _detached(guide_trace: Trace, but: frozenset[str]) -> Trace:
+    """A copy of a guide's trace whose draws begin a graph of their own."""
     leaves = {}
     for name, site in guide_trace.nodes.items():
         if sites.is_latent(site) and name not in but and site["value"].is_floating_point():
             leaf = site["value"].detach().requires_grad_(torch.is_grad_enabled())
             leaves[name] = {"value": leaf}
-    return leaves
+    return with_changes(guide_trace, leaves)
 
 
 def with_changes(trace: Trace, changes: SiteChanges) -> Trace:
