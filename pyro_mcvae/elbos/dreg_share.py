@@ -34,8 +34,8 @@ def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
     Every share that does not depend on the draw itself leaves the gradient unbiased. So that of
     the even data comes from the odd ones and vice versa; where there is one datum, that of the
     even particles from the odd ones. A slope that may be noise is shrunk towards 0, the plain
-    gradient, as Stein's estimator does, and is 0 within two standard errors. Where several processes
-    train, each takes its own data: another share than that of their union, and the same mean.
+    gradient, as Stein's estimator does, and is 0 within two standard errors. Of several processes
+    each takes its own data: another share than that of their union, and the same mean.
 
     :param ~torch.Tensor log_weight: log p - log q of all sites, shape ``[K, *plates]``, detached.
     :param ~torch.Tensor log_q: of the sites whose gradient is mixed, of that shape, detached.
