@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 
+from pyro_mcvae.checks.states import check_states
 from pyro_mcvae.checks.vectorization import check_count, check_vectorization
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.contract import check_batch_dims, check_run
@@ -120,6 +121,14 @@ class RunChecks:
         if len(compared) < _AT_ONCE or len(compared) % _THEN_ONE_IN == 0:
             check_vectorization(programs, run, shared, *name)
         compared.add(sizes)
+
+    def check_states(self, programs: Programs, run: Run) -> None:
+        """Check that a run whose states are summed has the densities of single states."""
+        compared = self._seen.of(programs).compared
+        sizes = "states", run.signature, run.sizes, programs.flags
+        if sizes not in compared:
+            check_states(programs, run)
+            compared.add(sizes)
 
     def remember(self, programs: Programs, run: Run, shared: GlobalSites) -> None:
         """Take a run for one that was looked at."""

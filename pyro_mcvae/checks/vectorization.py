@@ -27,7 +27,7 @@ from pyro_mcvae.programs.sites import changed_draw, is_random
 from pyro_mcvae.programs.types import Message, Site
 from pyro_mcvae.structure.blocks import GlobalSites
 
-__all__ = ["check_count", "check_vectorization"]
+__all__ = ["check_count", "check_vectorization", "is_close"]
 
 _logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _odd(
             key: (_particle(together[key], particle, count, run.nesting), alone[key])
             for key in together.keys() & alone.keys()
         }
-        odd = {key: pair for key, pair in pairs.items() if not _close(*pair)}
+        odd = {key: pair for key, pair in pairs.items() if not is_close(*pair)}
         if odd:
             return _beyond_noise(programs, run.subsamples, values, odd)
     return {}
@@ -166,7 +166,7 @@ def _beyond_noise(
         key: (float(found.sum()), float(expected.sum()))
         for key, (found, expected) in odd.items()
         if key in again
-        and _close(expected, again[key])
+        and is_close(expected, again[key])
         and _beyond(found, expected, moved.get(key))
     }
 
@@ -208,7 +208,8 @@ def _beyond(found: Tensor, expected: Tensor, moved: Tensor | None) -> bool:
     return not bool((difference <= 2 * rounding.max()).all())
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two log densities are equal to rounding, where both are finite."""
     try:
         found, expected = torch.broadcast_tensors(found, expected)
     except RuntimeError:

@@ -119,6 +119,8 @@ class Runner:
             programs = execution.compared or execution.programs
             if count is not None or (execution.several and run.outer_sizes):
                 self.checks.check_leading_dims(programs, settled, shared, execution.name)
+            if any(t.members for t in run.terms):
+                self.checks.check_states(programs, run)
             self.checks.remember(programs, run, shared)
         return settled
 

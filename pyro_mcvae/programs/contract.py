@@ -106,7 +106,7 @@ def _not_summed(name: str, kind: str) -> str:
     return (
         f"site '{name}' of the model is marked for enumeration ({kind}), and is not summed here: "
         f"mark it infer={{'enumerate': 'parallel'}}, of which every loss and judge has the exact "
-        f"sum, unless the guide is a messenger or a TruncatedPosterior; or draw it in the guide"
+        f"sum, unless the guide is a messenger; or draw it in the guide"
     )
 
 

@@ -1,4 +1,4 @@
-r"""
+"""
 Discrete latents of a model that the guide does not draw: all of their values at once.
 
 Pyro's enumeration gives each of them a batch dim of its own, to the left of the plates' and of the
@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from pyro.poutine.enum_messenger import EnumMessenger
 from pyro.poutine.trace_struct import Trace
+from torch import Tensor
 
 from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import Message, Site
 
-__all__ = ["StateMessenger", "is_state", "shows_states"]
+__all__ = ["StateMessenger", "is_state", "shows_states", "support_of_state"]
 
 
 class StateMessenger(EnumMessenger):
@@ -73,3 +74,13 @@ def shows_states(guide_trace: Trace, model_trace: Trace) -> bool:
         and site["name"] not in guide_trace
         for site in scored(model_trace)
     )
+
+
+def support_of_state(site: Site) -> Tensor:
+    """The values of an enumerated site: ``[S, *event]``."""
+    value, event_dim = site["value"], site["fn"].event_dim
+    dim = site["infer"]["_enumerate_dim"] - event_dim
+    for other in range(value.dim() - event_dim):
+        if other != value.dim() + dim:
+            value = value.narrow(other, 0, 1)
+    return value.reshape(-1, *value.shape[value.dim() - event_dim :])

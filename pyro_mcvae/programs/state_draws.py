@@ -9,9 +9,8 @@ from pyro.ops.rings import SampleRing
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.enumeration import is_state
+from pyro_mcvae.programs.enumeration import is_state, support_of_state
 from pyro_mcvae.programs.state_sums import StateFactor, state_factors, sum_states
-from pyro_mcvae.programs.types import Site
 
 __all__ = ["draw_states"]
 
@@ -39,7 +38,7 @@ def _drawn(query: StateFactor, trace: Trace) -> Tensor:
     sizes = {f.dim: f.size for f in site["cond_indep_stack"] if f.dim is not None}
     depth = max((-d for d in sizes), default=0)
     index = index.expand([sizes.get(d, 1) for d in range(-depth, 0)])
-    return _support(site)[index]
+    return support_of_state(site)[index]
 
 
 def _index(query: StateFactor, trace: Trace) -> Tensor:
@@ -53,13 +52,3 @@ def _index(query: StateFactor, trace: Trace) -> Tensor:
     index = found[dims.index(symbol)]
     index._pyro_dims = found._pyro_dims[1:]
     return packed.unpack(index, trace.symbol_to_dim)
-
-
-def _support(site: Site) -> Tensor:
-    """The values of an enumerated site: ``[S, *event]``."""
-    value, event_dim = site["value"], site["fn"].event_dim
-    dim = site["infer"]["_enumerate_dim"] - event_dim
-    for other in range(value.dim() - event_dim):
-        if other != value.dim() + dim:
-            value = value.narrow(other, 0, 1)
-    return value.reshape(-1, *value.shape[value.dim() - event_dim :])

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.enumeration import is_state
+from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.sites import LEADING, is_subsampled, plate_frames
 from pyro_mcvae.programs.terms import Term, model_term, scored
 from pyro_mcvae.programs.types import Site
@@ -146,7 +147,7 @@ def _common_scale(found: Sequence[Site]) -> float | Tensor:
     for site in found:
         for f in plate_frames(site) - shared:
             if is_subsampled(f):
-                raise ValueError(
+                raise SiteError(
                     f"site '{site['name']}' of the model lies in plate '{f.name}', and depends on "
                     f"an enumerated site outside of it, whose sum needs all {f.full_size} data, "
                     f"but the plate is subsampled ({f.size}): pass the full data, put the "
@@ -155,7 +156,7 @@ def _common_scale(found: Sequence[Site]) -> float | Tensor:
     scales = {s["name"]: s["scale"] for s in found}
     distinct = {id(s) if isinstance(s, Tensor) else s for s in scales.values()}
     if len(distinct) != 1 or any(isinstance(s, Tensor) and s.dim() for s in scales.values()):
-        raise ValueError(
+        raise SiteError(
             f"the sites {', '.join(map(repr, scales))} of the model depend on the same enumerated "
             f"site, so they need one common scalar scale, got {list(scales.values())}: put "
             f"poutine.scale and subsampled plates around all of them"

@@ -1,0 +1,227 @@
+"""Enumerated sites in the model: what is refused, and what else runs such programs."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import TraceEnum_ELBO, config_enumerate
+from pyro.infer.autoguide import AutoNormal
+from pyro.nn import PyroModule, PyroSample
+from pyro.ops.indexing import Vindex
+
+from pyro_mcvae import (
+    ULA,
+    CompiledELBO,
+    MonteCarloEM,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceRenyi_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    TraceTruncated_ELBO,
+    TruncatedPosterior,
+    WakeSleep,
+    report,
+    sandwich,
+)
+
+PARALLEL = {"enumerate": "parallel"}
+X = torch.tensor([-0.7, 0.4, 1.9], dtype=torch.float64)
+
+
+def mixture(x, infer=PARALLEL):
+    prior = pyro.param("prior", torch.tensor([0.3, 0.7]))
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        y = pyro.sample("y", dist.Categorical(prior), infer=infer)
+        pyro.sample("x", dist.Normal(2.0 * y + z, 0.8), obs=x)
+
+
+def guide(x):
+    slope = pyro.param("slope", torch.tensor(0.3))
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.Normal(slope * x, 0.9))
+
+
+def gradients(loss, model=mixture):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    value = loss.loss_and_grads(model, guide, X)
+    return value, {n: p.grad for n, p in pyro.get_param_store().named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "infer", [{"enumerate": "sequential"}, {"enumerate": "parallel", "num_samples": 2}]
+)
+def test_other_enumeration_is_refused_by_name(infer):
+    with pytest.raises(ValueError, match=r"site 'y' of the model is marked for enumeration \("):
+        TraceIWAE_ELBO(2).loss(lambda x: mixture(x, infer), guide, X)
+
+
+@pytest.mark.parametrize("elbo", [TraceSGVB_ELBO(), TraceRaoBlackwell_ELBO()], ids=["sgvb", "rb"])
+def test_a_sum_over_part_of_a_plate_is_refused(elbo):
+    def model(scale):
+        with poutine.scale(scale=scale):
+            y = pyro.sample("y", dist.Categorical(torch.ones(2)), infer=PARALLEL)
+        with pyro.plate("data", 9, subsample=torch.arange(3)):
+            pyro.sample("x", dist.Normal(1.0 * y, 0.8), obs=X)
+
+    for scale in (1.0, 3.0):
+        with pytest.raises(ValueError, match=r"site 'x'.*'data'.*needs all 9 data.*\(3\)"):
+            elbo.loss(model, lambda scale: None, scale)
+
+
+def test_scales_inside_of_a_sum_are_refused_and_those_around_it_are_kept():
+    def model(inner, outer):
+        with poutine.scale(scale=outer), pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            y = pyro.sample("y", dist.Categorical(torch.ones(2)), infer=PARALLEL)
+            with poutine.scale(scale=inner):
+                pyro.sample("x", dist.Normal(2.0 * y + z, 0.8), obs=X)
+
+    def fixed(inner, outer):
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Delta(0.3 * X))
+
+    elbo = TraceSGVB_ELBO()
+    with pytest.raises(ValueError, match=r"sites 'y', 'x' .* need one common scalar scale"):
+        elbo.loss(model, fixed, 0.5, 1.0)
+    assert elbo.loss(model, fixed, 1.0, 0.3) == pytest.approx(0.3 * elbo.loss(model, fixed, 1, 1))
+
+
+def test_programs_that_read_the_shape_of_states_are_refused():
+    def model(x):
+        level = torch.tensor([1.0, 2.0, 3.0])
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            y = pyro.sample("y", dist.Categorical(torch.ones(2)), infer=PARALLEL)
+            pyro.sample("x", dist.Normal(z + y + level[: len(y)].sum(), 0.8), obs=x)
+
+    with pytest.raises(RuntimeError, match=r"site 'x' .* all values of the enumerated sites"):
+        TraceSGVB_ELBO().loss(model, guide, X)
+
+
+def test_programs_that_do_not_broadcast_over_states_are_refused():
+    def model(x):
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            y = pyro.sample("y", dist.Categorical(torch.ones(2)), infer=PARALLEL)
+            pyro.sample("x", dist.Normal(torch.cat([z[:2], (z + y)[..., 2:]]), 0.8), obs=x)
+
+    with pytest.raises(RuntimeError, match="cannot be run with all values of its enumerated sites"):
+        TraceSGVB_ELBO().loss(model, guide, X)
+
+
+def test_the_marks_of_the_user_stay_as_they_are():
+    shared = {"enumerate": "parallel"}
+    TraceIWAE_ELBO(2).loss(lambda x: mixture(x, shared), guide, X)
+    assert shared == {"enumerate": "parallel"}
+
+
+def test_marks_at_sites_that_the_guide_draws_are_no_sums():
+    def drawing(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(0.3 * x, 0.9))
+            pyro.sample("y", dist.Bernoulli(0.5))
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            y = pyro.sample("y", dist.Bernoulli(0.7), infer=PARALLEL)
+            s = pyro.sample("s", dist.Bernoulli(0.4), infer=PARALLEL)
+            pyro.sample("x", dist.Normal(z + y + s, 0.8), obs=x)
+
+    pyro.set_rng_seed(0)
+    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(model, drawing, X)
+    pyro.set_rng_seed(0)
+    assert TraceSGVB_ELBO(analytic_kl=False).loss(model, drawing, X) == pytest.approx(exact)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        TraceSGVB_ELBO,
+        lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
+        lambda: TraceSIS_ELBO(2, ULA(0.01), num_particles=2, vectorize_particles=True),
+    ],
+    ids=["sgvb", "iwae", "sis"],
+)
+def test_recorded_losses_have_the_numbers_of_plain_ones(make):
+    found = []
+    for loss in (make(), CompiledELBO(make(), backend="eager")):
+        pyro.clear_param_store()
+        values = []
+        for seed in range(2):
+            pyro.set_rng_seed(seed)
+            values.append(loss.loss_and_grads(mixture, guide, X))
+        grads = [p.grad for _, p in pyro.get_param_store().named_parameters()]
+        found.append(torch.cat([torch.tensor(values), *(g.reshape(-1) for g in grads)]))
+    assert torch.allclose(*found, rtol=1e-10)
+
+
+def test_comparisons_train_the_model_on_the_sum():
+    _, exact = gradients(TraceSGVB_ELBO(analytic_kl=False))
+    value, wake = gradients(WakeSleep())
+    assert math.isfinite(value)
+    assert torch.allclose(wake["prior"], exact["prior"], rtol=1e-8)
+    value, em = gradients(MonteCarloEM())
+    assert math.isfinite(value)
+    assert em["prior"].abs().sum() > 0
+
+
+def test_judges_take_enumerated_models():
+    pyro.set_rng_seed(1)
+    found = sandwich(mixture, guide, X, schedule=2, num_particles=5)
+    assert found is not None
+    assert "log evidence" in str(report(mixture, guide, X, num_particles=50))
+    elbo = TraceRenyi_ELBO(alpha=0.5, num_particles=3, vectorize_particles=True)
+    assert math.isfinite(elbo.loss(mixture, guide, X))
+
+
+def test_truncated_posteriors_search_enumerated_sites():
+    def codes(x):
+        with pyro.plate("data", len(x)):
+            b = pyro.sample("b", dist.Bernoulli(0.4))
+            y = pyro.sample("y", dist.Categorical(torch.ones(2)), infer=PARALLEL)
+            pyro.sample("x", dist.Normal(2.0 * y + b, 0.8), obs=x)
+
+    whole = TruncatedPosterior(codes, num_states=4)
+    b, y = torch.meshgrid(torch.arange(2.0), torch.arange(2.0), indexing="ij")
+    prior = dist.Bernoulli(0.4).log_prob(b) + math.log(0.5)
+    joint = prior + dist.Normal(2.0 * y + b, 0.8).log_prob(X[:, None, None])
+    exact = joint.flatten(1).logsumexp(-1).sum()
+    assert -TraceTruncated_ELBO().loss(codes, whole, X) == pytest.approx(float(exact))
+
+
+class Clusters(PyroModule):
+    """Means are a latent of the module, and an AutoGuide draws them."""
+
+    def __init__(self):
+        super().__init__()
+        self.means = PyroSample(dist.Normal(0.0, 1.0).expand([2]).to_event(1))
+
+    def forward(self, x):
+        means = self.means
+        with pyro.plate("data", len(x)):
+            y = pyro.sample("y", dist.Categorical(torch.ones(2)))
+            pyro.sample("x", dist.Normal(Vindex(means)[..., y], 1.0), obs=x)
+
+
+def test_modules_and_autoguides():
+    module = Clusters()
+    model = config_enumerate(module)
+    auto = AutoNormal(poutine.block(module, hide=["y"]))
+    losses = []
+    for elbo in (TraceEnum_ELBO(max_plate_nesting=1), TraceSGVB_ELBO(1, False)):
+        auto(X)
+        pyro.set_rng_seed(0)
+        losses.append(elbo.loss(model, auto, X))
+    assert losses[0] == pytest.approx(losses[1])
+    for elbo in (
+        TraceIWAE_ELBO(3, joint=True, vectorize_particles=True),
+        TraceSIS_ELBO(2, ULA(0.01), num_particles=2, vectorize_particles=True),
+    ):
+        assert math.isfinite(elbo.loss_and_grads(model, auto, X))
