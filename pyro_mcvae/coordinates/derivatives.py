@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyro_mcvae.coordinates.evaluation import Evaluation
 from pyro_mcvae.coordinates.noise import sum_event
 from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record
@@ -19,15 +20,13 @@ from pyro_mcvae.programs.terms import Term
 __all__ = ["base_gradient", "coordinate_gradient", "gradients_at_latents", "guide_elbo"]
 
 
-def base_gradient(
-    plan: Plan, records: list[Record], log_base: Tensor, create_graph: bool
-) -> Tensor:
+def base_gradient(plan: Plan, at: Evaluation, create_graph: bool) -> Tensor:
     """The gradient of the coordinates' own density: ``[*leading, *plates, D]``."""
     packing = plan.packing
     if not plan.normal:
-        return coordinate_gradient(packing, records, log_base, create_graph, True)
-    base = packing.pack_runs([{n: -record[n].at for n in packing.sites} for record in records])
-    return as_shape(base, log_base.shape + base.shape[-1:])
+        return coordinate_gradient(packing, at.records, at.log_base, create_graph, True)
+    base = packing.pack_runs([{n: -record[n].at for n in packing.sites} for record in at.records])
+    return as_shape(base, at.log_base.shape + base.shape[-1:])
 
 
 def coordinate_gradient(

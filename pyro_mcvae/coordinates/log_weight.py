@@ -194,7 +194,7 @@ class LogWeight:
         :returns: two tensors of shape ``[*leading, *plates, D]``.
         """
         value, retain = at.log_weight, retain_graph or create_graph
-        base = base_gradient(self.plan, at.records, at.log_base, create_graph)
+        base = base_gradient(self.plan, at, create_graph)
         if GradientMode.FIRST in self.gradient and at is self.first:
             # The way from the model to the coordinates leads through the detached latents.
             value, retain = self.guide_elbo(), True

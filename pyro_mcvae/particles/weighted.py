@@ -14,7 +14,13 @@ from torch import Tensor
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import PlateKey, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.sites import (
+    PlateKey,
+    is_subsampled,
+    plate_frames,
+    plate_key,
+    subsampling_scale,
+)
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.blocks import Block, Structure
 
@@ -87,13 +93,7 @@ class WeightedParticles:
     @cached_property
     def scale(self) -> float | Tensor:
         """N/B of each entry's plates; a float where it is the same for all."""
-        frames = self._frames
-        scales = [
-            math.prod(
-                f.full_size / f.size for f in map(frames.get, b.plates) if f and is_subsampled(f)
-            )
-            for b in self.blocks
-        ]
+        scales = [subsampling_scale(self.block_frames(b)) for b in range(len(self.blocks))]
         return scales[0] if len(set(scales)) == 1 else self._spread(scales)
 
     def _spread(self, values: list[float]) -> Tensor:
@@ -104,8 +104,7 @@ class WeightedParticles:
     def with_runs(self, runs: list[Run]) -> WeightedParticles:
         """A sample of further runs that show the same sites and plates as these."""
         sample = WeightedParticles(runs, self.block_of, self.structure)
-        for name in ("_frames", "_shapes"):  # the cached properties' places
-            sample.__dict__[name] = getattr(self, name)
+        vars(sample).update(_frames=self._frames, _shapes=self._shapes)  # which are cached
         return sample
 
     def global_values(self) -> dict[str, Tensor]:

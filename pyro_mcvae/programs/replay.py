@@ -46,24 +46,19 @@ def replay_model(
     guide_trace = with_changes(run.guide_trace, changes)
     substitute = SubstituteMessenger(run.subsamples)
     model_trace = run_model(programs, guide_trace, substitute, leading, run.state_dim)
-    terms = _terms(run, guide_trace, model_trace)
-    if terms is None:
-        shown = run.nesting, run.leading, run.subsamples, run.unbatched, run.state_dim
-        return collect(guide_trace, model_trace, *shown), False
-    return replace(run, guide_trace=guide_trace, model_trace=model_trace, terms=terms), True
-
-
-def _terms(run: Run, guide_trace: Trace, model_trace: Trace) -> tuple[Term, ...] | None:
-    """The terms of sites like those of ``run``, or None where the sites are others."""
     before = [t for t in run.terms if not t.in_guide]
     again = _again if run.state_dim is None else _summed_again
     terms = again(before, model_trace)
     if terms is None:
-        return None
-    return *terms, *[_guide_again(t, guide_trace) for t in run.terms if t.in_guide]
+        shown = run.nesting, run.leading, run.subsamples, run.unbatched, run.state_dim
+        return collect(guide_trace, model_trace, *shown), False
+    terms += [_guide_again(t, guide_trace) for t in run.terms if t.in_guide]
+    traces = {"guide_trace": guide_trace, "model_trace": model_trace}
+    return replace(run, **traces, terms=tuple(terms)), True
 
 
 def _again(before: list[Term], model_trace: Trace) -> list[Term] | None:
+    """The terms of sites like those before, or None where the sites are others."""
     sites = list(scored(model_trace))
     if [*map(site_form, sites)] != [t.form for t in before]:
         return None

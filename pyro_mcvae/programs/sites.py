@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce
 from typing import NamedTuple
@@ -75,10 +75,10 @@ def is_subsampled(frame: CondIndepStackFrame) -> bool:
     return frame.full_size is not None and frame.full_size != frame.size
 
 
-def subsampling_scale(site: Site) -> float:
-    """The part of ``site["scale"]`` that comes from plates: the product of N / B."""
+def subsampling_scale(frames: Iterable[CondIndepStackFrame]) -> float:
+    """The product of N / B over plates: the part of a site's scale that comes from them."""
     scale = 1.0
-    for frame in site["cond_indep_stack"]:
+    for frame in frames:
         if is_subsampled(frame):
             scale = scale * frame.full_size / frame.size
     return scale
@@ -186,7 +186,7 @@ def reparameterized(site: Site) -> bool:
 
 def inner_scale(site: Site) -> float | Tensor:
     """The user's own ``poutine.scale``: what remains of the site's scale without its plates."""
-    scale, plates = site["scale"], subsampling_scale(site)
+    scale, plates = site["scale"], subsampling_scale(site["cond_indep_stack"])
     if isinstance(scale, Tensor):
         return scale / plates if plates != 1.0 else scale
     ratio = scale / plates

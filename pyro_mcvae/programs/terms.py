@@ -171,7 +171,7 @@ def model_term(site: Site, key: FactorKey | None = None, log_prob: Tensor | None
     if log_prob is None:
         log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
     key = key or FactorKey("model", site["name"])
-    return Term(key, site, log_prob, sites.subsampling_scale(site))
+    return Term(key, site, log_prob, sites.subsampling_scale(site["cond_indep_stack"]))
 
 
 def guide_term(site: Site, key: FactorKey | None = None) -> Term:
@@ -182,7 +182,7 @@ def guide_term(site: Site, key: FactorKey | None = None) -> Term:
         return _scored_term(site, key)
     # From the noise that the value was made of; see NoiseCoordinate.log_prob.
     log_prob = sites.masked(site, known)
-    return Term(key, site, log_prob, sites.subsampling_scale(site), log_prob)
+    return Term(key, site, log_prob, sites.subsampling_scale(site["cond_indep_stack"]), log_prob)
 
 
 def _scored_term(site: Site, key: FactorKey) -> Term:
@@ -199,7 +199,8 @@ def _scored_term(site: Site, key: FactorKey) -> Term:
     else:
         entropy = sites.masked(site, parts.entropy_term)
     score = 0 if is_identically_zero(parts.score_function) else parts.score_function
-    return Term(key, site, log_prob, sites.subsampling_scale(site), entropy, score)
+    scale = sites.subsampling_scale(site["cond_indep_stack"])
+    return Term(key, site, log_prob, scale, entropy, score)
 
 
 def model_terms(model_trace: Trace) -> list[Term]:
@@ -225,4 +226,4 @@ def observed_terms(guide_trace: Trace) -> list[Term]:
 def _observed_term(site: Site) -> Term:
     log_prob = sites.masked(site, sites.unscaled_log_prob(site, "guide"))
     key = FactorKey("guide", site["name"])
-    return Term(key, site, log_prob, sites.subsampling_scale(site), log_prob)
+    return Term(key, site, log_prob, sites.subsampling_scale(site["cond_indep_stack"]), log_prob)

@@ -80,7 +80,7 @@ def broadcast_term(site: Site) -> Term:
     if log_prob is None:
         log_prob = unscaled_log_prob(site, "model")
     key = FactorKey("model", site["name"])
-    return Term(key, site, masked(site, log_prob), subsampling_scale(site))
+    return Term(key, site, masked(site, log_prob), subsampling_scale(site["cond_indep_stack"]))
 
 
 def _normal(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:

@@ -271,7 +271,8 @@ class JointRuns:
 def _no_density(site: Site) -> Term:
     """The guide's term of a searched site: zero, and of no dtype that others would take."""
     zero = torch.zeros((), dtype=torch.int8, device=site["value"].device)
-    return Term(FactorKey("guide", site["name"]), site, zero, subsampling_scale(site))
+    scale = subsampling_scale(site["cond_indep_stack"])
+    return Term(FactorKey("guide", site["name"]), site, zero, scale)
 
 
 def _expanded(site: Site, count: int, nesting: int) -> Tensor:
