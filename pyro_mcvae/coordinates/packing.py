@@ -35,21 +35,24 @@ class _Place(NamedTuple):
     Where a site stands in the vectors of its block.
 
     :ivar inner: the shape of what one vector holds of it, events last.
-    :ivar order: its leading and plate dims, the block's first; ``back``, as they were.
+    :ivar order: its leading and plate dims, the block's first; ``back``, as they were; None where
+        nothing changes.
     """
 
     begin: int
     end: int
     inner: tuple[int, ...]
-    order: list[int]
-    back: list[int]
+    order: list[int] | None
+    back: list[int] | None
 
 
-def _permuted(value: Tensor, order: list[int]) -> Tensor:
-    """The first dims in another order."""
-    if order == list(range(len(order))):
-        return value
-    return value.permute(*order, *range(len(order), value.dim()))
+def _permuted(value: Tensor, order: list[int] | None) -> Tensor:
+    """The first dims in another order; None where they stay as they are."""
+    return value if order is None else value.permute(*order, *range(len(order), value.dim()))
+
+
+def _unless_same(order: list[int]) -> list[int] | None:
+    return None if order == list(range(len(order))) else order
 
 
 def _leading(value: Tensor, site: SiteShape) -> int:
@@ -95,8 +98,9 @@ class Packing:
             begin = self._widths[site.block]
             end = begin + math.prod(sizes) * math.prod(site.event_shape)
             order = [0, *own, *rest]
-            back = [order.index(a) for a in range(len(order))]
-            self._places[name] = _Place(begin, end, sizes + site.event_shape, order, back)
+            orders = order, [order.index(a) for a in range(len(order))]
+            inner = sizes + site.event_shape
+            self._places[name] = _Place(begin, end, inner, *map(_unless_same, orders))
             self._widths[site.block] = end
             self._shapes[site.block] = tuple(site.batch_shape[a - 1] for a in own)
 

@@ -65,7 +65,8 @@ class StructureFinder:
         :param bool renew: whether the run begins a step, when what was found before may be looked
             at again.
         """
-        signature = _may_have_lost_particles(run), run.signature
+        lost = bool(run.unbatched) and _may_have_lost_particles(run)
+        signature = lost, run.signature
         return self._cache.of(programs, signature, lambda: self._derive(programs, run), renew)
 
     def check_particles(self, programs: Programs, run: Run) -> None:
