@@ -11,7 +11,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pyro_mcvae.compiled.dependencies import Dependencies, Entry
@@ -20,6 +20,7 @@ from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.reading import Reading, ReadingMode
 from pyro_mcvae.compiled.refusal import NotRecordable, said_by
 from pyro_mcvae.compiled.signature import Call
+from pyro_mcvae.compiled.tracing import trace
 from pyro_mcvae.compiled.writes import Slot, Spaces
 from pyro_mcvae.ops.recording import assumptions
 
@@ -214,7 +215,7 @@ def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
     spaces, names = Spaces(before), set(pyro.get_param_store()._params)
     step = _Step(loss, call, spaces)
     try:
-        traced = make_fx(step)(*call.inputs())
+        traced = trace(step, call.inputs())
         check_unchanged(before, others, step.slots, names)
         graph, constants, updated = as_function(traced)
     except NotRecordable:

@@ -10,7 +10,6 @@ import pyro
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from pyro_mcvae.chains.kernel import Info, Kernel, State, Target
@@ -23,6 +22,7 @@ from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.reading import ReadingMode
 from pyro_mcvae.compiled.recording import check_unchanged
 from pyro_mcvae.compiled.refusal import NotRecordable, said_by
+from pyro_mcvae.compiled.tracing import trace
 from pyro_mcvae.ops.recording import assumptions
 
 __all__ = ["RecordedTransition"]
@@ -161,7 +161,7 @@ def _record(
         return tensors
 
     try:
-        graph, constants, updated = as_function(make_fx(function)(*inputs))
+        graph, constants, updated = as_function(trace(function, inputs))
         check_unchanged(before, others, [], names)
     except NotRecordable:
         raise
