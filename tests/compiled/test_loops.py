@@ -1,0 +1,104 @@
+"""Recorded losses in the loops of others: two processes, and modules with a backward of theirs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pyro_mcvae import ULA, CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from tests.compiled.programs import batches, make, reasons, uses
+
+ROOT = Path(__file__).parents[2]
+STEPS = 7
+
+
+class Trainer(nn.Module):
+    """As Lightning's modules are: ``training_step`` returns a loss whose gradient others take."""
+
+    def __init__(self, loss: nn.Module, net: nn.Module) -> None:
+        super().__init__()
+        self.net, self.elbo = net, loss(net.model, net.guide)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        found: Tensor = self.elbo(batch)
+        return found / len(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.net.parameters(), lr=0.01)
+
+
+def fit(trainer: Trainer) -> list[Tensor]:
+    """Gradients of two batches are accumulated and clipped before each step."""
+    optimizer = trainer.configure_optimizers()
+    for i, batch in enumerate(batches(10)):
+        trainer.training_step(batch).backward()
+        if i % 2:
+            nn.utils.clip_grad_norm_(trainer.net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in trainer.net.parameters()]
+
+
+def test_a_loop_that_accumulates_and_clips_gradients() -> None:
+    found = []
+    for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
+        loss, net = wrap(TraceSGVB_ELBO()), make()
+        torch.manual_seed(1)
+        found.append(fit(Trainer(loss, net)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert uses(loss) == 7
+
+
+def on_a_rank(out: Path) -> None:
+    """What a rank does: its own data, through DistributedDataParallel."""
+    torch.distributed.init_process_group("gloo")
+    rank = torch.distributed.get_rank()
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
+        net = make()
+        # A step size that adapts is that of all ranks, which talk within the step: it is not
+        # recorded.
+        loss = wrap(TraceSIS_ELBO(2, ULA(0.1), max_plate_nesting=1))
+        module = loss(net.model, net.guide)
+        module.net = net  # whose parameters are to be joined
+        joined = DistributedDataParallel(module)
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+        torch.manual_seed(rank)
+        for batch in batches(2 * STEPS)[rank::2]:
+            optimizer.zero_grad()
+            joined(batch).backward()
+            optimizer.step()
+        found.append([p.detach() for p in net.parameters()])
+    torch.save((found, uses(loss), reasons(loss)), out / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_without_recordings(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run(
+        [*command, "-m", "tests.compiled.test_loops", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for (plain, recorded), replayed, refused in ranks:
+        assert (replayed, refused) == (STEPS - 3, [])
+        assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+    for a, b in zip(ranks[0][0][1], ranks[1][0][1], strict=True):
+        assert torch.equal(a, b)
+
+
+if __name__ == "__main__":
+    on_a_rank(Path(sys.argv[1]))
