@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from torch._C import Argument as SchemaArgument
-from torch._C import FunctionSchema
 from torch.fx import Node
 from torch.fx.node import Argument
+
+if TYPE_CHECKING:  # names that other versions of PyTorch may not have
+    from torch._C import Argument as SchemaArgument
+    from torch._C import FunctionSchema
 
 __all__ = ["is_pure", "roots", "viewed", "written"]
 
