@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -103,7 +101,7 @@ def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
     )
 
 
-def _of_all_chains(index: tuple[Tensor, ...]) -> Any:
+def _of_all_chains(index: tuple[Tensor, ...]) -> tuple[slice | Tensor, ...]:
     return (slice(None), *index)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pyro
 import torch
@@ -20,6 +19,7 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_factor, is_random, is_scored
 from pyro_mcvae.programs.substitute import substitute
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure import dependencies
 
 __all__ = ["check_factors", "check_reads"]
@@ -82,7 +82,7 @@ def check_reads(programs: Programs, run: Run) -> None:
         )
 
 
-def _is_scored_factor(site: Any) -> bool:
+def _is_scored_factor(site: Site) -> bool:
     return is_scored(site) and site["is_observed"] and is_factor(site["fn"])
 
 
@@ -120,7 +120,7 @@ class _Marked:
         # What became of data that turned into Python numbers is not known.
         return found if found or not escapes.names else None
 
-    def _reads(self, site: Any) -> bool:
+    def _reads(self, site: Site) -> bool:
         if not is_scored(site) or is_factor(site["fn"]):
             return False
         log_prob = site["fn"].log_prob(detach_provenance(site["value"]).detach())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
@@ -18,6 +16,7 @@ from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_factor, is_latent, is_scored
 from pyro_mcvae.programs.terms import guide_terms
+from pyro_mcvae.programs.types import Message
 
 __all__ = ["dream", "dreamt_values", "recognize"]
 
@@ -25,12 +24,13 @@ __all__ = ["dream", "dreamt_values", "recognize"]
 class _Dreaming(Messenger):
     """Draws the sites that the model observes."""
 
-    def _pyro_sample(self, msg: Any) -> None:
+    def _pyro_sample(self, msg: Message) -> None:
         if not msg["is_observed"] or site_is_subsample(msg) or not is_scored(msg):
             return
         if is_factor(msg["fn"]):
             return  # nothing to draw
-        msg["is_observed"], msg["done"], msg["value"] = False, False, None
+        msg["is_observed"], msg["done"] = False, False
+        msg["value"] = None  # type: ignore[typeddict-item]  # to be drawn
 
 
 def dream(programs: Programs, subsamples: Minibatch) -> Trace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,21 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import SampleFn
+from pyro_mcvae.programs.types import Message, Program
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["MonteCarloEM"]
+
+
+class _Call(NamedTuple):
+    """What a step was called with; a tensor that was written to has another version."""
+
+    model: Program
+    guide: Program
+    leaves: list[object]
+    versions: list[int | None]
 
 
 @dataclass
@@ -40,7 +50,7 @@ class _Draw:
     """
 
     sample: WeightedParticles
-    call: tuple[Any, ...]
+    call: _Call
     left: int
 
 
@@ -159,11 +169,11 @@ class MonteCarloEM(ChainELBO):
         self.states = ChainStates() if persistent else None
         self._draw: _Draw | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A copy makes its own draws: these hold the graph of the last step.
         return {**self.__dict__, "_draw": None}
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: object) -> None:
         self._draw = None  # made by another state
         super()._load_from_state_dict(*args)
 
@@ -248,7 +258,7 @@ class MonteCarloEM(ChainELBO):
             )
 
 
-def _leave_to_pyro(msg: Any) -> None:
+def _leave_to_pyro(msg: Message) -> None:
     """Supplies no value."""
 
 
@@ -257,13 +267,13 @@ def _model_log_prob(sample: WeightedParticles) -> Tensor:
     return sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
 
 
-def _call(programs: Programs) -> tuple[Any, ...]:
+def _call(programs: Programs) -> _Call:
     leaves = tree_leaves((programs.args, programs.kwargs))
     versions = [_version(leaf) for leaf in leaves]
-    return programs.model, programs.guide, leaves, versions
+    return _Call(programs.model, programs.guide, leaves, versions)
 
 
-def _version(leaf: Any) -> int | None:
+def _version(leaf: object) -> int | None:
     # A tensor that was written to holds other data.
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
 
@@ -271,18 +281,17 @@ def _version(leaf: Any) -> int | None:
 def _same_call(draw: _Draw, programs: Programs) -> bool:
     if draw.left < 1:
         return False
-    model, guide, leaves, versions = _call(programs)
-    old_model, old_guide, old_leaves, old_versions = draw.call
+    now, old = _call(programs), draw.call
     return (
-        model == old_model
-        and guide == old_guide
-        and versions == old_versions
-        and len(leaves) == len(old_leaves)
-        and all(_same_leaf(a, b) for a, b in zip(leaves, old_leaves, strict=True))
+        now.model == old.model
+        and now.guide == old.guide
+        and now.versions == old.versions
+        and len(now.leaves) == len(old.leaves)
+        and all(_same_leaf(a, b) for a, b in zip(now.leaves, old.leaves, strict=True))
     )
 
 
-def _same_leaf(a: Any, b: Any) -> bool:
+def _same_leaf(a: object, b: object) -> bool:
     if a is b:
         return True
     return type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.substitute import substitute
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Program
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,7 +29,7 @@ __all__ = ["WakeSleep"]
 # Programs may show other sites in every step, as sequential minibatches do.
 _MOST_CHECKS = 8
 
-DreamArgs = Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
+DreamArgs = Callable[..., tuple[tuple[object, ...], dict[str, Any]]]
 
 
 class WakeSleep(MonteCarloELBO):
@@ -114,7 +116,7 @@ class WakeSleep(MonteCarloELBO):
             )
         self.num_dreams = num_dreams
         self.dream_args = dream_args
-        self._programs: tuple[Any, Any] | None = None
+        self._programs: tuple[Program, Program] | None = None
         self._checked: set[frozenset[str]] = set()
 
     def estimate(self, programs: Programs) -> Estimate:
@@ -169,10 +171,10 @@ class WakeSleep(MonteCarloELBO):
             check_reads(programs, run)
         self._checked.add(sites)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Programs are often local functions, which cannot be pickled; they are checked again.
         return {**self.__dict__, "_programs": None, "_checked": set()}
 
 
-def _total(terms: Any) -> Tensor:
+def _total(terms: Iterable[Term]) -> Tensor:
     return as_scalar(sum(t.log_prob.sum() * t.plate_scale for t in terms))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ class SiteSignal:
     value: Tensor
     exact: bool
     extra: bool
-    input: Any
+    input: object
     programs: Programs
 
     def average_cost(self) -> Tensor:
@@ -170,11 +169,11 @@ class LearnedBaseline(Baseline, torch.nn.Module):
         # One name for each instance: the parameter store would let others share its parameters.
         self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
 
-    def input_of(self, signal: SiteSignal) -> Any:
+    def input_of(self, signal: SiteSignal) -> object:
         """What the network is applied to."""
         if signal.input is not None:
             return signal.input

@@ -96,7 +96,7 @@ class RELAX(LearnedBaseline):
         finite = torch.where(logits.isneginf(), 0.0, logits)
         return (gradient.detach() * finite).sum() - self._variance_surrogate(gradient)
 
-    def _variance_surrogate(self, gradient: Tensor) -> Any:
+    def _variance_surrogate(self, gradient: Tensor) -> Tensor | float:
         """A scalar with the gradient of the variance, of which only the square depends on c."""
         learned = [p for p in self.parameters() if p.requires_grad]
         if not learned or not gradient.requires_grad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from pyro import distributions as dist
@@ -19,7 +19,7 @@ from pyro_mcvae.programs.relaxed import relaxed_sample
 from pyro_mcvae.programs.sites import RELAXED, is_random, known_support, reparameterized
 from pyro_mcvae.programs.support import Choice, Support
 from pyro_mcvae.programs.supports import support_of
-from pyro_mcvae.programs.types import Distribution, Message
+from pyro_mcvae.programs.types import Constraint, Distribution, Message
 
 __all__ = ["SLOTS", "SiteSlots", "SlotMessenger"]
 
@@ -56,7 +56,7 @@ class SiteSlots:
 class _StandIn(dist.TorchDistribution):
     """Hands slots to Pyro's enumeration in place of a distribution's support."""
 
-    arg_constraints: ClassVar[dict[str, Any]] = {}
+    arg_constraints: ClassVar[dict[str, Constraint]] = {}
 
     def __init__(self, fn: Distribution, value: Tensor) -> None:
         super().__init__(fn.batch_shape, fn.event_shape, validate_args=False)

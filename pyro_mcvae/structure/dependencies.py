@@ -130,7 +130,7 @@ _OPTIONS_ONLY: set[object] = {
 _CONVERSIONS: set[object] = {torch.Tensor.type_as, torch.Tensor.to}
 
 
-def _selects(func: TorchFunction, args: tuple[Any, ...]) -> bool:
+def _selects(func: TorchFunction, args: tuple[object, ...]) -> bool:
     """Whether a boolean mask selects entries, whose number then tells of the mask."""
     if func in (torch.where, torch.Tensor.where):
         return len(args) == 1
@@ -151,8 +151,8 @@ class Escapes(TorchFunctionMode):
         self,
         func: TorchFunction,
         types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         name = getattr(func, "__name__", "")
         if func in _WAYS_OUT or _selects(func, args):

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -29,12 +28,12 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.sites import masked, subsampling_scale, unscaled_log_prob
 from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.types import Distribution, Site
 
 __all__ = ["broadcast_log_prob", "broadcast_term"]
 
 
-def broadcast_log_prob(fn: Any, value: Tensor) -> Tensor | None:
+def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:
     """
     ``fn.log_prob(value)`` of a Normal or a Bernoulli, under ``to_event`` and ``mask`` or not.
 
@@ -83,7 +82,7 @@ def broadcast_term(site: Site) -> Term:
     return Term(key, site, masked(site, log_prob), subsampling_scale(site["cond_indep_stack"]))
 
 
-def _normal(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
+def _normal(base: Distribution, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
     scale = _as_given(base.scale)
     dims = list(range(-len(event), 0))
     squares = _squares(base.loc, value)
@@ -108,7 +107,7 @@ def _squares(a: Tensor, b: Tensor) -> Tensor:
     return mse_loss(a, b, reduction="none")
 
 
-def _bernoulli(base: Any, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
+def _bernoulli(base: Distribution, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
     if "logits" in base.__dict__:
         logits = _as_given(base.logits)
     else:
@@ -159,7 +158,7 @@ def _there(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, value, torch.zeros_like(value))
 
 
-_FORMS: dict[type, Callable[[Any, Tensor, torch.Size, Tensor | None], Tensor]] = {
+_FORMS: dict[type, Callable[[Distribution, Tensor, torch.Size, Tensor | None], Tensor]] = {
     # Subclasses may have another density, and are left to it.
     dist.Normal: _normal,
     dist.Bernoulli: _bernoulli,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,15 @@ __all__ = ["StateBuffers"]
 
 # The rows of a chunk of the first states, so that unpacked ones never fill the memory.
 _CHUNK = 1 << 24
+
+
+class _Copied(NamedTuple):
+    """States that are dealt out, and what they were."""
+
+    name: str
+    shard: Shard
+    kept: Tensor
+    value: Tensor
 
 
 class StateBuffers(nn.Module):
@@ -99,18 +108,18 @@ class StateBuffers(nn.Module):
         """
         return gather_states(self._shards)
 
-    def gather_into(self, state: dict[str, Any], prefix: str) -> None:
+    def gather_into(self, state: dict[str, Tensor], prefix: str) -> None:
         """Put all states into a module's ``state_dict``, in the place of those of one rank."""
         whole = self.gather_states()
         for name, (shard, _) in self._shards.items():
             del state[prefix + key_of(name, shard)]
         state.update({prefix + name: kept for name, kept in whole.items()})
 
-    def copy_shards(self) -> Any:
+    def copy_shards(self) -> list[_Copied]:
         """What is kept of the plates that are dealt out, for :meth:`restore_shards`."""
-        return [(name, *found, found[1].clone()) for name, found in self._shards.items()]
+        return [_Copied(name, *found, found[1].clone()) for name, found in self._shards.items()]
 
-    def restore_shards(self, copied: Any) -> None:
+    def restore_shards(self, copied: list[_Copied]) -> None:
         """Keep it again, in the tensors in which it was."""
         self._shards = {name: (shard, kept) for name, shard, kept, _ in copied}
         for _, _, kept, value in copied:
@@ -168,7 +177,7 @@ class StateBuffers(nn.Module):
             else:
                 self._shards[name] = shard, self._shards[name][1].to(bank.device)
 
-    def _shapes(self) -> dict[str, Any]:
+    def _shapes(self) -> dict[str, tuple[Shard | None, torch.Size]]:
         """What is kept, to see whether it has changed its form."""
         buffers = {name: kept for name, kept in self._buffers.items() if kept is not None}
         return {name: (None, kept.shape) for name, kept in buffers.items()} | {
@@ -202,7 +211,9 @@ class StateBuffers(nn.Module):
         self._shards = {name: (shard, fn(kept)) for name, (shard, kept) in self._shards.items()}
         return self
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, (shard, kept) in self._shards.items():
             destination[prefix + key_of(name, shard)] = kept

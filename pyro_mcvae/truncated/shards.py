@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from pyro.infer.util import is_validation_enabled
@@ -31,7 +30,7 @@ __all__ = [
 Shards = dict[str, tuple[Shard, Tensor]]
 
 
-def as_names(shard: Any) -> tuple[str, ...]:
+def as_names(shard: str | Iterable[str] | None) -> tuple[str, ...]:
     """
     The plates that are dealt out, by name.
 
