@@ -70,9 +70,16 @@ class Example:
                 return i
         return None
 
-    def log_weight(self, num_particles=3, vectorize=True, coordinates="noise", seed=0, **options):
+    def sampler(self, num_particles=3, vectorize=True, **options):
         options.setdefault("find_roots", True)
-        sampler = ParticleSampler(num_particles, vectorize, self.nesting, **options)
+        return ParticleSampler(num_particles, vectorize, self.nesting, **options)
+
+    def log_weight(
+        self, num_particles=3, vectorize=True, coordinates="noise", seed=0, sampler=None, **options
+    ):
+        """With a sampler of one's own, what it has found out of the programs is kept."""
+        if sampler is None:
+            sampler = self.sampler(num_particles, vectorize, **options)
         pyro.set_rng_seed(seed)
         return LogWeight(sampler, self.programs, coordinates)
 

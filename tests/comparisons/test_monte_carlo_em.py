@@ -44,23 +44,25 @@ def fisher(exact):
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(None, {"num_particles": 3, **QUICK}), (2, {})],
+    [(None, {"num_particles": 3, **QUICK}), (25, {})],
     ids=["vectorized", "minibatches"],
 )
 def test_gradient_is_exact_where_chains_begin_at_the_posterior(size, options):
-    exact = ProbabilisticPCA(p=3, N=5, sigma=0.5, family="full", subsample_size=size)
+    # Many data in one step are as many independent chains.
+    exact = ProbabilisticPCA(p=3, N=50, sigma=0.5, family="full", subsample_size=size)
+    exact.x = exact.x + 1.0  # far from what the model says: gradients that stand out
     exact.set_guide("exact")
     # A large step size: that moves are rejected leaves the posterior as it is.
     elbo = MonteCarloEM(1, MALA(1.0), **options)
-    assert_gradient(elbo, exact, fisher(exact), 250)
+    assert_gradient(elbo, exact, fisher(exact), 30)
 
 
 @pytest.mark.parametrize("coordinates", ["noise", "latent"])
 def test_gradient_is_exact_after_long_chains(coordinates):
-    exact = ProbabilisticPCA(p=3, N=5, sigma=0.5, family="mean_field")
+    exact = ProbabilisticPCA(p=3, N=100, sigma=0.5, family="mean_field")
     step = 0.3 if coordinates == "noise" else 0.12
-    elbo = MonteCarloEM(8, HMC(step, 5), num_particles=20, coordinates=coordinates, **QUICK)
-    assert_gradient(elbo, exact, fisher(exact), 40)
+    elbo = MonteCarloEM(8, HMC(step, 5), num_particles=3, coordinates=coordinates, **QUICK)
+    assert_gradient(elbo, exact, fisher(exact), 16)
 
 
 def test_constrained_latents():
@@ -78,12 +80,12 @@ def test_constrained_latents():
     (wanted,) = torch.autograd.grad((a * b.log() - (a + x) * torch.log1p(b)).sum(), b)
     exact.values = {"theta_b": exact.b, **exact.values}
     # Trajectories about as long as the log latents are broad, lest they return to the start.
-    elbo = MonteCarloEM(10, HMC(0.16, 4), num_particles=20, **QUICK)
-    assert_mean(gradients(elbo, exact, 50)["theta_b"], wanted)
+    elbo = MonteCarloEM(10, HMC(0.16, 4), num_particles=100, **QUICK)
+    assert_mean(gradients(elbo, exact, 16)["theta_b"], wanted)
 
 
 def test_the_value_is_the_plain_elbo_by_every_way():
-    exact = ConjugateGaussian(N=6, subsample_size=3)
+    exact = ConjugateGaussian(N=60, subsample_size=30)
     elbo = MonteCarloEM(2, HMC(0.3, 2), num_particles=2)
     found = []
     for name in ("loss", "differentiable_loss", "loss_and_grads", "bounds"):
@@ -93,7 +95,7 @@ def test_the_value_is_the_plain_elbo_by_every_way():
         found.append(float(torch.as_tensor(value).detach()))
     assert all(math.isclose(found[0], other, rel_tol=1e-9) for other in found)
     with pyro.validation_enabled(False):
-        values = torch.tensor([elbo.loss(exact.model, exact.guide) for _ in range(500)])
+        values = torch.tensor([elbo.loss(exact.model, exact.guide) for _ in range(50)])
     assert_mean(-values, exact.elbo())
 
 
@@ -105,7 +107,7 @@ def test_step_size_adapts_to_its_target():
     elbo.kernel.num_leapfrog = 3
     acceptance = []
     with pyro.validation_enabled(False):
-        for _ in range(150):
+        for _ in range(90):
             elbo.loss_and_grads(exact.model, exact.guide)
             acceptance.append(elbo.last_step.acceptance)
     assert abs(torch.stack(acceptance[50:]).mean() - 0.9) < 0.04
@@ -143,19 +145,16 @@ class Line:
 
 
 def test_persistent_chains_forget_a_poor_guide():
-    exact = Line(size=4)
-    wanted = exact.gradient()
-
-    def bias(**options):
+    def bias(exact, count, block, **options):
+        """In standard errors, of the mean of blocks: chains are correlated in time."""
         pyro.clear_param_store()
-        elbo = MonteCarloEM(1, HMC(0.3, 2), num_particles=30, **options, **QUICK)
-        found = gradients(elbo, exact, 240)
-        # Chains are correlated in time: the means of blocks of 20 steps are hardly so.
-        blocks = {n: v[40:].reshape(-1, 20).mean(1) for n, v in found.items()}
+        elbo = MonteCarloEM(1, HMC(0.4, 2), num_particles=100, **options, **QUICK)
+        found, wanted = gradients(elbo, exact, count), exact.gradient()
+        blocks = {n: v[20:].reshape(-1, block).mean(1) for n, v in found.items()}
         return {n: (v.mean() - wanted[n]) / (v.std() / len(v) ** 0.5) for n, v in blocks.items()}
 
-    assert all(abs(b) < 4.5 for b in bias(persistent=True).values())
-    assert any(abs(b) > 8 for b in bias().values())
+    assert all(abs(b) < 4.5 for b in bias(Line(size=4), 120, 10, persistent=True).values())
+    assert any(abs(b) > 8 for b in bias(Line(), 40, 1).values())
 
 
 def test_persistent_chains_are_found_by_the_indices_of_their_plates():
@@ -241,11 +240,11 @@ def test_training_reaches_the_maximum_of_the_likelihood():
     exact = Line(n=30)
     elbo = MonteCarloEM(1, HMC(AdaptiveStepSize(0.3, 0.9), 3), 10, persistent=True, **QUICK)
     optim = pyro.optim.ExponentialLR(
-        {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.98}
+        {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.97}
     )
     svi = SVI(exact.model, exact.guide, optim, loss=elbo)
     with pyro.validation_enabled(False):
-        for _ in range(150):
+        for _ in range(110):
             svi.step()
             svi.optim.step()
     assert abs(pyro.param("b") - exact.x.mean()) < 0.1

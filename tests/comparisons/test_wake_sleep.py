@@ -18,6 +18,7 @@ from pyro_mcvae import WakeSleep
 from tests.estimates import assert_gradient, assert_mean
 
 N, SIGMA = 20, 0.7
+MANY = 200  # as many independent draws in one step
 START = {"w": 1.3, "b": 0.4, "a": 0.2, "c": -0.3, "log_s": -0.2}
 
 
@@ -30,8 +31,8 @@ def make_data(n=N):
 class Linear:
     """z ~ N(0, 1), x ~ N(w z + b, 0.7); guide N(a x + c, exp(log_s)). The data are an argument."""
 
-    def __init__(self, subsample_size=None):
-        self.x = make_data()
+    def __init__(self, subsample_size=None, n=N):
+        self.x = make_data(n)
         self.size = subsample_size
         self.values = {name: torch.tensor(v) for name, v in START.items()}
 
@@ -65,17 +66,17 @@ class Linear:
         return dict(zip(p, torch.autograd.grad(self.objective(p), list(p.values())), strict=True))
 
 
-@pytest.mark.parametrize("size", [None, 5], ids=["full", "minibatches"])
+@pytest.mark.parametrize("size", [None, 50], ids=["full", "minibatches"])
 @pytest.mark.parametrize("options", [{}, {"num_particles": 3, "vectorize_particles": True}])
 def test_gradients_of_both_phases_are_exact(size, options):
-    exact = Linear(size)
-    assert_gradient(WakeSleep(**options), exact, exact.gradient(), 500, exact.x)
+    exact = Linear(size, MANY)
+    assert_gradient(WakeSleep(**options), exact, exact.gradient(), 50, exact.x)
 
 
 def test_more_dreams_and_draws_are_averaged():
-    exact = Linear()
+    exact = Linear(n=MANY)
     elbo = WakeSleep(num_particles=3, num_dreams=4)
-    assert_gradient(elbo, exact, exact.gradient(), 200, exact.x)
+    assert_gradient(elbo, exact, exact.gradient(), 30, exact.x)
 
 
 class Table:
@@ -83,6 +84,7 @@ class Table:
 
     def __init__(self):
         self.x = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 0.0]])
+        self.x = self.x.repeat(20, 1)
         self.values = {
             "prior": torch.tensor([0.3, -0.2, 0.5]),
             "bits": torch.tensor([[1.0, -1.0], [0.5, 0.7], [-1.5, 0.2]]),
@@ -119,22 +121,22 @@ class Table:
 
 def test_gradients_of_discrete_latents_are_exact():
     exact = Table()
-    assert_gradient(WakeSleep(), exact, exact.gradient(), 1000, exact.x)
+    assert_gradient(WakeSleep(), exact, exact.gradient(), 50, exact.x)
 
 
 def test_training_reaches_the_maximum_of_the_likelihood():
-    exact = Linear()
+    exact = Linear(n=400)
     x = exact.x
     svi = SVI(
         exact.model,
         exact.guide,
         pyro.optim.ExponentialLR(
-            {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.99}
+            {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.98}
         ),
-        loss=WakeSleep(num_particles=10, num_dreams=5, vectorize_particles=True),
+        loss=WakeSleep(),
     )
     with pyro.validation_enabled(False):
-        for _ in range(400):
+        for _ in range(200):
             svi.step(x)
             svi.optim.step()
     p = {name: pyro.param(name).detach() for name in START}
@@ -146,17 +148,17 @@ def test_training_reaches_the_maximum_of_the_likelihood():
     assert abs(p["log_s"] + 0.5 * precision.log()) < 0.1
 
 
-@pytest.mark.parametrize("size", [None, 5])
+@pytest.mark.parametrize("size", [None, 50])
 def test_the_value_is_the_plain_elbo(size):
-    exact = Linear(size)
+    exact = Linear(size, MANY)
     elbo = WakeSleep(num_particles=2)
     with pyro.validation_enabled(False):
-        found = torch.tensor([elbo.loss(exact.model, exact.guide, exact.x) for _ in range(400)])
+        found = torch.tensor([elbo.loss(exact.model, exact.guide, exact.x) for _ in range(40)])
     p = exact.values
     q = dist.Normal(p["a"] * exact.x + p["c"], p["log_s"].exp())
     error = (exact.x - p["w"] * q.loc - p["b"]) ** 2 + (p["w"] * q.scale) ** 2
     likelihood = -error / (2 * SIGMA**2) - math.log(SIGMA) - 0.5 * math.log(2 * math.pi)
-    kl = torch.distributions.kl_divergence(q, dist.Normal(torch.zeros(N), 1.0))
+    kl = torch.distributions.kl_divergence(q, dist.Normal(torch.zeros(MANY), 1.0))
     assert_mean(found, -(likelihood - kl).sum())
 
 
@@ -203,8 +205,8 @@ def test_modules_train_with_torch_optimizers():
     x = make_data() - 0.5
     model, guide = Decoder(), Encoder()
     elbo = WakeSleep()(model, guide)
-    optimizer = torch.optim.Adam(elbo.parameters(), lr=0.05)
-    for _ in range(300):
+    optimizer = torch.optim.Adam(elbo.parameters(), lr=0.1)
+    for _ in range(120):
         optimizer.zero_grad()
         elbo(x).backward()
         optimizer.step()
@@ -340,20 +342,22 @@ def to_default(args):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
-def test_programs_train(name, vectorize):
+def test_a_step_of_every_program_recognizes_its_dreams_better(name, vectorize):
+    """Every guide here does better with a larger slope, which only the sleep phase teaches."""
     model, guide, args = PROGRAMS[name]
     args = to_default(args)
     if vectorize and name in ("ragged", "unlabelled"):
         pytest.skip("written for one particle")
     elbo = WakeSleep(2, num_dreams=2, vectorize_particles=vectorize)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.03}), loss=elbo)
-    seen = []
-    for step in range(100):
+    slopes = []
+    for step in range(20):
         with pyro.validation_enabled(step == 0):
-            seen.append(svi.step(*args))
-    assert all(map(math.isfinite, seen))
-    # Every guide here does better with a larger slope, which only the sleep phase teaches.
-    assert pyro.param("slope") > (0.18 if name == "autoregressive" else 0.25)
+            assert math.isfinite(elbo.loss_and_grads(model, guide, *args))
+        parameter = pyro.param("slope").unconstrained()
+        slopes.append(-parameter.grad)
+        parameter.grad = None
+    slopes = torch.stack(slopes)
+    assert slopes.mean() > 3 * slopes.std() / len(slopes) ** 0.5
 
 
 def test_masked_entries_keep_their_value_in_a_dream():

@@ -39,6 +39,17 @@ def in_turn(argument, options, names=None):
     )
 
 
+def alternating(names=None, shift=0):
+    """Each program once, looped or vectorised."""
+    return pytest.mark.parametrize(
+        ("name", "vectorize"),
+        [
+            pytest.param(n, bool((i + shift) % 2), id=f"{n}-{MODES[(i + shift) % 2]}")
+            for i, n in enumerate(NAMES if names is None else names)
+        ],
+    )
+
+
 MODES = ("looped", "vectorized")
 COORDINATES = ["noise", "latent", "value"]
 
@@ -164,8 +175,7 @@ def test_first_log_weight_is_that_of_plain_traces(name, vectorize, coordinates):
     assert_by_hand(example, log_weight.first)
 
 
-@examples
-@modes
+@alternating()
 def test_every_site_is_in_the_block_that_it_belongs_to(name, vectorize):
     example = EXAMPLES[name]()
     sample = example.log_weight(2, vectorize).first.sample
@@ -203,8 +213,17 @@ def test_same_coordinates_have_the_same_log_weight_in_both_modes(name):
     first, second = example.log_weight(3, True), example.log_weight(3, False)
     for a, b in ((first, second), (second, first)):
         at = moved(example, a)
-        assert torch.allclose(a(at).log_weight, b(at).log_weight, atol=1e-8)
-        assert torch.allclose(a(at).log_base, b(at).log_base, atol=1e-8)
+        found, other = a(at), b(at)
+        assert torch.allclose(found.log_weight, other.log_weight, atol=1e-8)
+        assert torch.allclose(found.log_base, other.log_base, atol=1e-8)
+    # And the same gradient, so that one of the modes is enough to compare with finite differences.
+    gradients = [
+        torch.autograd.grad(weighted(e.log_weight), example.parameters(), allow_unused=True)
+        for e in (found, other)
+    ]
+    for g, h in zip(*gradients, strict=True):
+        assert (g is None) == (h is None)
+        assert g is None or torch.allclose(g, h, rtol=1e-7, atol=1e-9)
 
 
 @in_turn("num_particles", [1, 6])
@@ -229,11 +248,9 @@ def test_any_leading_shape_is_the_flat_one(name, vectorize, num_particles):
 
 
 GAUSSIAN = [n for n in NAMES if n not in ("two-independent", "implicit", "mixture")]
-gaussian = pytest.mark.parametrize("name", GAUSSIAN)
 
 
-@gaussian
-@modes
+@alternating(GAUSSIAN)
 def test_base_density_is_that_of_the_coordinates_under_the_guide(name, vectorize):
     example = EXAMPLES[name]()
     log_weight = example.log_weight(3, vectorize)
@@ -247,8 +264,7 @@ def test_base_density_is_that_of_the_coordinates_under_the_guide(name, vectorize
         assert torch.allclose(evaluation.log_base, torch.where(used, standard, 0.0).sum(-1))
 
 
-@examples
-@modes
+@alternating(shift=1)
 def test_base_density_of_values_is_the_guides(name, vectorize):
     example = EXAMPLES[name]()
     log_weight = example.log_weight(3, vectorize, "value")
@@ -281,8 +297,7 @@ def test_base_density_of_unconstrained_values_by_hand():
     assert torch.allclose(found.log_weight, log_p + dist.Poisson(rate).log_prob(x) - log_q)
 
 
-@examples
-@modes
+@alternating()
 def test_minibatch_and_global_latents_stay_fixed(name, vectorize):
     example = EXAMPLES[name]()
     log_weight = example.log_weight(3, vectorize)
@@ -306,8 +321,7 @@ def test_minibatch_and_global_latents_stay_fixed(name, vectorize):
     assert torch.allclose(log_weight(log_weight.coordinates).log_weight, before, atol=1e-8)
 
 
-@examples
-@modes
+@alternating(shift=1)
 def test_a_step_within_another_has_its_minibatch_and_global_latents(name, vectorize):
     example = EXAMPLES[name]()
     first = example.log_weight(3, vectorize).first.sample
@@ -342,8 +356,7 @@ def test_a_step_may_begin_at_given_latents(name, vectorize, coordinates):
         assert torch.allclose(value, local[n].expand_as(value), atol=1e-8), n
 
 
-@examples
-@modes
+@alternating()
 def test_a_new_step_draws_anew(name, vectorize):
     example = EXAMPLES[name]()
     sampler = ParticleSampler(3, vectorize, example.nesting, find_roots=True)
@@ -354,7 +367,6 @@ def test_a_new_step_draws_anew(name, vectorize):
 
 
 SMOOTH = [n for n in NAMES if n not in ("mixture", "two-independent")]
-smooth = pytest.mark.parametrize("name", SMOOTH)
 STEP = 1e-5
 
 
@@ -364,8 +376,7 @@ def weighted(value):
     return (weights * value).sum()
 
 
-@smooth
-@modes
+@alternating(SMOOTH)
 def test_gradient_in_the_coordinates_is_that_of_finite_differences(name, vectorize):
     example = EXAMPLES[name]()
     log_weight = example.log_weight(3, vectorize)
@@ -389,65 +400,44 @@ def test_gradient_in_the_coordinates_is_that_of_finite_differences(name, vectori
     assert torch.allclose(second, change, rtol=1e-4, atol=1e-6)
 
 
-@smooth
-@modes
-def test_gradient_in_the_parameters_at_fixed_noise_is_that_of_finite_differences(name, vectorize):
+@alternating(SMOOTH, shift=1)
+def test_gradients_in_the_parameters_at_fixed_noise_are_those_of_finite_differences(
+    name, vectorize
+):
+    """Of the log weight, and of its gradient in the coordinates, which chains follow."""
     example = EXAMPLES[name]()
-    at = moved(example, example.log_weight(3, vectorize)).detach()
+    sampler = example.sampler(3, vectorize)
+    log_weight = example.log_weight(sampler=sampler)
+    at = moved(example, log_weight).detach()
+    direction = data(*at.shape, seed=5)
     parameters = example.parameters()
     assert parameters
     directions = [data(*p.shape, seed=i) for i, p in enumerate(parameters)]
 
-    def total():
-        return weighted(example.log_weight(3, vectorize)(at).log_weight)
+    def value_and_slope():
+        c = at.clone().requires_grad_()
+        total = weighted(example.log_weight(sampler=sampler)(c).log_weight)
+        return total, (torch.autograd.grad(total, c, create_graph=True)[0] * direction).sum()
 
     def at_offset(step):
         for p, d in zip(parameters, directions, strict=True):
             p.data.add_(d, alpha=step)
-        value = total().detach()
+        found = [v.detach() for v in value_and_slope()]
         for p, d in zip(parameters, directions, strict=True):
             p.data.add_(d, alpha=-step)
-        return value
+        return found
 
-    grads = torch.autograd.grad(total(), parameters, allow_unused=True)
-    slope = sum((g * d).sum() for g, d in zip(grads, directions, strict=True) if g is not None)
-    expected = (at_offset(STEP) - at_offset(-STEP)) / (2 * STEP)
-    assert torch.allclose(slope, expected, rtol=1e-5, atol=1e-6)
-
-
-@smooth
-def test_the_gradient_in_the_coordinates_has_a_gradient_in_the_parameters(name):
-    example = EXAMPLES[name]()
-    log_weight = example.log_weight(3)
-    at = moved(example, log_weight).requires_grad_()
-    direction = data(*at.shape, seed=5)
-    parameters = example.parameters()
-    directions = [data(*p.shape, seed=i) for i, p in enumerate(parameters)]
-
-    def slope():
-        c = at.detach().requires_grad_()
-        total = weighted(example.log_weight(3)(c).log_weight)
-        return (torch.autograd.grad(total, c, create_graph=True)[0] * direction).sum()
-
-    grads = torch.autograd.grad(slope(), parameters, allow_unused=True)
-    found = sum((g * d).sum() for g, d in zip(grads, directions, strict=True) if g is not None)
-    ends = []
-    for step in (STEP, -2 * STEP, STEP):
-        for p, d in zip(parameters, directions, strict=True):
-            p.data.add_(d, alpha=step)
-        ends.append(slope().detach())
-    assert torch.allclose(found, (ends[0] - ends[1]) / (2 * STEP), rtol=1e-4, atol=1e-6)
+    ends = zip(at_offset(STEP), at_offset(-STEP), strict=True)
+    for value, (after, before), rtol in zip(value_and_slope(), ends, (1e-5, 1e-4), strict=True):
+        grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+        pairs = zip(grads, directions, strict=True)
+        found = sum((g * d).sum() for g, d in pairs if g is not None)
+        expected = (after - before) / (2 * STEP)
+        assert torch.allclose(found, expected, rtol=rtol, atol=1e-6)
 
 
-counted = pytest.mark.parametrize(
-    "name",
-    # A messenger runs both programs at once; each minibatch of turns has sites of its own.
-    [n for n in NAMES if n not in ("messenger", "sequential-subsampled")],
-)
-
-
-@counted
-@modes
+# A messenger runs both programs at once; each minibatch of turns has sites of its own.
+@alternating([n for n in NAMES if n not in ("messenger", "sequential-subsampled")])
 def test_only_guides_with_structure_are_run_again(name, vectorize):
     example = EXAMPLES[name]()
     sampler, programs = (
