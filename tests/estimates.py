@@ -18,12 +18,18 @@ def values(elbo, programs, count, *args):
     return torch.tensor([first, *rest])
 
 
-def gradients(elbo, programs, count, *args):
-    """Gradients of the bound over ``count`` steps: a dict of tensors [count, *parameter]."""
+def gradients(elbo, programs, count, *args, losses=None):
+    """
+    Gradients of the bound over ``count`` steps: a dict of tensors [count, *parameter].
+
+    :param losses: a list that takes the steps' losses.
+    """
     steps = []
     for i in range(count):
         with pyro.validation_enabled(i == 0):
-            elbo.loss_and_grads(programs.model, programs.guide, *args)
+            loss = elbo.loss_and_grads(programs.model, programs.guide, *args)
+        if losses is not None:
+            losses.append(loss)
         steps.append(take_gradients(programs))
     return {name: torch.stack([step[name] for step in steps]) for name in programs.values}
 
@@ -49,9 +55,9 @@ def assert_mean(samples, exact, sigmas=4.5):
     assert (deviation <= allowed).all(), f"mean {mean}, exact {exact}, standard error {error}"
 
 
-def assert_gradient(elbo, programs, exact, count, *args):
+def assert_gradient(elbo, programs, exact, count, *args, losses=None):
     """The mean gradient is the exact one, and the test could tell if it were zero."""
-    found = gradients(elbo, programs, count, *args)
+    found = gradients(elbo, programs, count, *args, losses=losses)
     telling = 0
     for name, samples in found.items():
         assert_mean(samples, exact[name])

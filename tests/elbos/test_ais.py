@@ -24,7 +24,7 @@ from tests.estimates import assert_gradient, take_gradients
 from tests.models import ConjugateGaussian
 from tests.zoo import EXAMPLES
 
-SMOOTH = [n for n in EXAMPLES if EXAMPLES[n]().smooth and n != "implicit"]
+SMOOTH = [n for n in EXAMPLES if n not in ("two-independent", "mixture", "implicit")]
 smooth = pytest.mark.parametrize("name", SMOOTH)
 modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
 samples = pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
@@ -41,13 +41,27 @@ def check(example, kernel, num_steps, monkeypatch, particles=2, **options):
     )
     outside, own = parameters_of(elbo, example)
     paths = AcceptPaths(elbo, example, num_steps - 1, monkeypatch)
-    groups = [outside, own]
-    grads = paths.mean_gradients(outside + own)
-    grads = [grads[: len(outside)], grads[len(outside) :]]
-    assert_slopes(groups, grads, paths.mean_bound)
+    # Along one direction in all of them, which has a part in each.
+    assert_slopes([outside + own], [paths.mean_gradients(outside + own)], paths.mean_bound)
 
 
-@smooth
+STRUCTURES = [
+    "vae",
+    "structured",
+    "hierarchical",
+    "nested-subsampled",
+    "two-plates",
+    "ragged",
+    "chain",
+    "auto-iaf",
+    "messenger",
+    "scaled-and-masked",
+    "conditioned",
+]
+
+
+# The others in noise coordinates, and all in latent ones: below, among the slow ones.
+@pytest.mark.parametrize("name", STRUCTURES)
 def test_gradient_is_that_of_the_sum_over_all_accept_paths(name, monkeypatch):
     check(EXAMPLES[name](), MALA(0.2), 2, monkeypatch, vectorize_particles=True)
 
@@ -78,8 +92,7 @@ KERNELS = {
 }
 
 
-@samples
-@pytest.mark.parametrize("name", FEW[:2])
+@pytest.mark.parametrize(("name", "multi_sample"), [("plain", False), ("structured", True)])
 def test_gradient_of_longer_chains(name, multi_sample, monkeypatch):
     options = {"multi_sample": multi_sample, "vectorize_particles": True}
     check(EXAMPLES[name](), MALA(0.3), 3, monkeypatch, **options)
@@ -98,7 +111,9 @@ def test_gradient_of_longer_chains(name, multi_sample, monkeypatch):
 )
 def test_gradient_with_every_kernel(kernel, multi_sample, vectorize, monkeypatch):
     options = {"multi_sample": multi_sample, "vectorize_particles": vectorize}
-    check(EXAMPLES["vae"](), kernel(), 2, monkeypatch, 3, **options)
+    # Three particles, where the others' mean is not another particle, once for each weight.
+    particles = 3 if vectorize else 2
+    check(EXAMPLES["vae"](), kernel(), 2, monkeypatch, particles, **options)
 
 
 def test_one_particle_has_no_baseline():
@@ -138,6 +153,6 @@ def test_one_step_is_the_elbo_or_iwae(multi_sample, vectorize, seed):
 
 
 def test_mean_gradient_of_one_step_is_that_of_the_elbo():
-    exact = ConjugateGaussian(N=4)
+    exact = ConjugateGaussian(N=100)
     elbo = TraceAIS_ELBO(1, num_particles=20, vectorize_particles=True, max_plate_nesting=1)
-    assert_gradient(elbo, exact, exact.grad(exact.elbo), 200)
+    assert_gradient(elbo, exact, exact.grad(exact.elbo), 30)

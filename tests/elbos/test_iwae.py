@@ -38,13 +38,13 @@ NAMES = ["gaussian", "ppca", "gamma", "mixture", "nested", "chain", "sequential"
 per_datum = pytest.mark.parametrize("make", PER_DATUM, ids=NAMES)
 # Many data in one step are as many independent draws; a sequential plate loops over its data.
 WIDE = [
-    lambda: ConjugateGaussian(N=60),
-    lambda: ProbabilisticPCA(N=60, p=4, d=2, family="full"),
-    lambda: GammaPoisson(N=60),
-    lambda: DiscreteMixture(N=60, C=3),
-    lambda: NestedGaussian(G=60, M=2),
-    lambda: LinearGaussianChain(N=60, T=3),
-    lambda: SequentialPlate(N=6),
+    lambda: ConjugateGaussian(N=200),
+    lambda: ProbabilisticPCA(N=200, p=4, d=2, family="full"),
+    lambda: GammaPoisson(N=200),
+    lambda: DiscreteMixture(N=200, C=3),
+    lambda: NestedGaussian(G=200, M=2),
+    lambda: LinearGaussianChain(N=200, T=3),
+    lambda: SequentialPlate(N=20),
 ]
 wide = pytest.mark.parametrize("make", WIDE, ids=NAMES)
 modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
@@ -83,7 +83,7 @@ def test_an_exact_guide_makes_the_bound_the_evidence(make, vectorize):
 def test_value_is_the_exact_expectation(make, num_particles, vectorize):
     exact = make()
     elbo = TraceIWAE_ELBO(num_particles=num_particles, vectorize_particles=vectorize)
-    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(50)])
+    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(15)])
     off = found - exact.iwae_per_datum(num_particles)
     # In total, and for data of every size.
     assert_mean(torch.stack([off, off * exact.x, off * exact.x**2], -1).flatten(0, 1), 0.0)
@@ -92,10 +92,10 @@ def test_value_is_the_exact_expectation(make, num_particles, vectorize):
 @modes
 @estimators
 def test_gradient_is_exact_for_a_gaussian_guide(estimator, vectorize):
-    exact = ConjugateGaussian(N=100)
+    exact = ConjugateGaussian(N=250)
     elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=vectorize)
     target = exact.grad(exact.iwae_per_datum, 2)
-    assert_gradient(elbo, exact, target, 50)
+    assert_gradient(elbo, exact, target, 20)
 
 
 @modes
@@ -105,23 +105,36 @@ def test_gradient_is_exact_under_subsampling(vectorize):
     assert_gradient(elbo, exact, exact.grad(exact.iwae_per_datum, 2), 80)
 
 
-@modes
-@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize(("size", "vectorize"), [(None, True), (4, True), (4, False)])
 def test_global_latent_drawn_once_with_discrete_local_ones(size, vectorize):
     exact = BetaBernoulli(N=8, subsample_size=size)
     exact.set_guide(log_beta=exact.values["log_beta"] + 1.0)  # far off: gradients that stand out
     elbo = TraceIWAE_ELBO(3, vectorize_particles=vectorize)
-    assert_mean(values(elbo, exact, 100), exact.iwae(3))
-    assert_gradient(elbo, exact, exact.grad(exact.iwae, 3), 150)
+    losses = []
+    assert_gradient(elbo, exact, exact.grad(exact.iwae, 3), 130, losses=losses)
+    assert_mean(-torch.tensor(losses), exact.iwae(3))
 
 
 @modes
 @pytest.mark.parametrize("size", [None, 3])
 def test_exact_local_posteriors_leave_the_bound_of_the_global_latent(size, vectorize):
+    """At each draw of it, whatever the local latents."""
     exact = HierarchicalGaussian(N=6, subsample_size=size)
     exact.set_guide("conditional")
     elbo = TraceIWAE_ELBO(4, vectorize_particles=vectorize)
-    assert_mean(values(elbo, exact, 200), exact.global_bound())
+    for seed in range(3):
+        pyro.set_rng_seed(seed)
+        sample = elbo._sample(programs(exact))
+        pyro.set_rng_seed(seed)
+        loss = elbo.loss(exact.model, exact.guide)
+        theta, rows = sample.global_values()["theta"], sample.subsamples["data"]
+        noise = (exact.tau**2 + exact.sigma**2).sqrt()
+        likelihood = dist.Normal(theta, noise).log_prob(exact.x[rows])
+        assert torch.allclose(sample.log_weight, likelihood.expand_as(sample.log_weight))
+        p = exact.params()
+        shared = dist.Normal(0.0, exact.tau0).log_prob(theta)
+        shared = shared - dist.Normal(p["m"], p["log_s"].exp()).log_prob(theta)
+        assert torch.allclose(-torch.tensor(loss), shared + 6 / len(rows) * likelihood.sum())
 
 
 def test_joint_weight_is_exact_where_the_joint_guide_is():
@@ -142,7 +155,7 @@ def test_joint_bound_rises_above_that_of_a_single_global_draw():
 
 @wide
 def test_bound_rises_with_particles_and_stays_below_the_evidence(make):
-    exact, count = make(), 40
+    exact, count = make(), 15
     found = [values(TraceIWAE_ELBO(k, vectorize_particles=True), exact, count) for k in (1, 5, 50)]
     means = [f.mean() for f in found]
     errors = [f.std() / count**0.5 for f in found]
@@ -169,7 +182,7 @@ def test_one_particle_is_the_plain_elbo_in_value_and_gradient(make):
 @wide
 def test_vectorized_and_looped_particles_agree_in_distribution(make):
     exact = make()
-    count = 40
+    count = 15
     looped, vectorized = (
         torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(count)])
         for elbo in (TraceIWAE_ELBO(3, vectorize_particles=v) for v in (False, True))

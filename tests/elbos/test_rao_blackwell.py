@@ -212,7 +212,7 @@ def test_learned_parts_train_and_the_noise_falls(kind, interface):
     def noise(loss):
         found = []
         with pyro.validation_enabled(False):
-            for _ in range(150):
+            for _ in range(90):
                 guide.zero_grad()
                 loss.loss_and_grads(model, guide, data)
                 found.append(guide.logits.grad.clone())
@@ -251,10 +251,15 @@ def test_reparameterized_sites_behind_a_discrete_one():
             return -elbo.item(), exact
 
     program = Known(model, guide)
-    for options in ({}, {"num_categories": 0}, {"num_categories": ALL}, {"entropy": "exact"}):
+    for options in (
+        {},
+        {"num_categories": 0},
+        {"num_categories": ALL},
+        {"entropy": "exact"},
+        {"baseline": IndependentDraw()},
+    ):
         loss = TraceRaoBlackwell_ELBO(num_particles=320, vectorize_particles=True, **options)
         assert_means(program, loss)
-    assert_means(program, TraceRaoBlackwell_ELBO(baseline=IndependentDraw()), steps=300)
 
 
 def vector_model():

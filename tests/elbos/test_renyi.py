@@ -16,8 +16,9 @@ def both(vectorize, num_particles):
     return TraceIWAE_ELBO(**shared), RenyiELBO(alpha=0, **shared)
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
-@pytest.mark.parametrize("size", [100, 50, 10, 2])
+@pytest.mark.parametrize(
+    ("size", "vectorize"), [(100, True), (50, True), (10, True), (2, True), (10, False)]
+)
 def test_minibatches_keep_the_bound_below_the_evidence(size, vectorize):
     exact = ConjugateGaussian(N=100, subsample_size=size)
     ours, theirs = both(vectorize, num_particles=20)

@@ -63,8 +63,9 @@ def test_value_and_gradient_are_those_of_the_exact_elbo(name, analytic_kl):
     exact = EXACT[name]()
     elbo = averaged(30, analytic_kl=analytic_kl)
     count = 200 if "subsampled" in name else 40  # minibatches differ from step to step only
-    assert_mean(values(elbo, exact, count), exact.elbo())
-    assert_gradient(elbo, exact, exact.grad(exact.elbo), count)
+    losses = []
+    assert_gradient(elbo, exact, exact.grad(exact.elbo), count, losses=losses)
+    assert_mean(-torch.tensor(losses), exact.elbo())
 
 
 @exact_models
@@ -199,7 +200,7 @@ def test_per_datum_values_average_to_the_exact_elbo(vectorize):
         pyro.clear_param_store()
         exact = EXACT[name]()
         elbo = TraceSGVB_ELBO(30 if vectorize else 2, vectorize_particles=vectorize)
-        bounds = [elbo.bounds(exact.model, exact.guide) for _ in range(40 if vectorize else 100)]
+        bounds = [elbo.bounds(exact.model, exact.guide) for _ in range(40)]
         assert_mean(torch.stack([b.per_datum for b in bounds]), exact.elbo_per_datum())
         assert torch.allclose(bounds[0].total, bounds[0].per_datum.sum())
 

@@ -72,11 +72,16 @@ def gaussian_evidence(x):
 
 
 @pytest.mark.parametrize(
-    "kernel",
-    [None, MALA(0.2), RandomWalk(0.4), HMC(0.3, 2)],
-    ids=["default", "mala", "random-walk", "hmc"],
+    ("kernel", "coordinates"),
+    [
+        (None, "noise"),
+        (MALA(0.2), "latent"),
+        (RandomWalk(0.4), "noise"),
+        (HMC(0.3, 2), "noise"),
+        (HMC(0.3, 2), "latent"),
+    ],
+    ids=["default", "mala", "random-walk", "hmc", "hmc-latent"],
 )
-@pytest.mark.parametrize("coordinates", ["noise", "latent"])
 def test_the_evidence_lies_between(kernel, coordinates):
     seen = Seen(guide)
     found = sandwich(
