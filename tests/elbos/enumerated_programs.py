@@ -144,15 +144,12 @@ def belief_model():
     """A sigmoid belief network of two layers, with a continuous level of each datum."""
     with pyro.plate("data", 2):
         z = pyro.sample("z", dist.Normal(0.0, 1.0))
-        a = [
-            pyro.sample(f"a_{i}", dist.Bernoulli(logits=param("top", 2)[i]), infer=PARALLEL)
-            for i in range(2)
-        ]
-        w = param("w", 2, 2)
+        a = pyro.sample("a", dist.Bernoulli(logits=param("top")), infer=PARALLEL)
+        w, c = param("w", 2), param("c", 2)
         b = [
             pyro.sample(
                 f"b_{i}",
-                dist.Bernoulli(logits=param("w", 2, 2)[i, 0] * a[0] + w[i, 1] * a[1]),
+                dist.Bernoulli(logits=w[i] * a + c[i]),
                 infer=PARALLEL,
             )
             for i in range(2)

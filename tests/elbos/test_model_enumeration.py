@@ -198,6 +198,33 @@ def test_minibatches_are_unbiased():
         assert sum(pairs) / 3 == pytest.approx(whole, rel=1e-12)
 
 
+def test_global_latents_are_drawn_once_around_minibatches_of_sums():
+    def model(subsample):
+        with pyro.plate("components", 2):
+            mu = pyro.sample("mu", dist.Normal(0.0, 2.0))
+        with pyro.plate("data", 3, subsample=subsample) as index:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            y = pyro.sample("y", dist.Categorical(PRIOR), infer={"enumerate": "parallel"})
+            mean = Vindex(mu.unsqueeze(-2))[..., y] + z
+            pyro.sample("x", dist.Normal(mean, SCALE), obs=X[index])
+
+    def guide(subsample):
+        with pyro.plate("components", 2):
+            pyro.sample("mu", dist.Delta(MEANS))
+        with pyro.plate("data", 3, subsample=subsample) as index:
+            pyro.sample("z", dist.Delta(0.3 * X[index]))
+
+    z = 0.3 * X
+    log_prob = dist.Normal(MEANS + z.unsqueeze(-1), SCALE).log_prob(X.unsqueeze(-1))
+    joint = (log_prob + PRIOR.log()).logsumexp(-1) + dist.Normal(0.0, 1.0).log_prob(z)
+    shared = dist.Normal(0.0, 2.0).log_prob(MEANS).sum()
+    for elbo in (TraceSGVB_ELBO(), TraceIWAE_ELBO(2, vectorize_particles=True)):
+        for pair in ([0, 1], [1, 2]):
+            bounds = elbo.bounds(model, guide, torch.tensor(pair))
+            assert torch.allclose(bounds.per_datum, joint[pair], rtol=1e-10)
+            assert torch.allclose(bounds.total, shared + 1.5 * joint[pair].sum(), rtol=1e-10)
+
+
 def test_chains_follow_the_gradient_of_the_sum():
     sampler = ParticleSampler(4, True, math.inf)
     programs = Programs(labelled_mixture, labelled_guide, (X,), {})
