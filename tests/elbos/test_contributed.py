@@ -1,0 +1,122 @@
+"""Handlers and distributions that integrate a latent or change a site, against exact values."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer.reparam import ConjugateReparam
+
+from pyro_mcvae import TraceIWAE_ELBO, TraceSIS_ELBO, log_evidence
+
+X = torch.tensor([-1.2, 0.3, 2.1, -0.5], dtype=torch.float64)
+GRID = torch.linspace(-8.0, 8.0, 401, dtype=torch.float64)
+
+
+def normals():
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", 4):
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=X)
+
+
+def parameterized():
+    mu = pyro.param("mu", torch.tensor(0.0))
+    with pyro.plate("data", 4):
+        z = pyro.sample("z", dist.Normal(mu, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=X)
+
+
+def local_guide():
+    with pyro.plate("data", 4):
+        pyro.sample("z", dist.Normal(X / 2, 0.8))
+
+
+def both_guide():
+    pyro.sample("mu", dist.Normal(0.1, 0.7))
+    local_guide()
+
+
+def mean_guide():
+    pyro.sample("mu", dist.Normal(0.0, 0.8))
+
+
+def field():
+    covariances = torch.tensor([[[1.0, 0.6], [0.6, 1.0]], [[1.0, 0.5], [0.5, 2.0]]])
+    return dist.GaussianMRF(
+        dist.MultivariateNormal(torch.zeros(1), torch.eye(1)),
+        *(dist.MultivariateNormal(torch.zeros(2), c) for c in covariances),
+    )
+
+
+def markov_field():
+    mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+    pyro.sample("y", field(), obs=(X - mu.unsqueeze(-1)).unsqueeze(-1))
+
+
+def beta_binomial():
+    p = pyro.sample("p", dist.Beta(2.0, 3.0))
+    pyro.sample("k", dist.Binomial(10, p), obs=torch.tensor(4.0))
+
+
+def over_the_mean(log_likelihood):
+    log_p = torch.stack([log_likelihood(u) for u in GRID]) + dist.Normal(0.0, 1.0).log_prob(GRID)
+    return log_p.logsumexp(0) + (GRID[1] - GRID[0]).log()
+
+
+def all_normals():
+    return dist.MultivariateNormal(torch.zeros(4), 2 * torch.eye(4) + 1).log_prob(X)
+
+
+# The model, the guide, the log evidence.
+CASES = {
+    "do": lambda: (
+        poutine.block(poutine.do(normals, {"mu": torch.tensor(0.7)}), hide=["mu"]),
+        local_guide,
+        dist.Normal(0.7, math.sqrt(2)).log_prob(X).sum(),
+    ),
+    "uncondition": lambda: (
+        poutine.condition(poutine.uncondition(normals), {"x": X}),
+        both_guide,
+        all_normals(),
+    ),
+    "lift": lambda: (
+        poutine.lift(parameterized, prior={"mu": dist.Normal(0.0, 1.0)}),
+        both_guide,
+        all_normals(),
+    ),
+    "markov field": lambda: (
+        markov_field,
+        mean_guide,
+        over_the_mean(lambda u: field().log_prob((X - u).unsqueeze(-1))),
+    ),
+    "conjugate": lambda: (
+        poutine.reparam(beta_binomial, {"p": ConjugateReparam(lambda: dist.Beta(5.0, 7.0))}),
+        lambda: pyro.sample("p_updated", dist.Beta(5.0, 8.0)),
+        dist.BetaBinomial(2.0, 3.0, 10).log_prob(torch.tensor(4.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mean_weights_are_the_evidence(name):
+    model, guide, exact = CASES[name]()
+    found = log_evidence(model, guide, num_particles=1000, max_plate_nesting=1)
+    assert abs(found.total - exact) < 4.5 * found.total_standard_error
+    chains = {"num_particles": 100, "vectorize_particles": True, "max_plate_nesting": 1}
+    for elbo in (
+        TraceIWAE_ELBO(100, joint=True, vectorize_particles=True, max_plate_nesting=1),
+        TraceSIS_ELBO(2, multi_sample=True, joint=True, **chains),
+    ):
+        with torch.no_grad():
+            weights = torch.stack([-torch.tensor(elbo.loss(model, guide)) for _ in range(10)])
+        ratio = (weights - exact).exp()
+        assert abs(ratio.mean() - 1) < 5 * ratio.std() / 10**0.5
+
+
+def test_an_intervention_leaves_a_site_that_has_to_be_hidden():
+    model = poutine.do(normals, {"mu": torch.tensor(0.7)})
+    with pytest.raises(ValueError, match="site 'mu' of the model is neither observed nor drawn"):
+        TraceIWAE_ELBO(2).loss(model, local_guide)
