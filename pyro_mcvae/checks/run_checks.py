@@ -36,21 +36,29 @@ class LeadingDimsName(NamedTuple):
     What stands in leading dims, for errors.
 
     :ivar remedy: what to do without them, to be followed by another remedy.
+    :ivar sizes: what to do where sizes do not match.
     """
 
     name: str
     remedy: str
+    sizes: str = ""
 
 
+_EXPAND = (
+    "Where labels are joined with data, infer={'enumerate': 'parallel', 'expand': True} at the "
+    "discrete site gives its values the sizes of the plates. "
+)
 PARTICLES = LeadingDimsName("vectorised particles", "Pass vectorize_particles=False, or")
 STATES = LeadingDimsName("states side by side", "Pass vectorize_particles=False, or")
 ENUMERATED = LeadingDimsName(
     "all values of its enumerated sites",
     "Remove infer={'enumerate': 'parallel'} and draw these in the guide, or",
+    _EXPAND,
 )
 SLOTS = LeadingDimsName(
     "slots (several values of a discrete site) and of vectorised particles",
     "Pass num_categories=0, num_samples=1 and vectorize_particles=False, or",
+    _EXPAND,
 )
 
 
@@ -104,7 +112,7 @@ class RunChecks:
         :raises RuntimeError: as :func:`check_count` and :func:`check_vectorization`.
         """
         for count in sorted(run.outer_sizes & run.inner_sizes):
-            check_count(programs, run, count, shared, *name)
+            check_count(programs, run, count, shared, name.name, name.remedy)
         compared = self._seen.of(programs).compared
         # Not how many particles there are: they are compared in a number of their own.
         sizes = run.signature, run.sizes, shared, programs.flags
@@ -119,7 +127,7 @@ class RunChecks:
                 _THEN_ONE_IN,
             )
         if len(compared) < _AT_ONCE or len(compared) % _THEN_ONE_IN == 0:
-            check_vectorization(programs, run, shared, *name)
+            check_vectorization(programs, run, shared, name.name, name.remedy)
         compared.add(sizes)
 
     def check_states(self, programs: Programs, run: Run) -> None:

@@ -241,7 +241,7 @@ def _not_vectorizable(
         f"the model or the guide cannot be run with {several} in batch dim {-nesting - 1}, to the "
         f"left of its plates, though it runs with one. {name.remedy} make it broadcast over "
         f"leading dims: index from the right, as in z[..., 0], or means[..., group] in the place "
-        f"of means[group] (Vindex for tables). "
+        f"of means[group] (Vindex for tables). {name.sizes if 'must match' in str(error) else ''}"
         f"The error was: {type(error).__name__}: {error}"
     )
 

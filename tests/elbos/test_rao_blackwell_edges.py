@@ -395,3 +395,27 @@ def test_sequences_whose_slots_multiply_are_refused_and_the_remedies_work():
     assert math.isfinite(TraceRaoBlackwell_ELBO(0).loss_and_grads(*programs))
     exact = TraceEnum_ELBO(max_plate_nesting=0).loss(programs[0], config_enumerate(programs[1]))
     assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(*programs), exact)
+
+
+def test_labels_joined_with_data_are_expanded_where_they_are_asked_to_be():
+    x = torch.tensor([0.3, -1.0, 0.8])
+
+    def model():
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Categorical(torch.tensor([0.3, 0.7])))
+            labels = torch.nn.functional.one_hot(y, 2).to(x)
+            both = torch.cat([x[:, None].expand(*y.shape, 1), labels], -1)
+            pyro.sample("x", dist.Normal(both @ torch.tensor([0.5, 1.0, -1.0]), 1.0), obs=x)
+
+    def guide(**infer):
+        with pyro.plate("data", 3):
+            logits = torch.tensor([0.2, 0.0]).expand(3, 2)
+            pyro.sample("y", dist.Categorical(logits=logits), infer=infer)
+
+    def expanded():
+        guide(enumerate="parallel", expand=True)
+
+    with pytest.raises(RuntimeError, match="'expand': True} at the discrete site"):
+        TraceRaoBlackwell_ELBO(math.inf).loss(model, guide)
+    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(model, expanded)
+    assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(model, expanded), exact)
