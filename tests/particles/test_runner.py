@@ -108,7 +108,7 @@ def failing(*args, **kwargs):
 
 
 def test_a_fault_of_the_comparison_is_no_reason_to_pass(monkeypatch):
-    monkeypatch.setattr(vectorization, "_close", failing)
+    monkeypatch.setattr(vectorization, "is_close", failing)
     with pytest.raises(GuardFaultError):
         TraceIWAE_ELBO(2, vectorize_particles=True).loss(*sized(lambda z: z), 5)
 
