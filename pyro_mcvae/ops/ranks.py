@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from pyro_mcvae.ops.recording import refuse
+
 __all__ = [
     "concat_over_ranks",
     "first_alone",
@@ -41,6 +43,11 @@ def _initialized() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
+def _meet() -> None:
+    # A replay would not wait for the other ranks, and they would wait for it.
+    refuse("the ranks talk within the step: a step size that adapts, say, is that of all ranks")
+
+
 def sum_over_ranks(value: Tensor) -> Tensor:
     """
     The sum of a tensor over the ranks, detached.
@@ -52,6 +59,7 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     """
     if num_ranks() == 1:
         return value.detach()
+    _meet()
     total = value.detach().clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(total)
     return total
@@ -65,6 +73,7 @@ def mean_over_ranks(value: Tensor) -> Tensor:
 def from_first_rank(value: Tensor) -> None:
     """Overwrite a tensor by that of rank 0."""
     if num_ranks() > 1:
+        _meet()
         whole = value.detach().contiguous()
         distributed.broadcast(whole, 0)
         with torch.no_grad():
@@ -75,6 +84,7 @@ def concat_over_ranks(value: Tensor) -> Tensor:
     """The tensors of all ranks one after the other; they may differ in their first size only."""
     if num_ranks() == 1:
         return value
+    _meet()
     size = torch.tensor([len(value)], device=value.device)
     sizes = [torch.zeros_like(size) for _ in range(num_ranks())]
     distributed.all_gather(sizes, size)

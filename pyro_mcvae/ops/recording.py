@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["assume", "assumptions", "holds", "is_recording"]
+__all__ = ["assume", "assumptions", "holds", "is_recording", "refuse"]
 
 _open: list[list[Tensor]] = []
 
@@ -49,6 +49,16 @@ def assume(condition: Tensor) -> bool:
     if _open:
         _open[-1].append(condition.detach())
     return bool(_open)
+
+
+def refuse(reason: str) -> None:
+    """
+    Say that what comes now cannot be replayed.
+
+    :raises RuntimeError: with the reason, if a step is being recorded; the step runs as ever then.
+    """
+    if _open:
+        raise RuntimeError(reason)
 
 
 @contextmanager

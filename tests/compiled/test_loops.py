@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae import ULA, CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
-from tests.compiled.programs import batches, make, reasons, uses
+from pyro_mcvae.elbos import chain
+from pyro_mcvae.ops import ranks
+from tests.compiled.programs import batches, make, reasons, train, uses
 
 ROOT = Path(__file__).parents[2]
 STEPS = 7
@@ -55,6 +57,22 @@ def test_a_loop_that_accumulates_and_clips_gradients() -> None:
     assert uses(loss) == 7
 
 
+def test_a_step_in_which_ranks_talk_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = []
+    for module in (ranks, chain):
+        monkeypatch.setattr(module, "num_ranks", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t: met.append(t) or t.mul_(2))
+    losses, meetings = [], []
+    for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
+        loss = wrap(TraceSIS_ELBO(2, max_plate_nesting=1))
+        losses.append(train(make(), loss)[0])
+        meetings.append(len(met))
+        met.clear()
+    assert losses[0] == losses[1]
+    assert meetings[0] == meetings[1] > 0  # or ranks would wait for each other
+    assert any("the ranks talk within the step" in reason for reason in reasons(loss))
+
+
 def on_a_rank(out: Path) -> None:
     """What a rank does: its own data, through DistributedDataParallel."""
     torch.distributed.init_process_group("gloo")
@@ -63,8 +81,6 @@ def on_a_rank(out: Path) -> None:
     found = []
     for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
         net = make()
-        # A step size that adapts is that of all ranks, which talk within the step: it is not
-        # recorded.
         loss = wrap(TraceSIS_ELBO(2, ULA(0.1), max_plate_nesting=1))
         module = loss(net.model, net.guide)
         module.net = net  # whose parameters are to be joined
@@ -92,11 +108,11 @@ def test_two_processes_train_as_without_recordings(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    for (plain, recorded), replayed, refused in ranks:
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    for (plain, recorded), replayed, refused in found:
         assert (replayed, refused) == (STEPS - 3, [])
         assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
-    for a, b in zip(ranks[0][0][1], ranks[1][0][1], strict=True):
+    for a, b in zip(found[0][0][1], found[1][0][1], strict=True):
         assert torch.equal(a, b)
 
 
