@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_mcvae.ops.importance import normalized_weights
-
 __all__ = ["dreg_share"]
 
 # A slope has to be so many of its standard errors away from 0 to count.
@@ -43,36 +41,34 @@ def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
     :returns: :math:`\lambda` between 0 and 1, shape ``[K, *plates]``.
     """
     shape = log_weight.shape
-    log_weight, log_q = (t.reshape(shape[0], -1) for t in (log_weight, log_q))
+    log_q, log_weight = (t.reshape(shape[0], -1) for t in (log_q, log_weight))
     count = log_weight.shape[1]
-    index = torch.arange(count, device=log_q.device)
-    if count == 1:
-        index = torch.arange(shape[0], device=log_q.device).unsqueeze(-1)
-    odd = index % 2
-    # For the even ones, what the odd ones know, and the other way around: [2, K, data].
-    used = torch.stack([odd, 1 - odd]).reshape(2, *((1, -1) if count > 1 else (-1, 1)))
-    used = (used * log_weight.isfinite()).to(log_q)
-    points = used.sum(1, keepdim=True)
-    log_q = _centered(log_q, used, points)
-    log_p = _centered(log_weight, used, points) + log_q
-    qq, pq, pp = ((a * b).sum((1, 2)) for a, b in ((log_q, log_q), (log_p, log_q), (log_p, log_p)))
-    # The slope's squared relative error; of the points, a mean of each datum and a slope are spent.
-    freedom = (points - 1).clamp(min=0).sum((1, 2)) - 1
-    noise = (pp * qq - pq.square()) / (freedom * pq.square())
+    if count == 1:  # the even particles, and the odd ones
+        log_q, log_weight = (t[: shape[0] // 2 * 2].reshape(-1, 2) for t in (log_q, log_weight))
+    rows, columns = log_weight.shape
+    # Of the points of every second column, a mean of each and one slope are spent.
+    freedom = columns // 2 * (rows - 1) - 1
+    if freedom < 1:
+        return torch.zeros(shape, dtype=log_q.dtype, device=log_q.device)
+    pair = torch.stack([log_q, log_weight])
+    pair = pair - pair.mean(1, keepdim=True)
+    moments = (pair * pair.unsqueeze(1)).sum(2)
+    # A datum some of whose weights are zero has no slope: NaN, which is left out of the sums.
+    moments = _of_the_others(moments + 0 * moments[1, 1])
+    qq, pq = moments[0, 0], moments[0, 0] + moments[0, 1]
+    pp = pq + moments[0, 1] + moments[1, 1]
+    noise = (pp * qq - pq.square()) / (freedom * pq.square())  # the slope's squared relative error
     slope = (pq / qq * (1 - _STANDARD_ERRORS**2 * noise).clamp(min=0)).clamp(0, 1)
-    factor = 1 - (1 - alpha) * (1 - _concentration((1 - alpha) * log_weight, used, points))
-    share = slope / (slope + (1 - slope) * factor)
-    share = torch.where((freedom > 0) & share.isfinite(), share, 0.0)
-    return torch.where(odd == 0, share[0], share[1]).expand(shape[0], count).reshape(shape)
+    # The sum of the squared weights of all K particles, from those of a column.
+    squares = ((1 - alpha) * log_weight).softmax(0).square().sum(0) * (rows / shape[0])
+    factor = alpha + (1 - alpha) * _of_the_others(squares) / (columns // 2)
+    share = (slope / (slope + (1 - slope) * factor)).nan_to_num(0.0)
+    if count == 1:
+        return share.repeat((shape[0] + 1) // 2)[: shape[0]].reshape(shape)
+    return share.repeat((count + 1) // 2)[:count].reshape(shape[1:]).expand(shape)
 
 
-def _centered(value: Tensor, used: Tensor, points: Tensor) -> Tensor:
-    value = torch.where(used > 0, value, 0.0)
-    return used * (value - value.sum(1, keepdim=True) / points.clamp(min=1))
-
-
-def _concentration(log_weight: Tensor, used: Tensor, points: Tensor) -> Tensor:
-    """The sum of the squared weights of all K particles, from those used: ``[2]``."""
-    weight = normalized_weights(torch.where(used > 0, log_weight, -torch.inf), 1)
-    each = weight.square().sum(1) * points[:, 0] / log_weight.shape[0]
-    return each.sum(1) / (points[:, 0] > 0).sum(1)
+def _of_the_others(value: Tensor) -> Tensor:
+    """The sum over the odd columns, for the even ones, and the other way around: ``[..., 2]``."""
+    value = value.nan_to_num(0.0)
+    return torch.stack([value[..., 1::2].sum(-1), value[..., ::2].sum(-1)], -1)

@@ -87,20 +87,15 @@ class PathGradient:
         whole = weight if outer is None else outer * weight
         factor = 1 - (1 - self.alpha) * (1 - whole)
 
-        def summand(term: Term, i: int) -> Tensor:
-            if not term.in_guide:
-                return term.log_prob
-            return -_log_q(term) if term.key.name in chosen[i] else -term.log_prob
-
-        log_weight = sample.local_sum(summand)
         score = sample.local_sum(lambda t, i: _score(t) if t.key.name in chosen[i] else 0)
         share: Tensor | float = 1.0
         if self.estimator == "auto":
             share = dreg_share(sample.log_weight.detach(), score.detach(), self.alpha)
         if self.estimator != "stl":
             self._reparameterize_again(sample, chosen, 1 - share * (1 - factor))
+        log_weight = _log_weight(sample, chosen) + share * score
         # A weight of zero would otherwise meet a log weight of minus infinity: 0 * inf is NaN.
-        return (weight * torch.where(weight > 0, log_weight + share * score, 0.0)).sum(0)
+        return (weight * torch.where(weight > 0, log_weight, 0.0)).sum(0)
 
     def _applies(self, sample: WeightedParticles, term: Term, i: int) -> bool:
         return (
@@ -135,6 +130,22 @@ class PathGradient:
 def _path_log_q(term: Term) -> Tensor:
     """log q(z), up to its value, with a gradient through z alone."""
     return _log_q(term) - _score(term)
+
+
+def _log_weight(sample: WeightedParticles, chosen: list[set[str]]) -> Tensor:
+    """The log weight, whose gradient with respect to the draws of the chosen sites is whole."""
+    pairs = zip(sample.runs, chosen, strict=True)
+    if not any(
+        any(transforms_of(run.guide_trace.nodes[n]["fn"])) for run, names in pairs for n in names
+    ):
+        return sample.log_weight
+
+    def summand(term: Term, i: int) -> Tensor:
+        if not term.in_guide:
+            return term.log_prob
+        return -_log_q(term) if term.key.name in chosen[i] else -term.log_prob
+
+    return sample.local_sum(summand)
 
 
 def _log_q(term: Term) -> Tensor:
