@@ -6,6 +6,9 @@ import hypothesis
 import pytest
 import torch
 
+from pyro_mcvae.particles import ways
+from pyro_mcvae.programs.mapping import Way
+
 # Examples that depend on the clock or on luck make a failure hard to see again.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
@@ -17,3 +20,9 @@ def double_precision() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def leading_dims_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several particles at once are run in a leading dim, or refused: no ``vmap``."""
+    monkeypatch.setattr(ways, "_AT_ONCE", (Way.BATCHED,))

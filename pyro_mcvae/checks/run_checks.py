@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.checks.states import check_states
-from pyro_mcvae.checks.vectorization import check_count, check_vectorization
+from pyro_mcvae.checks.vectorization import (
+    LeadingDimsName,
+    check_count,
+    check_vectorization,
+)
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.contract import check_batch_dims, check_run
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.terms import site_form
 from pyro_mcvae.structure.blocks import GlobalSites
@@ -29,19 +33,6 @@ _logger = logging.getLogger(__name__)
 _AT_ONCE, _THEN_ONE_IN = 64, 16
 # Before what was looked at is forgotten, and looked at again.
 _MAX_SEEN = 1024
-
-
-class LeadingDimsName(NamedTuple):
-    """
-    What stands in leading dims, for errors.
-
-    :ivar remedy: what to do without them, to be followed by another remedy.
-    :ivar sizes: what to do where sizes do not match.
-    """
-
-    name: str
-    remedy: str
-    sizes: str = ""
 
 
 _EXPAND = (
@@ -103,19 +94,27 @@ class RunChecks:
             check_batch_dims(run.terms, run.nesting)
 
     def check_leading_dims(
-        self, programs: Programs, run: Run, shared: GlobalSites, name: LeadingDimsName
+        self,
+        programs: Programs,
+        run: Run,
+        shared: GlobalSites,
+        way: Way,
+        name: LeadingDimsName,
+        ran: bool = True,
     ) -> None:
         """
         Check that leading dims are what a loop would be.
 
+        :param way: how they are run.
         :param name: what stands in them.
-        :raises RuntimeError: as :func:`check_count` and :func:`check_vectorization`.
+        :param ran: whether ``run`` has them; otherwise it shows what is to be run with them.
+        :raises LeadingDimsError: as :func:`check_count` and :func:`check_vectorization`.
         """
         for count in sorted(run.outer_sizes & run.inner_sizes):
-            check_count(programs, run, count, shared, name.name, name.remedy)
+            check_count(programs, run, count, shared, way, name)
         compared = self._seen.of(programs).compared
         # Not how many particles there are: they are compared in a number of their own.
-        sizes = run.signature, run.sizes, shared, programs.flags
+        sizes = run.signature, run.sizes, shared, programs.flags, way
         if sizes in compared:
             return
         if len(compared) == _AT_ONCE:
@@ -127,7 +126,7 @@ class RunChecks:
                 _THEN_ONE_IN,
             )
         if len(compared) < _AT_ONCE or len(compared) % _THEN_ONE_IN == 0:
-            check_vectorization(programs, run, shared, name.name, name.remedy)
+            check_vectorization(programs, run, shared, way, name, ran)
         compared.add(sizes)
 
     def check_states(self, programs: Programs, run: Run) -> None:
@@ -144,6 +143,10 @@ class RunChecks:
         if len(runs) >= _MAX_SEEN:
             runs.clear()
         runs.add(_shown(programs, run, shared))
+
+    def forget(self, programs: Programs) -> None:
+        """Look at all runs of a pair again, which are run in another way."""
+        self._seen.of(programs).runs.clear()
 
 
 def _shown(programs: Programs, run: Run, shared: GlobalSites) -> Hashable:

@@ -12,22 +12,30 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.programs.contract import check_batch_dims
+from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import ParticlePlate
+from pyro_mcvae.programs.mapping import Way, particle_plates
 from pyro_mcvae.programs.probing import Probe, ProgramError, looking, probe
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import changed_draw, is_random
 from pyro_mcvae.programs.types import Message, Site
 from pyro_mcvae.structure.blocks import GlobalSites
 
-__all__ = ["check_count", "check_vectorization", "is_close"]
+__all__ = [
+    "LeadingDimsName",
+    "check_count",
+    "check_vectorization",
+    "is_close",
+    "not_vectorizable",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -43,8 +51,40 @@ _SINGLE_ROUNDING = 0.02
 _DRAWS = 2
 
 
+class LeadingDimsName(NamedTuple):
+    """
+    What stands in leading dims, for errors.
+
+    :ivar remedy: what to do without them, to be followed by another remedy.
+    :ivar sizes: what to do where sizes do not match.
+    """
+
+    name: str
+    remedy: str
+    sizes: str = ""
+
+
+class _TogetherError(ProgramError):
+    """Programs failed with leading dims while they were looked at."""
+
+
+def not_vectorizable(
+    name: LeadingDimsName, count: int | None, nesting: int, error: Exception
+) -> str:
+    """What is wrong with programs that fail with leading dims only."""
+    several = f"{count} {name.name}" if count is not None else name.name
+    cause = str(error) if isinstance(error, ProgramError) else f"{type(error).__name__}: {error}"
+    return (
+        f"the model or the guide cannot be run with {several} in batch dim {-nesting - 1}, to the "
+        f"left of its plates, though it runs with one. {name.remedy} make it broadcast over "
+        f"leading dims: index from the right, as in z[..., 0], or means[..., group] in the place "
+        f"of means[group] (Vindex for tables). {name.sizes if 'must match' in cause else ''}"
+        f"The error was: {cause}"
+    )
+
+
 def check_count(
-    programs: Programs, run: Run, count: int, shared: GlobalSites, name: str, remedy: str
+    programs: Programs, run: Run, count: int, shared: GlobalSites, way: Way, name: LeadingDimsName
 ) -> None:
     """
     Check that as many particles as there are data are not taken for the data.
@@ -55,37 +95,43 @@ def check_count(
     :param run: with leading dims.
     :param count: how many stand in them, the size of another dim of the run.
     :param shared: the guide's and the model's sites that all particles share.
+    :param way: how these are run.
     :param name: what stands in the leading dims.
-    :param remedy: what to do without them.
-    :raises RuntimeError: if the programs do not run with another count.
+    :raises LeadingDimsError: if the programs do not run with another count.
     """
     other = next(n for n in itertools.count(count + 1) if n not in run.inner_sizes)
-    error = _failure(programs, run, shared, other)
+    error = _failure(programs, run, shared, other, way)
     if error is None:
         return
-    if run.leading != count and _failure(programs, run, shared, count) is not None:
+    if run.leading != count and _failure(programs, run, shared, count, way) is not None:
         return  # these programs have leading dims at some sites only
-    raise RuntimeError(
-        f"the model or the guide runs with {count} {name}, the size of another dim, but not with "
-        f"{other}, so that one may be taken for the other. {remedy} make it broadcast over leading "
-        f"dims: index from the right, as in means[..., group] in the place of means[group]. "
-        f"The error was: {error}"
+    raise LeadingDimsError(
+        f"the model or the guide runs with {count} {name.name}, the size of another dim, but not "
+        f"with {other}, so that one may be taken for the other. {name.remedy} make it broadcast "
+        f"over leading dims: index from the right, as in means[..., group] in the place of "
+        f"means[group]. The error was: {error}"
     ) from error
 
 
-def _failure(programs: Programs, run: Run, shared: GlobalSites, count: int) -> Exception | None:
+def _failure(
+    programs: Programs, run: Run, shared: GlobalSites, count: int, way: Way
+) -> Exception | None:
     """How the programs fail with so many particles, if they do."""
     with looking():
         try:
-            found = _together(programs, run, shared, count)
-            check_batch_dims([*found.terms.values()], run.nesting)
-        except (ProgramError, ValueError) as error:
+            _together(programs, run, shared, count, way)
+        except ProgramError as error:
             return error
     return None
 
 
 def check_vectorization(
-    programs: Programs, run: Run, shared: GlobalSites, name: str, remedy: str
+    programs: Programs,
+    run: Run,
+    shared: GlobalSites,
+    way: Way,
+    name: LeadingDimsName,
+    ran: bool = True,
 ) -> None:
     """
     Check that a vectorised run has the densities of its particles run one by one.
@@ -94,45 +140,52 @@ def check_vectorization(
     pass; a failure is logged. Batch normalisation is by fixed statistics here: those of all
     particles together are other ones.
 
-    :param run: with leading dims.
+    :param run: shows the programs' plates and sizes.
     :param shared: the guide's and the model's sites that all particles share.
+    :param way: how these are run.
     :param name: what stands in the leading dims.
-    :param remedy: what to do without them.
-    :raises RuntimeError: naming the site that has another density.
+    :param ran: whether ``run`` was made in that way: then it is known that the programs can be.
+    :raises LeadingDimsError: naming the site that has another density.
     """
     # Not as many as the data: these must not be taken for each other.
     count = next(n for n in itertools.count(2) if n not in run.inner_sizes)
     try:
         with looking():
-            odd = _odd(programs, run, shared, count)
+            odd = _odd(programs, run, shared, count, way)
             for _ in range(1, _DRAWS if odd else 0):
-                again = _odd(programs, run, shared, count)
+                again = _odd(programs, run, shared, count, way)
                 odd = {key: sums for key, sums in odd.items() if key in again}
     except ProgramError as error:
-        _logger.info("%s cannot be compared with a loop: %s", name, error)
+        if isinstance(error, _TogetherError) and not ran:
+            raise LeadingDimsError(not_vectorizable(name, count, run.nesting, error)) from error
+        _logger.info("%s cannot be compared with a loop: %s", name.name, error)
         return  # the run of the step itself has its own errors
     for key, (together, alone) in odd.items():
-        raise RuntimeError(
+        raise LeadingDimsError(
             f"site '{key.name}' of the {key.program} has another log density with a leading dim "
             f"than at the same latents without ({together:.4g} and {alone:.4g} in sum), so the "
             f"program takes one dim for another, as softmax(1), flatten(1), z - z.mean(0) and "
-            f"nn.BatchNorm1d do. The leading dim is that of the {name}. {remedy} count dims from "
-            f"the right, as in softmax(-1), and put h.reshape(-1, h.shape[-1]) and a reshape back "
-            f"around layers that take a batch"
+            f"nn.BatchNorm1d do. The leading dim is that of the {name.name}. {name.remedy} count "
+            f"dims from the right, as in softmax(-1), and put h.reshape(-1, h.shape[-1]) and a "
+            f"reshape back around layers that take a batch"
         )
 
 
-def _together(programs: Programs, run: Run, shared: GlobalSites, count: int) -> Probe:
-    dim = -run.nesting - 1
-    leading = ParticlePlate(count, dim, shared.guide), ParticlePlate(count, dim, shared.model)
-    return probe(programs, run.subsamples, leading=leading)
+def _together(programs: Programs, run: Run, shared: GlobalSites, count: int, way: Way) -> Probe:
+    plates = particle_plates(way, count, -run.nesting - 1, shared)
+    try:
+        found = probe(programs, run.subsamples, leading=plates)
+        check_batch_dims([*found.terms.values()], run.nesting)
+        return found
+    except (ProgramError, ValueError) as error:
+        raise _TogetherError(str(error)) from error
 
 
 def _odd(
-    programs: Programs, run: Run, shared: GlobalSites, count: int
+    programs: Programs, run: Run, shared: GlobalSites, count: int, way: Way
 ) -> dict[FactorKey, tuple[float, float]]:
     """The factors whose density at one particle is not that of the particle alone, with both."""
-    found = _together(programs, run, shared, count)
+    found = _together(programs, run, shared, count, way)
     together = found.log_probs
     for particle in (count - 1, 0):
         values = {

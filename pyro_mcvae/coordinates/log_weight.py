@@ -136,7 +136,7 @@ class LogWeight:
         self, within: WeightedParticles, make_sample_fn: Callable[[], SampleFn], detach: bool
     ) -> WeightedParticles:
         count = self._sampler.num_particles
-        runs = range(1 if self._sampler.vectorizes(count) else count)
+        runs = range(1 if self._sampler.vectorizes(self.programs, count) else count)
         sample_fns = [make_sample_fn() for _ in runs]
         return self._sampler.resample(self.programs, within, sample_fns, count, detach)
 
@@ -246,7 +246,7 @@ class LogWeight:
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _unpack(self, flat: Tensor) -> list[dict[str, Tensor]]:
-        together = self._sampler.vectorizes(len(flat))
+        together = self._sampler.vectorizes(self.programs, len(flat))
         return [self.packing.unpack(g) for g in ([flat] if together else flat.unsqueeze(1))]
 
     def _run(

@@ -12,8 +12,8 @@ from pyro_mcvae.discrete.ancestry import Ancestry
 from pyro_mcvae.discrete.enumerated import SlotRun, take_apart
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slots import SlotMessenger
-from pyro_mcvae.particles.layout import Layout
-from pyro_mcvae.particles.runner import Execution, Runner
+from pyro_mcvae.particles.layout import Execution, Layout
+from pyro_mcvae.particles.runner import Runner
 from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
@@ -37,23 +37,25 @@ class SlotSampler:
         self,
         options: SiteOptions,
         num_particles: int,
-        vectorize: bool,
+        vectorize: bool | None,
         max_plate_nesting: float,
         tell: Callable[[str], None],
     ) -> None:
         self.options = options
         self.num_particles = num_particles
-        self.vectorize = vectorize
         self.tell = tell
         self.ancestry = Ancestry()
-        self.runner = Runner(max_plate_nesting, strict_enumeration=False)
+        self.runner = Runner(max_plate_nesting, strict_enumeration=False, vectorize=vectorize)
 
     def runs(self, programs: Programs) -> list[SlotRun]:
         """One vectorised run, or one run per particle, all on one minibatch."""
         subsamples = Minibatch()
-        if self.vectorize and self.num_particles > 1:
-            return [self._run(programs, subsamples, self.num_particles)]
-        return [self._run(programs, subsamples, None) for _ in range(self.num_particles)]
+        execution = self._execution(programs, subsamples)
+        if self.num_particles > 1:
+            run = self.runner.run_together(execution, self.num_particles)
+            if run is not None:
+                return [take_apart(run)]
+        return [take_apart(self.runner.run(execution, None)) for _ in range(self.num_particles)]
 
     def ancestors(
         self, programs: Programs, slot_run: SlotRun
@@ -61,13 +63,12 @@ class SlotSampler:
         """The random guide sites behind each factor."""
         return self.ancestry.of(programs, slot_run)
 
-    def _run(self, programs: Programs, subsamples: Minibatch, particles: int | None) -> SlotRun:
+    def _execution(self, programs: Programs, subsamples: Minibatch) -> Execution:
         def execute(layout: Layout) -> Run:
             substitute = SubstituteMessenger(subsamples)
             return run_slots(programs, self.options, substitute, layout, self.tell)
 
-        execution = Execution(programs, execute, subsamples, name=SLOTS, several=True)
-        return take_apart(self.runner.run(execution, particles))
+        return Execution(programs, execute, subsamples, name=SLOTS, several=True)
 
 
 def run_slots(

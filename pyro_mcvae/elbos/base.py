@@ -28,7 +28,7 @@ class ELBOOptions(TypedDict, total=False):
     """Pyro's own arguments, which every objective passes on to :class:`MonteCarloELBO`."""
 
     max_plate_nesting: float
-    vectorize_particles: bool
+    vectorize_particles: bool | None
     strict_enumeration_warning: bool
     retain_graph: bool | None
     ignore_jit_warnings: bool
@@ -46,8 +46,9 @@ class MonteCarloELBO(ELBO):
     :param int num_particles: the number of draws.
     :param max_plate_nesting: how many batch dims the programs' plates occupy; found out by one
         extra run at the first step if it is left out and particles are vectorised.
-    :param bool vectorize_particles: run the programs once, with the particles in the outermost
-        batch dim, instead of once per particle.
+    :param vectorize_particles: None runs all particles at once where that has a loop's numbers:
+        in the outermost batch dim, or under ``vmap``; elsewhere in a loop, and a log line says
+        why. True refuses programs that have to be looped over; False loops.
     :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration;
         False samples them. Sites of the model that are marked ``infer={"enumerate": "parallel"}``,
         and that the guide does not draw, are summed exactly: log p(x, z) = log sum_y p(x, y, z).
@@ -98,7 +99,7 @@ class MonteCarloELBO(ELBO):
         self,
         num_particles: int = 1,
         max_plate_nesting: float = math.inf,
-        vectorize_particles: bool = False,
+        vectorize_particles: bool | None = None,
         strict_enumeration_warning: bool = True,
         retain_graph: bool | None = None,
         ignore_jit_warnings: bool = False,

@@ -105,7 +105,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     # nn.Module would have them be modules.
     num_particles: int
-    vectorize_particles: bool
+    vectorize_particles: bool | None
 
     def __init__(
         self,

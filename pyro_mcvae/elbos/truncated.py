@@ -50,10 +50,8 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         and ``num_sampled_states`` drawn from the rest, with weights that keep it unbiased
         (Rao-Blackwellization of the M-step [2]); None for all states.
     :param int num_sampled_states: how many of the rest; with ``num_gradient_states`` only.
-    :param bool vectorize_particles: run the model once for all states. On by default, unlike in
-        Pyro: the states are many.
-    :param options: ``max_plate_nesting``, ``strict_enumeration_warning`` and ``retain_graph``, as
-        in Pyro; see :class:`MonteCarloELBO`.
+    :param options: ``vectorize_particles`` (of the states), ``max_plate_nesting``,
+        ``strict_enumeration_warning`` and ``retain_graph``; see :class:`MonteCarloELBO`.
     :raises ValueError: for another guide, and for numbers that are no ints of at least 1.
 
     [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
@@ -79,7 +77,6 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         num_sampled_states: int = 1,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        options.setdefault("vectorize_particles", True)
         super().__init__(1, **options)
         if num_gradient_states is not None:
             num_gradient_states = check_count("num_gradient_states", num_gradient_states)

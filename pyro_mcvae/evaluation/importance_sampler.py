@@ -97,7 +97,7 @@ class ImportanceSampler:
     def draw(self, count: int) -> WeightedParticles:
         """Independent draws of the guide, without gradients."""
         sampler = self._sampler(count)
-        runs = 1 if sampler.vectorizes(count) else count
+        runs = 1 if sampler.vectorizes(self.programs, count) else count
         return sampler.resample(self.programs, self.reference, [lambda msg: None] * runs, count)
 
     def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:

@@ -42,7 +42,8 @@ class Options:
     :param joint: weigh global and local latents together; None does so if the guide draws global
         ones.
     :param int seed: for a random stream of its own.
-    :param bool vectorize_particles: run the programs once per chunk, instead of once per particle.
+    :param vectorize_particles: run the programs once per chunk, instead of once per particle; None
+        where that has a loop's numbers.
     :param max_plate_nesting: as in Pyro; found out if it is left out.
     :param bool strict_enumeration_warning: as in Pyro.
     """
@@ -55,7 +56,7 @@ class Options:
     chunk_size: int | None = None
     joint: bool | None = None
     seed: int | None = None
-    vectorize_particles: bool = True
+    vectorize_particles: bool | None = None
     max_plate_nesting: float = math.inf
     strict_enumeration_warning: bool = True
 
@@ -65,7 +66,7 @@ class Options:
         if self.chunk_size is not None:
             object.__setattr__(self, "chunk_size", check_count("chunk_size", self.chunk_size))
         check_flag("joint", self.joint, or_none=True)
-        check_flag("vectorize_particles", self.vectorize_particles)
+        check_flag("vectorize_particles", self.vectorize_particles, or_none=True)
         check_flag("strict_enumeration_warning", self.strict_enumeration_warning)
 
     def annealing(self, without: str = LEAVE_OUT) -> Annealing | None:

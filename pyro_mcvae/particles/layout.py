@@ -1,22 +1,23 @@
-"""Where the leading dims of a run stand: particles, and states of enumerated sites."""
+"""What a runner is asked to run, and where the leading dims of a run stand."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from pyro.poutine.trace_struct import Trace
 
-from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import ParticlePlate
+from pyro_mcvae.checks.run_checks import PARTICLES
+from pyro_mcvae.checks.vectorization import LeadingDimsName
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.mapping import Plates, Way, particle_plates, unbatched
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run, collect
 from pyro_mcvae.structure.blocks import GlobalSites
 
-__all__ = ["Layout", "Plates"]
+__all__ = ["Execution", "Layout", "never"]
 
-# The particles' plates of the guide and of the model.
-Plates = tuple[ParticlePlate, ParticlePlate] | tuple[None, None]
 _NONE = GlobalSites()
 
 
@@ -29,12 +30,14 @@ class Layout:
     :ivar nesting: how many batch dims belong to plates; None, in a run without leading dims, for
         as many as it shows.
     :ivar shared: the guide's and the model's sites that all particles share.
+    :ivar way: how the particles are run.
     :ivar sums: whether the model's enumerated sites are summed; then ``nesting`` is known.
     """
 
     count: int | None
     nesting: int | None
     shared: GlobalSites = _NONE
+    way: Way = Way.BATCHED
     sums: bool = False
 
     @property
@@ -48,9 +51,7 @@ class Layout:
         """New plates of the particles, for the guide and for the model."""
         if self.count is None or self.nesting is None:
             return None, None
-        dim = -self.nesting - 1
-        guide, model = (ParticlePlate(self.count, dim, names) for names in self.shared)
-        return guide, model
+        return particle_plates(self.way, self.count, -self.nesting - 1, self.shared)
 
     def collect(
         self, guide_trace: Trace, model_trace: Trace, plates: Plates, subsamples: Minibatch
@@ -67,15 +68,47 @@ class Layout:
                 # Plates without a declared dim have taken dims to the left of the particles'.
                 raise ValueError("the programs have more plates than max_plate_nesting says")
             nesting = self.nesting
-        found = _unbatched(plates)
+        found = unbatched(plates)
         dim = self.state_dim
         return collect(guide_trace, model_trace, nesting, self.count, subsamples, found, dim)
 
 
-def _unbatched(plates: Plates) -> frozenset[FactorKey]:
-    """The factors whose distribution did not have the particles' dim by itself."""
-    guide, model = plates
-    if guide is None or model is None:
-        return frozenset()
-    names = ("guide", guide.unbatched), ("model", model.unbatched)
-    return frozenset(FactorKey(program, n) for program, found in names for n in found)
+@dataclass(frozen=True)
+class Execution:
+    """
+    What is to be run.
+
+    :ivar programs: the pair that is run.
+    :ivar execute: makes the run for a layout, on the minibatch below.
+    :ivar subsamples: the minibatch; set back before another attempt.
+    :ivar shared: the sites that all particles share, as far as that is known.
+    :ivar find_shared: finds them out from a run; None where they are settled. A run whose sites
+        turn out to be others is made again.
+    :ivar rewinds: whether the random number generators are set back for that, too.
+    :ivar name: what stands in the leading dims.
+    :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
+    :ivar nesting: how many batch dims belong to plates, where that is settled.
+    :ivar compared: the pair whose runs with and without leading dims are compared, where it is
+        another one; ``execute`` then looks at the contract of the programs itself.
+    """
+
+    programs: Programs
+    execute: Callable[[Layout], Run]
+    subsamples: Minibatch = field(default_factory=Minibatch)
+    shared: GlobalSites = _NONE
+    find_shared: Callable[[Run], GlobalSites] | None = None
+    rewinds: bool = False
+    name: LeadingDimsName = PARTICLES
+    several: bool = False
+    nesting: int | None = None
+    compared: Programs | None = None
+
+    @property
+    def key(self) -> Programs:
+        """The pair that is looked at."""
+        return self.compared or self.programs
+
+
+def never(layout: Layout) -> Run:
+    """Of an execution that is looked at and not run."""
+    raise NotImplementedError("a run that was made elsewhere")

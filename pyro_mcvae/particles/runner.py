@@ -4,60 +4,30 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 from torch.utils.checkpoint import _StopRecomputationError
 
-from pyro_mcvae.checks.run_checks import ENUMERATED, PARTICLES, LeadingDimsName, RunChecks
-from pyro_mcvae.particles.layout import Layout
+from pyro_mcvae.checks.run_checks import ENUMERATED, PARTICLES, RunChecks
+from pyro_mcvae.checks.vectorization import LeadingDimsName, not_vectorizable
+from pyro_mcvae.particles.layout import Execution, Layout, never
+from pyro_mcvae.particles.ways import Ways
 from pyro_mcvae.programs.contract import check_nesting
 from pyro_mcvae.programs.enumeration import shows_states
-from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.programs.errors import LeadingDimsError, SiteError
 from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.isolation import rewindable
+from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.nesting import find_nesting
+from pyro_mcvae.programs.nesting import checked_run, single_run
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
 from pyro_mcvae.structure.blocks import GlobalSites
 
-__all__ = ["Execution", "Runner"]
+__all__ = ["Runner"]
 
 # How often a step is begun again when its structure turns out to be another than assumed.
 _MAX_ATTEMPTS = 3
-_NONE = GlobalSites()
-
-
-@dataclass(frozen=True)
-class Execution:
-    """
-    What is to be run.
-
-    :ivar programs: the pair that is run.
-    :ivar execute: makes the run for a layout, on the minibatch below.
-    :ivar subsamples: the minibatch; set back before another attempt.
-    :ivar shared: the sites that all particles share, as far as that is known.
-    :ivar find_shared: finds them out from a run; None where they are settled. A run whose sites
-        turn out to be others is made again.
-    :ivar rewinds: whether the random number generators are set back for that, too.
-    :ivar name: what stands in the leading dims.
-    :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
-    :ivar nesting: how many batch dims belong to plates, where that is settled.
-    :ivar compared: the pair whose runs with and without leading dims are compared, where it is
-        another one; ``execute`` then looks at the contract of the programs itself.
-    """
-
-    programs: Programs
-    execute: Callable[[Layout], Run]
-    subsamples: Minibatch = field(default_factory=Minibatch)
-    shared: GlobalSites = _NONE
-    find_shared: Callable[[Run], GlobalSites] | None = None
-    rewinds: bool = False
-    name: LeadingDimsName = PARTICLES
-    several: bool = False
-    nesting: int | None = None
-    compared: Programs | None = None
 
 
 class Runner:
@@ -71,28 +41,67 @@ class Runner:
 
     :param max_plate_nesting: how many batch dims belong to plates; infinite to find out.
     :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
+    :param vectorize: True to refuse programs that have to be looped over; False to loop.
     """
 
     def __init__(
-        self, max_plate_nesting: float = math.inf, strict_enumeration: bool = True
+        self,
+        max_plate_nesting: float = math.inf,
+        strict_enumeration: bool = True,
+        vectorize: bool | None = None,
     ) -> None:
         check_nesting(max_plate_nesting)
         self.declared_nesting = max_plate_nesting
         self.checks = RunChecks(strict_enumeration)
+        self.ways = Ways(self.checks, vectorize)
         self.auxiliary = AuxiliaryDraws()
         self._found_nesting: int | None = None
         # Whether a model has shown sites to be summed. Then all run so, and the first run, which
         # did not, has been made again.
         self._sums = self._has_run = False
 
+    def together(self, execution: Execution) -> bool:
+        """
+        Whether several particles share one run; found out at the first of a pair of programs.
+
+        :param execution: of the programs; its ``execute`` is not called.
+        :raises LeadingDimsError: for programs that have to be looped over, if that is refused.
+        """
+        way = self.ways.of(execution.key)
+        if way is None:
+            way = self._choose(execution, self._look(execution))
+        return way is not Way.LOOPED
+
+    def run_together(self, execution: Execution, count: int) -> Run | None:
+        """One run for all of several particles; None where they are to be run one by one."""
+        if not self.together(execution):
+            return None
+        try:
+            return self.run(execution, count)
+        except LeadingDimsError:
+            if self.together(execution):
+                raise
+            return None
+
     def run(self, execution: Execution, count: int | None) -> Run:
         """
         Make one run.
 
         :param count: the size of the particles' dim; None for a run without one.
-        :raises RuntimeError: for programs that cannot be run with leading dims, or are others with
-            them, naming the remedy.
+        :raises LeadingDimsError: for programs that cannot be run with leading dims, or are others
+            with them, naming the remedy.
         """
+        before = Minibatch(execution.subsamples)
+        while True:
+            try:
+                return self._run(execution, count)
+            except LeadingDimsError as error:
+                _set_back(execution.subsamples, before)
+                looped = count is None or self.ways.of(execution.key) is Way.LOOPED
+                if looped or self._choose(execution, self._look(execution), error) is Way.LOOPED:
+                    raise
+
+    def _run(self, execution: Execution, count: int | None) -> Run:
         shared, before = execution.shared, Minibatch(execution.subsamples)
         with rewindable(execution.rewinds or not self._has_run) as rewind:
             for attempt in itertools.count(1):
@@ -116,12 +125,7 @@ class Runner:
         self._has_run = True
         settled = self.auxiliary.settle(execution.programs, run)
         if not known:
-            programs = execution.compared or execution.programs
-            if count is not None or (execution.several and run.outer_sizes):
-                self.checks.check_leading_dims(programs, settled, shared, execution.name)
-            if any(t.members for t in run.terms):
-                self.checks.check_states(programs, run)
-            self.checks.remember(programs, run, shared)
+            self._look_at(execution, settled, shared)
         return settled
 
     def check(
@@ -137,9 +141,7 @@ class Runner:
         leads = run.leading is not None
         depth = run.nesting + 1 if leads else self.declared_nesting
         self.checks.check_contract(run, depth, leads)
-        if leads:
-            self.checks.check_leading_dims(programs, run, shared, name)
-        self.checks.remember(programs, run, shared)
+        self._look_at(Execution(programs, never, name=name), run, shared)
 
     def check_nesting(self, nesting: int) -> None:
         """
@@ -151,6 +153,16 @@ class Runner:
                 f"{nesting} batch dims: pass max_plate_nesting={nesting} or leave it out"
             )
 
+    def _look_at(self, execution: Execution, run: Run, shared: GlobalSites) -> None:
+        """Compare a run with a loop, if it has leading dims, and take it for one that is known."""
+        programs = execution.key
+        if run.leading is not None or (execution.several and run.outer_sizes):
+            way = self.ways.of(programs) or Way.BATCHED
+            self.checks.check_leading_dims(programs, run, shared, way, execution.name)
+        if any(t.members for t in run.terms):
+            self.checks.check_states(programs, run)
+        self.checks.remember(programs, run, shared)
+
     def _attempt(
         self, execution: Execution, count: int | None, shared: GlobalSites
     ) -> tuple[Run, bool]:
@@ -158,23 +170,23 @@ class Runner:
         sums = self._sums and not execution.several
         if count is None and not execution.several and not sums:
             return self._execute(execution, Layout(None, None, shared))
+        way = Way.BATCHED if count is None else self._way(execution)
         nesting = self._nesting(execution)
         before = Minibatch(execution.subsamples)
         try:
-            return self._execute(execution, Layout(count, nesting, shared, sums))
+            return self._execute(execution, Layout(count, nesting, shared, way, sums))
         except (SiteError, _StatesFound, _StopRecomputationError):
             raise
         except Exception as error:
-            actual = self._recovered(execution, count, nesting, error)
+            actual, way = self._recovered(execution, count, nesting, way, error)
             _set_back(execution.subsamples, before)
-        return self._execute(execution, Layout(count, actual, shared, sums))
+        return self._execute(execution, Layout(count, actual, shared, way, sums))
 
     def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
         run = execution.execute(layout)
         if layout.nesting is None:
             self.check_nesting(run.nesting)
-        programs = execution.compared or execution.programs
-        known = self.checks.is_known(programs, run, layout.shared)
+        known = self.checks.is_known(execution.key, run, layout.shared)
         if not known and execution.compared is None:
             if not (layout.sums or execution.several or is_messenger(execution.programs)):
                 _look_for_states(run)
@@ -186,18 +198,29 @@ class Runner:
         return run, known
 
     def _recovered(
-        self, execution: Execution, count: int | None, nesting: int, error: Exception
-    ) -> int:
-        """Another nesting to run with, or what is wrong with the programs."""
+        self, execution: Execution, count: int | None, nesting: int, way: Way, error: Exception
+    ) -> tuple[int, Way]:
+        """Another nesting or way to run with, or what is wrong with the programs."""
         # Either they fail without particles too (then this raises their own error), or their
-        # plates have changed since the last step, or they cannot be vectorised.
-        actual = self._find_nesting(execution.programs)
+        # plates have changed since the last step, or they cannot be vectorised in this way.
+        actual = self._checked_run(execution.programs).nesting
         self.check_nesting(actual)
         if execution.nesting is None and self._is_open and actual != nesting:
             self._found_nesting = actual
-            return actual
+            return actual, way
         name = ENUMERATED if self._sums and count is None else execution.name
-        raise _not_vectorizable(name, count, nesting, error) from error
+        wrong = LeadingDimsError(not_vectorizable(name, count, nesting, error))
+        if count is None:
+            raise wrong from error
+        run = self._look(execution)
+        other = self._choose(execution, run)
+        if other is way is not Way.BATCHED:
+            # What a few particles without gradients can do may be refused of a step: statistics of
+            # a batch are written into a buffer.
+            other = self._choose(execution, run, wrong)
+        if other is Way.LOOPED or other is way:
+            raise wrong from error
+        return nesting, other
 
     def _nesting(self, execution: Execution) -> int:
         if execution.nesting is not None:
@@ -205,15 +228,40 @@ class Runner:
         if not self._is_open:
             return int(self.declared_nesting)
         if self._found_nesting is None:
-            self._found_nesting = self._find_nesting(execution.programs)
+            self._found_nesting = self._checked_run(execution.programs).nesting
         return self._found_nesting
+
+    def _way(self, execution: Execution) -> Way:
+        way = self.ways.of(execution.key)
+        return self._choose(execution, self._look(execution)) if way is None else way
+
+    def _choose(self, execution: Execution, run: Run, error: LeadingDimsError | None = None) -> Way:
+        find = execution.find_shared
+        shared = execution.shared if find is None else find(run)
+        return self.ways.choose(execution.key, run, shared, execution.name, error)
+
+    def _look(self, execution: Execution) -> Run:
+        """A run without leading dims that shows the plates and sizes to be run with them."""
+        programs = execution.programs
+        if execution.compared is None:
+            run = self._checked_run(programs)
+            self.check_nesting(run.nesting)
+            if self._is_open:
+                self._found_nesting = run.nesting
+            states = shows_states(run.guide_trace, run.model_trace)
+            if states and not (execution.several or is_messenger(programs)):
+                self._sums = True
+                run = single_run(programs, self._nesting(execution))
+        else:
+            run = single_run(execution.compared)
+        return replace(run, nesting=self._nesting(execution))
 
     @property
     def _is_open(self) -> bool:
         return self.declared_nesting == math.inf
 
-    def _find_nesting(self, programs: Programs) -> int:
-        return find_nesting(programs, self.checks.strict_enumeration)
+    def _checked_run(self, programs: Programs) -> Run:
+        return checked_run(programs, self.checks.strict_enumeration)
 
 
 class _StatesFound(Exception):
@@ -225,24 +273,11 @@ def _look_for_states(run: Run) -> None:
         raise _StatesFound
 
 
-def _unsettled(shared: GlobalSites) -> RuntimeError:
-    return RuntimeError(
+def _unsettled(shared: GlobalSites) -> LeadingDimsError:
+    return LeadingDimsError(
         f"the programs show other global sites in each of {_MAX_ATTEMPTS} runs on the same "
         f"minibatch (now {sorted(shared.guide | shared.model)}), so the particles cannot be "
         f"vectorised: pass vectorize_particles=False"
-    )
-
-
-def _not_vectorizable(
-    name: LeadingDimsName, count: int | None, nesting: int, error: Exception
-) -> RuntimeError:
-    several = f"{count} {name.name}" if count is not None else name.name
-    return RuntimeError(
-        f"the model or the guide cannot be run with {several} in batch dim {-nesting - 1}, to the "
-        f"left of its plates, though it runs with one. {name.remedy} make it broadcast over "
-        f"leading dims: index from the right, as in z[..., 0], or means[..., group] in the place "
-        f"of means[group] (Vindex for tables). {name.sizes if 'must match' in str(error) else ''}"
-        f"The error was: {type(error).__name__}: {error}"
     )
 
 

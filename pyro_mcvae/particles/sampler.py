@@ -9,10 +9,11 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_mcvae.checks.collapsed import check_not_collapsed
-from pyro_mcvae.particles.layout import Layout
-from pyro_mcvae.particles.runner import Execution, Runner
+from pyro_mcvae.particles.layout import Execution, Layout, never
+from pyro_mcvae.particles.runner import Runner
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs, check_separate, run_pair, with_changes
+from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.messengers import SampleFn, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.replay import replay_model
@@ -37,7 +38,8 @@ class ParticleSampler:
     again when a program shows another structure.
 
     :param int num_particles: the number of draws of the local latents.
-    :param bool vectorize: run the programs once, with the particles in the outermost dimension.
+    :param vectorize: run the programs once for all particles; None where that is right, and in a
+        loop elsewhere.
     :param max_plate_nesting: how many batch dims belong to plates; infinite to find out.
     :param bool joint: one weight over everything.
     :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
@@ -47,7 +49,7 @@ class ParticleSampler:
     def __init__(
         self,
         num_particles: int,
-        vectorize: bool,
+        vectorize: bool | None,
         max_plate_nesting: float,
         *,
         joint: bool = False,
@@ -55,14 +57,23 @@ class ParticleSampler:
         find_roots: bool = False,
     ) -> None:
         self.num_particles = num_particles
-        self.vectorize = vectorize
-        self.runner = Runner(max_plate_nesting, strict_enumeration)
+        self.runner = Runner(max_plate_nesting, strict_enumeration, vectorize=vectorize)
         self.structures = StructureFinder(joint, find_roots)
         self._latest: Structure | None = None
 
-    def vectorizes(self, count: int) -> bool:
+    def vectorizes(self, programs: Programs, count: int) -> bool:
         """Whether that many particles share one run."""
-        return self.vectorize and count > 1
+        if count < 2:
+            return False
+        way = self.runner.ways.of(programs)
+        if way is not None:
+            return way is not Way.LOOPED
+
+        def find_shared(run: Run) -> GlobalSites:
+            self._latest = self.structures.of(programs, run, renew=False)
+            return self._latest.global_sites
+
+        return self.runner.together(Execution(programs, never, find_shared=find_shared))
 
     def independent(self, programs: Programs, detach_latents: bool = False) -> list[Run]:
         """
@@ -73,11 +84,18 @@ class ParticleSampler:
         if detach_latents:
             check_separate(programs)
         substitute = SubstituteMessenger(attached=frozenset() if detach_latents else None)
-        if self.vectorizes(self.num_particles):
-            run = self._run(programs, substitute, count=self.num_particles)
+
+        def find_shared(run: Run) -> GlobalSites:
             self.structures.check_particles(programs, run)
-            return [run]
-        return [self._run(programs, substitute) for _ in range(self.num_particles)]
+            return _NONE
+
+        execution = self._execution(programs, substitute)
+        if self.num_particles > 1:
+            vectorized = replace(execution, find_shared=find_shared)
+            run = self.runner.run_together(vectorized, self.num_particles)
+            if run is not None:
+                return [run]
+        return [self.runner.run(execution, None) for _ in range(self.num_particles)]
 
     def sample(
         self,
@@ -95,8 +113,7 @@ class ParticleSampler:
         """
         if detach_latents:
             check_separate(programs)
-        subsamples, vectorized = Minibatch(), self.vectorizes(self.num_particles)
-        depends = vectorized or inside is not None or detach_latents
+        subsamples = Minibatch()
 
         def make(shared: GlobalSites, fixed: Mapping[str, Tensor]) -> _Made:
             sample_fn = make_sample_fn() if make_sample_fn is not None else None
@@ -108,28 +125,32 @@ class ParticleSampler:
             self._latest = self.structures.of(programs, run)
             return self._latest.global_sites
 
-        first = self.runner.run(
-            Execution(
-                programs,
-                lambda layout: self._execute(programs, *make(layout.shared, {}), layout),
-                subsamples,
-                _NONE if self._latest is None else self._latest.global_sites,
-                find_shared if depends else None,
-                rewinds=depends and self._latest is None,
-            ),
-            self.num_particles if vectorized else None,
+        count = self.num_particles
+        vectorized = self.vectorizes(programs, count)
+        execution = Execution(
+            programs,
+            lambda layout: self._execute(programs, *make(layout.shared, {}), layout),
+            subsamples,
+            _NONE if self._latest is None else self._latest.global_sites,
+            find_shared,
+            rewinds=self._latest is None,
         )
-        if not depends:
-            find_shared(first)
+        first = self.runner.run_together(execution, count) if vectorized else None
+        vectorized = first is not None
+        if first is None:
+            depends = inside is not None or detach_latents
+            once = execution if depends else replace(execution, find_shared=None, rewinds=False)
+            first = self.runner.run(once, None)
+            if not depends:
+                find_shared(first)
         structure = self._latest
         assert structure is not None
         sample = WeightedParticles([first], [structure.block_of], structure)
-        if not vectorized and self.num_particles > 1:
+        if not vectorized and count > 1:
             fixed, shared = sample.global_values(), structure.global_sites
-            rest = range(1, self.num_particles)
-            runs = [self._run(programs, *make(shared, fixed)) for _ in rest]
+            runs = [self._run(programs, *make(shared, fixed)) for _ in range(1, count)]
             sample = self.arrange(programs, [first, *runs])
-        if structure.collapsed and (self.num_particles > 1 or make_sample_fn is not None):
+        if structure.collapsed and (count > 1 or make_sample_fn is not None):
             check_not_collapsed(structure)
         return sample
 
@@ -173,7 +194,7 @@ class ParticleSampler:
             SubstituteMessenger(sample.subsamples, fixed, sample_fn, attached)
             for sample_fn in sample_fns
         ]
-        if self.vectorizes(count):
+        if self.vectorizes(programs, count):
             shared = sample.structure.global_sites
             runs = [self._run(programs, substitutes[0], None, count, shared)]
         else:
@@ -232,8 +253,9 @@ class ParticleSampler:
         latents: Iterable[SiteChanges],
     ) -> tuple[list[Run], bool]:
         runs, same, shared = [], True, sample.structure.global_sites
+        way = self.runner.ways.of(programs) or Way.BATCHED
         for run, changes in zip(sample.runs, latents, strict=True):
-            _, plate = Layout(run.leading, run.nesting, shared).plates()
+            _, plate = Layout(run.leading, run.nesting, shared, way).plates()
             found, is_same = replay_model(programs, run, changes, plate)
             if not is_same:
                 # Another branch of the model may have latents that the guide's draws are not for.
@@ -251,10 +273,19 @@ class ParticleSampler:
         count: int | None = None,
         shared: GlobalSites = _NONE,
     ) -> Run:
+        return self.runner.run(self._execution(programs, substitute, inside, shared), count)
+
+    def _execution(
+        self,
+        programs: Programs,
+        substitute: SubstituteMessenger,
+        inside: Messenger | None = None,
+        shared: GlobalSites = _NONE,
+    ) -> Execution:
         def execute(layout: Layout) -> Run:
             return self._execute(programs, substitute, inside, layout)
 
-        return self.runner.run(Execution(programs, execute, substitute.subsamples, shared), count)
+        return Execution(programs, execute, substitute.subsamples, shared)
 
     def _execute(
         self,

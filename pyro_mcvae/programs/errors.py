@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["NoCoordinateError", "SiteError"]
+__all__ = ["LeadingDimsError", "NoCoordinateError", "SiteError"]
 
 
 class SiteError(ValueError):
@@ -11,3 +11,7 @@ class SiteError(ValueError):
 
 class NoCoordinateError(SiteError):
     """A guide site has neither explicit noise nor an unconstrained form."""
+
+
+class LeadingDimsError(RuntimeError):
+    """Programs with leading dims are other ones than without, or none."""

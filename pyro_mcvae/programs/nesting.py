@@ -13,10 +13,10 @@ from pyro_mcvae.programs.contract import check_declared, check_run, check_sites
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import SubstituteMessenger
-from pyro_mcvae.programs.run import collect
+from pyro_mcvae.programs.run import Run, collect
 from pyro_mcvae.programs.sites import LEADING
 
-__all__ = ["find_nesting", "nesting_of"]
+__all__ = ["checked_run", "find_nesting", "nesting_of", "single_run"]
 
 
 def nesting_of(*traces: Trace) -> int:
@@ -33,9 +33,22 @@ def nesting_of(*traces: Trace) -> int:
     return -min(dims, default=0)
 
 
-def find_nesting(programs: Programs, strict_enumeration: bool) -> int:
+def single_run(programs: Programs, sums_in: int | None = None) -> Run:
     """
-    How many batch dims the plates of both programs occupy, seen by running them once.
+    A run without leading dims that leaves nothing behind.
+
+    :param sums_in: how many batch dims belong to plates, to sum enumerated sites to their left;
+        None to draw these.
+    """
+    state_dim = None if sums_in is None else -sums_in - 1
+    with isolated(), torch.no_grad():
+        traces = run_pair(programs, SubstituteMessenger(), state_dim=state_dim)
+        return collect(*traces, nesting_of(*traces), None, state_dim=state_dim)
+
+
+def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
+    """
+    A run without leading dims, whose plates show how many batch dims they occupy.
 
     :raises ValueError: for programs that do not fit together, as without particles.
     """
@@ -49,4 +62,9 @@ def find_nesting(programs: Programs, strict_enumeration: bool) -> int:
             warnings.filterwarnings("ignore", "Found vars in model but not guide")
             check_run(run, math.inf, strict_enumeration, before_sums=True)
         check_declared(run)
-    return nesting
+    return run
+
+
+def find_nesting(programs: Programs, strict_enumeration: bool) -> int:
+    """How many batch dims the plates of both programs occupy; see :func:`checked_run`."""
+    return checked_run(programs, strict_enumeration).nesting

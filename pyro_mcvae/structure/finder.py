@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_flag
+from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.nesting import find_nesting
@@ -219,7 +220,7 @@ def _check_broadcast(run: Run, parents: Mapping[FactorKey, frozenset[str]]) -> N
     for term in (t for found in run.terms for t in found.sites):
         lost = (parents.get(term.key, frozenset()) & batched) - {term.key.name}
         if term.key in run.unbatched and lost:
-            raise RuntimeError(
+            raise LeadingDimsError(
                 f"site '{term.key.name}' of the {term.key.program} depends on "
                 f"{', '.join(map(repr, sorted(lost)))}, but its distribution has lost the "
                 f"dimension of the {run.leading} vectorised particles: pass "

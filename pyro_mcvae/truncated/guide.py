@@ -90,7 +90,8 @@ class TruncatedPosterior(StateBuffers):
     :param bool fixed_data: whether a datum's observations are the same at every call, so that
         others in its place are refused; False for data that are drawn anew (by a binarisation,
         say). What the model itself draws or computes from parameters is never compared.
-    :param bool vectorize: run the model once for all states, in a leading batch dim.
+    :param vectorize: run the model once for all states; None where that has a loop's numbers, as
+        ``vectorize_particles`` of :class:`MonteCarloELBO`.
     :param max_plate_nesting: how many batch dims the programs' plates occupy; found out if left
         out.
     :raises ValueError: if ``num_states`` is not an int of at least 1. On the first call: for a
@@ -135,7 +136,7 @@ class TruncatedPosterior(StateBuffers):
         *,
         shard: str | Iterable[str] | None = None,
         fixed_data: bool = True,
-        vectorize: bool = True,
+        vectorize: bool | None = None,
         max_plate_nesting: float = math.inf,
     ) -> None:
         super().__init__(num_states, shard)

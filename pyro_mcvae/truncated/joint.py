@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 
 import torch
 from pyro.infer.util import is_validation_enabled
@@ -11,8 +12,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_mcvae.checks.run_checks import STATES
-from pyro_mcvae.particles.layout import Layout
-from pyro_mcvae.particles.runner import Execution
+from pyro_mcvae.particles.layout import Execution, Layout, never
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites
@@ -114,7 +114,6 @@ class JointRuns:
         :param leaves: filled with the sites' values, as leaves of the graph.
         """
         self.num_runs, self.num_states = self.num_runs + 1, self.num_states + count
-        together = self._sampler.vectorize
         values: dict[str, Tensor] = {}
 
         def draw(at: int | None) -> SampleFn:
@@ -134,8 +133,10 @@ class JointRuns:
 
             return supply
 
-        if together:
-            found = [self._vectorized(draw(None), count)]
+        execution = replace(self._execution, execute=partial(self._once, draw(None)))
+        run = self._sampler.runner.run_together(execution, count)
+        if run is not None:
+            found = [run]
             shown = found[0].signature, found[0].sizes, found[0].unbatched
             if self._known is not None and shown == self._known_by:
                 return self._known.with_runs(found)
@@ -151,7 +152,7 @@ class JointRuns:
                 f"TruncatedPosterior for a program of another structure"
             )
         sample = WeightedParticles(found, [s.block_of for s in structures], structures[0])
-        if together and not structures[0].coupled:
+        if run is not None and not structures[0].coupled:
             # Without the run itself, whose tensors would stay alive.
             self._known, self._known_by = sample.with_runs([]), shown
         return sample
@@ -213,17 +214,17 @@ class JointRuns:
             f"TruncatedPosterior for a program of another structure"
         )
 
-    def _vectorized(self, draw: SampleFn, count: int) -> Run:
-        execution = Execution(
+    @cached_property
+    def _execution(self) -> Execution:
+        return Execution(
             self._programs,
-            partial(self._once, draw),
+            never,
             self.subsamples,
             self.layouts.structure.global_sites,
             name=STATES,
             nesting=self.layouts.nesting,
             compared=self._plain,
         )
-        return self._sampler.runner.run(execution, count)
 
     def _once(self, draw: SampleFn, layout: Layout) -> Run:
         nesting, structure = self.layouts.nesting, self.layouts.structure

@@ -121,7 +121,7 @@ class StatePosterior:
         """A site of the model's trace with all states side by side."""
         nodes = self._sample.runs[0].model_trace.nodes
         if len(self._sample.runs) > 1:
-            raise ValueError("the states were run one by one: use vectorize=True")
+            raise ValueError("the states were run one by one: pass vectorize=True, which says why")
         if name not in nodes:
             raise ValueError(f"the model has no site '{name}', but {sorted(nodes)}")
         return nodes[name]

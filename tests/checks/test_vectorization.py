@@ -18,6 +18,8 @@ from pyro_mcvae import (
     TruncatedPosterior,
 )
 
+# What this comparison refuses is run under vmap otherwise: see particles/test_ways.py.
+pytestmark = pytest.mark.usefixtures("leading_dims_only")
 OBJECTIVES = {
     "sgvb": lambda **k: TraceSGVB_ELBO(num_particles=5, **k),
     "iwae": lambda **k: TraceIWAE_ELBO(5, **k),
@@ -147,7 +149,7 @@ def test_slots_are_a_leading_dim():
 
 
 def test_states_are_a_leading_dim():
-    elbo = TraceTruncated_ELBO()
+    elbo = TraceTruncated_ELBO(vectorize_particles=True)
     model, _ = digits(1)
     with pytest.raises(RuntimeError, match="states side by side"):
         elbo.loss(model, TruncatedPosterior(model, num_states=2))

@@ -286,7 +286,7 @@ def test_without_validation_the_loss_is_not_read(objective):
     elbo = OBJECTIVES[objective]()
     with pyro.validation_enabled(False):
         assert elbo.differentiable_loss(model, guide).isnan()
-    with pytest.raises(ValueError, match=r"site .x. of the model .*1 NaN and 0 infinite of 3"):
+    with pytest.raises(ValueError, match=r"site .x. of the model .*\d NaN and 0 infinite of \d"):
         elbo.differentiable_loss(model, guide)
 
 
@@ -504,6 +504,7 @@ def test_a_declared_nesting_that_is_too_small_is_refused(objective, vectorize):
         elbo.loss(deep.model, deep.guide)
 
 
+@pytest.mark.usefixtures("leading_dims_only")
 @pytest.mark.parametrize("objective", ["sgvb-3", "iwae-3"])
 def test_programs_that_cannot_be_vectorized_say_so(objective):
     x = torch.zeros(4)

@@ -1,0 +1,104 @@
+"""In which way the particles of a pair of programs are run, found out once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+
+from pyro import poutine
+
+from pyro_mcvae.checks.run_checks import RunChecks
+from pyro_mcvae.checks.vectorization import LeadingDimsName
+from pyro_mcvae.ops.recording import is_recording
+from pyro_mcvae.programs.errors import LeadingDimsError
+from pyro_mcvae.programs.execution import Programs, is_messenger
+from pyro_mcvae.programs.mapping import Way
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.structure.blocks import GlobalSites
+from pyro_mcvae.structure.cache import PairCache
+
+__all__ = ["Ways"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Ways:
+    """
+    In which way the particles of a pair of programs are run: the fastest with a loop's numbers.
+
+    Tried with a few particles before there are many: programs that broadcast them against each
+    other may need memory for the square of their number. What was chosen stays, until other sizes
+    show that it is not right for them.
+
+    :param RunChecks checks: compare a way with a loop.
+    :param vectorize: True to refuse a loop, None to take it where nothing else is right.
+    """
+
+    def __init__(self, checks: RunChecks, vectorize: bool | None) -> None:
+        self._checks, self._vectorize = checks, vectorize
+        self._chosen: PairCache[dict[Hashable, Way]] = PairCache(dict)
+
+    def of(self, programs: Programs) -> Way | None:
+        """The way of a pair, or None before it was found out."""
+        if self._vectorize is False:
+            return Way.LOOPED
+        way = self._chosen.of(programs).get(programs.flags)
+        # Plain steps come before one that is recorded, and a look would be recorded.
+        return Way.BATCHED if way is None and is_recording() else way
+
+    def choose(
+        self,
+        programs: Programs,
+        run: Run,
+        shared: GlobalSites,
+        name: LeadingDimsName,
+        error: LeadingDimsError | None = None,
+    ) -> Way:
+        """
+        Find the way out.
+
+        :param run: shows the programs' plates and sizes.
+        :param shared: the guide's and the model's sites that all particles share.
+        :param name: what stands in the leading dims.
+        :param error: what is wrong with the present way, if it is known.
+        :raises LeadingDimsError: if only a loop is right, and is refused.
+        """
+        chosen = self._chosen.of(programs)
+        before, errors = chosen.get(programs.flags), [error] if error is not None else []
+        ways = [Way.BATCHED] if is_messenger(programs) else [*_AT_ONCE]
+        if before is not None:
+            ways = ways[ways.index(before) + len(errors) :]
+        for way in ways:
+            try:
+                self._checks.check_leading_dims(programs, run, shared, way, name, ran=False)
+            except LeadingDimsError as found:
+                errors.append(found)
+                continue
+            break
+        else:
+            way = Way.LOOPED
+            if self._vectorize:
+                raise errors[0]
+        self._checks.forget(programs)
+        chosen[programs.flags] = way
+        if way is not before:
+            _tell(programs, way, name, errors)
+        return way
+
+
+_AT_ONCE = Way.BATCHED, Way.MAPPED, Way.BOTH_MAPPED
+
+
+def _tell(
+    programs: Programs, way: Way, name: LeadingDimsName, errors: list[LeadingDimsError]
+) -> None:
+    model = poutine.unwrap(programs.model)
+    why = f": {errors[0]}" if errors else ", with the densities of a loop"
+    _logger.log(
+        logging.WARNING if way is Way.LOOPED else logging.INFO,
+        "%s of %s are run %s%s",
+        name.name,
+        getattr(model, "__qualname__", type(model).__qualname__),
+        way.value,
+        why,
+    )
