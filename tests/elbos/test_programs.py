@@ -454,6 +454,7 @@ def test_a_messenger_guide_does_not_hide_averages_over_particles(objective):
         OBJECTIVES[objective](vectorize_particles=True).loss(model, AutoNormalMessenger(model))
 
 
+@pytest.mark.usefixtures("leading_dims_only")
 @averaging
 def test_data_computed_from_a_latent(objective):
     def model(average=False):

@@ -137,6 +137,7 @@ def test_a_guide_without_latents_is_named():
         assert math.isclose(elbo.loss(model, guide), exact, rel_tol=1e-6)
 
 
+@pytest.mark.usefixtures("leading_dims_only")
 @pytest.mark.parametrize("objective", ["sgvb", "iwae", "rb", *CHAINS])
 def test_dims_to_the_left_of_the_particles_are_refused(objective):
     # A global latent that the model itself unsqueezes, as time series models do: its particles

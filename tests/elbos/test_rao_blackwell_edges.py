@@ -39,6 +39,7 @@ def one_site(logits, evaluated=None, infer=None, vector=False):
     return model, guide
 
 
+@pytest.mark.usefixtures("leading_dims_only")
 def test_a_guide_without_slots_needs_no_leading_dims():
     def model():
         z = pyro.sample("z", dist.Normal(torch.zeros(4), 1.0).to_event(1))
