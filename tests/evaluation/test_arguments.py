@@ -75,7 +75,7 @@ WRONG = {
     "kernel": (["hmc", 5, HMC, OBJECT, LinearSchedule(2), NAN], r"kernel .*such as HMC\(\)"),
     "coordinates": (["values", None, 3], "coordinates must be 'noise' or 'latent'"),
     "joint": (FLAGS, "joint must be True, False or None"),
-    "vectorize_particles": ([*FLAGS, None], "vectorize_particles must be True or False"),
+    "vectorize_particles": (FLAGS, "vectorize_particles must be True, False or None"),
     "strict_enumeration_warning": ([*FLAGS, None], "strict_enumeration_warning must be True or"),
     "keep_log_weight": ([*FLAGS, None], "keep_log_weight must be True or False"),
     "progress": ([*FLAGS, None], "progress must be True or False"),
