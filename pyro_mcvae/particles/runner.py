@@ -157,7 +157,8 @@ class Runner:
         """Compare a run with a loop, if it has leading dims, and take it for one that is known."""
         programs = execution.key
         if run.leading is not None or (execution.several and run.outer_sizes):
-            way = self.ways.of(programs) or Way.BATCHED
+            # Without particles other leading dims stand by themselves, as those of slots do.
+            way = Way.BATCHED if run.leading is None else self.ways.of(programs) or Way.BATCHED
             self.checks.check_leading_dims(programs, run, shared, way, execution.name)
         if any(t.members for t in run.terms):
             self.checks.check_states(programs, run)

@@ -556,7 +556,7 @@ def test_models_that_mix_the_states_are_refused():
 
     guide = TruncatedPosterior(model, 2)
     at_once = TraceTruncated_ELBO(vectorize_particles=True)
-    with pytest.raises(RuntimeError, match="lost the dimension|another log density"):
+    with pytest.raises(RuntimeError, match=r"lost the dimension|another log density"):
         at_once.loss(model, guide)
 
     def indexed():

@@ -1,15 +1,219 @@
 """Particles at once have the densities and gradients of particles one by one, in every way."""
 
-import pytest
+import logging
+import math
 
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import nn
+
+from pyro_mcvae import (
+    ULA,
+    CompiledELBO,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceSIS_ELBO,
+    TraceTruncated_ELBO,
+    TruncatedPosterior,
+)
 from pyro_mcvae.programs.mapping import Way
 from tests.particles.ways import check_way, only
-from tests.zoo import EXAMPLES
+from tests.zoo import EXAMPLES, data, param
+
+# A GuideMessenger runs both programs at once, in leading dims only.
+NAMES = [name for name in EXAMPLES if name != "messenger"]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize("way", [Way.BATCHED, Way.MAPPED, Way.BOTH_MAPPED])
-def test_ways(name, way, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "way"), [(n, (Way.MAPPED, Way.BOTH_MAPPED)[i % 2]) for i, n in enumerate(NAMES)]
+)
+def test_programs_that_broadcast_have_the_same_numbers_under_vmap(name, way, monkeypatch):
     only(monkeypatch, way)
     pair = EXAMPLES[name]()
     check_way(pair.model, pair.guide, pair.args, way)
+
+
+def net(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(*layers)
+
+
+class Scan(nn.Module):
+    """A GRU over the latent as a sequence of two steps, batch first."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru = nn.GRU(1, 3, batch_first=True)
+
+    def forward(self, z):
+        return self.gru(z.unsqueeze(-1))[0][:, -1]
+
+
+# Of four data's two latents, three numbers; each takes a leading dim for another one.
+DECODERS = {
+    "softmax": lambda: lambda z: z.repeat(1, 2)[:, :3].softmax(1),
+    "mean": lambda: lambda z: (z - z.mean(1, keepdim=True)).repeat(1, 2)[:, :3],
+    "view": lambda: lambda z: z.reshape(8).view(4, 2).cumsum(1).repeat(1, 2)[:, :3],
+    "first": lambda: lambda z: z[:, 0].unsqueeze(1).expand(4, 3),
+    "stack": lambda: lambda z: torch.stack([z[i] for i in range(4)]).repeat(1, 2)[:, :3],
+    "convolution": lambda: net(
+        nn.Unflatten(1, (1, 2)), nn.ConvTranspose1d(1, 2, 2), nn.Conv1d(2, 1, 1), nn.Flatten()
+    ),
+    "group norm": lambda: net(nn.Linear(2, 4), nn.GroupNorm(2, 4), nn.Linear(4, 3)),
+    "gru": Scan,
+    "matrix": lambda: lambda z: (z.t().matmul(torch.eye(4)).t()).repeat(1, 2)[:, :3],
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_that_do_not_broadcast_are_mapped(name):
+    x, decoder = data(4, 3), DECODERS[name]()
+
+    def model():
+        if isinstance(decoder, nn.Module):
+            pyro.module("decoder", decoder)
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(param("slope") * decoder(z), 0.7).to_event(1), obs=x)
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(x[:, :2] / 2, param("s").exp()).to_event(1))
+
+    check_way(model, guide, way=Way.MAPPED)
+
+
+def regression(local):
+    """``X @ w``, with the weights in no plate or in one."""
+    rows, y = data(5, 3), data(5, seed=4)
+
+    def weights(loc):
+        if local:
+            with pyro.plate("features", 3):
+                return pyro.sample("w", dist.Normal(loc, 1.0))
+        return pyro.sample("w", dist.Normal(loc, 1.0).to_event(1))
+
+    def model():
+        w = weights(torch.zeros(3))
+        scale = pyro.sample("scale", dist.Gamma(2.0, 2.0))
+        with pyro.plate("data", 5):
+            pyro.sample("y", dist.Normal(rows @ w, scale), obs=y)
+
+    def guide():
+        weights(param("loc", 3))
+        pyro.sample("scale", dist.Gamma(3.0, 2.0))
+
+    return model, guide
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_regressions_are_mapped(local):
+    check_way(*regression(local), way=Way.MAPPED)
+
+
+def hidden_markov(kind):
+    y = data(5, seed=7)
+
+    def model():
+        rate = pyro.sample("rate", dist.Dirichlet(torch.ones(2)))
+        if kind == "discrete":
+            rows = torch.stack([rate, rate.flip(0)])
+            fn = dist.DiscreteHMM(rate.log(), rows.log(), dist.Normal(torch.arange(2.0), 1.0))
+            pyro.sample("y", fn, obs=y)
+        else:
+            one = torch.eye(1)
+            start = dist.Normal(torch.zeros(1), 1.0).to_event(1)
+            move = dist.Normal(torch.zeros(1), rate[:1]).to_event(1)
+            pyro.sample("y", dist.GaussianHMM(start, one, move, one, start), obs=y.unsqueeze(-1))
+
+    def guide():
+        pyro.sample("rate", dist.Dirichlet(param("alpha", 2).exp()))
+
+    return model, guide
+
+
+@pytest.mark.parametrize("kind", ["discrete", "gaussian"])
+def test_hidden_markov_models_are_mapped(kind):
+    check_way(*hidden_markov(kind), way=Way.MAPPED)
+
+
+def test_a_guide_that_does_not_broadcast_is_mapped_too():
+    x = data(4)
+
+    def model():
+        with pyro.plate("data", 4):
+            a = pyro.sample("a", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            b = pyro.sample("b", dist.Normal(a.softmax(1), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(b[:, 0], 1.0), obs=x)
+
+    def guide():
+        with pyro.plate("data", 4):
+            a = pyro.sample("a", dist.Normal(param("loc", 2), 0.8).to_event(1))
+            pyro.sample("b", dist.Normal(a.softmax(1), 0.9).to_event(1))
+
+    check_way(model, guide, way=Way.BOTH_MAPPED)
+
+
+def test_a_program_that_reads_a_latent_is_looped_and_says_so(caplog):
+    def model():
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z if z > 0 else -z, 1.0), obs=torch.tensor(0.3))
+
+    def guide():
+        pyro.sample("z", dist.Normal(0.2, 1.0))
+
+    with caplog.at_level(logging.WARNING):
+        losses = [
+            TraceIWAE_ELBO(300, vectorize_particles=v).loss(model, guide) for v in (None, False)
+        ]
+    assert "are run one by one" in caplog.text
+    assert math.isclose(*losses, abs_tol=0.1)
+    with pytest.raises(RuntimeError, match="vectorize_particles=False"):
+        TraceIWAE_ELBO(3, vectorize_particles=True).loss(model, guide)
+
+
+def bits(dim):
+    x = data(5, 3, seed=9)
+
+    def model():
+        with pyro.plate("data", 5):
+            y = pyro.sample("y", dist.Bernoulli(0.4 * torch.ones(3)).to_event(1))
+            pyro.sample("x", dist.Normal((2 * y).softmax(dim), 1.0).to_event(1), obs=x)
+
+    def guide():
+        with pyro.plate("data", 5):
+            pyro.sample("y", dist.Bernoulli(0.3 * torch.ones(3)).to_event(1))
+
+    return model, guide
+
+
+def test_states_of_a_model_that_does_not_broadcast_are_mapped():
+    model, _ = bits(1)
+    losses = []
+    for vectorize in (None, True, False):
+        pyro.set_rng_seed(0)
+        elbo = TraceTruncated_ELBO(vectorize_particles=vectorize)
+        losses.append(elbo.loss(model, TruncatedPosterior(model, 8)))
+    right, _ = bits(-1)
+    losses.append(TraceTruncated_ELBO().loss(right, TruncatedPosterior(right, 8)))
+    assert all(math.isclose(found, losses[-1], rel_tol=1e-9) for found in losses)
+
+
+def test_slots_of_particles_are_mapped():
+    # With all eight values summed the loss has no noise.
+    losses = [TraceRaoBlackwell_ELBO(8, num_particles=3).loss(*bits(dim)) for dim in (1, -1)]
+    assert math.isclose(*losses, rel_tol=1e-9)
+
+
+def test_a_mapped_step_is_recorded():
+    model, guide = regression(True)
+    plain, recorded = (TraceSIS_ELBO(2, ULA(0.05), num_particles=3) for _ in range(2))
+    recorded = CompiledELBO(recorded, backend="eager")
+    for seed in range(3):
+        found = []
+        for elbo in (plain, recorded):
+            pyro.set_rng_seed(seed)
+            found.append(elbo.loss_and_grads(model, guide))
+        assert math.isclose(*found, rel_tol=1e-9)
