@@ -67,6 +67,8 @@ DECODERS = {
 }
 
 
+# Of operations that torch.vmap takes one particle at a time, as a GRU's cell.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_that_do_not_broadcast_are_mapped(name):
     x, decoder = data(4, 3), DECODERS[name]()
