@@ -97,36 +97,38 @@ class Runner:
                 return self._run(execution, count)
             except LeadingDimsError as error:
                 _set_back(execution.subsamples, before)
-                looped = count is None or self.ways.of(execution.key) is Way.LOOPED
-                if looped or self._choose(execution, self._look(execution), error) is Way.LOOPED:
-                    raise
+                self._change_way(execution, count, error)
 
     def _run(self, execution: Execution, count: int | None) -> Run:
         shared, before = execution.shared, Minibatch(execution.subsamples)
         with rewindable(execution.rewinds or not self._has_run) as rewind:
             for attempt in itertools.count(1):
+                if attempt > 1 and rewind():
+                    # The generators draw the same minibatch again.
+                    _set_back(execution.subsamples, before)
                 try:
                     run, known = self._attempt(execution, count, shared)
                 except _StatesFound:
                     self._sums = True
-                    if rewind():
-                        _set_back(execution.subsamples, before)
                     continue
                 found = shared if execution.find_shared is None else execution.find_shared(run)
                 if found == shared:
                     break
                 if count is not None and attempt == _MAX_ATTEMPTS:
                     raise _unsettled(found)
-                # Shared sites were drawn once per particle, or others once: run again on the same
-                # minibatch, which the generators draw again if they are set back.
+                # Shared sites were drawn once per particle, or others once: run again.
                 shared = found
-                if rewind():
-                    _set_back(execution.subsamples, before)
         self._has_run = True
         settled = self.auxiliary.settle(execution.programs, run)
         if not known:
             self._look_at(execution, settled, shared)
         return settled
+
+    def _change_way(self, execution: Execution, count: int | None, error: LeadingDimsError) -> None:
+        """Choose another way to run particles together, or raise what is wrong with this one."""
+        looped = count is None or self.ways.of(execution.key) is Way.LOOPED
+        if looped or self._choose(execution, self._look(execution), error) is Way.LOOPED:
+            raise error
 
     def check(
         self,
@@ -171,6 +173,12 @@ class Runner:
         sums = self._sums and not execution.several
         if count is None and not execution.several and not sums:
             return self._execute(execution, Layout(None, None, shared))
+        return self._attempt_leading(execution, count, shared, sums)
+
+    def _attempt_leading(
+        self, execution: Execution, count: int | None, shared: GlobalSites, sums: bool
+    ) -> tuple[Run, bool]:
+        """The same with leading dims; again, where plates or the way have changed."""
         way = Way.BATCHED if count is None else self._way(execution)
         nesting = self._nesting(execution)
         before = Minibatch(execution.subsamples)
@@ -189,14 +197,17 @@ class Runner:
             self.check_nesting(run.nesting)
         known = self.checks.is_known(execution.key, run, layout.shared)
         if not known and execution.compared is None:
-            if not (layout.sums or execution.several or is_messenger(execution.programs)):
-                _look_for_states(run)
-            depth = self.declared_nesting
-            if layout.nesting is not None:
-                depth = layout.nesting + (layout.count is not None)
-            leads = layout.count is not None and not execution.several
-            self.checks.check_contract(run, depth, leads)
+            self._check_contract(execution, layout, run)
         return run, known
+
+    def _check_contract(self, execution: Execution, layout: Layout, run: Run) -> None:
+        if not (layout.sums or execution.several or is_messenger(execution.programs)):
+            _look_for_states(run)
+        depth = self.declared_nesting
+        if layout.nesting is not None:
+            depth = layout.nesting + (layout.count is not None)
+        leads = layout.count is not None and not execution.several
+        self.checks.check_contract(run, depth, leads)
 
     def _recovered(
         self, execution: Execution, count: int | None, nesting: int, way: Way, error: Exception
