@@ -123,6 +123,8 @@ class Recorder(SubstituteMessenger):
         super().__init__(substitute.subsamples, substitute.values, substitute.sample_fn)
         self.trace = Trace()
         self._drawn = {} if drawn is None else drawn.nodes
+        # Of a guide its parameters too: judges ask which of them its first run made.
+        self._recorded = ("sample", "param") if drawn is None else ("sample",)
 
     def _give(self, msg: Message) -> None:
         drawn = self._drawn.get(msg["name"])
@@ -135,7 +137,7 @@ class Recorder(SubstituteMessenger):
 
     def _postprocess_message(self, msg: Message) -> None:
         super()._postprocess_message(msg)
-        if msg["type"] == "sample" and not msg["infer"].get("_do_not_trace"):
+        if msg["type"] in self._recorded and not msg["infer"].get("_do_not_trace"):
             self.trace.add_node(msg["name"], **msg)
 
 
