@@ -191,10 +191,12 @@ class Report:
     def _rows_of_chains(self) -> list[tuple[str, str]]:
         chains, rows = self.evidence, []
         if isinstance(self.prior, LogEvidence):
-            text = f"{_mean(self.prior)} (annealed from {self.prior.num_particles} draws each)"
-            rows = [("chains from the prior: log evidence", text)]
-            if self.prior.acceptance is None:
-                rows = [("prior: log evidence", f"{_mean(self.prior)} (importance sampling)")]
+            # A figure below the guide's says that the prior is far away, and nothing of the guide.
+            kind = "draws of" if self.prior.acceptance is None else "chains from"
+            text = (
+                f"{_mean(self.prior)} ({self.prior.num_particles} each; tells where it is higher)"
+            )
+            rows = [(f"{kind} the prior reach", text)]
         if chains is self.guide:
             return rows
         return [

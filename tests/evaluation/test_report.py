@@ -203,7 +203,7 @@ def test_labels_say_what_is_the_guides_and_what_the_chains():
     alone = str(report(exact.model, exact.guide, num_particles=50))
     assert "guide: log evidence" in alone
     assert "chains: " not in alone
-    assert "chains from the prior: log evidence" in alone
+    assert "chains from the prior reach" in alone
     both = report(exact.model, exact.guide, num_particles=50, schedule=2, look=False)
     text = str(both)
     assert f"guide: log evidence                 {float(both.guide.mean):.3f}" in text
