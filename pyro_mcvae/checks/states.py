@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.checks.vectorization import is_close
+from pyro_mcvae.checks.closeness import is_close
 from pyro_mcvae.programs.enumeration import is_state, support_of_state
 from pyro_mcvae.programs.execution import Programs, run_model
 from pyro_mcvae.programs.messengers import SubstituteMessenger

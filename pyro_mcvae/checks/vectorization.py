@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_mcvae.checks.closeness import beyond_rounding, is_close, moved
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.programs.contract import check_batch_dims
 from pyro_mcvae.programs.errors import LeadingDimsError
@@ -33,20 +34,12 @@ __all__ = [
     "LeadingDimsName",
     "check_count",
     "check_vectorization",
-    "is_close",
     "not_vectorizable",
 ]
 
 _logger = logging.getLogger(__name__)
 
 Densities = dict[FactorKey, Tensor]
-# Relative to a density in each precision.
-_TOLERANCE = {torch.float64: 1e-6}
-_SINGLE = 2e-3
-# Runs of other shapes round in other ways, most where a network computes in half precision or a
-# solver stops at a tolerance: as if the latents had moved by so much.
-_ROUNDING = {torch.float64: 1e-4}
-_SINGLE_ROUNDING = 0.02
 # A site is odd if it is so at each of so many draws: the inverse of a flow may fail at one.
 _DRAWS = 2
 
@@ -151,6 +144,8 @@ def check_vectorization(
     count = next(n for n in itertools.count(2) if n not in run.inner_sizes)
     try:
         with looking():
+            if run.leading is not None or not ran:  # slots may share what they are not values of
+                _check_unseen_draws(programs, run, shared, way, name)
             odd = _odd(programs, run, shared, count, way)
             for _ in range(1, _DRAWS if odd else 0):
                 again = _odd(programs, run, shared, count, way)
@@ -188,13 +183,7 @@ def _odd(
     found = _together(programs, run, shared, count, way)
     together = found.log_probs
     for particle in (count - 1, 0):
-        values = {
-            name: _particle_draw(site, particle, count, run.nesting)
-            # The model may have latents of its own, to be enumerated.
-            for trace in (found.model_trace, found.guide_trace)
-            for name, site in trace.nodes.items()
-            if is_random(site)
-        }
+        values = _values(found, particle, count, run.nesting)
         alone = _alone(programs, run.subsamples, values)
         pairs = {
             key: (_particle(together[key], particle, count, run.nesting), alone[key])
@@ -206,6 +195,41 @@ def _odd(
     return {}
 
 
+def _values(found: Probe, particle: int, count: int, nesting: int) -> dict[str, Tensor]:
+    """The latents of one particle."""
+    return {
+        name: _particle_draw(site, particle, count, nesting)
+        # The model may have latents of its own, to be enumerated.
+        for trace in (found.model_trace, found.guide_trace)
+        for name, site in trace.nodes.items()
+        if is_random(site)
+    }
+
+
+def _check_unseen_draws(
+    programs: Programs, run: Run, shared: GlobalSites, way: Way, name: LeadingDimsName
+) -> None:
+    """
+    Check that a factor of the guide, which may be the density of a draw by ``torch.rand``, is not
+    that of one draw for all particles: then their weights would not be independent.
+    """
+    factors = [t.key for t in run.terms if t.in_guide and not is_random(t.site)]
+    if not factors:
+        return
+    count = next(n for n in itertools.count(2) if n not in run.inner_sizes)
+    found = _together(programs, run, shared, count, way)
+    values = _values(found, 0, count, run.nesting)
+    first, again = (_alone(programs, run.subsamples, values) for _ in range(2))
+    for key in (k for k in factors if k in first.keys() & again.keys() & found.log_probs.keys()):
+        each = [_particle(found.log_probs[key], k, count, run.nesting) for k in range(count)]
+        if not is_close(first[key], again[key]) and all(torch.equal(each[0], e) for e in each):
+            raise LeadingDimsError(
+                f"site '{key.name}' of the guide is a factor of what the guide draws apart from "
+                f"its sites (by torch.rand, say), which all {name.name} would share. {name.remedy} "
+                f"draw it by pyro.sample"
+            )
+
+
 def _beyond_noise(
     programs: Programs,
     subsamples: Mapping[str, Tensor],
@@ -214,13 +238,13 @@ def _beyond_noise(
 ) -> dict[FactorKey, tuple[float, float]]:
     """Noise that the programs draw apart from their sites is no difference, nor is rounding."""
     again = _alone(programs, subsamples, values)
-    moved = _alone(programs, subsamples, {n: changed_draw(_moved, v) for n, v in values.items()})
+    elsewhere = _alone(programs, subsamples, {n: changed_draw(moved, v) for n, v in values.items()})
     return {
         key: (float(found.sum()), float(expected.sum()))
         for key, (found, expected) in odd.items()
         if key in again
         and is_close(expected, again[key])
-        and _beyond(found, expected, moved.get(key))
+        and beyond_rounding(found, expected, elsewhere.get(key))
     }
 
 
@@ -245,31 +269,3 @@ def _particle(value: Tensor, particle: int, count: int, inner: int) -> Tensor:
         return value
     lead = value.shape[value.dim() - inner - 1]
     return value.select(value.dim() - inner - 1, particle if lead == count else 0)
-
-
-def _moved(value: Tensor) -> Tensor:
-    if not value.is_floating_point():
-        return value
-    return value * (1 + _ROUNDING.get(value.dtype, _SINGLE_ROUNDING))
-
-
-def _beyond(found: Tensor, expected: Tensor, moved: Tensor | None) -> bool:
-    """Whether a density differs by more than rounding would make it."""
-    if moved is None or moved.shape != expected.shape:
-        return True
-    rounding, difference = (moved - expected).abs(), (found - expected).abs()
-    return not bool((difference <= 2 * rounding.max()).all())
-
-
-def is_close(found: Tensor, expected: Tensor) -> bool:
-    """Whether two log densities are equal to rounding, where both are finite."""
-    try:
-        found, expected = torch.broadcast_tensors(found, expected)
-    except RuntimeError:
-        return True  # not comparable
-    # Where a density is infinite or NaN (the step says so itself), rounding decides which.
-    both = found.isfinite() & expected.isfinite()
-    found, expected = torch.where(both, found, 0.0), torch.where(both, expected, 0.0)
-    tolerance = _TOLERANCE.get(found.dtype, _SINGLE)
-    allowed = tolerance * max(1.0, float(expected.abs().max()) if expected.numel() else 0.0)
-    return torch.allclose(found, expected, rtol=tolerance, atol=allowed)

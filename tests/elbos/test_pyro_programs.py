@@ -357,6 +357,12 @@ def test_a_factor_of_the_guide_stands_for_draws_that_are_not_seen(objective):
         assert_mean(torch.stack([step[name] for step in found]), exact)
 
 
+def test_draws_that_are_not_seen_are_not_shared_by_particles():
+    programs = UnseenDraw()
+    with pytest.raises(RuntimeError, match="'density' of the guide is a factor of what the guide"):
+        TraceIWAE_ELBO(2, vectorize_particles=True).loss(programs.model, programs.guide)
+
+
 @pytest.mark.parametrize("has_rsample", [False, True])
 def test_a_factor_of_the_guide_counts_as_under_trace_enum(has_rsample):
     # The classification loss of Pyro's scANVI: of no draw, and learned.

@@ -354,7 +354,7 @@ def test_subsampled_steps_share_one_minibatch():
             seen.append(i)
             pyro.sample("y", dist.Bernoulli(logits=param("q", 10)[i]))
 
-    elbo = TraceRaoBlackwell_ELBO(num_particles=3)
+    elbo = TraceRaoBlackwell_ELBO(num_particles=3, vectorize_particles=False)
     elbo.loss_and_grads(model, guide)
     seen.clear()
     elbo.loss_and_grads(model, guide)
