@@ -39,7 +39,7 @@ def peak(function, *args, **options):
 WAYS = {
     "importance sampling": (log_evidence, {}),
     "chains": (log_evidence, {"schedule": 2, "kernel": MALA(0.1), "warmup": 0}),
-    "report": (report, {"schedule": 2, "kernel": MALA(0.1), "warmup": 0}),
+    "report": (report, {"schedule": 2, "kernel": MALA(0.1), "warmup": 0, "look": False}),
 }
 
 

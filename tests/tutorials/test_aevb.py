@@ -22,7 +22,10 @@ def run(*argv: str) -> str:
 
 @pytest.mark.parametrize(
     ("figure", "objectives"),
-    [("bound", ["Wake-Sleep", "AEVB"]), ("marginal", ["Wake-Sleep", "MCEM", "AEVB"])],
+    [
+        pytest.param("bound", ["Wake-Sleep", "AEVB"], marks=pytest.mark.slow),
+        ("marginal", ["Wake-Sleep", "MCEM", "AEVB"]),
+    ],
 )
 def test_figures(tmp_path: Path, figure: str, objectives: list[str]) -> None:
     printed = run("--smoke", "--figure", figure, "--out", str(tmp_path))

@@ -94,6 +94,7 @@ def test_the_papers_networks() -> None:
     assert decoder(torch.randn(4, 2, 3, 64)).shape == (4, 2, 3, 784)
 
 
+@pytest.mark.slow
 def test_aevb(data: Path, tmp_path: Path) -> None:
     flags = ["--full", "--smoke", "--dataset", "mnist", "--data-root", str(data)]
     run("aevb/figures.py", *flags, "--out", str(tmp_path), "--objectives", "AEVB")
@@ -102,6 +103,7 @@ def test_aevb(data: Path, tmp_path: Path) -> None:
     assert {row["hidden"] for row in found} == {"500"}
 
 
+@pytest.mark.slow
 def test_rao_blackwell(data: Path, tmp_path: Path) -> None:
     flags = ["--full", "--smoke", "--data-root", str(data), "--out", str(tmp_path)]
     run("rao_blackwell/semi_supervised.py", *flags)

@@ -72,7 +72,14 @@ def test_bars_are_found_from_any_start(tmp_path):
     assert load("bars").main(["--seeds", "10", "--output", str(tmp_path / "bars.png")]) >= 8
 
 
-@pytest.mark.parametrize("options", [[], ["--missing", "0.3"], ["--linear"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--missing", "0.3"]),
+        pytest.param([], marks=pytest.mark.slow),
+        pytest.param(["--linear"], marks=pytest.mark.slow),
+    ],
+)
 def test_an_image_is_denoised(tmp_path, options):
     denoising = load("denoising")
     # Stripes and a square: what patches of a real image have in common, without the image.
