@@ -17,16 +17,21 @@ _SINGLE_ROUNDING = 0.02
 
 
 def moved(value: Tensor) -> Tensor:
+    """A latent that differs by rounding."""
     if not value.is_floating_point():
         return value
     return value * (1 + _ROUNDING.get(value.dtype, _SINGLE_ROUNDING))
 
 
-def beyond_rounding(found: Tensor, expected: Tensor, moved: Tensor | None) -> bool:
-    """Whether a density differs by more than rounding would make it."""
-    if moved is None or moved.shape != expected.shape:
+def beyond_rounding(found: Tensor, expected: Tensor, elsewhere: Tensor | None) -> bool:
+    """
+    Whether a density differs by more than rounding would make it.
+
+    :param elsewhere: the expected density at latents that were :func:`moved`.
+    """
+    if elsewhere is None or elsewhere.shape != expected.shape:
         return True
-    rounding, difference = (moved - expected).abs(), (found - expected).abs()
+    rounding, difference = (elsewhere - expected).abs(), (found - expected).abs()
     return not bool((difference <= 2 * rounding.max()).all())
 
 

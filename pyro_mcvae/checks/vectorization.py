@@ -145,7 +145,7 @@ def check_vectorization(
     try:
         with looking():
             if run.leading is not None or not ran:  # slots may share what they are not values of
-                _check_unseen_draws(programs, run, shared, way, name)
+                _check_unseen_draws(programs, run, shared, count, way, name)
             odd = _odd(programs, run, shared, count, way)
             for _ in range(1, _DRAWS if odd else 0):
                 again = _odd(programs, run, shared, count, way)
@@ -207,7 +207,7 @@ def _values(found: Probe, particle: int, count: int, nesting: int) -> dict[str, 
 
 
 def _check_unseen_draws(
-    programs: Programs, run: Run, shared: GlobalSites, way: Way, name: LeadingDimsName
+    programs: Programs, run: Run, shared: GlobalSites, count: int, way: Way, name: LeadingDimsName
 ) -> None:
     """
     Check that a factor of the guide, which may be the density of a draw by ``torch.rand``, is not
@@ -216,7 +216,6 @@ def _check_unseen_draws(
     factors = [t.key for t in run.terms if t.in_guide and not is_random(t.site)]
     if not factors:
         return
-    count = next(n for n in itertools.count(2) if n not in run.inner_sizes)
     found = _together(programs, run, shared, count, way)
     values = _values(found, 0, count, run.nesting)
     first, again = (_alone(programs, run.subsamples, values) for _ in range(2))

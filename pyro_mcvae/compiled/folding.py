@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.fx.graph import Graph
 from torch.fx.node import map_arg
 
-from pyro_mcvae.compiled.operations import is_pure, roots, written
+from pyro_mcvae.compiled.operations import settled
 
 __all__ = ["fold"]
 
@@ -52,13 +52,8 @@ def fold(graph: Graph, constants: list[Tensor], fixed: list[bool]) -> list[Tenso
 
 
 def _computed(graph: Graph, known: dict[Node, Tensor]) -> dict[Node, Tensor]:
-    shares = roots(graph.nodes)
-    targets = {shares.get(t, t) for node in graph.nodes for t in written(node)}
     values = dict(known)
-    for node in graph.nodes:
-        inputs = [node, *node.all_input_nodes]
-        if not is_pure(node) or any(shares.get(n, n) in targets for n in inputs):
-            continue
+    for node in settled(graph):
         stand_ins = dict(_stand_ins(node))
         if all(n in values or n in stand_ins for n in node.all_input_nodes):
             at = {**values, **stand_ins}.__getitem__

@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.fx.graph import Graph
 from torch.fx.node import Argument
 
-from pyro_mcvae.compiled.operations import is_pure, roots, written
+from pyro_mcvae.compiled.operations import roots, settled
 
 __all__ = ["merge_equal", "own_outputs"]
 
@@ -19,14 +19,8 @@ def merge_equal(graph: Graph) -> None:
     Merge operations that are the same function of the same values: a chain asks its model for the
     same constants at each transition.
     """
-    shares = roots(graph.nodes)
-    targets = {shares.get(t, t) for node in graph.nodes for t in written(node)}
     known: dict[Hashable, Node] = {}
-    for node in list(graph.nodes):
-        # What is written to later is a new tensor each time, and reads of it are not equal.
-        inputs = [node, *node.all_input_nodes]
-        if not is_pure(node) or any(shares.get(n, n) in targets for n in inputs):
-            continue
+    for node in settled(graph):
         first = known.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
+from torch.fx.graph import Graph
 from torch.fx.node import Argument
 
 if TYPE_CHECKING:  # names that other versions of PyTorch may not have
     from torch._C import Argument as SchemaArgument
     from torch._C import FunctionSchema
 
-__all__ = ["is_pure", "roots", "viewed", "written"]
+__all__ = ["is_pure", "roots", "settled", "viewed", "written"]
 
 _aten = torch.ops.aten
 # Running statistics, which these update without saying so in their schema.
@@ -65,6 +66,20 @@ def roots(nodes: Iterable[Node]) -> dict[Node, Node]:
         if (source := viewed(node)) is not None:
             found[node] = found.get(source, source)
     return found
+
+
+def settled(graph: Graph) -> Iterator[Node]:
+    """
+    The operations that are functions of their inputs alone, in order; they may be erased meanwhile.
+
+    What is written to later is a new tensor each time, and reads of it are not equal.
+    """
+    shares = roots(graph.nodes)
+    targets = {shares.get(t, t) for node in graph.nodes for t in written(node)}
+    for node in list(graph.nodes):
+        inputs = [node, *node.all_input_nodes]
+        if is_pure(node) and not any(shares.get(n, n) in targets for n in inputs):
+            yield node
 
 
 def _schema(node: Node) -> FunctionSchema | None:

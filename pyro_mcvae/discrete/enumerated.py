@@ -15,7 +15,7 @@ from pyro_mcvae.discrete.slots import SLOTS, SiteSlots
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.state_sums import StateFactor, pack, sum_states
+from pyro_mcvae.programs.state_sums import StateFactor, inside_sum, pack, sum_states
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
@@ -229,8 +229,4 @@ def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]
 
 def _state_factor(cost: SlotCost, is_state: bool) -> StateFactor:
     site = cost.term.site
-    # Masks act inside of the sum, scales outside.
-    log_prob = sites.unscaled_log_prob(site, "model")
-    if not is_state:
-        log_prob = sites.unscaled_masked(site, log_prob)
-    return StateFactor(site, pack(site, "model", log_prob), cost.plates)
+    return StateFactor(site, pack(site, "model", inside_sum(site, is_state)), cost.plates)

@@ -23,7 +23,7 @@ from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
-from pyro_mcvae.ops.checks import check_flag
+from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.programs.execution import Programs
@@ -119,8 +119,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         MonteCarloELBO.__init__(self, num_particles, **options)
         check_flag("multi_sample", multi_sample)
         check_flag("recompute", recompute)
-        _check_choice("coordinates", coordinates, get_args(ChainCoordinates))
-        _check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
+        check_choice("coordinates", coordinates, get_args(ChainCoordinates))
+        check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
         self.schedule = as_schedule(schedule, num_steps)
         self.kernel = self._checked(self._default_kernel() if kernel is None else kernel)
         self.kernel.check_transitions(self.num_steps)
@@ -275,8 +275,3 @@ def _not_twice(error: Exception) -> str:
         f"needs ({type(error).__name__}: {error}). Use another operator, "
         f"gradient_estimator='reweighted', or a kernel without gradients (RandomWalk)"
     )
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -21,7 +21,7 @@ from pyro_mcvae.elbos.elbo_terms import (
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.global_average import GlobalAverage, draws_globals
 from pyro_mcvae.elbos.path_gradient import PathGradient
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.checks import check_choice, check_count
 from pyro_mcvae.ops.importance import leave_one_out_signal, renyi_bound
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
@@ -152,11 +152,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         **options: Unpack[ELBOOptions],
     ) -> None:
         super().__init__(num_particles, **options)
-        if gradient_estimator not in get_args(GradientEstimator):
-            raise ValueError(
-                f"gradient_estimator must be one of {', '.join(get_args(GradientEstimator))}, "
-                f"got {gradient_estimator!r}"
-            )
+        check_choice("gradient_estimator", gradient_estimator, get_args(GradientEstimator))
         if gradient_estimator == "vimco" and num_particles < 2:
             raise ValueError(
                 f"gradient_estimator='vimco' has a leave-one-out baseline and needs "

@@ -24,6 +24,7 @@ from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_plates, nonfinite_sites
 from pyro_mcvae.programs.execution import Programs
@@ -141,6 +142,10 @@ class ImportanceSampler:
             coordinates=coordinates,
             latents=latents,
         )
+
+    def with_drawn_states(self, sample: WeightedParticles) -> WeightedParticles:
+        """The same latents, and each enumerated site of the model drawn given these."""
+        return with_drawn_states(self._sampler(1).runner, self.programs, sample)
 
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> ChainDensity:
         """What the chains of this judge move in, begun at new draws or at given latents."""

@@ -16,7 +16,6 @@ from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importan
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["refine"]
@@ -168,7 +167,7 @@ class _Refined:
         if transitions and density is not None:
             position = _move(density, sampler, position, chosen, transitions)
         sample = at(position.detach()).sample
-        self.sites = site_draws(with_drawn_states(sampler.programs, sample))
+        self.sites = site_draws(sampler.with_drawn_states(sample))
 
 
 def _choose(log_weight: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Checks of arguments that have one answer for all: counts and flags."""
+"""Checks of arguments that have one answer for all: counts, flags and choices."""
 
 from __future__ import annotations
 
 import operator
 from typing import Any
 
-__all__ = ["as_int", "check_count", "check_flag"]
+__all__ = ["as_int", "check_choice", "check_count", "check_flag"]
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -26,6 +26,23 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     if count is None or count < least:
         raise ValueError(f"{name} must be an int of at least {least}, got {value!r}")
     return count
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """
+    Check a choice between several.
+
+    :raises ValueError: unless ``value`` is one of them.
+
+    Example::
+
+        >>> check_choice("backend", "none", ("eager", "inductor"))
+        Traceback (most recent call last):
+            ...
+        ValueError: backend must be one of eager, inductor, got 'none'
+    """
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def as_int(value: Any) -> int | None:

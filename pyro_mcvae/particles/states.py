@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pyro_mcvae.particles.layout import Layout
+from pyro_mcvae.particles.runner import Runner
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs, run_model
+from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.run import Run, collect
 from pyro_mcvae.programs.state_draws import draw_states
@@ -12,13 +14,20 @@ from pyro_mcvae.programs.state_draws import draw_states
 __all__ = ["with_drawn_states"]
 
 
-def with_drawn_states(programs: Programs, sample: WeightedParticles) -> WeightedParticles:
-    """The same latents, and each enumerated site drawn from its posterior given these."""
+def with_drawn_states(
+    runner: Runner, programs: Programs, sample: WeightedParticles
+) -> WeightedParticles:
+    """
+    The same latents, and each enumerated site drawn from its posterior given these.
+
+    :param runner: which made the runs of the sample.
+    """
     if all(run.state_dim is None for run in sample.runs):
         return sample
+    way, shared = runner.ways.of(programs) or Way.BATCHED, sample.structure.global_sites
 
     def with_states(run: Run) -> Run:
-        _, plate = Layout(run.leading, run.nesting, sample.structure.global_sites).plates()
+        _, plate = Layout(run.leading, run.nesting, shared, way).plates()
         substitute = SubstituteMessenger(run.subsamples, draw_states(run.model_trace))
         model_trace = run_model(programs, run.guide_trace, substitute, plate)
         shown = run.nesting, run.leading, run.subsamples, run.unbatched

@@ -10,7 +10,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.programs.enumeration import is_state, support_of_state
-from pyro_mcvae.programs.state_sums import StateFactor, state_factors, sum_states
+from pyro_mcvae.programs.state_sums import StateFactor, batch_shaped, state_factors, sum_states
 
 __all__ = ["draw_states"]
 
@@ -34,10 +34,7 @@ def draw_states(model_trace: Trace) -> dict[str, Tensor]:
 
 def _drawn(query: StateFactor, trace: Trace) -> Tensor:
     site = query.site
-    index = _index(query, trace)
-    sizes = {f.dim: f.size for f in site["cond_indep_stack"] if f.dim is not None}
-    depth = max((-d for d in sizes), default=0)
-    index = index.expand([sizes.get(d, 1) for d in range(-depth, 0)])
+    index = batch_shaped(_index(query, trace), site["cond_indep_stack"])
     return support_of_state(site)[index]
 
 

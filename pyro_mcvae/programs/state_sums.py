@@ -33,6 +33,8 @@ __all__ = [
     "StateFactor",
     "StateFactors",
     "StateSum",
+    "batch_shaped",
+    "inside_sum",
     "pack",
     "plates_of",
     "state_factors",
@@ -126,6 +128,13 @@ def sum_states(
         yield StateSum(members, total, plates, scale)
 
 
+def inside_sum(site: Site, is_summed: bool) -> Tensor:
+    """The log density of a model's site inside of a sum: masks act there, scales outside of it."""
+    log_prob = sites.unscaled_log_prob(site, "model")
+    # A mask takes factors out of the sum, and no state: what remains of those sums to one.
+    return log_prob if is_summed else sites.unscaled_masked(site, log_prob)
+
+
 def _connected(factors: Sequence[StateFactor], dims: set[str]) -> Iterator[tuple[int, ...]]:
     """The factors that share enumerated sites, directly or through others."""
     groups: list[tuple[set[str], list[int]]] = []
@@ -187,15 +196,13 @@ def state_factors(model_trace: Trace) -> StateFactors:
     states = {s["infer"]["_enumerate_symbol"] for s in found if is_state(s)}
     parts = StateFactors([], [], [], states)
     for site in found:
-        log_prob = sites.unscaled_log_prob(site, "model")
-        # A mask takes factors out of the sum, and no state: what remains of those sums to one.
-        masked = log_prob if is_state(site) else sites.unscaled_masked(site, log_prob)
+        masked = inside_sum(site, is_state(site))
         factor = StateFactor(site, pack(site, "model", masked), plates_of(site, model_trace))
         if is_state(site) or not states.isdisjoint(factor.dims):
             parts.inside.append(model_term(site, log_prob=masked))
             parts.factors.append(factor)
         else:
-            parts.terms.append(model_term(site, log_prob=sites.masked(site, log_prob)))
+            parts.terms.append(model_term(site))
     return parts
 
 
@@ -213,7 +220,7 @@ def _term(found: StateSum, inside: Sequence[Term], trace: Trace) -> Term:
     members = tuple(inside[i] for i in found.members)
     home = next(t.site for t in members if is_state(t.site))
     frames = tuple(_shared_frames(home, members, found.plates, trace))
-    log_prob = _batch_shaped(packed.unpack(found.log_prob, trace.symbol_to_dim), frames)
+    log_prob = batch_shaped(packed.unpack(found.log_prob, trace.symbol_to_dim), frames)
     site: Site = {
         "type": "sample",
         "name": f"{home['name']} (summed)",
@@ -243,7 +250,7 @@ def _shared_frames(
             yield f
 
 
-def _batch_shaped(value: Tensor, frames: Sequence[CondIndepStackFrame]) -> Tensor:
+def batch_shaped(value: Tensor, frames: Sequence[CondIndepStackFrame]) -> Tensor:
     """A tensor with the full size in each plate's dim."""
     sizes = {f.dim: f.size for f in frames if f.dim is not None}
     depth = max((-d for d in sizes), default=0)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from pyro.infer import Predictive
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from torch.nn.functional import conv1d
 
 from pyro_mcvae import HMC, MALA, ULA, RandomWalk, refine, to_inference_data
 from tests.estimates import called
@@ -94,6 +95,32 @@ def test_constrained_draws_are_in_their_own_space():
         draws = refine(exact.model, exact.guide, num_samples=2000, **options)
         assert bool((draws["z"] > 0).all())
         assert_moments(draws["z"], concentration / rate, concentration / rate**2 * 1.0)
+
+
+def test_states_of_a_program_that_does_not_broadcast_are_drawn():
+    """The model is run again for them in the way that its particles are run in."""
+    data, kernel = torch.tensor([0.3, -0.2, 0.9]), torch.tensor([[[0.5, 1.0, -0.3]]])
+
+    def model():
+        z = pyro.sample("z", dist.Normal(0, 1).expand([3]).to_event(1))
+        # A convolution takes no leading dims but a batch's.
+        mean = conv1d(z.unsqueeze(0), kernel, padding=1)[0]
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Bernoulli(0.3), infer={"enumerate": "parallel"})
+            pyro.sample("x", dist.Normal(mean + y, 0.5), obs=data)
+
+    def guide():
+        pyro.sample("z", dist.Normal(0, 1).expand([3]).to_event(1))
+
+    linear = conv1d(torch.eye(3).unsqueeze(1), kernel, padding=1)[:, 0].T
+    given_y = linear @ linear.T + 0.25 * torch.eye(3)
+    y = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)
+    prior = (y * math.log(0.3) + (1 - y) * math.log(0.7)).sum(-1)
+    weights = (dist.MultivariateNormal(y, given_y).log_prob(data) + prior).softmax(0)
+
+    draws = refine(model, guide, num_samples=4000, num_particles=100, seed=1)
+    assert draws["y"].shape == (4000, 3)
+    assert_moments(draws["y"], weights @ y, (weights @ y) * (1 - weights @ y))
 
 
 def test_discrete_draws_are_resampled():
