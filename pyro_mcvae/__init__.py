@@ -45,6 +45,9 @@ from pyro_mcvae.elbos.renyi import TraceRenyi_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
+from pyro_mcvae.evaluation.compare import compare
+from pyro_mcvae.evaluation.compare_models import ModelComparison, compare_models
+from pyro_mcvae.evaluation.comparison import Comparison, TrainedCopy
 from pyro_mcvae.evaluation.draws import PosteriorDraws
 from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence
 from pyro_mcvae.evaluation.inference_data import to_inference_data
@@ -88,6 +91,7 @@ __all__ = [
     "Baseline",
     "BernoulliPrior",
     "Bounds",
+    "Comparison",
     "CompiledELBO",
     "Estimate",
     "EvolutionaryUpdate",
@@ -111,6 +115,7 @@ __all__ = [
     "LogEvidence",
     "LogWeight",
     "LowDimensionalEvidence",
+    "ModelComparison",
     "Momentum",
     "MonteCarloELBO",
     "MonteCarloEM",
@@ -140,11 +145,14 @@ __all__ = [
     "TraceSGVB_ELBO",
     "TraceSIS_ELBO",
     "TraceTruncated_ELBO",
+    "TrainedCopy",
     "TruncatedPosterior",
     "UnderdampedLangevin",
     "UniformFlips",
     "UniformParents",
     "WakeSleep",
+    "compare",
+    "compare_models",
     "load_checkpoint",
     "local_bounds",
     "local_estimate",

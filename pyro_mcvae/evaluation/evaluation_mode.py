@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from pyro_mcvae.programs.modules import find_modules
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["evaluation_mode"]
+__all__ = ["evaluation_mode", "evaluation_modules"]
 
 # The states of Pyro's generators, by library, and those of each GPU.
 Generators: TypeAlias = tuple[dict[str, object], list[Tensor] | None]
@@ -39,7 +39,6 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     _check_seed(seed)
     roots = find_modules(*programs)
     _refuse_lazy(roots)
-    modes = [(m, m.training) for root in roots for m in root.modules()]
     store = pyro.get_param_store()
     # Not by deleting names afterwards: two of them may be of one parameter, which the store forgets
     # at the first.
@@ -47,19 +46,29 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     before = [dict(table) for table in tables]
     generators = _generators() if seed is not None else None
     try:
-        for root in roots:
-            root.eval()
-        if seed is not None:
-            pyro.set_rng_seed(seed)
-        yield
+        with evaluation_modules(roots):
+            if seed is not None:
+                pyro.set_rng_seed(seed)
+            yield
     finally:
-        for module, training in modes:
-            module.training = training
         for table, kept in zip(tables, before, strict=True):
             table.clear()
             table.update(kept)
         if generators is not None:
             _set_generators(generators)
+
+
+@contextmanager
+def evaluation_modules(roots: list[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode inside, and as they were afterwards."""
+    modes = [(m, m.training) for root in roots for m in root.modules()]
+    try:
+        for root in roots:
+            root.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _check_seed(seed: int | None) -> None:

@@ -187,6 +187,16 @@ def log_evidence(
         return estimate(sampler, options.num_particles, keep_log_weight)
 
 
+def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:
+    """The evidence by the guide's weights, and by chains, where they were asked for; else twice."""
+    with importance_sampler(programs, options) as sampler:
+        guide = estimate(sampler, options.num_particles)
+        annealing = options.annealing()
+        if annealing is None:
+            return guide, guide
+        return guide, estimate(sampler.annealed(annealing), options.num_particles)
+
+
 def estimate(
     sampler: ImportanceSampler, num_particles: int, keep_log_weight: bool = False
 ) -> LogEvidence:

@@ -23,6 +23,7 @@ from pyro_mcvae.evaluation import preconditions
 from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.options import Options
+from pyro_mcvae.evaluation.progress import Counted, Progress
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -52,7 +53,11 @@ class ImportanceSampler:
     """
 
     def __init__(
-        self, programs: Programs, options: Options, annealing: Annealing | None = None
+        self,
+        programs: Programs,
+        options: Options,
+        annealing: Annealing | None = None,
+        progress: Progress | None = None,
     ) -> None:
         if isinstance(programs.guide, TruncatedPosterior):
             raise ValueError(
@@ -60,6 +65,7 @@ class ImportanceSampler:
                 "bound on the evidence and no estimate of it: use TraceTruncated_ELBO().bounds"
             )
         self.programs, self.annealing = programs, annealing
+        self.progress = progress or Progress("judging", show=False)
         self._options, self._joint = options, bool(options.joint)
         self._samplers: dict[int, ParticleSampler] = {}
         with untrained_guide(programs.guide) as before:
@@ -90,10 +96,18 @@ class ImportanceSampler:
 
     def chunks(self, count: int) -> Iterator[int]:
         """The sizes of the chunks that ``count`` particles are drawn in."""
-        size = self._options.chunk_size or max(1, _CHUNK // max(1, self._numbers()))
+        self.progress.expect(count)
         while count > 0:
-            yield min(size, count)
+            size = min(self.chunk_size, count)
+            yield size
+            if self.annealing is None:  # whose transitions are counted
+                self.progress.step(size)
             count -= size
+
+    @property
+    def chunk_size(self) -> int:
+        """How many particles fit one chunk."""
+        return self._options.chunk_size or max(1, _CHUNK // max(1, self._numbers()))
 
     def draw(self, count: int) -> WeightedParticles:
         """Independent draws of the guide, without gradients."""
@@ -114,6 +128,12 @@ class ImportanceSampler:
         other.reference = other._sampler(1).single(
             programs, reference.subsamples, reference.global_values()
         )
+        return other
+
+    def annealed(self, annealing: Annealing) -> ImportanceSampler:
+        """The same, by chains."""
+        other = self.on(self.programs)
+        other.annealing = annealing
         return other
 
     def renew(self) -> None:
@@ -178,7 +198,8 @@ class ImportanceSampler:
             return
         if annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains: some hundred are enough.
-            count = min(math.ceil(100 / max(1, self.elements)), next(self.chunks(100)))
+            count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
+            self.progress.expect(count * annealing.warmup)
             for turn in range(annealing.warmup):
                 chain, _ = self._chain(count, True)
                 gradient = None
@@ -191,10 +212,12 @@ class ImportanceSampler:
         assert self.annealing is not None
         density = self.density(count)
         start = density.start()
+        moves = self.annealing.num_steps if last_transition else self.annealing.num_steps - 1
+        transition = self.annealing.transition(self.programs)
         chain = anneal(
             start,
             self.annealing.betas.to(start.log_weight.device),
-            self.annealing.transition(self.programs),
+            Counted(transition, self.progress, count / max(1, moves)),
             density,
             density.log_weight.movable,
             last_transition,
@@ -258,6 +281,7 @@ def importance_sampler(
     with (
         evaluation_mode(programs.model, programs.guide, seed=options.seed),
         outside_inference_mode(programs) as programs,
+        Progress("judging", options.progress, "particle") as progress,
         torch.no_grad(),
     ):
-        yield ImportanceSampler(programs, options, annealing)
+        yield ImportanceSampler(programs, options, annealing, progress)

@@ -15,6 +15,7 @@ from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import make_options, shows_options
+from pyro_mcvae.evaluation.progress import shown
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
@@ -30,7 +31,7 @@ def log_evidence_loader(
     *,
     to_args: Callable[[Any], object] | None = None,
     device: torch.device | str | int | None = None,
-    progress: bool = True,
+    progress: bool | None = None,
     plate: str | None = None,
     keep_log_weight: bool = False,
     **options: Any,
@@ -47,7 +48,6 @@ def log_evidence_loader(
     :param to_args: maps a batch to one of these, as ``lambda batch: (batch[0],)`` to leave out the
         labels.
     :param device: where to move the tensors of each batch.
-    :param bool progress: show a bar, if ``tqdm`` is installed.
     :param model: a Pyro model.
     :param guide: its guide.
     :param str plate: along which plate the batches lie, where the programs nest several.
@@ -72,14 +72,13 @@ def log_evidence_loader(
     """
     given = make_options("log_evidence_loader", options)
     check_flag("keep_log_weight", keep_log_weight)
-    check_flag("progress", progress)
     check_function("to_args", to_args)
     target = _device(device)
     _check_loader(batches)
     annealing = given.annealing()
     found = []
     with evaluation_mode(model, guide, seed=given.seed), torch.no_grad():
-        for batch in _shown(batches, progress):
+        for batch in shown(batches, "log evidence", progress):
             args, kwargs = as_arguments(batch if to_args is None else to_args(batch), target)
             programs = Programs(model, guide, args, kwargs)
             check_call(programs)
@@ -116,16 +115,6 @@ def _check_loader(batches: object) -> None:
         raise ValueError(
             f"batches must be a DataLoader or another iterable of batches, got {batches!r}"
         )
-
-
-def _shown(batches: Iterable[object], progress: bool) -> Iterable[object]:
-    if not progress:
-        return batches
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return batches
-    return tqdm(batches, desc="log evidence", leave=False)
 
 
 def _check_batches(sampler: ImportanceSampler) -> None:

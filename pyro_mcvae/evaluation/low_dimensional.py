@@ -148,6 +148,7 @@ def low_dimensional_evidence(
     with torch.inference_mode(False):  # a step size that adapts is changed in place
         kernel = _prepared(options.kernel)
     with importance_sampler(programs, options) as sampler:
+        sampler.progress.expect(num_transitions + num_draws)
         chains = _Chains(sampler, kernel, num_chains)
         chains.move(num_transitions, adapt=True)
         kernel.eval()
@@ -158,7 +159,7 @@ class _Chains:
     """The chains of one minibatch, in its posterior."""
 
     def __init__(self, sampler: ImportanceSampler, kernel: Kernel, num_chains: int) -> None:
-        self._kernel = kernel
+        self._kernel, self._progress = kernel, sampler.progress
         gradient = GradientMode.of_kernel(kernel.needs_gradient)
         with torch.set_grad_enabled(bool(gradient)):
             log_weight = sampler.log_weight(num_chains, gradient=gradient)
@@ -180,6 +181,7 @@ class _Chains:
         positions, log_joints, rates = [], [], []
         for _ in range(count):
             self._state, info = self._kernel.step(self._state, self._target)
+            self._progress.step()
             rates.append(info.acceptance.mean())
             if adapt:
                 self._kernel.step_size.update(rates[-1])

@@ -46,6 +46,8 @@ class Options:
         where that has a loop's numbers.
     :param max_plate_nesting: as in Pyro; found out if it is left out.
     :param bool strict_enumeration_warning: as in Pyro.
+    :param progress: show a bar, if ``tqdm`` is installed; None does on a terminal and in notebooks,
+        for what takes longer than two seconds.
     """
 
     num_particles: int = 1000
@@ -59,6 +61,7 @@ class Options:
     vectorize_particles: bool | None = None
     max_plate_nesting: float = math.inf
     strict_enumeration_warning: bool = True
+    progress: bool | None = None
 
     def __post_init__(self) -> None:
         # An int of NumPy, or a tensor, is an int from here on.
@@ -68,6 +71,7 @@ class Options:
         check_flag("joint", self.joint, or_none=True)
         check_flag("vectorize_particles", self.vectorize_particles, or_none=True)
         check_flag("strict_enumeration_warning", self.strict_enumeration_warning)
+        check_flag("progress", self.progress, or_none=True)
 
     def annealing(self, without: str = LEAVE_OUT) -> Annealing | None:
         """The transitions that were asked for; see :func:`make_annealing`."""
@@ -121,7 +125,7 @@ def judge(
 def shows_options(function: Callable[..., Result]) -> Callable[..., Result]:
     """Let a function's ``**options`` be seen in its signature and its docstring."""
     own = list(inspect.signature(function).parameters.values())[:-1]
-    _show(function, [*own, *_shared((), {})])
+    _show(function, [*own, *_shared({p.name for p in own}, {})])
     return function
 
 

@@ -100,15 +100,17 @@ def _collect(
 ) -> PosteriorDraws:
     summary = WeightSummary(num_samples * candidates)
     parts, done = [], 0
-    whole = next(sampler.chunks(num_samples * candidates))
     # A draw needs all of its candidates at once.
-    size = 1 if sampler.holds_draws else max(1, whole // candidates)
+    size = 1 if sampler.holds_draws else max(1, sampler.chunk_size // candidates)
+    sampler.progress.expect(num_samples * candidates)
     while done < num_samples:
         if sampler.holds_draws and done:
             sampler.renew()
         count = min(size, num_samples - done)
         parts.append(_Refined(sampler, count, candidates, transitions, summary))
         done += count
+        if sampler.annealing is None:
+            sampler.progress.step(count * candidates)
     sites = [part.sites for part in parts]
     draws = PosteriorDraws({n: torch.cat([s.latents[n] for s in sites]) for n in sites[0].latents})
     draws.log_weight = torch.cat([part.log_weight for part in parts])

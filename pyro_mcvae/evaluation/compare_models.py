@@ -1,0 +1,221 @@
+"""Which model: log evidences of the same data, their differences, and what these allow to say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains
+from pyro_mcvae.evaluation.options import make_options, shows_options
+from pyro_mcvae.evaluation.progress import Progress
+from pyro_mcvae.evaluation.tables import number, table
+from pyro_mcvae.programs.execution import Programs
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["ModelComparison", "compare_models"]
+
+# Differences within so many standard errors are none.
+_ERRORS = 2.0
+
+
+class ModelComparison(dict[str, LogEvidence]):
+    """
+    What :func:`compare_models` found, whose example shows one: a :class:`LogEvidence` by name, the
+    highest first.
+    """
+
+    def difference(self, name: str, other: str) -> tuple[float, float]:
+        """The log Bayes factor of one model over another, in nats, and its standard error."""
+        one, two = self[name], self[other]
+        error = torch.hypot(one.total_standard_error, two.total_standard_error)
+        return float(one.total - two.total), float(error)
+
+    @property
+    def probabilities(self) -> dict[str, float]:
+        """Of the models, if each were as probable as the others before the data."""
+        totals = torch.stack([e.total.double() for e in self.values()])
+        return dict(zip(self, totals.softmax(0).tolist(), strict=True))
+
+    @property
+    def doubtful(self) -> list[str]:
+        r"""Models whose :math:`\hat k` is above 0.7 somewhere: their evidence is underestimated."""
+        return [n for n, e in self.items() if bool(e.unreliable.any())]
+
+    @property
+    def best(self) -> list[str]:
+        """
+        The model with the highest evidence, and all that may have a higher one: within two standard
+        errors, or doubtful, since estimates with heavy tails are too low.
+        """
+        top = next(iter(self))
+        return [n for n in self if n == top or n in self.doubtful or self._within(top, n)]
+
+    def _within(self, top: str, name: str) -> bool:
+        difference, error = self.difference(top, name)
+        return difference <= _ERRORS * error
+
+    @property
+    def verdict(self) -> str:
+        """Which model the data favour, and how far that can be trusted, in a few sentences."""
+        top, *rest = self
+        said = []
+        close = [n for n in rest if self._within(top, n)]
+        low = [n for n in rest if n in self.doubtful and n not in close]
+        if close:
+            said.append(f"{', '.join([top, *close])} cannot be told apart: draw more particles.")
+        elif not low:
+            said.append(f"{top} has the highest evidence.")
+        if low:
+            said.append(
+                f"Pareto k of {', '.join(low)} is above 0.7: a lower bound on the evidence, and it "
+                f"may be the highest. Annealed chains (schedule=10, and more) or a better guide "
+                f"come closer."
+            )
+        if top in self.doubtful and not close and not low:
+            said.append(
+                f"Pareto k of {top} is above 0.7, so that its evidence is underestimated: its lead "
+                f"can only be larger."
+            )
+        return " ".join(said)
+
+    def __str__(self) -> str:
+        top = next(iter(self))
+        rows = [["model", "log evidence", f"below {top}", "probability", "largest k"]]
+        for name, found in self.items():
+            k = found.pareto_k.flatten()
+            rows.append(
+                [
+                    name,
+                    number(float(found.total), float(found.total_standard_error)),
+                    "" if name == top else number(*self.difference(top, name)),
+                    f"{self.probabilities[name]:.3f}",
+                    f"{float(k.max()):.2f}",
+                ]
+            )
+        return "\n".join(["nats, all data", table(rows), self.verdict])
+
+    def plot(self) -> Figure:
+        """
+        A figure: each model's log evidence, with two standard errors; open where it is doubtful.
+
+        :returns: a ``matplotlib`` figure, which belongs to no window.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6.5, 1.2 + 0.4 * len(self)), layout="constrained")
+        axes = figure.subplots()
+        for i, (name, found) in enumerate(self.items()):
+            doubtful = name in self.doubtful
+            axes.errorbar(
+                float(found.total),
+                i,
+                xerr=2 * float(found.total_standard_error),
+                marker=">" if doubtful else "o",
+                fillstyle="none" if doubtful else "full",
+                color="C0",
+            )
+        axes.set_yticks(range(len(self)), list(self))
+        axes.set(xlabel="log evidence (nats); open: Pareto k above 0.7, too low", ylim=(-0.5, None))
+        axes.margins(y=0.25)
+        axes.invert_yaxis()
+        axes.grid(alpha=0.3)
+        return figure
+
+
+@shows_options
+def compare_models(
+    models: Mapping[str, tuple[Any, ...]],
+    *args: object,
+    model_kwargs: Mapping[str, object] | None = None,
+    **options: Any,
+) -> ModelComparison:
+    r"""
+    Compare models of the same data by their evidence: log Bayes factors with errors.
+
+    .. math:: \log \frac{p(x \mid A)}{p(x \mid B)} = \log p_A(x) - \log p_B(x)
+
+    Each model's evidence is estimated with its own guide, as :func:`log_evidence` does it: by
+    importance sampling, or by chains with a ``schedule`` or a ``kernel``. Estimates are too low
+    where a guide is too narrow: a model whose :math:`\hat k` is above 0.7 is never said to be
+    worse. Parameters of a model that were fitted to the same data favour the larger model; let them
+    be latent, with priors, or judge held-out data.
+
+    For predictive accuracy by ArviZ's ``compare``, see :func:`to_inference_data`.
+
+    :param models: by name ``(model, guide)``; or ``(model, guide, args)``, with a tuple of the
+        arguments of this pair, in the place of ``args``.
+    :param args: the programs' arguments.
+    :param model_kwargs: their keyword arguments, in a dict.
+    {options}
+    :returns: a :class:`ModelComparison`, to print and to :meth:`~ModelComparison.plot`.
+    :raises ValueError: for what is no such dict; and as :func:`log_evidence`.
+
+    Example::
+
+        >>> def make(scale):
+        ...     def model(x):
+        ...         z = pyro.sample("z", dist.Normal(0.0, scale))
+        ...         with pyro.plate("data", len(x)):
+        ...             pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        ...     def guide(x):
+        ...         precision = len(x) + scale**-2
+        ...         pyro.sample("z", dist.Normal(x.sum() / precision, 1.2 * precision**-0.5))
+        ...     return model, guide
+        >>> x = torch.full((20,), 2.0)
+        >>> found = compare_models({"narrow": make(0.1), "wide": make(3.0)}, x, seed=0)
+        >>> print(found.verdict)
+        wide has the highest evidence.
+        >>> value, error = found.difference("wide", "narrow")
+        >>> bool(abs(value - 30.6) < 0.1)
+        True
+    """
+    given = make_options("compare_models", options)
+    pairs = {n: _programs(n, pair, args, model_kwargs or {}) for n, pair in _items(models)}
+    found = {}
+    with Progress("models", given.progress, "model") as bar:
+        bar.expect(len(pairs))
+        for name, programs in pairs.items():
+            bar.say(name)
+            found[name] = guide_and_chains(programs, given)[1]
+            bar.step()
+    _check_alike(found)
+    return ModelComparison(sorted(found.items(), key=lambda item: -float(item[1].total)))
+
+
+def _items(models: object) -> list[tuple[str, object]]:
+    if not isinstance(models, Mapping) or len(models) < 2:
+        raise ValueError(
+            f"models must be a dict of two pairs or more by name, such as "
+            f"{{'a': (model, guide), 'b': (other, its_guide)}}, got {models!r}"
+        )
+    return list(models.items())
+
+
+def _programs(
+    name: str, pair: object, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> Programs:
+    if not isinstance(pair, tuple) or len(pair) not in (2, 3):
+        raise ValueError(f"models[{name!r}] must be (model, guide) or (model, guide, args)")
+    if len(pair) == 3 and not isinstance(pair[2], tuple):
+        raise ValueError(f"the arguments in models[{name!r}] must be a tuple, got {pair[2]!r}")
+    return Programs(pair[0], pair[1], pair[2] if len(pair) == 3 else args, dict(kwargs))
+
+
+def _check_alike(found: Mapping[str, LogEvidence]) -> None:
+    """
+    :raises ValueError: for evidences that are of other things.
+    """
+    for name, evidence in found.items():
+        if evidence.given:
+            raise ValueError(
+                f"the evidence of {name!r} is conditional on {', '.join(evidence.given)}, which "
+                f"the guide holds, and does not compare with others: let the guide draw them, and "
+                f"leave joint=False out"
+            )
+        if not math.isfinite(float(evidence.total)):
+            raise ValueError(f"the log evidence of {name!r} is {float(evidence.total)}")

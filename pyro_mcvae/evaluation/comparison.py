@@ -1,0 +1,179 @@
+"""What came of a comparison of losses: who is best, and how far that can be trusted."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+from pyro_mcvae.evaluation import compare_figure
+from pyro_mcvae.evaluation.contestant import Contestant
+from pyro_mcvae.evaluation.evidence import LogEvidence
+from pyro_mcvae.evaluation.tables import number, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Comparison", "Curve", "TrainedCopy"]
+
+Curve: TypeAlias = dict[int, tuple[float, LogEvidence]]
+
+# Differences within so many standard errors are none.
+_ERRORS = 2.0
+# Effective sample sizes within a factor of e to this, likewise.
+_ALIKE = 0.1
+
+
+@dataclass(frozen=True)
+class TrainedCopy:
+    """
+    What came of one loss, made by :func:`compare`, whose example shows some.
+
+    :ivar bounds: its own bound at every step, in nats per weight.
+    :ivar seconds: of training.
+    :ivar curve: by step, the seconds until then and the :class:`LogEvidence` of that moment, by
+        importance sampling with few particles.
+    :ivar guide: the :class:`LogEvidence` by importance sampling after training.
+    :ivar evidence: that by chains, if they were asked for; else the same.
+    :ivar failed: what stopped it, if anything; its evidence is then the last one of the curve.
+    """
+
+    bounds: list[float]
+    seconds: float
+    curve: Curve
+    guide: LogEvidence
+    evidence: LogEvidence
+    failed: str = ""
+
+    @property
+    def last_bound(self) -> float:
+        """The mean of its own bound over the last tenth of the steps."""
+        last = self.bounds[-max(1, len(self.bounds) // 10) :]
+        return sum(last) / len(last) if last else math.nan
+
+
+class Comparison(dict[str, TrainedCopy]):
+    """
+    What :func:`compare` found, whose example shows one: a :class:`TrainedCopy` by name.
+
+    :param copies: the trained states.
+    :param judged: what was found of each.
+    :param bool learns: whether the model has parameters. If not, the evidence is one number for all.
+    """
+
+    def __init__(self, copies: list[Contestant], judged: list[TrainedCopy], learns: bool) -> None:
+        super().__init__({c.name: found for c, found in zip(copies, judged, strict=True)})
+        self.learns = learns
+        self._copies = {c.name: c for c in copies}
+
+    def use(self, name: str) -> None:
+        """
+        Give the programs the values that training by this loss ended with.
+
+        :raises ValueError: for a name that was not compared.
+        """
+        if name not in self._copies:
+            raise ValueError(f"{name!r} was not compared: there are {', '.join(self)}")
+        with self._copies[name].playing():
+            pass
+
+    def gain(self, name: str, over: str) -> tuple[float, float]:
+        """
+        How much higher the mean log evidence of one is than that of another, and the standard
+        error: over the data, whose differences are paired; with one weight, Monte Carlo's alone.
+        """
+        one, other = self[name].evidence, self[over].evidence
+        difference = one.log_evidence - other.log_evidence
+        error = torch.hypot(one.standard_error, other.standard_error)
+        if difference.numel() > 1:
+            error = difference.std() / math.sqrt(difference.numel())
+        return float(difference.mean()), float(error)
+
+    @property
+    def best(self) -> list[str]:
+        """
+        The best loss, and those that cannot be told apart from it.
+
+        By the log evidence, within two standard errors, where the model learns. Where it does not,
+        by the guide's effective sample size (geometric mean), within a tenth. One training run of
+        each is compared: another seed may give another order.
+        """
+        running = [n for n in self if not self[n].failed] or list(self)
+        score = self._score if self.learns else self._size
+        order = sorted(running, key=score, reverse=True)
+        return [n for n in order if n == order[0] or self._alike(n, order[0])]
+
+    def _score(self, name: str) -> float:
+        return float(self[name].evidence.mean)
+
+    def _size(self, name: str) -> float:
+        return float(self[name].guide.effective_sample_size.clamp_min(1.0).log().mean())
+
+    def _alike(self, name: str, best: str) -> bool:
+        if not self.learns:
+            return self._size(best) - self._size(name) < _ALIKE
+        gain, error = self.gain(best, name)
+        return gain <= _ERRORS * error
+
+    @property
+    def verdict(self) -> str:
+        """Which is best, and how far that can be trusted, in a few sentences."""
+        best = self.best
+        names = f"{', '.join(best[:-1])} and {best[-1]}" if len(best) > 1 else best[0]
+        by = "log evidence" if self.learns else "effective sample size"
+        said = [
+            f"Best by {by}: {names}."
+            if len(best) == 1
+            else f"{names} cannot be told apart by {by}."
+        ]
+        if not self.learns:
+            said.append(
+                "The model learns nothing, so that the evidence is one number for all: what "
+                "differs are the guides."
+            )
+        doubtful = [n for n in self if float(self[n].evidence.unreliable.double().mean()) > 0.05]
+        behind = [n for n in doubtful if n not in best]
+        if doubtful and self.learns:
+            rest = "their" if len(doubtful) > 1 else "its"
+            said.append(
+                f"Pareto k is above 0.7 for more than a twentieth of the weights of "
+                f"{', '.join(doubtful)}: {rest} evidence is underestimated"
+                + (", and may be the highest" if behind else "")
+                + ". Annealed chains (schedule=10, and more) come closer."
+            )
+        return " ".join([*said, "One training run each; another seed may give another order."])
+
+    def __str__(self) -> str:
+        first = next(iter(self))
+        head = ["loss", "steps", "seconds", "own bound", "ELBO", "log evidence", f"over {first}"]
+        rows = [[*head, "ESS", "k > 0.7"]]
+        for name, found in self.items():
+            guide, n = found.guide, found.guide.pareto_k.numel()
+            error = found.evidence.standard_error.square().sum().sqrt() / n
+            rows.append(
+                [
+                    name,
+                    str(len(found.bounds)),
+                    f"{found.seconds:.1f}",
+                    f"{found.last_bound:.3f}",
+                    f"{float(guide.bound.mean()):.3f}",
+                    number(float(found.evidence.mean), float(error)),
+                    "" if name == first else number(*self.gain(name, first)),
+                    f"{float(guide.effective_sample_size.median()):.0f}",
+                    f"{int(guide.unreliable.sum())} of {n}",
+                ]
+            )
+        stopped = [f"{n} stopped at {f.failed}" for n, f in self.items() if f.failed]
+        count = self[first].guide.num_particles
+        head = [f"nats per weight; ESS: effective sample size of {count} particles, median"]
+        return "\n".join([*head, table(rows), *stopped, self.verdict])
+
+    def plot(self) -> Figure:
+        """
+        A figure: each loss's own bound, and the evidence of the judged data, over time.
+
+        :returns: a ``matplotlib`` figure, which belongs to no window.
+        """
+        return compare_figure.draw(self)

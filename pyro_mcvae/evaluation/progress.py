@@ -1,0 +1,97 @@
+"""Progress bars of long work, where ``tqdm`` is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from types import TracebackType
+from typing import Any
+
+from pyro_mcvae.chains.annealing import Transition
+from pyro_mcvae.chains.kernel import Info, State, Target
+from pyro_mcvae.ops.checks import check_flag
+
+__all__ = ["Counted", "Progress", "shown"]
+
+# Seconds before a bar that nobody asked for is seen.
+_PATIENCE = 2.0
+
+
+class Progress:
+    """
+    A bar of work whose amount may grow on the way.
+
+    :param str text: what is done.
+    :param show: True for a bar; None for one on a terminal or in a notebook, after two seconds;
+        False for none. Without ``tqdm`` there is none.
+    :raises ValueError: for another ``show``.
+    """
+
+    def __init__(self, text: str, show: bool | None = None, unit: str = "it") -> None:
+        check_flag("progress", show, or_none=True)
+        self._bar = None if show is False else _bar(text, show, unit)
+
+    def expect(self, count: float) -> None:
+        """There is more to do."""
+        if self._bar is not None:
+            self._bar.total += count
+
+    def step(self, count: float = 1) -> None:
+        """So much is done."""
+        if self._bar is not None:
+            self._bar.update(count)
+
+    def say(self, text: str) -> None:
+        """What is being done now."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _bar(text: str, show: bool | None, unit: str) -> Any:
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return None
+    # Disabled by None: where the output is no terminal.
+    return tqdm(
+        desc=text,
+        total=0,
+        leave=False,
+        unit=unit,
+        disable=False if show else None,
+        delay=0 if show else _PATIENCE,
+    )
+
+
+class Counted:
+    """Transitions of chains, each of which is so much of the work."""
+
+    def __init__(self, inner: Transition, progress: Progress, amount: float) -> None:
+        self.adjusted = inner.adjusted
+        self._inner, self._progress, self._amount = inner, progress, amount
+
+    def step(self, state: State, target: Target) -> tuple[State, Info]:
+        moved = self._inner.step(state, target)
+        self._progress.step(self._amount)
+        return moved
+
+
+def shown(items: Iterable[object], text: str, show: bool | None) -> Iterator[object]:
+    """The items, with a bar."""
+    with Progress(text, show) as bar:
+        if isinstance(items, Sized):
+            bar.expect(len(items))
+        for item in items:
+            yield item
+            bar.step()

@@ -1,0 +1,267 @@
+"""Losses compared: copies that know nothing of each other, and one estimator for all."""
+
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import Trace_ELBO
+from pyro.infer.autoguide import AutoNormal
+from pyro.optim import Adam
+from torch import nn
+
+from pyro_mcvae import (
+    Comparison,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    TrainedCopy,
+    compare,
+    log_evidence,
+)
+from pyro_mcvae.elbos.estimate import Estimate
+from pyro_mcvae.evaluation.contestant import Contestant
+from tests.models import ConjugateGaussian
+
+LOSSES = {
+    "ELBO": Trace_ELBO(),
+    "IWAE": TraceIWAE_ELBO(3),
+    "AIS": TraceAIS_ELBO(1, num_particles=2),
+}
+SHORT = {"num_steps": 4, "num_checks": 2, "check_particles": 5, "num_particles": 40, "seed": 1}
+
+
+def functions():
+    exact = ConjugateGaussian(N=6)
+    return exact.model, exact.guide, ()
+
+
+def an_autoguide():
+    def model(x):
+        loc = pyro.param("loc", torch.zeros(()))
+        z = pyro.sample("z", dist.Normal(loc, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    return model, AutoNormal(model), (torch.ones(3),)
+
+
+class Networks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.decoder = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        self.encoder = nn.Linear(3, 2)
+
+    def model(self, x):
+        pyro.module("decoder", self.decoder)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(self.decoder(z), 1.0).to_event(1), obs=x)
+
+    def guide(self, x):
+        pyro.module("encoder", self.encoder)
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(self.encoder(x), 1.0).to_event(1))
+
+
+def networks():
+    both = Networks()
+    return both.model, both.guide, (torch.randn(5, 3),)
+
+
+def run(programs, losses, **options):
+    model, guide, args = programs
+    options = {**SHORT, **options}
+    return compare(model, guide, *args, losses=losses, optim=Adam({"lr": 0.1}), **options)
+
+
+@pytest.mark.parametrize("make", [functions, an_autoguide, networks])
+def test_copies_know_nothing_of_each_other(make):
+    """Each has the steps that it has alone, and the judgement of the values that it leaves."""
+    programs = make()
+    losses = dict(LOSSES)
+    if make is networks:  # particles would share a batch's statistics
+        losses = {"ELBO": Trace_ELBO(), "SGVB": TraceSGVB_ELBO()}
+    found = run(programs, losses)
+    name, loss = list(losses.items())[-1]
+    alone = run(programs, {name: loss})
+    assert alone[name].bounds == found[name].bounds
+    assert torch.equal(alone[name].evidence.log_evidence, found[name].evidence.log_evidence)
+    for name in (*losses, *losses):
+        found.use(name)
+        model, guide, args = programs
+        judged = log_evidence(model, guide, *args, num_particles=40, seed=1)
+        assert torch.equal(judged.log_evidence, found[name].evidence.log_evidence)
+    assert len({tuple(f.bounds) for f in found.values()}) == len(losses)
+
+
+def test_programs_begin_again_where_they_were():
+    programs = networks()
+    run(programs, {"ELBO": Trace_ELBO()})
+    before = {n: t.clone() for n, t in programs[0].__self__.state_dict().items()}
+    generator = torch.get_rng_state()
+    run(programs, {"ELBO": Trace_ELBO(), "SGVB": TraceSGVB_ELBO()})
+    for name, tensor in programs[0].__self__.state_dict().items():
+        assert torch.equal(before[name], tensor), name
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("subsample_size", [None, 4])
+def test_bounds_are_per_weight(subsample_size):
+    """The exact guide's weights are the evidences of the data in the minibatch."""
+    exact = ConjugateGaussian(N=20, subsample_size=subsample_size)
+    exact.set_guide("exact")
+    found = compare(
+        exact.model,
+        exact.guide,
+        losses={"IWAE": TraceIWAE_ELBO(2)},
+        optim=Adam({"lr": 0.0}),
+        **{**SHORT, "num_steps": 10},
+    )["IWAE"]
+    evidence = exact.log_evidence_per_datum()
+    if subsample_size is None:
+        assert found.bounds == pytest.approx([float(evidence.mean())] * 10)
+    else:
+        assert float(evidence.min()) < min(found.bounds) < max(found.bounds) < evidence.max()
+        assert abs(found.last_bound) < 5
+
+
+def test_it_trains_on_batches_and_judges_what_it_is_given():
+    both = Networks()
+    both.decoder = nn.Linear(2, 3)
+    data, seen = torch.randn(10, 3), []
+
+    def batches():
+        seen.append("epoch")
+        return iter([(data[:6], "labels"), (data[6:], "labels")])
+
+    options = {"batches": batches, "to_args": lambda batch: batch[:1]}
+    found = run((both.model, both.guide, (data[:3],)), {"ELBO": Trace_ELBO()}, **options)
+    assert found["ELBO"].evidence.log_evidence.shape == (3,)
+    assert len(seen) == 1 + 2  # the first batch, and two passes over two batches
+    with pytest.raises(ValueError, match="got an iterator, which is used up after one pass"):
+        run((both.model, both.guide, (data,)), {"ELBO": Trace_ELBO()}, batches=iter([data]))
+    with pytest.raises(ValueError, match="batches is empty"):
+        run((both.model, both.guide, (data,)), {"ELBO": Trace_ELBO()}, batches=[])
+
+
+class Fails(TraceSGVB_ELBO):
+    """At its third step, the warm-up's not counted, with a gradient left behind."""
+
+    steps = 0
+
+    def loss_and_grads(self, *args, **kwargs):
+        found = super().loss_and_grads(*args, **kwargs)
+        self.steps += 1
+        if self.steps == 3:
+            raise ValueError("the loss is not finite\nat all")
+        return found
+
+
+def test_what_fails_on_the_way_is_said_and_leaves_the_others_alone():
+    programs = functions()
+    found = run(programs, {"bad": Fails(), "ELBO": Trace_ELBO()}, num_checks=4)
+    assert found["bad"].failed == "step 3: the loss is not finite"
+    assert len(found["bad"].bounds) == 2
+    assert (
+        found["ELBO"].bounds == run(programs, {"ELBO": Trace_ELBO()}, num_checks=4)["ELBO"].bounds
+    )
+    assert found.best == ["ELBO"]
+    assert "bad stopped at step 3: the loss is not finite" in str(found)
+
+
+def test_time_is_equal():
+    found = run(functions(), LOSSES, num_steps=None, seconds=0.3)
+    for copy in found.values():
+        slowest = copy.seconds / len(copy.bounds)
+        assert 0.3 <= copy.seconds < 0.3 + 20 * slowest
+    assert len({len(copy.bounds) for copy in found.values()}) > 1
+
+
+def judged(evidence, error, k, learns):
+    """A comparison by numbers: names, evidences per datum, k-hats."""
+    template = log_evidence(*functions()[:2], num_particles=30)
+    copies, found = [], []
+    for name in evidence:
+        one = replace(
+            template,
+            log_evidence=torch.tensor(evidence[name]),
+            standard_error=torch.full((3,), error),
+            pareto_k=torch.full((3,), k.get(name, 0.3)),
+            effective_sample_size=torch.full((3,), 20.0 if name == "a" else 10.0),
+        )
+        copies.append(Contestant(name, *[None] * 5))
+        found.append(TrainedCopy([-1.0], 1.0, {1: (1.0, one)}, one, one))
+    return Comparison(copies, found, learns)
+
+
+EVIDENCES = {"a": [1.0, 5.0, 3.0], "b": [1.5, 5.6, 3.4], "c": [1.6, 5.4, 3.5]}
+
+
+def test_the_verdict():
+    found = judged(EVIDENCES, 0.01, {}, learns=True)
+    # Paired: the data differ by more than the losses do.
+    assert found.gain("b", "a") == pytest.approx((0.5, 0.1 / 3**0.5))
+    assert found.best == ["b", "c"]
+    assert "b and c cannot be told apart by log evidence" in found.verdict
+    assert "Pareto" not in found.verdict
+    doubtful = judged(EVIDENCES, 0.01, {"a": 0.9}, learns=True)
+    assert "of a: its evidence is underestimated, and may be the highest" in doubtful.verdict
+    same = judged(EVIDENCES, 0.01, {}, learns=False)
+    assert same.best == ["a"]
+    assert "one number for all" in same.verdict
+
+
+def test_it_prints_and_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = run(functions(), {"ELBO": Trace_ELBO(), "IWAE": TraceIWAE_ELBO(3)})
+    text = str(found)
+    for part in ("own bound", "over ELBO", "k > 0.7", "ESS", "another seed"):
+        assert part in text
+    figure = found.plot()
+    assert [a.get_xlabel() for a in figure.axes] == ["seconds of training"] * 2
+    figure.savefig(tmp_path / "compare.png")
+    with pytest.raises(ValueError, match="'SIS' was not compared: there are ELBO, IWAE"):
+        found.use("SIS")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"losses": [Trace_ELBO()]}, "losses must be a dict of losses by name"),
+        ({"losses": {"a": Trace_ELBO}}, r"losses\['a'\] must be a loss that SVI takes"),
+        ({"optim": torch.optim.Adam}, "optim must be one of pyro.optim"),
+        ({"optim": {"b": Adam({})}}, "a dict of them by name; for 'a' got None"),
+        ({"seconds": 3.0, "num_steps": 5}, "pass seconds=3.0 or num_steps=5"),
+        ({"seconds": 0.0, "num_steps": None}, "seconds must be a positive number"),
+        ({"num_checks": 0}, "num_checks must be an int of at least 1"),
+    ],
+)
+def test_arguments(given, message):
+    model, guide, args = functions()
+    options = {**SHORT, "losses": {"a": Trace_ELBO()}, "optim": Adam({"lr": 0.1}), **given}
+    with pytest.raises(ValueError, match=message):
+        compare(model, guide, *args, **options)
+
+
+def test_what_cannot_be_judged_is_refused_before_training():
+    steps = []
+
+    class Counted(TraceSGVB_ELBO):
+        def estimate(self, programs) -> Estimate:
+            steps.append(1)
+            return super().estimate(programs)
+
+    def model(x):
+        with pyro.plate("data", 4, subsample=x):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z.sum(), 1.0), obs=torch.ones(()))
+
+    def guide(x):
+        with pyro.plate("data", 4, subsample=x):
+            pyro.sample("z", dist.Delta(torch.zeros(len(x))))
+
+    with pytest.raises(ValueError, match="importance sampling from a single point"):
+        run((model, guide, (torch.arange(4),)), {"ELBO": Counted()})
+    assert len(steps) <= 1

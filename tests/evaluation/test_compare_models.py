@@ -1,0 +1,114 @@
+"""Models compared by their evidence: against exact Bayes factors, and what k-hat allows to say."""
+
+import math
+from dataclasses import replace
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae import ModelComparison, compare_models, log_evidence
+from tests.models import ConjugateGaussian, HierarchicalGaussian
+
+X = torch.tensor([0.3, -1.2, 2.0, 0.7, 1.1])
+
+
+def make(scale, wider=1.2):
+    """A mean with a prior of this scale; the guide a wider or narrower posterior."""
+
+    def model(x=X):
+        z = pyro.sample("z", dist.Normal(0.0, scale))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x=X):
+        precision = len(x) + scale**-2
+        pyro.sample("z", dist.Normal(x.sum() / precision, wider * precision**-0.5))
+
+    covariance = torch.eye(len(X)) + scale**2
+    exact = dist.MultivariateNormal(torch.zeros(len(X)), covariance).log_prob(X)
+    return (model, guide), exact
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": 4, "num_particles": 100}])
+def test_differences_are_log_bayes_factors(options):
+    pairs = {f"{s}": make(s) for s in (0.05, 1.0, 30.0)}
+    found = compare_models({n: p for n, (p, _) in pairs.items()}, **options)
+    for one in pairs:
+        for other in pairs:
+            value, error = found.difference(one, other)
+            assert abs(value - float(pairs[one][1] - pairs[other][1])) < 4 * error + 1e-9
+    exact = torch.stack([e for _, e in pairs.values()]).softmax(0)
+    assert list(found.probabilities) == sorted(pairs, key=lambda n: -pairs[n][1])
+    assert [found.probabilities[n] for n in pairs] == pytest.approx(exact.tolist(), abs=0.03)
+
+
+def test_a_model_with_many_weights_beside_one_with_few():
+    """Evidences of all data, however they are weighed; arguments of their own."""
+    local, joint = ConjugateGaussian(N=5), HierarchicalGaussian(N=5)
+    found = compare_models(
+        {
+            "local": (local.model, local.guide),
+            "joint": (lambda x: joint.model(), lambda x: joint.guide(), (X,)),
+        },
+        num_particles=4000,
+    )
+    for name, exact in (("local", local), ("joint", joint)):
+        error = float(found[name].total_standard_error)
+        assert abs(float(found[name].total - exact.log_evidence())) < 5 * error
+
+
+def judged(totals, k):
+    pair, _ = make(1.0)
+    one = log_evidence(*pair, num_particles=30)
+    entries = {
+        n: replace(
+            one,
+            log_evidence=torch.tensor(total),
+            standard_error=torch.tensor(0.1),
+            pareto_k=torch.tensor(k.get(n, 0.2)),
+        )
+        for n, total in totals.items()
+    }
+    return ModelComparison(sorted(entries.items(), key=lambda e: -float(e[1].total)))
+
+
+def test_what_k_hat_allows_to_say():
+    """Heavy tails make estimates too low: a doubtful model may be the best, and never the worst."""
+    clear = judged({"a": 0.0, "b": -3.0}, {})
+    assert clear.verdict == "a has the highest evidence."
+    near = judged({"a": 0.0, "b": -0.2, "c": -3.0}, {})
+    assert near.best == ["a", "b"]
+    assert "a, b cannot be told apart" in near.verdict
+    low = judged({"a": 0.0, "b": -3.0}, {"b": 0.9})
+    assert low.best == ["a", "b"]
+    assert "it may be the highest" in low.verdict
+    assert "a has the highest" not in low.verdict
+    lead = judged({"a": 0.0, "b": -3.0}, {"a": 0.9})
+    assert lead.best == ["a"]
+    assert "its lead can only be larger" in lead.verdict
+    assert math.isclose(sum(lead.probabilities.values()), 1.0)
+
+
+def test_it_prints_and_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = judged({"a": 0.0, "b": -3.0}, {"b": 0.9})
+    assert "below a" in str(found)
+    found.plot().savefig(tmp_path / "models.png")
+
+
+def test_arguments():
+    pair, _ = make(1.0)
+    for wrong in ([pair, pair], {"a": pair}):
+        with pytest.raises(ValueError, match="models must be a dict of two pairs or more"):
+            compare_models(wrong)
+    with pytest.raises(ValueError, match=r"models\['b'\] must be \(model, guide\)"):
+        compare_models({"a": pair, "b": pair[0]})
+    with pytest.raises(ValueError, match="must be a tuple, got tensor"):
+        compare_models({"a": pair, "b": (*pair, X)})
+    with pytest.raises(TypeError, match="compare_models has no option 'particles'"):
+        compare_models({"a": pair, "b": pair}, particles=3)
+    exact = HierarchicalGaussian(N=5)
+    with pytest.raises(ValueError, match="conditional on theta, which the guide holds"):
+        compare_models({"a": (exact.model, exact.guide), "b": pair}, joint=False)
