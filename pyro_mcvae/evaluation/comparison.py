@@ -60,7 +60,7 @@ class Comparison(dict[str, TrainedCopy]):
 
     :param copies: the trained states.
     :param judged: what was found of each.
-    :param bool learns: whether the model has parameters. If not, the evidence is one number for all.
+    :param bool learns: whether the model has parameters; if not, all have one evidence.
     """
 
     def __init__(self, copies: list[Contestant], judged: list[TrainedCopy], learns: bool) -> None:
