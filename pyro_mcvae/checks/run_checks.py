@@ -9,12 +9,9 @@ from dataclasses import dataclass, field
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 
+from pyro_mcvae.checks.leading_dims import LeadingDimsName
 from pyro_mcvae.checks.states import check_states
-from pyro_mcvae.checks.vectorization import (
-    LeadingDimsName,
-    check_count,
-    check_vectorization,
-)
+from pyro_mcvae.checks.vectorization import check_count, check_vectorization
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.contract import check_batch_dims, check_run
 from pyro_mcvae.programs.execution import Programs
@@ -24,7 +21,7 @@ from pyro_mcvae.programs.terms import site_form
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import PairCache
 
-__all__ = ["ENUMERATED", "PARTICLES", "SLOTS", "STATES", "LeadingDimsName", "RunChecks"]
+__all__ = ["RunChecks"]
 
 _logger = logging.getLogger(__name__)
 
@@ -33,24 +30,6 @@ _logger = logging.getLogger(__name__)
 _AT_ONCE, _THEN_ONE_IN = 64, 16
 # Before what was looked at is forgotten, and looked at again.
 _MAX_SEEN = 1024
-
-
-_EXPAND = (
-    "Where labels are joined with data, infer={'enumerate': 'parallel', 'expand': True} at the "
-    "discrete site gives its values the sizes of the plates. "
-)
-PARTICLES = LeadingDimsName("vectorised particles", "Pass vectorize_particles=False, or")
-STATES = LeadingDimsName("states side by side", "Pass vectorize_particles=False, or")
-ENUMERATED = LeadingDimsName(
-    "all values of its enumerated sites",
-    "Remove infer={'enumerate': 'parallel'} and draw these in the guide, or",
-    _EXPAND,
-)
-SLOTS = LeadingDimsName(
-    "slots (several values of a discrete site) and of vectorised particles",
-    "Pass num_categories=0, num_samples=1 and vectorize_particles=False, or",
-    _EXPAND,
-)
 
 
 @dataclass

@@ -11,31 +11,29 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from pyro_mcvae.checks.closeness import beyond_rounding, is_close, moved
+from pyro_mcvae.checks.leading_dims import LeadingDimsName, not_vectorizable
+from pyro_mcvae.checks.unseen import Read, UnseenDraw, Watch, shared_draws
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.programs.contract import check_batch_dims
 from pyro_mcvae.programs.errors import LeadingDimsError
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.mapping import Way, particle_plates
+from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.probing import Probe, ProgramError, looking, probe
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import changed_draw, is_random
 from pyro_mcvae.programs.types import Message, Site
 from pyro_mcvae.structure.blocks import GlobalSites
+from pyro_mcvae.structure.dependencies import TrackDraws
 
-__all__ = [
-    "LeadingDimsName",
-    "check_count",
-    "check_vectorization",
-    "not_vectorizable",
-]
+__all__ = ["check_count", "check_vectorization"]
 
 _logger = logging.getLogger(__name__)
 
@@ -44,36 +42,8 @@ Densities = dict[FactorKey, Tensor]
 _DRAWS = 2
 
 
-class LeadingDimsName(NamedTuple):
-    """
-    What stands in leading dims, for errors.
-
-    :ivar remedy: what to do without them, to be followed by another remedy.
-    :ivar sizes: what to do where sizes do not match.
-    """
-
-    name: str
-    remedy: str
-    sizes: str = ""
-
-
 class _TogetherError(ProgramError):
     """Programs failed with leading dims while they were looked at."""
-
-
-def not_vectorizable(
-    name: LeadingDimsName, count: int | None, nesting: int, error: Exception
-) -> str:
-    """What is wrong with programs that fail with leading dims only."""
-    several = f"{count} {name.name}" if count is not None else name.name
-    cause = str(error) if isinstance(error, ProgramError) else f"{type(error).__name__}: {error}"
-    return (
-        f"the model or the guide cannot be run with {several} in batch dim {-nesting - 1}, to the "
-        f"left of its plates, though it runs with one. {name.remedy} make it broadcast over "
-        f"leading dims: index from the right, as in z[..., 0], or means[..., group] in the place "
-        f"of means[group] (Vindex for tables). {name.sizes if 'must match' in cause else ''}"
-        f"The error was: {cause}"
-    )
 
 
 def check_count(
@@ -144,11 +114,15 @@ def check_vectorization(
     count = next(n for n in itertools.count(2) if n not in run.inner_sizes)
     try:
         with looking():
+            with Watch().watching() as watch:
+                found = _together(programs, run, shared, count, way)
+            _check_reads(programs, run, watch.reads, name)
             if run.leading is not None or not ran:  # slots may share what they are not values of
-                _check_unseen_draws(programs, run, shared, count, way, name)
-            odd = _odd(programs, run, shared, count, way)
+                values = _values(found, 0, count, run.nesting)
+                _check_draws(programs, run, values, watch.draws, name)
+            odd = _odd(programs, run, found, count)
             for _ in range(1, _DRAWS if odd else 0):
-                again = _odd(programs, run, shared, count, way)
+                again = _odd(programs, run, _together(programs, run, shared, count, way), count)
                 odd = {key: sums for key, sums in odd.items() if key in again}
     except ProgramError as error:
         if isinstance(error, _TogetherError) and not ran:
@@ -177,10 +151,9 @@ def _together(programs: Programs, run: Run, shared: GlobalSites, count: int, way
 
 
 def _odd(
-    programs: Programs, run: Run, shared: GlobalSites, count: int, way: Way
+    programs: Programs, run: Run, found: Probe, count: int
 ) -> dict[FactorKey, tuple[float, float]]:
     """The factors whose density at one particle is not that of the particle alone, with both."""
-    found = _together(programs, run, shared, count, way)
     together = found.log_probs
     for particle in (count - 1, 0):
         values = _values(found, particle, count, run.nesting)
@@ -206,27 +179,64 @@ def _values(found: Probe, particle: int, count: int, nesting: int) -> dict[str, 
     }
 
 
-def _check_unseen_draws(
-    programs: Programs, run: Run, shared: GlobalSites, count: int, way: Way, name: LeadingDimsName
+def _check_draws(
+    programs: Programs,
+    run: Run,
+    values: Mapping[str, Tensor],
+    drawn: Sequence[UnseenDraw],
+    name: LeadingDimsName,
 ) -> None:
     """
-    Check that a factor of the guide, which may be the density of a draw by ``torch.rand``, is not
-    that of one draw for all particles: then their weights would not be independent.
+    Check that no density depends on numbers that are drawn apart from sites, for all particles.
+
+    :param values: the latents of one particle.
+    :param drawn: what was drawn apart from sites for several.
     """
-    factors = [t.key for t in run.terms if t.in_guide and not is_random(t.site)]
-    if not factors:
+    found: list[Densities] = []
+
+    def run_alone() -> list[UnseenDraw]:
+        with Watch().watching() as watch:
+            found.append(_alone(programs, run.subsamples, values))
+        return watch.draws
+
+    shared = shared_draws(drawn, run_alone)
+    if not shared:
         return
-    found = _together(programs, run, shared, count, way)
-    values = _values(found, 0, count, run.nesting)
-    first, again = (_alone(programs, run.subsamples, values) for _ in range(2))
-    for key in (k for k in factors if k in first.keys() & again.keys() & found.log_probs.keys()):
-        each = [_particle(found.log_probs[key], k, count, run.nesting) for k in range(count)]
-        if not is_close(first[key], again[key]) and all(torch.equal(each[0], e) for e in each):
+    first, again = *found, _alone(programs, run.subsamples, values)
+    for key in first:
+        if key in again and not is_close(first[key], again[key]):
             raise LeadingDimsError(
-                f"site '{key.name}' of the guide is a factor of what the guide draws apart from "
-                f"its sites (by torch.rand, say), which all {name.name} would share. {name.remedy} "
-                f"draw it by pyro.sample"
+                f"site '{key.name}' of the {key.program} depends on random numbers that are drawn "
+                f"apart from sites at {shared[0].line}, which all {name.name} would share. "
+                f"{name.remedy} draw them by pyro.sample"
             )
+
+
+def _check_reads(
+    programs: Programs, run: Run, reads: Sequence[Read], name: LeadingDimsName
+) -> None:
+    """
+    Check that no program decides for all particles by the values of their latents.
+
+    :param reads: what the programs' Python code looks at.
+    """
+    if not reads:
+        return
+    latents = {
+        n for t in (run.guide_trace, run.model_trace) for n, s in t.nodes.items() if is_random(s)
+    }
+    try:
+        with Watch().watching() as watch, TrackDraws(frozenset(latents)):
+            run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))
+        read = next((r for r in watch.reads if r.sites), None)
+    except Exception:  # tensors that cannot be tracked
+        read = Read(reads[0].line, frozenset(latents))
+    if read is not None:
+        raise LeadingDimsError(
+            f"the programs look at a value that depends on site '{min(read.sites)}', at "
+            f"{read.line}, and would decide for all {name.name} at once. {name.remedy} decide for "
+            f"each by torch.where"
+        )
 
 
 def _beyond_noise(

@@ -13,7 +13,7 @@ import pyro
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
-from pyro_mcvae.compiled.refusal import is_library
+from pyro_mcvae.programs.source_lines import is_library
 
 __all__ = ["Dependencies", "Entry", "is_plain"]
 

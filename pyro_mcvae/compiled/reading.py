@@ -14,9 +14,10 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from pyro_mcvae.compiled.refusal import NotRecordable, is_library, program_line
+from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.ops.recording import assume
 from pyro_mcvae.programs.messengers import Recorder
+from pyro_mcvae.programs.source_lines import is_library, program_line
 from pyro_mcvae.programs.types import TorchFunction
 
 __all__ = ["Reading", "ReadingMode"]

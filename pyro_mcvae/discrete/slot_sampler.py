@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pyro import poutine
 from pyro.poutine.enum_messenger import EnumMessenger
 
-from pyro_mcvae.checks.run_checks import SLOTS
+from pyro_mcvae.checks.leading_dims import SLOTS
 from pyro_mcvae.discrete.ancestry import Ancestry
 from pyro_mcvae.discrete.enumerated import SlotRun, take_apart
 from pyro_mcvae.discrete.site_options import SiteOptions

@@ -53,14 +53,20 @@ class Lanes:
         self._suspended: list[Any] = []
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Lanes are opened in here, and closed at the end; again, with those of the first time."""
+    def opened(self, size: int | None = None) -> Iterator[None]:
+        """
+        Lanes are opened in here, and closed at the end; again, with those of the first time.
+
+        :param size: of the rightmost one, to open it at once, so that noise of all kinds is in it.
+        """
         before, outside = _functorch.maybe_current_level() or 0, self._suspended
         self._suspended = []
         try:
             for lane in sorted(self._lanes.values()):
                 if _functorch._vmap_increment_nesting(lane.size, "different") != lane.level:
                     raise RuntimeError("lanes are opened again inside of another vmap")
+            if size is not None:
+                self._open(0, size)
             yield
         finally:
             self._suspended = outside

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from pyro.poutine.trace_struct import Trace
 
-from pyro_mcvae.checks.run_checks import PARTICLES
-from pyro_mcvae.checks.vectorization import LeadingDimsName
+from pyro_mcvae.checks.leading_dims import PARTICLES, LeadingDimsName
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.mapping import Plates, Way, particle_plates, unbatched
 from pyro_mcvae.programs.minibatch import Minibatch

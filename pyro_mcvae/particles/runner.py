@@ -8,8 +8,14 @@ from dataclasses import replace
 
 from torch.utils.checkpoint import _StopRecomputationError
 
-from pyro_mcvae.checks.run_checks import ENUMERATED, PARTICLES, RunChecks
-from pyro_mcvae.checks.vectorization import LeadingDimsName, not_vectorizable
+from pyro_mcvae.checks.leading_dims import (
+    ENUMERATED,
+    PARTICLES,
+    LeadingDimsName,
+    not_settled,
+    not_vectorizable,
+)
+from pyro_mcvae.checks.run_checks import RunChecks
 from pyro_mcvae.particles.layout import Execution, Layout, never
 from pyro_mcvae.particles.ways import Ways
 from pyro_mcvae.programs.contract import check_nesting
@@ -115,7 +121,7 @@ class Runner:
                 if found == shared:
                     break
                 if count is not None and attempt == _MAX_ATTEMPTS:
-                    raise _unsettled(found)
+                    raise not_settled(_MAX_ATTEMPTS, found.guide | found.model)
                 # Shared sites were drawn once per particle, or others once: run again.
                 shared = found
         self._has_run = True
@@ -182,14 +188,14 @@ class Runner:
         way = Way.BATCHED if count is None else self._way(execution)
         nesting = self._nesting(execution)
         before = Minibatch(execution.subsamples)
-        try:
-            return self._execute(execution, Layout(count, nesting, shared, way, sums))
-        except (SiteError, _StatesFound, _StopRecomputationError):
-            raise
-        except Exception as error:
-            actual, way = self._recovered(execution, count, nesting, way, error)
+        while True:
+            try:
+                return self._execute(execution, Layout(count, nesting, shared, way, sums))
+            except (SiteError, _StatesFound, _StopRecomputationError):
+                raise
+            except Exception as error:
+                nesting, way = self._recovered(execution, count, nesting, way, error)
             _set_back(execution.subsamples, before)
-        return self._execute(execution, Layout(count, actual, shared, way, sums))
 
     def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
         run = execution.execute(layout)
@@ -283,14 +289,6 @@ class _StatesFound(Exception):
 def _look_for_states(run: Run) -> None:
     if shows_states(run.guide_trace, run.model_trace):
         raise _StatesFound
-
-
-def _unsettled(shared: GlobalSites) -> LeadingDimsError:
-    return LeadingDimsError(
-        f"the programs show other global sites in each of {_MAX_ATTEMPTS} runs on the same "
-        f"minibatch (now {sorted(shared.guide | shared.model)}), so the particles cannot be "
-        f"vectorised: pass vectorize_particles=False"
-    )
 
 
 def _set_back(subsamples: Minibatch, before: Minibatch) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Hashable
 
 from pyro import poutine
 
+from pyro_mcvae.checks.leading_dims import LeadingDimsName
 from pyro_mcvae.checks.run_checks import RunChecks
-from pyro_mcvae.checks.vectorization import LeadingDimsName
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs, is_messenger

@@ -32,6 +32,8 @@ _BY_PARAMETERS = (
     dist.StudentT,
     dist.Uniform,
 )
+# These choose entries by values, which cannot be asked inside of the lanes; of Categorical's form.
+_BY_LOGITS = dist.Multinomial, dist.OneHotCategorical
 # How deep tensors are looked for in what a distribution is made of.
 _DEPTH = 6
 _ONE = torch.Size()
@@ -49,6 +51,9 @@ def lifted(fn: Distribution, lanes: Lanes, depth: int) -> Distribution:
         return fn
     if type(fn) in _BY_PARAMETERS:
         return _by_parameters(fn, lanes, depth)
+    if type(fn) in _BY_LOGITS:
+        count = {"total_count": fn.total_count} if type(fn) is dist.Multinomial else {}
+        return type(fn)(**count, logits=lanes.lift(fn.logits, depth + 1), validate_args=False)
     if isinstance(fn, torch.distributions.Independent):
         events = fn.reinterpreted_batch_ndims
         return dist.Independent(lifted(fn.base_dist, lanes, depth + events), events)

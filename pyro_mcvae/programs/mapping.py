@@ -71,7 +71,7 @@ class MappedPlate(ParticlePlate):
         self._hidden: dict[int, Message] = {}
 
     def __enter__(self) -> MappedPlate:
-        self._stack.enter_context(self._lanes.opened())
+        self._stack.enter_context(self._lanes.opened(self.size))
         # What it looks at is not there to be looked at.
         self._stack.enter_context(pyro.validation_enabled(False))
         super().__enter__()
@@ -84,6 +84,9 @@ class MappedPlate(ParticlePlate):
     def _process_message(self, msg: Message) -> None:
         if msg["type"] == "sample" and not site_is_subsample(msg) and msg["name"] not in self.skip:
             self._show(msg)
+        elif msg["type"] == "param":
+            # Its beginning may be noise, of which each lane has its own.
+            msg["args"] = tuple(map(self._first, msg["args"]))
         # Handlers, draws and new parameters know nothing of lanes.
         self._lanes.suspend()
 
@@ -111,6 +114,10 @@ class MappedPlate(ParticlePlate):
             for leaf in leaves_of(msg["fn"]):
                 leaf.remember(value, hidden["value"])
         msg.update(hidden)
+
+    def _first(self, value: Any) -> Any:
+        is_mapped = isinstance(value, Tensor) and self._lanes.holds(value)
+        return self._lanes.lift(value, value.dim())[0] if is_mapped else value
 
     def _lift(self, value: Any, depth: int) -> Any:
         return self._lanes.lift(value, depth) if isinstance(value, Tensor) else value

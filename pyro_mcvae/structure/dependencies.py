@@ -27,6 +27,7 @@ from pyro_mcvae.programs.types import Message, Site, TorchFunction
 __all__ = [
     "Dependencies",
     "Escapes",
+    "TrackDraws",
     "find_dependencies",
     "leaves_behind",
 ]
@@ -66,7 +67,7 @@ def _united(
     }
 
 
-class _TrackDraws(Messenger):
+class TrackDraws(Messenger):
     """Marks the tracked draws of the guide, and notes what each was computed from."""
 
     def __init__(self, tracked: frozenset[str]) -> None:
@@ -192,7 +193,7 @@ def find_dependencies(
     with a warning: their factors count as depending on everything, which is always correct,
     though the bound may be looser.
     """
-    tracker = _TrackDraws(tracked)
+    tracker = TrackDraws(tracked)
     try:
         with isolated(), torch.enable_grad(), pyro.validation_enabled(False):
             escapes = Escapes()
@@ -213,7 +214,7 @@ def find_dependencies(
     return found._replace(factors={key: f | escaped for key, f in found.factors.items()})
 
 
-def _trace_factors(traces: Mapping[str, Trace], tracker: _TrackDraws) -> Dependencies:
+def _trace_factors(traces: Mapping[str, Trace], tracker: TrackDraws) -> Dependencies:
     found = Dependencies({}, {}, {}, {}, {})
     for program, trace in traces.items():
         for name, site in trace.nodes.items():
@@ -253,7 +254,7 @@ def _log_prob_at(site: Site, value: Tensor) -> Tensor | Exception:
 
 
 def _parents_of(
-    log_prob: Tensor | Exception, upstream: frozenset[str] | None, tracker: _TrackDraws
+    log_prob: Tensor | Exception, upstream: frozenset[str] | None, tracker: TrackDraws
 ) -> frozenset[str]:
     if not isinstance(log_prob, Exception):
         return _behind([log_prob], tracker)
@@ -269,7 +270,7 @@ def _leaves_of(log_prob: Tensor | Exception) -> frozenset[int]:
     return frozenset(leaves_behind(bare)) if bare.requires_grad else frozenset()
 
 
-def _behind(values: Sequence[object], tracker: _TrackDraws) -> frozenset[str]:
+def _behind(values: Sequence[object], tracker: TrackDraws) -> frozenset[str]:
     """The draws that some numbers were computed from."""
     found = frozenset(get_provenance(values))
     for value in map(detach_provenance, values):

@@ -11,7 +11,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.util import check_site_shape
 from torch import Tensor
 
-from pyro_mcvae.checks.run_checks import STATES
+from pyro_mcvae.checks.leading_dims import STATES
 from pyro_mcvae.particles.layout import Execution, Layout, never
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles

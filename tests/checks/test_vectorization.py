@@ -178,6 +178,23 @@ class Solver(nn.Module):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_solvers_that_stop_together_are_no_other_program(name):
+def test_decisions_by_a_latent_are_not_taken_for_all_particles_at_once(name):
     pair = Pair(Solver())
+    with pytest.raises(RuntimeError, match=r"'z', at .*test_vectorization.py:\d+, while") as found:
+        OBJECTIVES[name](vectorize_particles=True).loss(pair.model, pair.guide)
+    assert "torch.where" in str(found.value)
+
+
+class Guarded(nn.Module):
+    """Looks at what is no latent, and whether all is finite."""
+
+    def forward(self, h):
+        if torch.ones(3).sum() > 2 and not h.isnan().any():
+            return h
+        raise ValueError("not finite")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_other_decisions_are(name):
+    pair = Pair(Guarded())
     OBJECTIVES[name](vectorize_particles=True).loss(pair.model, pair.guide)

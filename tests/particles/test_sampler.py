@@ -52,6 +52,8 @@ def assert_clean():
 class Counter:
     """Runs of the programs of a data plate, with or without a global latent."""
 
+    x = data(5)
+
     def __init__(self, with_global):
         self.with_global = with_global
         self.model_runs = self.guide_runs = 0
@@ -61,14 +63,14 @@ class Counter:
         theta = pyro.sample("theta", normal()) if self.with_global else 0.0
         with pyro.plate("data", 5):
             z = pyro.sample("z", normal(theta))
-            pyro.sample("x", normal(z), obs=data(5))
+            pyro.sample("x", normal(z), obs=self.x)
 
     def guide(self):
         self.guide_runs += 1
         if self.with_global:
             pyro.sample("theta", normal())
         with pyro.plate("data", 5):
-            pyro.sample("z", normal(data(5)))
+            pyro.sample("z", normal(self.x))
 
     def runs(self, sampler):
         self.model_runs = self.guide_runs = 0

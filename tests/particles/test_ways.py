@@ -18,6 +18,8 @@ from pyro_mcvae import (
     TraceTruncated_ELBO,
     TruncatedPosterior,
 )
+from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.mapping import Way
 from tests.particles.ways import check_way, only
 from tests.zoo import EXAMPLES, data, param
@@ -168,6 +170,126 @@ def test_a_program_that_reads_a_latent_is_looped_and_says_so(caplog):
     assert math.isclose(*losses, abs_tol=0.1)
     with pytest.raises(RuntimeError, match="vectorize_particles=False"):
         TraceIWAE_ELBO(3, vectorize_particles=True).loss(model, guide)
+
+
+@pytest.mark.parametrize(
+    "decide",
+    [
+        lambda z: z.sum() > 0,
+        lambda z: z.max().item() > 0,
+        lambda z: float(z.mean()) > 0,
+        lambda z: not torch.equal(z, z.abs().neg()),
+    ],
+)
+def test_a_program_that_decides_for_all_data_is_looped(decide, caplog):
+    """All particles run so together, and mostly take the way of each."""
+    x = data(4)
+
+    def model():
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z if decide(z) else 3 * z, 1.0), obs=x)
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(1.5, 0.5))
+
+    with caplog.at_level(logging.WARNING):
+        TraceIWAE_ELBO(3).loss(model, guide)
+    assert "site 'z', at" in caplog.text
+
+
+class Noisy:
+    """Programs that draw apart from their sites, which in a loop each particle does by itself."""
+
+    def __init__(self, where):
+        self.where = where
+
+    def noise(self, program):
+        return torch.randn(4) if program == self.where else 0.0
+
+    def model(self):
+        noise = self.noise("model")
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(torch.zeros(1), 3.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.squeeze(-1) + noise, 1.0), obs=torch.zeros(4))
+
+    def guide(self):
+        noise = self.noise("guide")
+        with pyro.plate("data", 4):
+            loc = (pyro.param("loc", torch.randn(())) * 0 + noise) * torch.ones(4)
+            pyro.sample("z", dist.Normal(loc.unsqueeze(-1), 1e-3).to_event(1))
+
+
+@pytest.mark.parametrize("where", ["model", "guide"])
+def test_noise_apart_from_sites_is_each_particles_own(where):
+    programs = Noisy(where)
+    sampler = ParticleSampler(2000, None, float("inf"))
+    pair = Programs(programs.model, programs.guide, (), {})
+    sample = sampler.sample(pair)
+    assert sampler.runner.ways.of(pair) in (Way.MAPPED, Way.BOTH_MAPPED)
+    likelihood = next(t.log_prob for t in sample.runs[0].terms if t.key.name == "x")
+    # Of log N(0 | noise, 1) with standard normal noise.
+    found = likelihood.reshape(2000, 4).std(0)
+    assert torch.allclose(found, torch.full((4,), 0.5).sqrt(), rtol=0.15)
+
+
+def test_parameters_that_begin_with_noise_are_those_of_one_particle(monkeypatch):
+    only(monkeypatch, Way.BOTH_MAPPED)
+    calls = []
+
+    def model():
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    def guide():
+        calls.append(0)
+        late = pyro.param("late", torch.randn(3)) if len(calls) > 20 else torch.zeros(3)
+        pyro.sample("z", dist.Normal(late.sum(), 1.0))
+
+    elbo = TraceIWAE_ELBO(4)
+    while len(calls) < 23:
+        elbo.loss_and_grads(model, guide)
+    param = pyro.get_param_store()._params["late"]
+    assert param.shape == param.grad.shape == (3,)
+
+
+def test_a_batch_norm_is_updated_by_each_particle():
+    """Which vmap cannot do: the model is looped over."""
+    decoder = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+    def model():
+        pyro.module("decoder", decoder)
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(decoder(z), 1.0).to_event(1), obs=data(4, 3))
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+
+    elbo = TraceIWAE_ELBO(5)
+    elbo.loss_and_grads(model, guide)
+    before = int(decoder[1].num_batches_tracked)  # the first step looks at the programs
+    elbo.loss_and_grads(model, guide)
+    assert decoder[1].num_batches_tracked == before + 5
+
+
+def counts(x):
+    def model():
+        with pyro.plate("data", 4):
+            p = pyro.sample("p", dist.Dirichlet(torch.ones(3)))
+            pyro.sample("x", dist.Multinomial(6, (0.2 * p.log()).softmax(1)), obs=x)
+            pyro.sample("y", dist.OneHotCategorical(p.softmax(1)), obs=torch.eye(3)[[0, 1, 2, 2]])
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("p", dist.Dirichlet(param("alpha", 3).exp()))
+
+    return model, guide
+
+
+def test_counts_are_mapped():
+    check_way(*counts(torch.tensor([[2.0, 3.0, 1.0]]).expand(4, 3)), way=Way.MAPPED)
 
 
 def bits(dim):
