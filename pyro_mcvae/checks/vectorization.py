@@ -31,7 +31,7 @@ from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import changed_draw, is_random
 from pyro_mcvae.programs.types import Message, Site
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.dependencies import TrackDraws
+from pyro_mcvae.structure.tracking import TrackDraws
 
 __all__ = ["check_count", "check_vectorization"]
 

@@ -21,6 +21,7 @@ from pyro_mcvae.programs.sites import is_factor, is_random, is_scored
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure.tracking import Escapes
 
 __all__ = ["check_factors", "check_reads"]
 
@@ -111,7 +112,7 @@ class _Marked:
         """
         try:
             with torch.enable_grad(), pyro.validation_enabled(False):
-                with dependencies.Escapes() as escapes:
+                with Escapes() as escapes:
                     trace = run(self._programs)
                 found = [n for n, s in trace.nodes.items() if self._reads(s)]
         except Exception:

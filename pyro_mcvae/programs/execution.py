@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from types import CellType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from pyro import poutine
@@ -32,6 +32,8 @@ __all__ = [
 ]
 
 _FLAGS = (bool, str, type(None))
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,20 @@ class Programs:
         closures; and the types of other arguments.
         """
         return tuple(_flags(self))
+
+    @cached_property
+    def _found(self) -> dict[Hashable, object]:
+        return {}
+
+    def once(self, key: Hashable, find: Callable[[], T]) -> T:
+        """What ``find`` finds out about the programs of this call, looked for once."""
+        if key not in self._found:
+            self._found[key] = find()
+        return cast("T", self._found[key])
+
+    def forget(self) -> None:
+        """Look for everything again."""
+        self._found.clear()
 
 
 def _no_program(role: str, found: object) -> ValueError:

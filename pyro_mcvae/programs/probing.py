@@ -26,11 +26,12 @@ class ProgramError(Exception):
 
 
 class Probe(NamedTuple):
-    """One run that was looked at."""
+    """One run that was looked at, and the minibatch that it had."""
 
     guide_trace: Trace
     model_trace: Trace
     terms: dict[FactorKey, Term]
+    subsamples: Minibatch
 
     @property
     def log_probs(self) -> dict[FactorKey, Tensor]:
@@ -72,4 +73,4 @@ def probe(
         found += possible_terms(guide_term, guide_trace)
     except Exception as error:
         raise ProgramError(f"{type(error).__name__}: {error}") from error
-    return Probe(guide_trace, model_trace, {t.key: t for t in found})
+    return Probe(guide_trace, model_trace, {t.key: t for t in found}, substitute.subsamples)

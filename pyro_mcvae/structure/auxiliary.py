@@ -13,7 +13,7 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
 from pyro_mcvae.structure.cache import StructureCache
-from pyro_mcvae.structure.dependencies import find_dependencies
+from pyro_mcvae.structure.dependencies import dependencies_of
 
 __all__ = ["AuxiliaryDraws"]
 
@@ -77,7 +77,7 @@ def _behind(
     """The draws from which point masses of their own kind, discrete or not, were computed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # nothing changes where it cannot be traced
-        found = find_dependencies(programs, drawn, run.subsamples)
+        found = dependencies_of(programs, drawn, run)
     guide, model = run.guide_trace.nodes, run.model_trace.nodes
     behind: set[str] = set()
     for point in points:

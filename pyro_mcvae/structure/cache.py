@@ -80,6 +80,7 @@ class StructureCache(Generic[T]):
         if finding is None:
             finding = _added(found, key, _Finding(find()))
         elif renew and finding.used_often():
+            programs.forget()
             finding.renew(find())
         return finding.value
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.structure.dependencies import Dependencies, find_dependencies
+from pyro_mcvae.structure.dependencies import Dependencies, dependencies_of
 
 __all__ = ["find_collapsed"]
 
@@ -24,7 +24,7 @@ def find_collapsed(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # programs that cannot be tracked tell nothing
-        found = known or find_dependencies(programs, names, run.subsamples).with_sums(run.terms)
+        found = known or dependencies_of(programs, names, run)
     observed = {
         t.key
         for t in run.terms

@@ -97,8 +97,7 @@ class StructureFinder:
         masked_by: dict[str, frozenset[str]] = {}
         found: dependencies.Dependencies | None = None
         if ask or (self.find_roots and (len(names) > 1 or run.guide_data)):
-            found = dependencies.find_dependencies(programs, names, run.subsamples)
-            found = found.with_sums(run.terms)
+            found = dependencies.dependencies_of(programs, names, run)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
             masked_by = {k.name: f for k, f in found.masks.items() if f and k.program == "guide"}
             _check_broadcast(
@@ -152,7 +151,9 @@ class StructureFinder:
 
 def _coupled(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
     """For each factor the plates across whose elements it depends on latents."""
-    found = find_dependent_plates(programs, run.subsamples)
+    found = programs.once(
+        ("plates", run.signature), lambda: find_dependent_plates(programs, run.subsamples)
+    )
     none: frozenset[PlateKey] = frozenset()
     sums = {t.key: [found.get(m.key, none) for m in t.members] for t in run.terms if t.members}
     return found | {key: none.union(*parts) for key, parts in sums.items() if any(parts)}

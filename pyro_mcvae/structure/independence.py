@@ -11,7 +11,8 @@ exchanged, and the densities of the other half must stay as they are.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
@@ -20,7 +21,7 @@ from torch.distributions import constraints
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.probing import ProgramError, looking, probe
+from pyro_mcvae.programs.probing import Probe, ProgramError, looking, probe
 from pyro_mcvae.programs.sites import (
     PlateKey,
     changed_draw,
@@ -62,32 +63,60 @@ def _find(
     programs: Programs, subsamples: Mapping[str, Tensor]
 ) -> dict[FactorKey, frozenset[PlateKey]]:
     with looking():
-        first = probe(programs, subsamples).guide_trace
-        second = probe(programs, subsamples).guide_trace
-    latents = {n: s for n, s in first.nodes.items() if is_random(s) and n in second.nodes}
+        first = probe(programs, subsamples)
+        latents = {n: s for n, s in first.guide_trace.nodes.items() if is_random(s)}
+        others = {n: _another(s) for n, s in latents.items()}
     values = {n: s["value"] for n, s in latents.items()}
-    others = {n: _another(s, second.nodes[n]["value"]) for n, s in latents.items()}
-    found: dict[FactorKey, frozenset[PlateKey]] = {}
-    before: Terms | None = None
+    moves = list(_moves(programs, first.subsamples, latents, values, others))
+    found = _dependent(_of_others(first, values), moves)
+    if not found:
+        return found
+    # Noise that a program draws apart from its sites: the same stream at the same latents.
+    before = _densities(programs, first.subsamples, values)
+    found = _dependent(before, moves)
+    if not found:
+        return found
+    # Noise from a generator that is not torch's own changes densities at the same latents, too.
+    again = _densities(programs, first.subsamples, values)
+    return {key: plates for key, plates in found.items() if _same(before[key], again.get(key))}
+
+
+class _Move(NamedTuple):
+    """The factors where some elements of a plate have other latents; ``kept`` ones have not."""
+
+    frame: CondIndepStackFrame
+    kept: Tensor
+    after: Terms
+
+
+def _moves(
+    programs: Programs,
+    subsamples: Mapping[str, Tensor],
+    latents: Mapping[str, Site],
+    values: Values,
+    others: Values,
+) -> Iterator[_Move]:
+    """Each half of each plate's elements, exchanged."""
     for frame in sorted({f for s in latents.values() for f in plate_frames(s)}, key=str):
         if frame.dim is None or frame.size < 2:
             continue
-        before = before or _densities(programs, subsamples, values)
         for half in (_half(frame.size), ~_half(frame.size)):
             moved = {
                 n: _exchanged(s, frame, half, values[n], others[n]) for n, s in latents.items()
             }
-            after = _densities(programs, subsamples, moved)
-            for key in _changed(before, after, frame, ~half):
-                found[key] = found.get(key, frozenset()) | {plate_key(frame)}
-    if not found or before is None:
-        return found
-    # Noise from a generator that is not torch's own changes densities at the same latents, too.
-    again = _densities(programs, subsamples, values)
-    return {key: plates for key, plates in found.items() if _same(before[key], again.get(key))}
+            yield _Move(frame, ~half, _densities(programs, subsamples, moved))
 
 
-def _another(site: Site, drawn: Tensor) -> Tensor:
+def _dependent(before: Terms, moves: Iterable[_Move]) -> dict[FactorKey, frozenset[PlateKey]]:
+    """For each factor the plates in which kept elements changed with the others."""
+    found: dict[FactorKey, frozenset[PlateKey]] = {}
+    for frame, kept, after in moves:
+        for key in _changed(before, after, frame, kept):
+            found[key] = found.get(key, frozenset()) | {plate_key(frame)}
+    return found
+
+
+def _another(site: Site) -> Tensor:
     """Another value for each element: a second draw, which may be the same where it is discrete."""
     value, support = site["value"], known_support(site["fn"])
     while hasattr(support, "base_constraint"):
@@ -101,7 +130,10 @@ def _another(site: Site, drawn: Tensor) -> Tensor:
         return (low + (value - low + 1) % size).to(value.dtype)
     if isinstance(support, _COUNTS):
         return value + 1
-    return drawn
+    try:
+        return site["fn"](*site["args"], **site["kwargs"])
+    except NotImplementedError:
+        return value  # a handler gave it to a distribution that cannot draw
 
 
 _INTERVAL = type(constraints.integer_interval(0, 1))
@@ -129,9 +161,12 @@ def _exchanged(
 def _densities(programs: Programs, subsamples: Mapping[str, Tensor], values: Values) -> Terms:
     """The factors at given latents; the same random stream at each call."""
     with looking():
-        found = probe(programs, subsamples, values).terms
-    # One site alone depends on no other.
-    return {key: t for key, t in found.items() if len(values) > 1 or not t.in_guide}
+        return _of_others(probe(programs, subsamples, values), values)
+
+
+def _of_others(found: Probe, values: Values) -> Terms:
+    """The factors that may depend on more than their own site: one alone depends on no other."""
+    return {key: t for key, t in found.terms.items() if len(values) > 1 or not t.in_guide}
 
 
 def _changed(

@@ -11,7 +11,10 @@ import torch
 
 from pyro_mcvae import ULA, TraceIWAE_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.nesting import checked_run
+from pyro_mcvae.structure import dependencies, finder
 from pyro_mcvae.structure.cache import StructureCache
+from pyro_mcvae.structure.finder import StructureFinder
 
 MAKERS = {
     "iwae": lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
@@ -122,3 +125,53 @@ def test_pairs_that_alternate_are_remembered():
     for copied in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
         copied.of(pairs[0], "sites", lambda: looks.append("again"))
     assert looks[3:] == ["again", "again"]
+
+
+def looks_of(monkeypatch):
+    """The looks that are made at the programs, by name."""
+    looks = []
+
+    def counted(module, name):
+        plain = getattr(module, name)
+
+        def look(*args):
+            looks.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(module, name, look)
+
+    counted(dependencies, "find_dependencies")
+    counted(finder, "find_dependent_plates")
+    return looks
+
+
+def test_a_first_step_looks_once_and_is_looked_at_again(monkeypatch):
+    # One structure is derived twice: without particles, and with draws that have lost them.
+    looks, elbo = looks_of(monkeypatch), MAKERS["iwae"]()
+
+    def lost(tied):
+        pyro.sample("s", dist.Normal(0.0, 1.0))
+        model(tied)
+
+    def lost_guide(tied):
+        s = pyro.sample("s", dist.Normal(pyro.param("loc", torch.tensor(0.3)), 1.0))
+        with pyro.plate("left", 3):
+            pyro.sample("a", dist.Normal(s, 1.0))
+        with pyro.plate("right", 3):
+            pyro.sample("b", dist.Normal(s, 0.8))
+
+    elbo.loss(lost, lost_guide, False)
+    both = ["find_dependencies", "find_dependent_plates"]
+    assert sorted(looks) == both
+    for _ in range(15):
+        elbo.loss(lost, lost_guide, False)
+    assert sorted(looks) == sorted(2 * both)
+
+
+def test_programs_of_one_call_are_looked_at_again_where_it_is_time(monkeypatch):
+    looks, found = looks_of(monkeypatch), StructureFinder(find_roots=True)
+    programs = Programs(model, guide, (False,), {})
+    run = checked_run(programs, True)
+    for _ in range(16):
+        found.of(programs, run)
+    assert looks.count("find_dependencies") == looks.count("find_dependent_plates") == 2

@@ -139,6 +139,10 @@ def test_discrete_sites_are_tracked_through_indexing_and_comparison():
         pyro.sample("x", normal(torch.where(b > 0, 1.0, -1.0)), obs=torch.tensor(0.0))
         one_hot = torch.nn.functional.one_hot(c, 3).to(means.dtype)
         pyro.sample("y", normal(one_hot @ means), obs=torch.tensor(0.0))
+        by_name = torch.index_select(input=means, dim=0, index=c)
+        stacked = torch.stack(tensors=[by_name, b.expand(1)], dim=0).sum(0)
+        pyro.sample("v", normal(by_name).to_event(1), obs=torch.zeros(1))
+        pyro.sample("u", normal(stacked).to_event(1), obs=torch.zeros(1))
 
     def guide():
         c = pyro.sample("c", dist.Categorical(torch.ones(3)))
@@ -148,6 +152,8 @@ def test_discrete_sites_are_tracked_through_indexing_and_comparison():
     assert found["model w"] == {"c"}
     assert found["model x"] == {"b"}
     assert found["model y"] == {"c"}
+    assert found["model v"] == {"c"}
+    assert found["model u"] == {"b", "c"}
     assert found["guide b"] == {"b", "c"}
     assert found["model b"] == {"b"}
 

@@ -159,6 +159,20 @@ def test_batch_statistics_and_dropout_do_not_count_and_do_not_change():
         assert torch.equal(decoder.layers[1].get_buffer(name), buffer)
 
 
+def test_elements_that_meet_beside_noise_of_the_program_are_seen():
+    def noisy():
+        with pyro.plate("data", 5):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            loc = z.cumsum(-1) + torch.rand(())
+            pyro.sample("x", dist.Normal(loc, 1.0), obs=torch.zeros(5))
+
+    def noisy_guide():
+        with pyro.plate("data", 5):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    assert coupled(noisy, noisy_guide) == {("model", "x"): {"data"}}
+
+
 def counts():
     with pyro.plate("time", 2):
         z = pyro.sample("z", dist.Bernoulli(0.4))

@@ -1,0 +1,174 @@
+"""Draws that are marked, so that what was computed from them can be told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pyro.ops.provenance import ProvenanceTensor, extract_provenance, track_provenance
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from pyro_mcvae.programs.types import Message, TorchFunction
+
+__all__ = ["Escapes", "TrackDraws", "marks_of", "unmarked"]
+
+_NONE: frozenset[str] = frozenset()
+
+
+class _Marked(ProvenanceTensor):
+    """Pyro's tensor, which takes each argument for a tree: most are tensors and numbers."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: TorchFunction,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        inputs, marks = _parted(args)
+        options, more = _parted(kwargs or {})
+        result = func(*inputs, **options)
+        return (cls if isinstance(result, Tensor) else track_provenance)(result, marks | more)
+
+
+def _parted(value: Any) -> tuple[Any, frozenset[str]]:
+    """A value without its marks, and these."""
+    if isinstance(value, ProvenanceTensor):
+        return value._t, value._provenance
+    if type(value) in (tuple, list):
+        parts = [_parted(v) for v in value]
+        return type(value)([v for v, _ in parts]), _NONE.union(*[m for _, m in parts])
+    if type(value) is dict:
+        values, marks = _parted(tuple(value.values()))
+        return dict(zip(value, values, strict=True)), marks
+    if isinstance(value, tuple | list | dict | set | frozenset) and type(value) is not torch.Size:
+        return extract_provenance(value)
+    return value, _NONE
+
+
+def marks_of(value: object) -> frozenset[str]:
+    """The names of the marked draws behind a structure of tensors."""
+    return _parted(value)[1]
+
+
+def unmarked(value: Any) -> Any:
+    """The same without marks."""
+    return _parted(value)[0]
+
+
+class TrackDraws(Messenger):
+    """Marks the tracked draws of the guide, and notes what each was computed from."""
+
+    def __init__(self, tracked: frozenset[str]) -> None:
+        super().__init__()
+        self.tracked = tracked
+        self.leaves: dict[str, Tensor] = {}
+        self.name_of: dict[int, str] = {}
+        self.upstream: dict[str, frozenset[str]] = {}
+
+    def _pyro_post_sample(self, msg: Message) -> None:
+        if msg["name"] not in self.tracked or msg["name"] in self.leaves:
+            return
+        self.upstream[msg["name"]] = marks_of(msg["value"])
+        leaf = unmarked(msg["value"]).detach()
+        # Two trackers, because each is blind somewhere: provenance in custom autograd functions,
+        # autograd at discrete values.
+        if leaf.is_floating_point():
+            leaf.requires_grad_()
+        self.leaves[msg["name"]] = leaf
+        self.name_of[id(leaf)] = msg["name"]
+        msg["value"] = _Marked(leaf, frozenset({msg["name"]}))
+
+
+_TORCH_AND_METHOD = (
+    "allclose",
+    "argwhere",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "repeat_interleave",
+    "unique",
+    "unique_consecutive",
+)
+# Through these a draw's value leaves the tensors that are tracked: as a Python number or a string,
+# as a shape, or copied into a new tensor.
+_WAYS_OUT: set[object] = {
+    torch.Tensor.__array__,
+    torch.Tensor.__bool__,
+    torch.Tensor.__complex__,
+    torch.Tensor.__contains__,
+    torch.Tensor.__float__,
+    torch.Tensor.__format__,
+    torch.Tensor.__index__,
+    torch.Tensor.__int__,
+    torch.Tensor.item,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.tensor,
+    *(getattr(module, name) for module in (torch, torch.Tensor) for name in _TORCH_AND_METHOD),
+}
+_OPTIONS_ONLY: set[object] = {
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_full,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_tensor,
+    *(getattr(torch, f"{kind}_like") for kind in ("zeros", "ones", "full", "empty")),
+    *(getattr(torch, f"{kind}_like") for kind in ("rand", "randn")),
+}
+_CONVERSIONS: set[object] = {torch.Tensor.type_as, torch.Tensor.to}
+
+
+def _selects(func: TorchFunction, args: tuple[object, ...]) -> bool:
+    """Whether a boolean mask selects entries, whose number then tells of the mask."""
+    if func in (torch.where, torch.Tensor.where):
+        return len(args) == 1
+    if func is not torch.Tensor.__getitem__:
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(i, Tensor) and unmarked(i).dtype is torch.bool for i in index)
+
+
+class Escapes(TorchFunctionMode):
+    """Notes draws that become Python numbers, or are written into an untracked tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: frozenset[str] = frozenset()
+
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        name = getattr(func, "__name__", "")
+        if func in _WAYS_OUT or _selects(func, args):
+            self.names |= marks_of([args, kwargs or {}])
+        elif func is torch.Tensor.new_tensor:
+            # As torch.tensor, but for the first argument, of which only the dtype is taken.
+            self.names |= marks_of([args[1:], kwargs or {}])
+        elif func is torch.Tensor.__setitem__ or (name[-1:] == "_" and name[-2:] != "__"):
+            # Gradients tell what floating-point numbers were written into a tensor.
+            written = [args[1:], kwargs or {}]
+            self.names |= marks_of([t for t in _tensors(written) if not _is_float(t)])
+        if func in _OPTIONS_ONLY:
+            # The draw only says the dtype and the device.
+            args = (unmarked(args[0]), *args[1:])
+        elif func in _CONVERSIONS and len(args) > 1 and isinstance(args[1], Tensor):
+            args = (args[0], unmarked(args[1]), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [v for v in tree_leaves(values) if isinstance(v, Tensor)]
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return unmarked(tensor).is_floating_point()
