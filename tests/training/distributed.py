@@ -1,10 +1,11 @@
 """
 One training run on one process, or on several that DistributedDataParallel joins.
 
-Under torchrun it writes what every rank found: ``torchrun ... tests/training/distributed.py OUT``.
+Under torchrun, or ``forked.py``, it writes what every rank found.
 """
 
 import inspect
+import os
 import sys
 from pathlib import Path
 
@@ -164,8 +165,9 @@ def continued(path, again):
 def main(out):
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    rank = torch.distributed.get_rank()
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place = f"file://{Path(out) / 'group'}"
+    torch.distributed.init_process_group("gloo", place, None, num_ranks, rank)
     found = {name: train(name, rank) for name in OBJECTIVES}
     path = Path(out) / "run.pt"
     found["continued"] = [continued(path, again) for again in (False, True)]

@@ -1,7 +1,7 @@
 """
 One training run of a truncated posterior, whose states are dealt out over the processes.
 
-Under torchrun each rank writes what it found: ``torchrun ... tests/training/sharded.py OUT``.
+Under torchrun, or ``forked.py``, each rank writes what it found.
 """
 
 import os
@@ -111,6 +111,7 @@ def on_three(out, rank):
 
 
 def main(out):
+    out = Path(out)
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -125,4 +126,4 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1])

@@ -27,8 +27,20 @@ from pyro_mcvae import (
 from pyro_mcvae.training import checkpoint_file
 from tests.training.runs import CONTINUOUS, OBJECTIVES, Run
 
-objectives = pytest.mark.parametrize("name", OBJECTIVES)
-interfaces = pytest.mark.parametrize("interface", ["svi", "module"])
+INTERFACES = ("svi", "module")
+interfaces = pytest.mark.parametrize("interface", INTERFACES)
+# After how many steps a run is saved: before it has any state, with some, and with all of it.
+SAVED_AT = (0, 1, 4)
+
+
+def in_turn(names, saved_at):
+    """Each objective at each moment, under each interface in turn; the whole product is slow."""
+    return [
+        pytest.param(name, interface, at, marks=() if (i + j + k) % 2 else pytest.mark.slow)
+        for i, name in enumerate(names)
+        for j, interface in enumerate(INTERFACES)
+        for k, at in enumerate(saved_at)
+    ]
 
 
 def steps(run, count):
@@ -49,32 +61,29 @@ def assert_same(first, second):
         assert torch.equal(value, second[name]), name
 
 
-@objectives
-@interfaces
-@pytest.mark.parametrize("at", [0, 1, 4])
+@pytest.mark.parametrize(("name", "interface", "at"), in_turn(OBJECTIVES, SAVED_AT))
 def test_a_resumed_run_equals_the_uninterrupted_one(name, interface, at, tmp_path):
     run = Run(name, interface)
     steps(run, at)
     save_checkpoint(tmp_path / "run.pt", run.parts, step=at)
-    wanted, end = steps(run, 3), run.tensors()
+    wanted, end = steps(run, 2), run.tensors()
 
     resumed = fresh(name, interface)
     assert load_checkpoint(tmp_path / "run.pt", resumed.parts) == {"step": at}
     resumed.count = at
-    assert steps(resumed, 3) == wanted
+    assert steps(resumed, 2) == wanted
     assert_same(end, resumed.tensors())
     # And back again, in a run that has gone on.
     load_checkpoint(tmp_path / "run.pt", resumed.parts)
     resumed.count = at
-    assert steps(resumed, 3) == wanted
+    assert steps(resumed, 2) == wanted
     assert_same(end, resumed.tensors())
 
 
-@pytest.mark.parametrize("name", CONTINUOUS)
-@interfaces
-def test_autoguides_resume(name, interface, tmp_path):
+@pytest.mark.parametrize(("name", "interface", "at"), in_turn(CONTINUOUS, [2]))
+def test_autoguides_resume(name, interface, at, tmp_path):
     run = Run(name, interface, auto=True)
-    steps(run, 2)
+    steps(run, at)
     save_checkpoint(tmp_path / "run.pt", run.parts)
     wanted = steps(run, 2)
     resumed = fresh(name, interface, auto=True)

@@ -15,14 +15,12 @@ from tests.training.runs import OBJECTIVES
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(script, num_ranks, out):
-    """Run a script of this repository on several processes."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def on_ranks(name, num_ranks, out):
+    """Run a script of this folder on several processes."""
     done = subprocess.run(
-        [*run, f"--nproc_per_node={num_ranks}", script, str(out)],
+        [sys.executable, "tests/training/forked.py", name, str(num_ranks), str(out)],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=300,
@@ -33,7 +31,7 @@ def torchrun(script, num_ranks, out):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    torchrun("tests/training/distributed.py", 2, out)
+    on_ranks("distributed", 2, out)
     return [{**torch.load(out / f"rank{r}.pt"), "path": out / "run.pt"} for r in range(2)]
 
 

@@ -6,7 +6,7 @@ import torch
 from pyro_mcvae import RankBatches, load_checkpoint, save_checkpoint
 from tests.training import sharded
 from tests.training.distributed import SIZE, STEPS, NoiseByDatum
-from tests.training.test_distributed import close, torchrun
+from tests.training.test_distributed import close, on_ranks
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def out(tmp_path_factory):
         run.elbo(x, everything, SIZE)
     save_checkpoint(folder / "1.pt", {"elbo": run.elbo})
     torch.set_default_dtype(dtype)
-    torchrun("tests/training/sharded.py", 3, folder)
+    on_ranks("sharded", 3, folder)
     return folder
 
 
