@@ -61,7 +61,7 @@ class Case:
     """
 
     def __init__(
-        self, loss: object, side: Side, backend: Backend, tell: Callable[[str], None]
+        self, loss: object, side: Side, backend: Backend, tell: Callable[[str], object]
     ) -> None:
         self._loss, self._side, self._backend, self._tell = loss, side, backend, tell
         self._recordings: list[Recording] = []

@@ -14,6 +14,7 @@ from pyro_mcvae.compiled.case import Case
 from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.compiled.sides import DifferentiableLoss, Loss, LossAndGrads
 from pyro_mcvae.compiled.signature import Args, Call, Kwargs
+from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.programs.types import Program
 
 __all__ = ["CompiledELBO"]
@@ -123,15 +124,11 @@ class CompiledELBO(ELBO, nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         # Recordings hold the very tensors of programs; a copy makes its own.
-        return {**self.__dict__, "_cases": {}, "_told": set()}
+        return {**self.__dict__, "_cases": {}, "_warn": WarnOnce(_logger)}
 
     def _tell(self, reason: str) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
-            _logger.warning(
-                "%s cannot be recorded and runs as ever: %s", type(self.plain).__name__, reason
-            )
+        self._warn(f"{type(self.plain).__name__} cannot be recorded and runs as ever: {reason}")
 
     def _forget(self) -> None:
         self._cases: dict[Hashable, Case] = {}
-        self._told: set[str] = set()
+        self._warn = WarnOnce(_logger)

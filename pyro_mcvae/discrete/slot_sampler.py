@@ -39,7 +39,7 @@ class SlotSampler:
         num_particles: int,
         vectorize: bool | None,
         max_plate_nesting: float,
-        tell: Callable[[str], None],
+        tell: Callable[[str], object],
     ) -> None:
         self.options = options
         self.num_particles = num_particles
@@ -76,7 +76,7 @@ def run_slots(
     options: SiteOptions,
     substitute: SubstituteMessenger,
     layout: Layout,
-    tell: Callable[[str], None],
+    tell: Callable[[str], object],
 ) -> Run:
     """
     Run the guide with slots, then the model on its values.

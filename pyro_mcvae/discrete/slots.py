@@ -87,7 +87,7 @@ class SlotMessenger(EnumMessenger):
     """
 
     def __init__(
-        self, options: SiteOptions, first_available_dim: int, tell: Callable[[str], None]
+        self, options: SiteOptions, first_available_dim: int, tell: Callable[[str], object]
     ) -> None:
         super().__init__(first_available_dim)
         self.options = options

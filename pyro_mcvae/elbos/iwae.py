@@ -23,6 +23,7 @@ from pyro_mcvae.elbos.global_average import GlobalAverage, draws_globals
 from pyro_mcvae.elbos.path_gradient import PathGradient
 from pyro_mcvae.ops.checks import check_choice, check_count
 from pyro_mcvae.ops.importance import leave_one_out_signal, renyi_bound
+from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import ScoreFunctionSites
@@ -166,7 +167,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
                 f"num_global_particles={num_global_particles} is for joint=False: joint=True draws "
                 f"the global latents num_particles times, and weighs them with the local ones"
             )
-        self._told = False
+        self._warn = WarnOnce(_logger)
         self._path = PathGradient(gradient_estimator, self.num_particles, self.alpha)
         self.sampler.structures = StructureFinder(joint, self._path.needs_roots)
 
@@ -203,12 +204,11 @@ class TraceIWAE_ELBO(MonteCarloELBO):
 
     def _tell_of_averaging(self, sample: WeightedParticles) -> None:
         drawn = any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide)
-        if drawn and self.num_particles > 1 and not self._told:
-            self._told = True
-            _logger.warning(
-                "no latent of the guide lies in all subsampled plates around its factors, so none "
-                "can be weighed per datum: the %d particles are averaged as in the plain ELBO",
-                self.num_particles,
+        if drawn and self.num_particles > 1:
+            self._warn(
+                f"no latent of the guide lies in all subsampled plates around its factors, so none "
+                f"can be weighed per datum: the {self.num_particles} particles are averaged as in "
+                f"the plain ELBO"
             )
 
     def _surrogate(self, sample: WeightedParticles) -> Tensor:

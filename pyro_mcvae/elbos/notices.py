@@ -6,9 +6,9 @@ import logging
 
 from torch import Tensor
 
+from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.cache import PairCache
 
 __all__ = ["Notices", "refuse_scores"]
@@ -33,7 +33,7 @@ class Notices:
 
     def __init__(self) -> None:
         self._looked: PairCache[list[bool]] = PairCache(list)
-        self._told: set[str] = set()
+        self._warn = WarnOnce(_logger)
 
     def look(self, programs: Programs, runs: list[Run]) -> None:
         """Log what of a guide has another effect than its user may think."""
@@ -45,14 +45,9 @@ class Notices:
     def _look(self, runs: list[Run]) -> None:
         for term in (t for run in runs for t in run.terms if t.in_guide):
             if term.site["infer"].get("baseline"):
-                self._tell(_BASELINE, term)
+                self._warn(_BASELINE % term.key.name)
         for term in (t for run in runs for t in run.guide_data):
-            self._tell(_OBSERVED, term)
-
-    def _tell(self, text: str, term: Term) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            _logger.warning(text, term.key.name)
+            self._warn(_OBSERVED % term.key.name)
 
 
 def refuse_scores(objective: str, runs: list[Run]) -> None:

@@ -22,6 +22,7 @@ from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, as_scalar
 from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
+from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
@@ -139,13 +140,12 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             baseline,
             entropy == "exact",
         )
-        self._told: set[str] = set()
         self._slots = SlotSampler(
             self.site_options,
             self.num_particles,
             self.vectorize_particles,
             self.sampler.runner.declared_nesting,
-            self._tell,
+            WarnOnce(_logger),
         )
 
     def estimate(self, programs: Programs) -> Estimate:
@@ -208,11 +208,6 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
                     f"once: write the guide as a function or module of its own"
                 )
         return runs
-
-    def _tell(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            _logger.warning(message)
 
 
 def _signal(site: ScoredSite, sums: SiteSums, programs: Programs) -> SiteSignal:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_flag
+from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
@@ -58,6 +59,7 @@ class StructureFinder:
         self.joint = joint
         self.find_roots = find_roots
         self._cache: StructureCache[Structure] = StructureCache()
+        self._warn = WarnOnce(_logger)  # what was found before is looked at again
 
     def of(self, programs: Programs, run: Run, renew: bool = True) -> Structure:
         """
@@ -81,7 +83,8 @@ class StructureFinder:
 
     def _derive(self, programs: Programs, run: Run) -> Structure:
         frames = {t.key: plate_frames(t.site) for t in run.terms}
-        _check_names({t.key: plate_frames(t.site) for term in run.terms for t in term.sites})
+        for told in _other_names({t.key: plate_frames(t.site) for r in run.terms for t in r.sites}):
+            self._warn(told)
         latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
         # A guide of point masses alone is weighed per datum as well.
         random = [t for t in latents if not is_delta(t.site["fn"])] or latents
@@ -90,6 +93,8 @@ class StructureFinder:
         order = [t.key.name for t in random]
         names = frozenset(order)
         coupled = {} if self.joint else _coupled(programs, run)
+        for key, plates in coupled.items():
+            self._warn(_met(key, plates))
         frames = _without_coupled(frames, coupled)
         factors = {key: Factor(f, None) for key, f in frames.items()}
         ask = not self.joint and needs_dependencies(factors, names)
@@ -159,8 +164,8 @@ def _coupled(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey
     return found | {key: none.union(*parts) for key, parts in sums.items() if any(parts)}
 
 
-def _check_names(frames: Mapping[FactorKey, Frames]) -> None:
-    """Tell of a latent whose plates have other names in the model than in the guide."""
+def _other_names(frames: Mapping[FactorKey, Frames]) -> Iterator[str]:
+    """What is to be said of latents whose plates have another name in the model."""
     for key, own in frames.items():
         found = frames.get(FactorKey("model", key.name)) if key.program == "guide" else None
         for f in own - (own if found is None else found):
@@ -173,7 +178,15 @@ def _check_names(frames: Mapping[FactorKey, Frames]) -> None:
             )
             if is_subsampled(f) or is_subsampled(other):
                 raise ValueError(f"{text} with a minibatch each: give them one name")
-            _logger.warning(f"{text}, so that their elements share one weight: give them one name")
+            yield f"{text}, so that their elements share one weight: give them one name"
+
+
+def _met(key: FactorKey, plates: frozenset[PlateKey]) -> str:
+    return (
+        f"site '{key.name}' of the {key.program} lets the elements of plate "
+        f"{', '.join(repr(p.name) for p in plates)} depend on each other's latents (as "
+        f"z.cumsum(-1) does), so these share one weight"
+    )
 
 
 def _without_coupled(
@@ -184,12 +197,6 @@ def _without_coupled(
 
     A factor whose elements depend on each other's latents stands outside of the plate, in effect.
     """
-    for key, plates in coupled.items():
-        _logger.warning(
-            f"site '{key.name}' of the {key.program} lets the elements of plate "
-            f"{', '.join(repr(p.name) for p in plates)} depend on each other's latents (as "
-            f"z.cumsum(-1) does), so these share one weight"
-        )
     none: frozenset[PlateKey] = frozenset()
     return {
         key: frozenset(f for f in found if plate_key(f) not in coupled.get(key, none))

@@ -264,3 +264,22 @@ def test_straight_through_draws_do_not_couple(relaxed, vectorize):
 
     elbo = TraceIWAE_ELBO(5, vectorize_particles=vectorize)
     assert elbo.bounds(model, guide).per_datum.shape == (4,)
+
+
+def test_it_is_said_once(caplog):
+    """Though the programs are looked at again."""
+    caplog.set_level(logging.WARNING)
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z.cumsum(-1), 1.0), obs=torch.zeros(3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    elbo = TraceIWAE_ELBO(2)
+    for _ in range(40):
+        elbo.loss(model, guide)
+    assert caplog.text.count("share one weight") == 1
