@@ -51,16 +51,17 @@ SLOTS = LeadingDimsName(
 
 def not_vectorizable(
     name: LeadingDimsName, count: int | None, nesting: int, error: Exception
-) -> str:
+) -> LeadingDimsError:
     """What is wrong with programs that fail with leading dims only."""
     several = f"{count} {name.name}" if count is not None else name.name
     cause = str(error) if isinstance(error, ProgramError) else f"{type(error).__name__}: {error}"
-    return (
+    return LeadingDimsError(
         f"the model or the guide cannot be run with {several} in batch dim {-nesting - 1}, to the "
         f"left of its plates, though it runs with one. {name.remedy} make it broadcast over "
         f"leading dims: index from the right, as in z[..., 0], or means[..., group] in the place "
         f"of means[group] (Vindex for tables). {name.sizes if 'must match' in cause else ''}"
-        f"The error was: {cause}"
+        f"The error was: {cause}",
+        reason=cause,
     )
 
 

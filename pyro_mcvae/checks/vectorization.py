@@ -72,7 +72,8 @@ def check_count(
         f"the model or the guide runs with {count} {name.name}, the size of another dim, but not "
         f"with {other}, so that one may be taken for the other. {name.remedy} make it broadcast "
         f"over leading dims: index from the right, as in means[..., group] in the place of "
-        f"means[group]. The error was: {error}"
+        f"means[group]. The error was: {error}",
+        reason=f"{count} {name.name} are taken for another dim of this size",
     ) from error
 
 
@@ -126,7 +127,7 @@ def check_vectorization(
                 odd = {key: sums for key, sums in odd.items() if key in again}
     except ProgramError as error:
         if isinstance(error, _TogetherError) and not ran:
-            raise LeadingDimsError(not_vectorizable(name, count, run.nesting, error)) from error
+            raise not_vectorizable(name, count, run.nesting, error) from error
         _logger.info("%s cannot be compared with a loop: %s", name.name, error)
         return  # the run of the step itself has its own errors
     for key, (together, alone) in odd.items():
@@ -136,7 +137,8 @@ def check_vectorization(
             f"program takes one dim for another, as softmax(1), flatten(1), z - z.mean(0) and "
             f"nn.BatchNorm1d do. The leading dim is that of the {name.name}. {name.remedy} count "
             f"dims from the right, as in softmax(-1), and put h.reshape(-1, h.shape[-1]) and a "
-            f"reshape back around layers that take a batch"
+            f"reshape back around layers that take a batch",
+            reason=f"site '{key.name}' of the {key.program} takes one dim for another",
         )
 
 
@@ -208,7 +210,9 @@ def _check_draws(
             raise LeadingDimsError(
                 f"site '{key.name}' of the {key.program} depends on random numbers that are drawn "
                 f"apart from sites at {shared[0].line}, which all {name.name} would share. "
-                f"{name.remedy} draw them by pyro.sample"
+                f"{name.remedy} draw them by pyro.sample",
+                reason=f"site '{key.name}' of the {key.program} has draws that are no sites, at "
+                f"{shared[0].line}",
             )
 
 
@@ -235,7 +239,8 @@ def _check_reads(
         raise LeadingDimsError(
             f"the programs look at a value that depends on site '{min(read.sites)}', at "
             f"{read.line}, and would decide for all {name.name} at once. {name.remedy} decide for "
-            f"each by torch.where"
+            f"each by torch.where",
+            reason=f"the value of site '{min(read.sites)}' is looked at, at {read.line}",
         )
 
 

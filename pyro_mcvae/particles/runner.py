@@ -227,7 +227,7 @@ class Runner:
             self._found_nesting = actual
             return actual, way
         name = ENUMERATED if self._sums and count is None else execution.name
-        wrong = LeadingDimsError(not_vectorizable(name, count, nesting, error))
+        wrong = not_vectorizable(name, count, nesting, error)
         if count is None:
             raise wrong from error
         run = self._look(execution)

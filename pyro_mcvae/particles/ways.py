@@ -93,12 +93,16 @@ def _tell(
     programs: Programs, way: Way, name: LeadingDimsName, errors: list[LeadingDimsError]
 ) -> None:
     model = poutine.unwrap(programs.model)
-    why = f": {errors[0]}" if errors else ", with the densities of a loop"
+    # Of several ways under vmap the first says what the user may mend.
+    tried = zip(("in a leading dim", "under vmap"), errors, strict=False)
+    why = "; ".join(f"{how}: {error.reason}" for how, error in tried)
     _logger.log(
         logging.WARNING if way is Way.LOOPED else logging.INFO,
-        "%s of %s are run %s%s",
+        "%s of %s are run %s (%s)",
         name.name,
         getattr(model, "__qualname__", type(model).__qualname__),
         way.value,
-        why,
+        why or "with the densities of a loop",
     )
+    for error in errors:
+        _logger.debug("%s", error)

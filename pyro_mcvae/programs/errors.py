@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 __all__ = ["LeadingDimsError", "NoCoordinateError", "SiteError"]
 
 
@@ -14,4 +16,12 @@ class NoCoordinateError(SiteError):
 
 
 class LeadingDimsError(RuntimeError):
-    """Programs with leading dims are other ones than without, or none."""
+    """
+    Programs with leading dims are other ones than without, or none.
+
+    :ivar reason: the site or the operation, and what is wrong with it, in a few words.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = textwrap.shorten(reason or message, 100, placeholder=" ...")

@@ -233,7 +233,8 @@ def _check_broadcast(run: Run, parents: Mapping[FactorKey, frozenset[str]]) -> N
                 f"{', '.join(map(repr, sorted(lost)))}, but its distribution has lost the "
                 f"dimension of the {run.leading} vectorised particles: pass "
                 f"vectorize_particles=False, or reduce over named dims from the right, as in "
-                f"z.sum(-1, keepdim=True)"
+                f"z.sum(-1, keepdim=True)",
+                reason=f"site '{term.key.name}' of the {term.key.program} loses the leading dim",
             )
 
 
