@@ -108,8 +108,20 @@ def _held(cell: CellType) -> object:
 
 
 def is_messenger(programs: Programs) -> bool:
-    """Whether the guide is a GuideMessenger, which runs both programs at once."""
-    return isinstance(poutine.unwrap(programs.guide), Messenger)
+    """
+    Whether the guide is a GuideMessenger that runs both programs at once.
+
+    One around another program than the model, as ``poutine.block(model, hide=["y"])``, is a guide
+    as others are: what it leaves out, the model has.
+    """
+    guide = _messenger(programs)
+    return guide is not None and bool(guide.model == programs.model)
+
+
+def _messenger(programs: Programs) -> Any:
+    """The guide, if it is a handler around a program of its own; else None."""
+    guide = poutine.unwrap(programs.guide)
+    return guide if isinstance(guide, Messenger) else None
 
 
 def check_separate(programs: Programs) -> None:
@@ -147,7 +159,9 @@ def run_pair(
         return _run_messenger(programs, substitute, leading, inside)
     with Recorder(substitute) as recorder, entered(inside, leading[0]):
         programs.guide(*programs.args, **programs.kwargs)
-    drawn = guide_trace = recorder.trace
+    messenger = _messenger(programs)
+    # Its own trace also has what the program inside of it observes.
+    drawn = guide_trace = recorder.trace if messenger is None else messenger.get_traces()[1]
     if substitute.attached is not None:
         drawn = _detached(drawn, substitute.attached | set(substitute.values))
     return guide_trace, run_model(programs, drawn, substitute, leading[1], state_dim)
