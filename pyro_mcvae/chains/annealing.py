@@ -113,6 +113,8 @@ def anneal(
         >>> bool(abs(chain.log_weight.logsumexp(0) - torch.tensor(1000.0).log() - exact) < 0.1)
         True
     """
+    if not start.position.shape[-1]:
+        return Chain(start.log_weight, start, start, [], [])  # nothing can move
     state, infos, log_weights = start, [], []
     left_out = int(kernel.adjusted and not last_transition)
     for k in range(1, len(betas) - left_out):
@@ -184,6 +186,8 @@ def anneal_back(
             f"only kernels that leave their target invariant can be run backwards, which "
             f"{type(kernel).__name__} does not: use HMC, MALA or RandomWalk"
         )
+    if not start.position.shape[-1]:
+        return start.log_weight  # nothing can move
     state, last = start, len(betas) - 1
     log_weight = (betas[last] - betas[last - 1]) * state.log_weight
     for k in range(last - 1, 0, -1):

@@ -63,7 +63,8 @@ def gradients_at_latents(sample: WeightedParticles) -> list[dict[str, Tensor]]:
         leaves.append({n: nodes[n]["value"] for n in names if n in nodes})
     inputs = [v for found in leaves for v in found.values() if v.requires_grad]
     log_prob = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
-    grads = iter(torch.autograd.grad(log_prob.sum(), inputs, allow_unused=True))
+    found = torch.autograd.grad(log_prob.sum(), inputs, allow_unused=True) if inputs else ()
+    grads = iter(found)
     return [
         {n: g for n, v in found.items() if v.requires_grad and (g := next(grads)) is not None}
         for found in leaves

@@ -109,10 +109,16 @@ class LogWeight:
         sample, self._records = self._first_draw(within)
         self.plan = plan_of(sample, self._records)
         self.packing = self.plan.packing
-        self.coordinates = self.packing.pack_runs(
+        self.first = evaluate(sample, self._records, self.packing)
+        self.coordinates = self._packed()
+
+    def _packed(self) -> Tensor:
+        """The first draw as vectors, which are empty where the guide draws nothing."""
+        if not self.packing.sites:
+            return self.first.log_weight.new_zeros((*self.first.log_weight.shape, 0))
+        return self.packing.pack_runs(
             [{name: placed.at for name, placed in record.items()} for record in self._records]
         )
-        self.first = evaluate(sample, self._records, self.packing)
 
     def _first_draw(
         self, within: WeightedParticles | None

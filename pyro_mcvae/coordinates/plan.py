@@ -61,10 +61,11 @@ def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
 def _made(sample: WeightedParticles, records: list[Record]) -> Plan:
     if sample.runs[0].leading is None:
         check_plates(sample.runs[0])  # data outside of plates would stand among coordinates
-    if not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
+    points = [t.key.name for t in sample.runs[0].terms if t.in_guide]
+    if points and not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
         raise ValueError(
-            "the guide draws no random latent: an empty guide, or a guide of point masses, has "
-            "no coordinates to move: use TraceSGVB_ELBO, which needs none"
+            f"the guide draws no random latent (its site '{points[0]}' is a point mass), so that "
+            f"there are no coordinates to move: use TraceSGVB_ELBO, which needs none"
         )
     if not sample.blocks:
         raise ValueError(
@@ -72,7 +73,7 @@ def _made(sample: WeightedParticles, records: list[Record]) -> Plan:
             "not enclose them: pass the full data, or use TraceSGVB_ELBO"
         )
     packing = packing_of(sample, records[0])
-    if not packing.sites:
+    if points and not packing.sites:
         raise ValueError(
             "all random latents of the guide are shared by several data of a minibatch, so "
             "that none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"

@@ -147,6 +147,7 @@ def log_evidence(
       unobserved site of ``obs_mask=``) count in the model too, by their own prior, if nothing
       that the model counts reads them: the evidence is that of what is observed. Training
       objectives take the masks as they are, as Pyro's do, and are then no bounds.
+    * **Where all latents are summed**, and the guide draws nothing, the evidence is exact.
     * **Random numbers** come from PyTorch's generators; ``seed`` uses a stream of its own and
       leaves the present one as it was. Other chunk sizes are other draws.
 
@@ -156,7 +157,7 @@ def log_evidence(
     :param bool keep_log_weight: keep all log weights, in memory that grows with K.
     {options}
     :returns: a :class:`LogEvidence`.
-    :raises ValueError: for latents outside of a subsampled plate, guides that draw nothing, point
+    :raises ValueError: for latents outside of a subsampled plate, guides of point masses alone, point
         masses in the data's plates, discrete latents in chains, guides that never ran, masks and
         scales that do not cancel, log weights that are not a number; naming the site and the
         remedy.

@@ -202,6 +202,8 @@ class ImportanceSampler:
             self.progress.expect(count * annealing.warmup)
             for turn in range(annealing.warmup):
                 chain, _ = self._chain(count, True)
+                if not chain.infos:
+                    break  # nothing can move
                 gradient = None
                 if chain.start.grad_base is not None and chain.start.grad_weight is not None:
                     gradient = chain.start.grad_base + chain.start.grad_weight

@@ -59,10 +59,11 @@ def check_observed(run: Run) -> None:
 
 def check_draws(run: Run, points: frozenset[str]) -> None:
     """
-    :raises ValueError: for a guide without randomness.
+    :raises ValueError: for a guide of point masses alone. One that draws nothing is exact: the
+        model has no latents but those that are summed.
     """
-    if not any(t.in_guide and is_random(t.site) for t in run.terms):
-        what = f" (its site{named(tuple(sorted(points)))} a point mass)" if points else ""
+    if points and not any(t.in_guide and is_random(t.site) for t in run.terms):
+        what = f" (its site{named(tuple(sorted(points)))} a point mass)"
         raise ValueError(
             f"the guide draws no random latent{what}, and importance sampling from a single "
             f"point says nothing about the evidence: use a guide that draws, such as "

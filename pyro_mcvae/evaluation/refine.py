@@ -183,7 +183,7 @@ def _choose(log_weight: Tensor) -> Tensor:
 
 def _take(value: Tensor, chosen: Tensor) -> Tensor:
     """Of ``[count * candidates, *plates, ...]`` the chosen ones, ``[count, *plates, ...]``."""
-    grouped = value.reshape(len(chosen), -1, *value.shape[1:])
+    grouped = value.unflatten(0, (len(chosen), -1))
     index = chosen.unsqueeze(1)
     index = index.reshape(index.shape + (1,) * (grouped.dim() - index.dim()))
     return grouped.gather(1, index.expand(-1, -1, *grouped.shape[2:])).squeeze(1)

@@ -122,6 +122,8 @@ def derive_structure(
         _refuse_joint_subsampling(factors)
         return Structure((Block(()),), dict.fromkeys(factors, 0))
     frames = {name: factors[FactorKey("guide", name)].frames for name in latents}
+    if not frames:
+        return _without_latents(factors)
     local = {name for name, f in frames.items() if f} or set(frames)
     involved: dict[int, list[FactorKey]] = {}
     while local:
@@ -154,6 +156,16 @@ def derive_structure(
         if key not in block_of:
             block_of[key] = _home(factor, blocks, no_globals=set(frames) == local)
     return Structure(blocks, {key: block_of[key] for key in factors})
+
+
+def _without_latents(factors: Mapping[FactorKey, Factor]) -> Structure:
+    """Of a program whose guide draws nothing: its factors by the plates that all of them share."""
+    found = [f.frames for f in factors.values() if f.frames]
+    shared = frozenset.intersection(*found) if found else frozenset()
+    if not shared and any(is_subsampled(f) for frames in found for f in frames):
+        return Structure((), dict.fromkeys(factors, None))
+    block = Block(_sorted_keys(shared))
+    return Structure((block,), {k: _home(f, (block,), True) for k, f in factors.items()})
 
 
 def _refuse_joint_subsampling(factors: Mapping[FactorKey, Factor]) -> None:

@@ -120,23 +120,6 @@ def test_a_factor_belongs_to_the_latents_that_scale_or_mask_it(how):
     assert abs(losses.mean(1).diff()) < 4 * error
 
 
-def test_a_guide_without_latents_is_named():
-    # The auxiliary loss of Pyro's semi-supervised VAE: everything is observed.
-    def model():
-        with pyro.plate("data"), poutine.scale(scale=46.0):
-            pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.zeros(3))
-
-    def guide():
-        pass
-
-    for make in CHAINS.values():
-        with pytest.raises(ValueError, match="the guide draws no random latent"):
-            make().loss(model, guide)
-    exact = 3 * 46.0 * 0.5 * math.log(2 * math.pi)
-    for elbo in (TraceIWAE_ELBO(3), TraceRaoBlackwell_ELBO()):
-        assert math.isclose(elbo.loss(model, guide), exact, rel_tol=1e-6)
-
-
 @pytest.mark.usefixtures("leading_dims_only")
 @pytest.mark.parametrize("objective", ["sgvb", "iwae", "rb", *CHAINS])
 def test_dims_to_the_left_of_the_particles_are_refused(objective):

@@ -330,10 +330,13 @@ def test_joint_is_refused_under_subsampling():
         program.structure(joint=True)
 
 
-def test_a_program_without_latents_has_no_blocks():
-    program = Program().observed("x", DATA)
+def test_a_program_without_latents_has_the_plates_that_its_factors_share():
+    pixels = plate("pixels", -2)
+    program = Program().observed("x", DATA).observed("w", DATA, pixels).observed("v")
     assert not program.asks
-    assert program.structure().blocks == ()
+    assert program.blocks() == [(["data"], set(), {"x", "w"})]
+    apart = Program().observed("x", SUBSAMPLED).observed("w", pixels)
+    assert apart.structure().blocks == ()  # N/B of one is not that of the other
 
 
 @pytest.mark.parametrize(

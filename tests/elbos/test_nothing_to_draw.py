@@ -1,0 +1,155 @@
+"""Models whose only latents are summed: every objective and judge has the exact evidence."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoDelta
+
+import pyro_mcvae as mc
+
+PARALLEL = {"enumerate": "parallel"}
+X = torch.tensor([[-0.7, 0.4, 1.9, 0.3], [0.2, -1.0, 2.2, 1.1], [1.4, 0.1, -0.6, 0.8]]).double()
+PRIOR = torch.tensor([0.3, 0.7], dtype=torch.float64)
+STAY = torch.tensor([[0.8, 0.2], [0.4, 0.6]], dtype=torch.float64)
+
+
+def means():
+    return pyro.param("means", lambda: torch.tensor([-0.5, 1.0]))
+
+
+def mixture(x=X[:, 0], rows=None):
+    with pyro.plate("data", len(x), subsample=rows) as index:
+        y = pyro.sample("y", dist.Categorical(PRIOR), infer=PARALLEL)
+        pyro.sample("x", dist.Normal(means()[y], 0.8), obs=x[index])
+
+
+def hmm(x=X, rows=None):
+    with pyro.plate("sequences", len(x), subsample=rows) as index:
+        y = 0
+        for t in pyro.markov(range(4)):
+            y = pyro.sample(f"y_{t}", dist.Categorical(STAY[y]), infer=PARALLEL)
+            pyro.sample(f"x_{t}", dist.Normal(means()[y], 0.8), obs=x[index, t])
+
+
+def guide(*args):
+    pass
+
+
+def log_mixture(means):
+    return (PRIOR.log() + dist.Normal(means, 0.8).log_prob(X[:, :1])).logsumexp(-1)
+
+
+def log_hmm(means):
+    """The forward algorithm, begun at a state 0 before the first."""
+    alpha = torch.tensor([0.0, -math.inf]).expand(3, 2)
+    for t in range(4):
+        alpha = (alpha.unsqueeze(-1) + STAY.log()).logsumexp(-2)
+        alpha = alpha + dist.Normal(means, 0.8).log_prob(X[:, t : t + 1])
+    return alpha.logsumexp(-1)
+
+
+EXACT = {"mixture": (mixture, log_mixture), "hmm": (hmm, log_hmm)}
+OBJECTIVES = {
+    "SGVB": mc.TraceSGVB_ELBO,
+    "IWAE": lambda: mc.TraceIWAE_ELBO(3),
+    "Rao-Blackwell": mc.TraceRaoBlackwell_ELBO,
+    "SIS": lambda: mc.TraceSIS_ELBO(3),
+    "SIS, latent": lambda: mc.TraceSIS_ELBO(3, coordinates="latent"),
+    "SIS, reweighted": lambda: mc.TraceSIS_ELBO(3, gradient_estimator="reweighted"),
+    "SIS, recomputed": lambda: mc.TraceSIS_ELBO(3, mc.UnderdampedLangevin(), recompute=True),
+    "AIS": lambda: mc.TraceAIS_ELBO(3),
+    "AIS, several": lambda: mc.TraceAIS_ELBO(3, mc.HMC(), num_particles=4, multi_sample=True),
+}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("name", EXACT)
+def test_the_bound_is_the_evidence(name, objective):
+    model, exact = EXACT[name]
+    elbo = OBJECTIVES[objective]()
+    bounds = elbo.bounds(model, guide)
+    at = means().detach().requires_grad_()
+    evidence = exact(at)
+    evidence.sum().backward()
+    assert torch.allclose(bounds.per_datum, evidence)
+    assert bounds.shared == 0
+    assert math.isclose(elbo.loss_and_grads(model, guide), -evidence.sum().item())
+    assert torch.allclose(means().grad, -at.grad)
+    if hasattr(elbo, "last_step"):
+        assert len(elbo.last_step.acceptance) == 0  # no chain
+        assert elbo.kernel.step_size().item() == type(elbo.kernel)().step_size().item()
+
+
+@pytest.mark.parametrize("objective", ["SGVB", "IWAE", "SIS", "AIS"])
+def test_minibatches_are_scaled_outside(objective):
+    elbo, rows = OBJECTIVES[objective](), torch.tensor([2, 0])
+    loss = elbo.loss(mixture, guide, X[:, 0], rows)
+    bounds = elbo.bounds(mixture, guide, X[:, 0], rows)
+    exact = log_mixture(means()).detach()[rows]
+    assert torch.allclose(bounds.per_datum, exact)
+    assert math.isclose(loss, -1.5 * exact.sum().item())
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": 3}, {"kernel": mc.ULA()}], ids=str)
+def test_log_evidence_is_exact(options):
+    for model, exact in EXACT.values():
+        found = mc.log_evidence(model, guide, num_particles=30, **options)
+        assert torch.allclose(found.log_evidence, exact(means()).detach())
+        assert (found.standard_error == 0).all()
+        assert not found.unreliable.any()
+
+
+def test_draws_are_those_of_the_states():
+    draws = mc.refine(mixture, guide, num_samples=4000, num_particles=2, schedule=2)
+    logits = PRIOR.log() + dist.Normal(means(), 0.8).log_prob(X[:, :1])
+    exact = logits.softmax(-1)[:, 1].detach()
+    error = (exact * (1 - exact) / 4000).sqrt()
+    assert ((draws["y"].double().mean(0) - exact).abs() < 4 * error).all()
+
+
+def test_both_sides_meet():
+    found = mc.sandwich(mixture, guide, X[:, 0].clone(), num_particles=2, schedule=3)
+    assert torch.allclose(found.lower, found.upper)
+
+
+def test_what_lies_in_several_plates_is_one_weight_or_outside():
+    def model(rows=None):
+        mixture(X[:, 0], rows)
+        with pyro.plate("others", 2):
+            pyro.sample("w", dist.Normal(means().sum(), 1.0), obs=torch.zeros(2))
+
+    exact = log_mixture(means()).detach().sum() + 2 * dist.Normal(0.5, 1.0).log_prob(
+        torch.tensor(0.0)
+    )
+    for elbo in (mc.TraceIWAE_ELBO(2), mc.TraceSIS_ELBO(2)):
+        assert math.isclose(elbo.loss(model, guide), -exact.item())
+    with pytest.raises(ValueError, match="pass the full data"):
+        mc.TraceSIS_ELBO(2).loss(model, guide, torch.tensor([0, 1]))
+
+
+def test_data_without_latents_have_their_likelihood():
+    # The auxiliary loss of Pyro's semi-supervised VAE: everything is observed.
+    def model():
+        with pyro.plate("data", 3), poutine.scale(scale=46.0):
+            pyro.sample("x", dist.Normal(means().sum(), 1.0), obs=X[:, 0])
+
+    exact = 46.0 * dist.Normal(0.5, 1.0).log_prob(X[:, 0])
+    for objective in OBJECTIVES.values():
+        assert torch.allclose(objective().bounds(model, guide).per_datum, exact)
+
+
+def test_point_masses_are_no_exact_sum():
+    def model():
+        pyro.sample("shift", dist.Normal(0.0, 1.0))
+        mixture()
+
+    delta = AutoDelta(poutine.block(model, hide=["y"]))
+    delta()
+    with pytest.raises(ValueError, match="its site 'shift' is a point mass"):
+        mc.log_evidence(model, delta)
+    with pytest.raises(ValueError, match="its site 'shift' is a point mass"):
+        mc.TraceSIS_ELBO(2).loss(model, delta)
