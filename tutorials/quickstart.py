@@ -38,10 +38,10 @@ from pyro_mcvae import CompiledELBO, TraceAIS_ELBO, TraceIWAE_ELBO, TraceSGVB_EL
 
 # What is compared: one line per objective, each a recipe for the loss that `pyro.infer.SVI` gets.
 OBJECTIVES: dict[str, Callable[[], Any]] = {
-    "SGVB": lambda: TraceSGVB_ELBO(max_plate_nesting=1),
-    "IWAE-10": lambda: TraceIWAE_ELBO(10, vectorize_particles=True, max_plate_nesting=1),
-    "SIS-5": lambda: TraceSIS_ELBO(5, max_plate_nesting=1),
-    "AIS-5": lambda: TraceAIS_ELBO(5, vectorize_particles=True, max_plate_nesting=1),
+    "SGVB": lambda: TraceSGVB_ELBO(),
+    "IWAE-10": lambda: TraceIWAE_ELBO(10),
+    "SIS-5": lambda: TraceSIS_ELBO(5),
+    "AIS-5": lambda: TraceAIS_ELBO(5),
 }
 
 
@@ -147,7 +147,7 @@ class Run:
 @torch.no_grad()
 def held_out_log_prob(vae: VAE, x: Tensor, num_particles: int) -> Tensor:
     """Estimate log p(x) of each image, in the same way whatever objective trained the VAE."""
-    iwae = TraceIWAE_ELBO(num_particles, vectorize_particles=True, max_plate_nesting=1)
+    iwae = TraceIWAE_ELBO(num_particles)
     chunks = x.split(50)  # num_particles * 50 decoded images fit in memory
     return torch.cat([iwae.bounds(vae.model, vae.guide, chunk).per_datum for chunk in chunks])
 

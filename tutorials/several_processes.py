@@ -66,7 +66,7 @@ def main() -> None:
     rank = distributed.get_rank() if joined else 0
 
     pyro.set_rng_seed(0)  # the same first parameters everywhere,
-    chain = TraceSIS_ELBO(5, UnderdampedLangevin(), vectorize_particles=True, max_plate_nesting=1)
+    chain = TraceSIS_ELBO(5, UnderdampedLangevin())
     elbo: Any = chain(Model(), Guide()).to(device)
     if joined:
         elbo = DistributedDataParallel(elbo)

@@ -23,11 +23,9 @@ UPDATES = {"MCEM": 5}
 LEARNING_RATES = {"AEVB": 0.02, "Wake-Sleep": 0.005, "MCEM": 0.02}
 
 OBJECTIVES: dict[str, Callable[[], Any]] = {
-    "AEVB": lambda: TraceSGVB_ELBO(max_plate_nesting=1),
-    "Wake-Sleep": lambda: WakeSleep(max_plate_nesting=1),
-    "MCEM": lambda: MonteCarloEM(
-        updates_per_draw=UPDATES["MCEM"], persistent=True, max_plate_nesting=1
-    ),
+    "AEVB": lambda: TraceSGVB_ELBO(),
+    "Wake-Sleep": lambda: WakeSleep(),
+    "MCEM": lambda: MonteCarloEM(updates_per_draw=UPDATES["MCEM"], persistent=True),
 }
 
 
@@ -183,6 +181,6 @@ class Training:
 
 def bound(vae: VAE, x: Tensor) -> tuple[float, float]:
     """The mean lower bound per image, with its standard error over the images."""
-    elbo = TraceSGVB_ELBO(max_plate_nesting=1)
+    elbo = TraceSGVB_ELBO()
     found = torch.cat([elbo.bounds(vae.model, vae.guide, part).per_datum for part in x.split(500)])
     return found.mean().item(), found.std().item() / len(found) ** 0.5

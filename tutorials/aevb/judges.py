@@ -75,12 +75,9 @@ def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup
             num_particles=4,
             schedule=10,
             warmup=min(20, warmup),
-            max_plate_nesting=1,
         )
     around = Around(found["z"])
-    evidence = log_evidence(
-        vae.model, around.guide, x, num_particles=particles, max_plate_nesting=1
-    )
+    evidence = log_evidence(vae.model, around.guide, x, num_particles=particles)
     papers = low_dimensional_evidence(
         vae.model,
         guide,
@@ -88,7 +85,6 @@ def marginal(vae: VAE, x: Tensor, guide: Any, draws: int, particles: int, warmup
         num_chains=10,
         num_draws=10,
         num_transitions=warmup,
-        max_plate_nesting=1,
     )
     values, errors = evidence.log_evidence, evidence.standard_error
     return Verdict(

@@ -37,7 +37,6 @@ sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
 from results import Results
 
 XI, ZETA, SIGMA, X = 1.0, 0.5, 0.4, 2.5
-MANY = {"vectorize_particles": True, "max_plate_nesting": 1}
 
 
 def log_joint(z: Tensor) -> Tensor:
@@ -93,11 +92,11 @@ def methods() -> list[Method]:
     step_size = AdaptiveStepSize(target_acceptance=0.95)
     underdamped = UnderdampedLangevin(step_size, momentum=0.5)
     return [
-        Method("ELBO", TraceSGVB_ELBO(num_particles=10, **MANY), normal_guide),
-        Method("IWAE-10", TraceIWAE_ELBO(10, **MANY), normal_guide),
-        Method("ELBO, flow guide", TraceSGVB_ELBO(num_particles=10, **MANY), FlowGuide()),
-        Method("SIS-10", TraceSIS_ELBO(10, underdamped, num_particles=10, **MANY), normal_guide),
-        Method("AIS-10", TraceAIS_ELBO(10, num_particles=10, **MANY), normal_guide),
+        Method("ELBO", TraceSGVB_ELBO(num_particles=10), normal_guide),
+        Method("IWAE-10", TraceIWAE_ELBO(10), normal_guide),
+        Method("ELBO, flow guide", TraceSGVB_ELBO(num_particles=10), FlowGuide()),
+        Method("SIS-10", TraceSIS_ELBO(10, underdamped, num_particles=10), normal_guide),
+        Method("AIS-10", TraceAIS_ELBO(10, num_particles=10), normal_guide),
     ]
 
 
@@ -114,7 +113,7 @@ def sample(method: Method, x: Tensor, count: int) -> None:
     """Draws of the guide, and those that the objective's own refinement makes of them."""
 
     def draws(**options: Any) -> Tensor:
-        found = refine(model, method.guide, x, num_samples=count, max_plate_nesting=1, **options)
+        found = refine(model, method.guide, x, num_samples=count, **options)
         return found["z"].reshape(-1, 2)
 
     method.draws = draws(num_particles=1)
