@@ -157,9 +157,9 @@ def log_evidence(
     :param bool keep_log_weight: keep all log weights, in memory that grows with K.
     {options}
     :returns: a :class:`LogEvidence`.
-    :raises ValueError: for latents outside of a subsampled plate, guides of point masses alone, point
-        masses in the data's plates, discrete latents in chains, guides that never ran, masks and
-        scales that do not cancel, log weights that are not a number; naming the site and the
+    :raises ValueError: for latents outside of a subsampled plate, guides of point masses alone,
+        point masses in the data's plates, discrete latents in chains, guides that never ran, masks
+        and scales that do not cancel, log weights that are not a number; naming the site and the
         remedy.
 
     [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
