@@ -240,7 +240,7 @@ def _check_reads(
             f"the programs look at a value that depends on site '{min(read.sites)}', at "
             f"{read.line}, and would decide for all {name.name} at once. {name.remedy} decide for "
             f"each by torch.where",
-            reason=f"the value of site '{min(read.sites)}' is looked at, at {read.line}",
+            reason=f"a value is read that depends on site '{min(read.sites)}', at {read.line}",
         )
 
 

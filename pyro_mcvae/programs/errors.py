@@ -24,4 +24,4 @@ class LeadingDimsError(RuntimeError):
 
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
-        self.reason = textwrap.shorten(reason or message, 100, placeholder=" ...")
+        self.reason = textwrap.shorten(reason or message, 120, placeholder=" ...")
