@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,9 +12,13 @@ from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importan
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.ops.checks import check_flag
+from pyro_mcvae.ops.pareto import tail_length
 from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["LogEvidence", "log_evidence"]
+
+# Weights, below which k-hat says little of their tail.
+_ENOUGH = 500
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,13 @@ class LogEvidence:
     separate plates; a scalar where all data share one weight, as with global latents.
 
     :ivar log_evidence: :math:`\log \frac{1}{K} \sum_k w_k`, a lower bound in expectation.
-    :ivar standard_error: of ``log_evidence``, from the spread of the weights. With ``pareto_k``
-        above 0.7 it is too small.
+    :ivar standard_error: of ``log_evidence``, from the spread of the weights. Too small where the
+        weights' tail is heavy, see ``doubtful``.
     :ivar effective_sample_size: Kish's, between 1 and K.
-    :ivar pareto_k: :math:`\hat k`, the weights' tail: below 0.5 good, up to 0.7 usable, above
-        unreliable; ``-inf`` for weights without a tail, NaN for 20 particles or less.
+    :ivar pareto_k: :math:`\hat k`, the weights' tail: above 0.7 the estimate is unreliable, above
+        0.3 two standard errors hold less often than they say (measured, with 1,000 draws: 83 % of
+        the time at 0.3 to 0.4, 68 % at 0.5 to 0.6); ``-inf`` for weights without a tail, NaN for 20
+        particles or less.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
     :ivar num_particles: how many weights each datum has, K.
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
@@ -90,6 +97,23 @@ class LogEvidence:
     def unreliable(self) -> Tensor:
         r"""Where :math:`\hat k > 0.7`."""
         return self.pareto_k > 0.7
+
+    @property
+    def pareto_k_error(self) -> Tensor:
+        r"""The standard error of :math:`\hat k`, :math:`(1 + k) / \sqrt M` for M tail weights."""
+        tail = max(1, tail_length(self.num_particles))
+        return (1 + self.pareto_k).clamp_min(0.0) / math.sqrt(tail)
+
+    @property
+    def doubtful(self) -> Tensor:
+        r"""
+        Where the standard error may be too small: :math:`\hat k` plus two errors is above 0.5, or
+        fewer than 500 weights are too few to know their tail; not where all weights are equal.
+        """
+        known = self.pareto_k + 2 * self.pareto_k_error <= 0.5
+        if self.num_particles < _ENOUGH:
+            known = self.pareto_k.isneginf()
+        return ~known
 
     def __str__(self) -> str:
         n, k = self.log_evidence.numel(), self.pareto_k.flatten()

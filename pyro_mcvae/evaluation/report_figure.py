@@ -10,7 +10,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from pyro_mcvae.evaluation.report import Report
+    from pyro_mcvae.evaluation.verdict import Report
 
 __all__ = ["draw"]
 

@@ -7,8 +7,17 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import Trace_ELBO
 
-from pyro_mcvae import Report, report
+from pyro_mcvae import (
+    CompiledELBO,
+    Report,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    report,
+)
+from pyro_mcvae.ops.pareto import pareto_k
 from tests.models import (
     ConjugateGaussian,
     DiscreteMixture,
@@ -24,6 +33,7 @@ def test_numbers_are_those_of_the_exact_model(options):
     error = found.evidence.standard_error
     difference = found.evidence.log_evidence - exact.log_evidence_per_datum()
     assert bool((difference.abs() < 4 * error).all())
+    assert found.trusted
     kl = exact.log_evidence_per_datum() - exact.elbo_per_datum()
     assert torch.allclose(found.gap, kl, atol=0.2)
     assert (found.evidence is found.guide) == (not options)
@@ -31,7 +41,8 @@ def test_numbers_are_those_of_the_exact_model(options):
 
 def test_the_worst_served_data_are_found():
     exact = NestedGaussian()
-    index, gaps = zip(*report(exact.model, exact.guide, look=False).worst(3), strict=True)
+    found = report(exact.model, exact.guide, look=False, escalate=False)
+    index, gaps = zip(*found.worst(3), strict=True)
     assert list(gaps) == sorted(gaps, reverse=True)
     assert all(len(i) == 1 and 0 <= i[0] < 4 for i in index)
 
@@ -47,11 +58,12 @@ def test_the_worst_served_data_are_found():
         with pyro.plate("rows", 3, dim=-2), pyro.plate("columns", 4, dim=-1):
             pyro.sample("z", dist.Normal(0.0, torch.ones(3, 4)))
 
-    assert report(model, guide, look=False).worst(1)[0][0] == (1, 2)
+    assert report(model, guide, look=False, escalate=False).worst(1)[0][0] == (1, 2)
 
 
 def advice(exact, **options):
-    return report(exact.model, exact.guide, num_particles=2000, look=False, **options).advice
+    options = {"num_particles": 2000, "look": False, "escalate": False, **options}
+    return report(exact.model, exact.guide, **options).advice
 
 
 def test_advice():
@@ -72,7 +84,8 @@ def test_advice():
 def test_it_prints_and_plots(cls, tmp_path):
     pytest.importorskip("matplotlib")
     exact = cls()
-    found = report(exact.model, exact.guide, num_particles=200, look=cls is ConjugateGaussian)
+    look = cls is ConjugateGaussian
+    found = report(exact.model, exact.guide, num_particles=200, look=look, escalate=False)
     text = str(found)
     for part in ("ELBO", "log evidence", "gap", "Pareto k", "effective sample size"):
         assert part in text
@@ -180,15 +193,18 @@ def test_what_cannot_be_looked_at_is_said():
     assert "Nothing was drawn elsewhere (theta are held" in str(held)
     looped = report(exact.model, exact.guide, vectorize_particles=False, num_particles=30)
     assert "look=True" in looped.prior
+    assert looped.no_chains == "particles are looped over: escalate=True"
     with pytest.raises(ValueError, match="look must be True, False or None, got 'no'"):
         report(exact.model, exact.guide, look="no")
+    with pytest.raises(ValueError, match="escalate must be True, False or None, got 'no'"):
+        report(exact.model, exact.guide, escalate="no")
 
 
 def test_what_chains_find_more_is_said():
     """By numbers: of three data one is larger by far, one within the error, one has a bad tail."""
     model, guide, _ = two_modes()
     plain = report(model, guide, num_particles=30, look=False).guide
-    plain = replace(plain, pareto_k=torch.tensor([0.2, 0.2, 0.9]))
+    plain = replace(plain, pareto_k=torch.tensor([0.2, 0.2, 0.9]), num_particles=1000)
     more = torch.tensor([0.7, 0.05, 0.7])
     error = torch.full((3,), 0.02)
     chains = replace(plain, log_evidence=plain.log_evidence + more, standard_error=error)
@@ -200,12 +216,108 @@ def test_what_chains_find_more_is_said():
 
 def test_labels_say_what_is_the_guides_and_what_the_chains():
     exact = ConjugateGaussian(N=5)
-    alone = str(report(exact.model, exact.guide, num_particles=50))
+    alone = str(report(exact.model, exact.guide, num_particles=50, escalate=False))
     assert "guide: log evidence" in alone
     assert "chains: " not in alone
     assert "chains from the prior reach" in alone
     both = report(exact.model, exact.guide, num_particles=50, schedule=2, look=False)
     text = str(both)
     assert f"guide: log evidence                 {float(both.guide.mean):.3f}" in text
-    assert f"chains: log evidence                {float(both.evidence.mean):.3f}" in text
+    assert f"chains: log evidence, 2 steps       {float(both.evidence.mean):.3f}" in text
     assert "gap: log evidence by chains - ELBO" in text
+
+
+def test_k_hat_knows_its_own_error():
+    """Weights with Pareto tails: the spread of k-hat over many samples is what is said."""
+    exact = ConjugateGaussian(N=5)
+    plain = report(exact.model, exact.guide, look=False, escalate=False).guide
+    for shape in (0.2, 0.7):
+        k = pareto_k(torch.empty(1000, 400).exponential_() * shape)
+        said = replace(plain, pareto_k=k).pareto_k_error.median()
+        assert 0.6 < float(k.std() / said) < 1.2
+
+
+def test_what_is_doubtful():
+    exact = ConjugateGaussian(N=5)
+    plain = report(exact.model, exact.guide, look=False, escalate=False).guide
+    k = torch.tensor([-math.inf, -0.5, 0.2, 0.3, 0.6, math.inf, math.nan])
+    doubtful = replace(plain, pareto_k=k, num_particles=1000).doubtful
+    assert doubtful.tolist() == [False, False, False, True, True, True, True]
+    # The same tail, and more draws to know it by.
+    assert not bool(replace(plain, pareto_k=k, num_particles=10_000).doubtful[3])
+    few = replace(plain, pareto_k=k, num_particles=100)
+    assert few.doubtful.tolist() == [False] + [True] * 6
+
+
+def test_chains_look_where_the_weights_leave_doubt():
+    exact = ConjugateGaussian(N=5)
+    exact.set_guide("exact", log_s=-1.2)
+    blind = report(exact.model, exact.guide, look=False, escalate=False, seed=0)
+    found = report(exact.model, exact.guide, look=False, seed=0)
+    assert torch.equal(blind.evidence.log_evidence, found.guide.log_evidence)
+    assert not blind.trusted
+    assert "take it for a lower bound" in str(blind)
+    assert "No chains looked (escalate=False)" in str(blind)
+    assert found.evidence is found.chains[-1]
+    off, less = (
+        (f.evidence.log_evidence - exact.log_evidence_per_datum()).abs().max()
+        for f in (blind, found)
+    )
+    assert less < 0.1 < off
+    assert "the evidence is that of chains" in str(found)
+    exact.set_guide("exact", log_s=0.0)
+    assert report(exact.model, exact.guide, look=False).chains == ()
+
+
+def test_chains_that_cannot_look_are_said():
+    x = torch.full((4,), 2.0)
+
+    def model():
+        with pyro.plate("data", 4):
+            k = pyro.sample("k", dist.Categorical(torch.ones(3)))
+            pyro.sample("x", dist.Normal(k - 1.0, 0.5), obs=x)
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("k", dist.Categorical(torch.tensor([0.6, 0.3, 0.1]).expand(4, 3)))
+
+    found = report(model, guide, num_particles=100, look=False)
+    assert found.chains == ()
+    assert "the guide's site 'k' is discrete" in found.no_chains
+
+
+def test_longer_chains_that_find_more_are_not_trusted():
+    exact = ConjugateGaussian(N=5)
+    one = report(exact.model, exact.guide, num_particles=100, look=False, escalate=False).guide
+    longer = replace(one, log_evidence=one.log_evidence + 0.5)
+    assert not Report(longer, longer, (), "", (one, longer)).trusted
+    assert Report(longer, longer, (), "", (longer, longer)).trusted
+
+
+LOSSES = {
+    "Trace_ELBO": (Trace_ELBO(), "TraceIWAE_ELBO(num_particles=10) gains most"),
+    "TraceIWAE_ELBO": (TraceIWAE_ELBO(3), "TraceIWAE_ELBO with 12 particles tightens"),
+    "TraceSIS_ELBO": (CompiledELBO(TraceSIS_ELBO(1), backend="eager"), "next to TraceSIS_ELBO(1)"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_trained_is_not_advised_again(name):
+    loss, text = LOSSES[name]
+    exact = ConjugateGaussian(N=5)
+    exact.set_guide("exact", log_s=1.0)
+    found = report(exact.model, exact.guide, loss=loss, look=False)
+    assert text in found.advice
+    assert f"trained by: {name}" in str(found)
+
+
+def test_the_bound_of_what_trained_is_shown():
+    exact = ConjugateGaussian(N=5)
+    found = report(exact.model, exact.guide, loss=TraceSGVB_ELBO(), look=False, escalate=False)
+    per_weight = float(exact.elbo_per_datum().mean())
+    assert abs(found.trained.bound - per_weight) < 4 * found.trained.standard_error + 1e-6
+    exact.set_guide("exact")
+    near = report(exact.model, exact.guide, loss=Trace_ELBO(), look=False)
+    assert "no loss gains on Trace_ELBO(1)" in near.advice
+    with pytest.raises(ValueError, match="loss must be the loss that the guide was trained by"):
+        report(exact.model, exact.guide, loss=Trace_ELBO, look=False)

@@ -1,0 +1,135 @@
+"""What to try next, after what was found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyro_mcvae.evaluation.verdict import Report
+
+__all__ = ["advise"]
+
+# Nats per weight that are close enough, and shares of weights with heavy tails.
+_CLOSE, _FEW, _SOME = 0.1, 0.05, 0.25
+# Losses whose advice would be to use them: the ELBO, and the bounds of several draws.
+_ELBOS = "TraceSGVB_ELBO", "Trace_ELBO", "TraceMeanField_ELBO", "TraceGraph_ELBO"
+_WEIGHTED = "TraceIWAE_ELBO", "RenyiELBO", "TraceRenyi_ELBO"
+_CHAINS = "TraceSIS_ELBO", "TraceAIS_ELBO"
+
+
+def advise(report: Report) -> str:
+    """A sentence or two."""
+    if report.misses:
+        return _missed(report)
+    if _is_close(report):
+        return _close(report)
+    heavy = float(report.guide.unreliable.double().mean())
+    if report.discrete:
+        return _discrete(report, heavy)
+    open_ = (report.guide.pareto_k - 0.7).abs() < report.guide.pareto_k_error
+    if report.gap.numel() == 1 and bool(open_):
+        return f"{_weighted(report)} {_undecided(report)}"
+    return _weighted(report) if heavy <= _SOME else _heavy(report)
+
+
+def _missed(report: Report) -> str:
+    where = f"for {int(report.missed.sum())} of {report.gap.numel()}"
+    return (
+        f"The chains find more than the guide's weights "
+        f"{where if bool(report.missed.any()) else 'in total'}, where Pareto k is good: the "
+        f"guide misses a part of the posterior, such as a mode. Begin its training "
+        f"elsewhere, or try a richer guide ({_richer(report)})."
+    )
+
+
+def _is_close(report: Report) -> bool:
+    heavy = float(report.guide.unreliable.double().mean())
+    return heavy <= _FEW and float(report.gap.mean()) < _CLOSE
+
+
+def _close(report: Report) -> str:
+    trained = report.trained
+    if trained is None:
+        return "The guide is close to the posterior: the ELBO (TraceSGVB_ELBO) is tight enough."
+    return f"The guide is close to the posterior: no loss gains on {_name(report)}."
+
+
+def _discrete(report: Report, heavy: float) -> str:
+    sites = ", ".join(report.discrete)
+    if heavy > _SOME:
+        return (
+            f"The guide misses values of {sites} that matter: let its sites depend on each other, "
+            f"or use TruncatedPosterior with TraceTruncated_ELBO."
+        )
+    quieter = f"for less noise in the gradients of {sites} use TraceRaoBlackwell_ELBO."
+    if _was(report, ("TraceRaoBlackwell_ELBO",)):
+        return f"TraceIWAE_ELBO(num_particles=10) tightens the bound of {_name(report)}."
+    if _was(report, _WEIGHTED):
+        return f"{_more(report)}; {quieter}"
+    return f"TraceIWAE_ELBO(num_particles=10) tightens the bound; {quieter}"
+
+
+def _weighted(report: Report) -> str:
+    if report.trained is not None and not _was(report, _ELBOS):
+        left = float(report.evidence.mean) - report.trained.bound
+        if left < _CLOSE:
+            return (
+                f"The bound of {_name(report)} is within {_CLOSE} nats of the evidence: it will do."
+            )
+        if _was(report, _WEIGHTED):
+            return f"{_covers(report)}: {_more(report)}, or a richer guide ({_richer(report)})."
+        return (
+            f"{_covers(report)}: next to {_name(report)}, try a richer guide ({_richer(report)})."
+        )
+    return f"{_covers(report)}: TraceIWAE_ELBO(num_particles=10) gains most of the gap."
+
+
+def _more(report: Report) -> str:
+    assert report.trained is not None
+    name, count = report.trained.name, 4 * report.trained.num_particles
+    return f"{name} with {count} particles tightens the bound"
+
+
+def _heavy(report: Report) -> str:
+    again = ""
+    if report.evidence is report.guide:
+        again = " This evidence is an underestimate: pass schedule=10 for one by chains."
+    if _was(report, _CHAINS):
+        next_ = f"more steps than {_name(report)} has, or a richer guide ({_richer(report)})"
+    else:
+        next_ = (
+            f"TraceSIS_ELBO(5, UnderdampedLangevin(), gradient_estimator='reweighted') after "
+            f"training with the ELBO, or a richer guide ({_richer(report)})"
+        )
+    return (
+        f"The weights' tails are heavy: importance sampling will not repair this guide. Try "
+        f"{next_}.{again}"
+    )
+
+
+def _undecided(report: Report) -> str:
+    k, error = float(report.guide.pareto_k), float(report.guide.pareto_k_error)
+    return (
+        f"Whether weights can repair this guide is open (Pareto k {k:.2f} ± {error:.2f}): "
+        f"num_particles={10 * report.guide.num_particles} tells more."
+    )
+
+
+def _covers(report: Report) -> str:
+    if not report.looked or not report.trusted:
+        return "Where the guide draws, it follows the posterior, but not closely"
+    return "The guide covers the posterior, but not closely"
+
+
+def _was(report: Report, names: tuple[str, ...]) -> bool:
+    return report.trained is not None and report.trained.name in names
+
+
+def _name(report: Report) -> str:
+    assert report.trained is not None
+    return f"{report.trained.name}({report.trained.num_particles})"
+
+
+def _richer(report: Report) -> str:
+    one = report.gap.dim() == 0
+    return "AutoMultivariateNormal or a flow" if one else "full covariances or a flow"

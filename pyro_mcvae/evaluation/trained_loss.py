@@ -1,0 +1,62 @@
+"""The loss that a guide was trained by, as far as a judge needs to know it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyro_mcvae.compiled.elbo import CompiledELBO
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.tables import number
+
+__all__ = ["TrainedLoss", "trained_loss"]
+
+_REPEATS = 20
+
+
+@dataclass(frozen=True)
+class TrainedLoss:
+    """
+    :ivar name: its class.
+    :ivar num_particles: how many it has; 1 if it does not say.
+    :ivar bound: minus its value, in nats per weight.
+    :ivar standard_error: of the bound.
+    """
+
+    name: str
+    num_particles: int
+    bound: float
+    standard_error: float
+
+    def __str__(self) -> str:
+        return f"{number(self.bound, self.standard_error)} ({self.num_particles} particles)"
+
+
+def trained_loss(sampler: ImportanceSampler, loss: Any) -> TrainedLoss:
+    """
+    Some values of a loss on the programs that are judged.
+
+    :raises ValueError: for what is no loss.
+    """
+    plain = loss.plain if isinstance(loss, CompiledELBO) else loss
+    if isinstance(plain, type) or not callable(getattr(plain, "loss", None)):
+        raise ValueError(
+            f"loss must be the loss that the guide was trained by, such as Trace_ELBO(), got "
+            f"{loss!r}"
+        )
+    programs, reference = sampler.programs, sampler.reference
+    shape = reference.log_weight.shape[1:]
+    weights = float((reference.log_weight.new_ones(shape) * reference.scale).sum())
+    values = torch.tensor(
+        [
+            -float(plain.loss(*programs.pair, *programs.args, **programs.kwargs)) / weights
+            for _ in range(_REPEATS)
+        ],
+        dtype=torch.float64,
+    )
+    count = int(getattr(plain, "num_particles", 1))
+    error = float(values.std()) / math.sqrt(_REPEATS)
+    return TrainedLoss(type(plain).__name__, count, float(values.mean()), error)
