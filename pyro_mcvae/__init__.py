@@ -62,6 +62,7 @@ from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
 from pyro_mcvae.evaluation.verdict import Report
 from pyro_mcvae.training.batches import RankBatches
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
+from pyro_mcvae.training.plateau import PlateauDetector
 from pyro_mcvae.truncated.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.truncated.evolution import (
     EvolutionaryUpdate,
@@ -124,6 +125,7 @@ __all__ = [
     "Noise",
     "OnePointCrossover",
     "Parents",
+    "PlateauDetector",
     "PosteriorDraws",
     "PriorDraws",
     "Proposal",
