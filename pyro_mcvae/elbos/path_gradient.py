@@ -9,6 +9,7 @@ from pyro_mcvae.elbos.dreg_share import dreg_share
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_costs
 from pyro_mcvae.ops.importance import normalized_weights, renyi_bound
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.moving_supports import is_elementary, moves_support, transforms_of
 from pyro_mcvae.programs.sites import (
     inner_scale,
@@ -78,7 +79,7 @@ class PathGradient:
             will be multiplied: a draw's weight is then its product with :math:`\tilde w_k`.
         """
         chosen = [
-            {t.key.name for t in run.terms if self._applies(sample, t, i)}
+            {t.key for t in run.terms if self._applies(sample, t, i)}
             for i, run in enumerate(sample.runs)
         ]
         if not any(chosen):
@@ -87,7 +88,7 @@ class PathGradient:
         whole = weight if outer is None else outer * weight
         factor = 1 - (1 - self.alpha) * (1 - whole)
 
-        score = sample.local_sum(lambda t, i: _score(t) if t.key.name in chosen[i] else 0)
+        score = sample.local_sum(lambda t, i: _score(t) if t.key in chosen[i] else 0)
         share: Tensor | float = 1.0
         if self.estimator == "auto":
             share = dreg_share(sample.log_weight.detach(), score.detach(), self.alpha)
@@ -115,12 +116,12 @@ class PathGradient:
 
     @staticmethod
     def _reparameterize_again(
-        sample: WeightedParticles, chosen: list[set[str]], factor: Tensor
+        sample: WeightedParticles, chosen: list[set[FactorKey]], factor: Tensor
     ) -> None:
         parts = sample.split(factor)
         for i, run in enumerate(sample.runs):
             for term in run.terms:
-                if term.in_guide and term.key.name in chosen[i]:
+                if term.key in chosen[i]:
                     b = sample.block_of[i][term.key]
                     assert b is not None
                     scaled = _second_factor(term, sample.align(parts[b], term, i))
@@ -132,18 +133,18 @@ def _path_log_q(term: Term) -> Tensor:
     return _log_q(term) - _score(term)
 
 
-def _log_weight(sample: WeightedParticles, chosen: list[set[str]]) -> Tensor:
+def _log_weight(sample: WeightedParticles, chosen: list[set[FactorKey]]) -> Tensor:
     """The log weight, whose gradient with respect to the draws of the chosen sites is whole."""
     pairs = zip(sample.runs, chosen, strict=True)
     if not any(
-        any(transforms_of(run.guide_trace.nodes[n]["fn"])) for run, names in pairs for n in names
+        any(transforms_of(run.guide_trace.nodes[k.name]["fn"])) for run, keys in pairs for k in keys
     ):
         return sample.log_weight
 
     def summand(term: Term, i: int) -> Tensor:
         if not term.in_guide:
             return term.log_prob
-        return -_log_q(term) if term.key.name in chosen[i] else -term.log_prob
+        return -_log_q(term) if term.key in chosen[i] else -term.log_prob
 
     return sample.local_sum(summand)
 

@@ -1,6 +1,7 @@
 """Laws of the importance weighted bound: exact values, exact gradients, identities."""
 
 import contextlib
+import functools
 from typing import ClassVar
 
 import pyro
@@ -9,7 +10,7 @@ import pytest
 import torch
 from pyro.infer import Trace_ELBO
 
-from pyro_mcvae import TraceIWAE_ELBO
+from pyro_mcvae import TraceIWAE_ELBO, TraceRenyi_ELBO
 from pyro_mcvae.ops.importance import log_mean_exp
 from pyro_mcvae.programs.execution import Programs
 from tests.estimates import assert_gradient, assert_mean, gradients, take_gradients, values
@@ -83,7 +84,7 @@ def test_an_exact_guide_makes_the_bound_the_evidence(make, vectorize):
 def test_value_is_the_exact_expectation(make, num_particles, vectorize):
     exact = make()
     elbo = TraceIWAE_ELBO(num_particles=num_particles, vectorize_particles=vectorize)
-    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(15)])
+    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(6)])
     off = found - exact.iwae_per_datum(num_particles)
     # In total, and for data of every size.
     assert_mean(torch.stack([off, off * exact.x, off * exact.x**2], -1).flatten(0, 1), 0.0)
@@ -182,7 +183,7 @@ def test_one_particle_is_the_plain_elbo_in_value_and_gradient(make):
 @wide
 def test_vectorized_and_looped_particles_agree_in_distribution(make):
     exact = make()
-    count = 15
+    count = 8
     looped, vectorized = (
         torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(count)])
         for elbo in (TraceIWAE_ELBO(3, vectorize_particles=v) for v in (False, True))
@@ -190,7 +191,7 @@ def test_vectorized_and_looped_particles_agree_in_distribution(make):
     error = ((looped.var(0) + vectorized.var(0)).sum() / count).sqrt()
     assert abs((looped - vectorized).sum(1).mean()) < 4 * error
     ratio = looped.var(0).mean() / vectorized.var(0).mean()
-    assert 0.56 < ratio < 1.77
+    assert 0.5 < ratio < 2.0
 
 
 def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_falls():
@@ -199,12 +200,45 @@ def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_
     def signal_to_noise(estimator, num_particles):
         exact = ConjugateGaussian(N=100)
         elbo = TraceIWAE_ELBO(num_particles, estimator, vectorize_particles=True)
-        grad = gradients(elbo, exact, 80)["a"]
+        grad = gradients(elbo, exact, 60)["a"]
         return (grad.mean() / grad.std()).abs()
 
     ratios = {e: [signal_to_noise(e, k) for k in (5, 500)] for e in ("reparam", "dreg")}
     assert ratios["dreg"][1] > 3 * ratios["dreg"][0]
     assert ratios["reparam"][1] < ratios["reparam"][0] / 2
+
+
+@modes
+@pytest.mark.parametrize("estimator", ["stl", "dreg", "vimco", "auto"])
+@pytest.mark.parametrize("objective", [TraceIWAE_ELBO, functools.partial(TraceRenyi_ELBO, 0.5)])
+def test_the_models_gradient_is_that_of_the_bound(objective, estimator, vectorize):
+    # Its prior has parameters too, at the sites whose gradient is another one for the guide.
+    x = torch.tensor([0.5, -1.0, 2.0, 0.1, 1.3, -0.4])
+
+    def model():
+        loc, slope = (pyro.param(n, torch.tensor(v)) for n, v in (("loc", 0.7), ("slope", 1.2)))
+        with pyro.plate("data", 6):
+            z = pyro.sample("z", dist.Normal(loc, 1.1))
+            w = pyro.sample("w", dist.Normal(loc * z, 0.8))
+            pyro.sample("x", dist.Normal(slope * w, 0.7), obs=x)
+
+    def guide():
+        a = pyro.param("a", torch.tensor(0.2))
+        with pyro.plate("data", 6):
+            pyro.sample("z", dist.Normal(a * x, 0.9))
+            pyro.sample("w", dist.Normal(a + 0.5 * x, 0.6))
+
+    found = []
+    for name in ("reparam", estimator):
+        elbo = objective(num_particles=6, gradient_estimator=name, vectorize_particles=vectorize)
+        elbo.loss(model, guide)
+        pyro.set_rng_seed(0)
+        elbo.loss_and_grads(model, guide)
+        params = dict(pyro.get_param_store().named_parameters())
+        found.append([params[n].grad.clone() for n in ("loc", "slope")])
+        for p in params.values():
+            p.grad = None
+    torch.testing.assert_close(*found)
 
 
 def test_sticking_the_landing_has_no_variance_at_the_optimum():
@@ -217,7 +251,7 @@ def test_sticking_the_landing_has_no_variance_at_the_optimum():
 
 
 def test_mixed_guide_uses_dreg_and_vimco_in_one_program():
-    size, count = 60, 60
+    size, count = 180, 20
     x = torch.tensor([-1.0, 0.5, 2.0]).repeat(size // 3)
 
     class Mixed:
@@ -251,8 +285,8 @@ def test_mixed_guide_uses_dreg_and_vimco_in_one_program():
 
 @pytest.mark.parametrize("estimator", ["stl", "dreg", "auto"])
 def test_structured_and_flow_guides_are_unbiased(estimator):
-    count = 60
-    exact = LinearGaussianChain(N=30, T=2)
+    count = 20
+    exact = LinearGaussianChain(N=90, T=2)
     plain = gradients(TraceIWAE_ELBO(3, "reparam", vectorize_particles=True), exact, count)
     if estimator == "stl":
         elbo = TraceIWAE_ELBO(1, estimator)
@@ -283,7 +317,7 @@ def test_dreg_through_the_inverse_of_a_flow_matches_reparam():
 
     parameter = next(flow.parameters())
 
-    def mean(estimator, count=80):
+    def mean(estimator, count=50):
         elbo = TraceIWAE_ELBO(4, estimator, vectorize_particles=True)
         found = []
         for _ in range(count):
@@ -370,7 +404,7 @@ def test_bayesian_regression_on_minibatches_is_the_averaged_elbo(vectorize, capl
 
     both = Programs(model, guide, (), {})
     particles = 50 if vectorize else 2
-    found = values(TraceIWAE_ELBO(particles, vectorize_particles=vectorize), both, 300)
+    found = values(TraceIWAE_ELBO(particles, vectorize_particles=vectorize), both, 160)
     prior, q = dist.Normal(0.0, 1.0), dist.Normal(0.3, 0.5)
     likelihood = dist.Normal(0.3, 1.0).log_prob(x) - 0.5 * 0.5**2
     assert_mean(found, likelihood.sum() - torch.distributions.kl_divergence(q, prior))
@@ -381,10 +415,9 @@ def programs(exact):
     return Programs(exact.model, exact.guide, (), {})
 
 
-@pytest.mark.parametrize("estimator", ["auto", "vimco"])
 @pytest.mark.parametrize("kind", ["scale", "scales", "mask", "masked distribution"])
-def test_gradient_under_scale_and_mask_is_that_of_reparam(estimator, kind):
-    size, count = 120, 80
+def test_gradient_under_scale_and_mask_is_that_of_reparam(kind):
+    size, count = 600, 16
     x = torch.tensor([0.5, -1.0, 2.0]).repeat(size // 3)
     scales = torch.tensor([0.3, 1.0, 3.0]).repeat(size // 3)
     scale = {"scale": 2.0, "scales": scales}.get(kind, 1.0)
@@ -419,21 +452,22 @@ def test_gradient_under_scale_and_mask_is_that_of_reparam(estimator, kind):
         model = staticmethod(lambda: program(True))
         guide = staticmethod(lambda: program(False))
 
-    plain, other = (
+    plain, auto, vimco = (
         gradients(TraceIWAE_ELBO(3, e, vectorize_particles=True), Both, count)
-        for e in ("reparam", estimator)
+        for e in ("reparam", "auto", "vimco")
     )
     for name in parameters:
-        error = ((plain[name].var(0) + other[name].var(0)) / count).sqrt()
-        assert ((plain[name].mean(0) - other[name].mean(0)).abs() <= 4.5 * error + 1e-9).all(), name
+        for other in (auto, vimco):
+            error = ((plain[name].var(0) + other[name].var(0)) / count).sqrt()
+            off = (plain[name].mean(0) - other[name].mean(0)).abs()
+            assert (off <= 4.5 * error + 1e-9).all(), name
         # dreg's second factor would be far off without the scale or mask in it.
-        if estimator == "auto":
-            assert (other[name].mean(0).abs() > 8 * other[name].std(0) / count**0.5).any()
+        assert (auto[name].mean(0).abs() > 8 * auto[name].std(0) / count**0.5).any()
 
 
 def test_a_score_function_behind_a_draw_is_not_scaled_by_dreg():
     # c is discrete and its distribution depends on z: the score of c sends a gradient through z.
-    size, count = 1200, 80  # the error of a factor there would be ten standard errors
+    size, count = 4800, 20  # the error of a factor there would be ten standard errors
     x = torch.tensor([1.2, -0.4]).repeat(size // 2)
 
     class Both:
@@ -486,7 +520,7 @@ def test_straight_through_draws_keep_their_gradient(estimator):
 @pytest.mark.parametrize("estimator", ["reparam", "stl", "dreg", "vimco", "auto"])
 def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
     # Their score has another mean than zero, on which all but reparam rest.
-    ends, x, size = torch.tensor([-1.0, 2.0]), torch.tensor(0.7), 2000
+    ends, x, size = torch.tensor([-1.0, 2.0]), torch.tensor(0.7), 5000
 
     def log_weight(low, high, noise):
         z = low + (high - low) * noise
@@ -510,7 +544,7 @@ def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
     (exact,) = torch.autograd.grad(bound, leaf)
     elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=True)
     found = []
-    for _ in range(30):
+    for _ in range(12):
         elbo.loss_and_grads(model, guide)
         param = dict(pyro.get_param_store().named_parameters())["ends"]
         found.append(-param.grad / size)
