@@ -15,7 +15,7 @@ from pyro_mcvae.programs.sites import is_latent, plate_frames
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["PosteriorDraws", "SiteDraws", "site_draws"]
+__all__ = ["PosteriorDraws", "SiteDraws", "site_dims", "site_draws"]
 
 
 class PosteriorDraws(dict[str, Tensor]):
@@ -76,14 +76,14 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
         found.latents[name] = _stack(
             sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"]
         )
-        found.dims[name] = _dims(site)
+        found.dims[name] = site_dims(site)
     for term in _observed(first):
         name = term.key.name
         found.log_likelihood[name] = _stack(
             sample, name, term.site, 0, lambda run, n: _term(run, n).log_prob
         )
         found.observed[name] = term.site["value"]
-        found.dims[name] = _dims(term.site)
+        found.dims[name] = site_dims(term.site)
     sites = [t.site for t in first.terms if not t.in_guide]
     for name, size in _plate_sizes(sites).items():
         index = sample.subsamples.get(name)
@@ -119,7 +119,8 @@ def _term(run: Run, name: str) -> Term:
     return next(t for t in run.terms if not t.in_guide and t.key.name == name)
 
 
-def _dims(site: Site) -> tuple[str, ...]:
+def site_dims(site: Site) -> tuple[str, ...]:
+    """The names of a site's batch dims: of its plates, leftmost first."""
     names = {f.dim: f.name for f in plate_frames(site) if f.dim is not None}
     depth = max((-d for d in names), default=0)
     # Dims between plates, of size one, get names of their own.
@@ -140,7 +141,7 @@ def _stack(
                 f"site '{name}' is in some draws of the model and not in others, so that their "
                 f"values have no common shape: refine programs whose sites do not depend on latents"
             )
-        parts.append(_leading(run, pick(run, name), len(_dims(site)), event_dim))
+        parts.append(_leading(run, pick(run, name), len(site_dims(site)), event_dim))
     shape = parts[0].shape[1:]
     if any(p.shape[1:] != shape for p in parts):
         raise ValueError(

@@ -30,6 +30,7 @@ from pyro_mcvae.programs.sites import (
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.unconditioned import Unconditioned
 from pyro_mcvae.structure import dependencies
 
 __all__ = ["Simulation", "check_density", "guide_values", "simulate"]
@@ -68,8 +69,9 @@ def simulate(
         if is_scored(site):
             _check_generative(name, site)
     values = {n: nodes[n]["value"] for n in held if n in nodes}
-    with Recorder(SubstituteMessenger(reference.subsamples, values)) as recorder:
-        poutine.uncondition(programs.model)(*programs.args, **programs.kwargs)
+    minibatch = SubstituteMessenger(reference.subsamples, values)
+    with Recorder(minibatch) as recorder, Unconditioned():
+        programs.model(*programs.args, **programs.kwargs)
     drawn = {n: s["value"] for n, s in recorder.trace.nodes.items() if is_scored(s)}
     data = {n: drawn[n] for n, s in nodes.items() if is_scored(s) and s["is_observed"]}
     latents = {n: v for n, v in drawn.items() if n not in data}
