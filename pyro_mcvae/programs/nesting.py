@@ -42,8 +42,10 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
     """
     state_dim = None if sums_in is None else -sums_in - 1
     with isolated(), torch.no_grad():
-        traces = run_pair(programs, SubstituteMessenger(), state_dim=state_dim)
-        return collect(*traces, nesting_of(*traces), None, state_dim=state_dim)
+        substitute = SubstituteMessenger()
+        traces = run_pair(programs, substitute, state_dim=state_dim)
+        found = substitute.subsamples
+        return collect(*traces, nesting_of(*traces), None, found, state_dim=state_dim)
 
 
 def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
@@ -53,10 +55,11 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
     :raises ValueError: for programs that do not fit together, as without particles.
     """
     with isolated(), torch.no_grad():
-        guide_trace, model_trace = run_pair(programs, SubstituteMessenger())
+        substitute = SubstituteMessenger()
+        guide_trace, model_trace = run_pair(programs, substitute)
         check_sites(guide_trace, model_trace, strict_enumeration, before_sums=True)
         nesting = nesting_of(guide_trace, model_trace)
-        run = collect(guide_trace, model_trace, nesting, None)
+        run = collect(guide_trace, model_trace, nesting, None, substitute.subsamples)
         with warnings.catch_warnings():
             # What the model is to enumerate is in the model alone.
             warnings.filterwarnings("ignore", "Found vars in model but not guide")

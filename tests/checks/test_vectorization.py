@@ -1,5 +1,6 @@
 """A vectorised run must be the program that each particle is by itself."""
 
+import functools
 import math
 
 import pyro
@@ -198,3 +199,27 @@ class Guarded(nn.Module):
 def test_other_decisions_are(name):
     pair = Pair(Guarded())
     OBJECTIVES[name](vectorize_particles=True).loss(pair.model, pair.guide)
+
+
+@pytest.mark.parametrize("size", [None, 3], ids=["all data", "minibatch"])
+@pytest.mark.parametrize("with_global", [False, True], ids=["local", "global"])
+def test_the_comparison_is_made_on_one_minibatch(with_global, size, caplog):
+    """Which each run would draw anew: other data have other densities, as noise has."""
+    x = torch.randn(12, 2)
+
+    def program(observe, dim):
+        if with_global:
+            pyro.sample("s", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 12, subsample_size=size) as i:
+            loc = torch.zeros(2) if observe else x[i]
+            z = pyro.sample("z", dist.Normal(loc, 1.0).to_event(1))
+            if observe:
+                pyro.sample("x", dist.Normal(z.softmax(dim), 0.7).to_event(1), obs=x[i])
+
+    guide, wrong = functools.partial(program, False, -1), functools.partial(program, True, 1)
+    for seed in range(3):
+        pyro.set_rng_seed(seed)
+        with pytest.raises(RuntimeError, match="'x' of the model has another log density"):
+            TraceIWAE_ELBO(4, vectorize_particles=True).loss(wrong, guide)
+        TraceIWAE_ELBO(4).loss(functools.partial(program, True, -1), guide)
+        assert "run one by one" not in caplog.text
