@@ -41,6 +41,7 @@ class Chain:
     :ivar infos: one for each transition.
     :ivar rest: for each transition the part of W that was still to come, shape ``[*batch]``; empty
         for unadjusted kernels.
+    :ivar weight: how much each chain counts in means, shape ``[*batch]``; None for all alike.
     """
 
     log_weight: Tensor
@@ -48,6 +49,18 @@ class Chain:
     state: State
     infos: list[Info]
     rest: list[Tensor]
+    weight: Tensor | None = None
+
+    def mean(self, value: Tensor) -> Tensor:
+        """
+        A scalar, the mean over all chains, each as much as it counts.
+
+        :param value: shape ``[*any, *batch]``.
+        """
+        if self.weight is None:
+            return value.mean()
+        weight = self.weight.expand(value.shape)
+        return (weight * value).sum() / weight.sum()
 
     @property
     def mean_acceptance(self) -> Tensor:
@@ -59,8 +72,8 @@ class Chain:
         """
         acceptance = torch.stack([info.acceptance for info in self.infos])
         if self.infos[0].accepted is not None:
-            return acceptance.mean()
-        return acceptance.clamp_min(torch.finfo(acceptance.dtype).tiny).log().mean().exp()
+            return self.mean(acceptance)
+        return self.mean(acceptance.clamp_min(torch.finfo(acceptance.dtype).tiny).log()).exp()
 
 
 def anneal(

@@ -16,9 +16,11 @@ from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.comparisons.chain_states import ChainStates
 from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.elbos.base import ELBOOptions
-from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
+from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO
+from pyro_mcvae.elbos.chain_record import ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.elbos.estimate import Estimate, as_scalar
+from pyro_mcvae.elbos.slot_average import OneSlot
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
@@ -104,7 +106,7 @@ class MonteCarloEM(ChainELBO):
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance and step size of the last draw, a
-        :class:`~pyro_mcvae.elbos.chain.ChainRecord`; its ``log_weight`` is the guide's.
+        :class:`~pyro_mcvae.elbos.chain_record.ChainRecord`; its ``log_weight`` is the guide's.
     :raises ValueError: for counts below 1, an unadjusted kernel; at the first step for discrete
         latents, for programs in which no latent can be weighed by itself, and with ``persistent``
         for several separate plates of data or sequential ones.
@@ -133,6 +135,7 @@ class MonteCarloEM(ChainELBO):
     """
 
     _adjusted = True
+    _has_slots = False  # a draw of the posterior has one value of each
 
     def __init__(
         self,
@@ -204,12 +207,12 @@ class MonteCarloEM(ChainELBO):
             estimate, surrogate=surrogate, runs=[*fresh.runs, *sample.runs], finish=finish
         )
 
-    def _surrogate(self, density: ChainDensity, chain: Chain) -> Tensor:
+    def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
         sample = density.log_weight.at_rest(chain.state.position)
         self._latest = sample, density.log_weight
         return density.log_weight.guide_elbo().mean(0) + _model_log_prob(sample).mean(0)
 
-    def _run(self, density: ChainDensity) -> Chain:
+    def _run(self, density: ChainDensity, slots: OneSlot) -> Chain:
         first = density.log_weight.first
         log_weight = first.log_weight.detach()
         if not density.gradient.keeps_graph:

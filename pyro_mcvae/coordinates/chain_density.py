@@ -46,7 +46,7 @@ class ChainDensity:
         self.log_weight = log_weight
         self.gradient = log_weight.gradient
         self._full = GradientMode.CHAIN in self.gradient
-        # None of vectors that are empty, where a guide draws nothing.
+        # None of vectors that are empty, where a guide draws nothing but what is held.
         moves = log_weight.coordinates.shape[-1] > 0
         self._kernel_gradient = moves and GradientMode.COORDINATES in self.gradient
         self._latest = log_weight.first

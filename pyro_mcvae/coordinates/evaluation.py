@@ -40,14 +40,28 @@ class Evaluation:
         return replace(self, log_weight=log_weight, log_base=log_base)
 
 
-def evaluate(sample: WeightedParticles, records: list[Record], packing: Packing) -> Evaluation:
-    """The log weight of a sample, and the density of its coordinates."""
+def evaluate(
+    sample: WeightedParticles,
+    records: list[Record],
+    packing: Packing,
+    held: frozenset[str] = frozenset(),
+) -> Evaluation:
+    """
+    The log weight of a sample, and the density of its coordinates.
+
+    :param held: local sites of the guide that are no coordinates: their draws stay, and their
+        density given the coordinates belongs to that of these.
+    """
 
     def log_base(term: Term, i: int) -> Tensor | int:
-        if not term.in_guide or term.key.name not in packing.sites:
+        name = term.key.name
+        if not term.in_guide or name not in packing.sites.keys() | held:
             return 0
-        coordinate, at = records[i][term.key.name]
-        density = coordinate.log_base(at, term.site["value"])
+        if name in held:
+            density = torch.as_tensor(term.score)
+        else:
+            coordinate, at = records[i][name]
+            density = coordinate.log_base(at, term.site["value"])
         mask = masked_entries(term.site)
         return density if mask is None else torch.where(mask, density, 0.0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from pyro_mcvae.coordinates.derivatives import (
 )
 from pyro_mcvae.coordinates.evaluation import Evaluation, evaluate
 from pyro_mcvae.coordinates.gradient import GradientMode
+from pyro_mcvae.coordinates.held import HeldDraws, holding
 from pyro_mcvae.coordinates.masks import all_coordinates, movable_coordinates
 from pyro_mcvae.coordinates.placing import (
     Placed,
@@ -70,6 +71,9 @@ class LogWeight:
         new ones.
     :param latents: values of the guide's random local sites, in the shape of a run without
         particles, to begin at instead of a draw.
+    :param HeldDraws held: gives some sites values that stay, in as many leading rows as it says.
+        They are no coordinates, and their density given these is part of the base density: the path
+        leads from the guide's joint density to the model's, at these values.
 
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
         several blocks), where D counts the numbers that describe one datum's latents.
@@ -103,47 +107,43 @@ class LogWeight:
         gradient: GradientMode = GradientMode.NONE,
         within: WeightedParticles | None = None,
         latents: Mapping[str, Tensor] | None = None,
+        held: HeldDraws | None = None,
     ) -> None:
         self.programs, self.gradient = programs, gradient
         self._sampler, self._kind, self._given = sampler, coordinates, latents or {}
+        self._held, self._still = held, frozenset() if held is None else held.names
         sample, self._records = self._first_draw(within)
-        self.plan = plan_of(sample, self._records)
+        self.plan = plan_of(sample, self._records, self._still)
         self.packing = self.plan.packing
-        self.first = evaluate(sample, self._records, self.packing)
-        self.coordinates = self._packed()
-
-    def _packed(self) -> Tensor:
-        """The first draw as vectors, which are empty where the guide draws nothing."""
-        if not self.packing.sites:
-            return self.first.log_weight.new_zeros((*self.first.log_weight.shape, 0))
-        return self.packing.pack_runs(
-            [{name: placed.at for name, placed in record.items()} for record in self._records]
-        )
+        self.first = evaluate(sample, self._records, self.packing, self._still)
+        at = [{name: placed.at for name, placed in record.items()} for record in self._records]
+        none = self.first.log_weight.unsqueeze(-1)[..., :0]
+        self.coordinates = self.packing.pack_runs(at) if self.packing.sites else none
 
     def _first_draw(
         self, within: WeightedParticles | None
     ) -> tuple[WeightedParticles, list[Record]]:
         sampler, records = self._sampler, []
 
-        def make_sample_fn() -> SampleFn:
+        def make_sample_fn(rows: range) -> SampleFn:
             record: Record = {}
             records.append(record)
-            return lambda msg: self._draw(msg, record)
+            return lambda msg: self._draw(msg, record, rows)
 
         detach = GradientMode.FIRST in self.gradient
         if within is None:
-            sample = sampler.sample(self.programs, None, make_sample_fn, detach)
+            count = None if self._held is None else self._held.count
+            sample = sampler.sample(self.programs, None, make_sample_fn, detach, count)
         else:
             sample = self._draw_within(within, make_sample_fn, detach)
         # A step whose structure was new may have begun more than once.
         return sample, records[-len(sample.runs) :]
 
     def _draw_within(
-        self, within: WeightedParticles, make_sample_fn: Callable[[], SampleFn], detach: bool
+        self, within: WeightedParticles, make_sample_fn: Callable[[range], SampleFn], detach: bool
     ) -> WeightedParticles:
         count = self._sampler.num_particles
-        runs = range(1 if self._sampler.vectorizes(self.programs, count) else count)
-        sample_fns = [make_sample_fn() for _ in runs]
+        sample_fns = [make_sample_fn(rows) for rows in self._rows(count)]
         return self._sampler.resample(self.programs, within, sample_fns, count, detach)
 
     @property
@@ -245,15 +245,17 @@ class LogWeight:
         inner = self.coordinates.shape[1:]
         depth = coordinates.dim() - len(inner)
         if coordinates.shape[depth:] != inner:
-            raise _wrong_shape(coordinates, inner)
+            raise ValueError(
+                f"coordinates must have shape [*leading, {', '.join(map(str, inner))}], got "
+                f"{tuple(coordinates.shape)}"
+            )
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
         sample, records = self._run(self._unpack(flat), len(flat))
-        found = evaluate(sample, records, self.packing)
+        found = evaluate(sample, records, self.packing, self._still)
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _unpack(self, flat: Tensor) -> list[dict[str, Tensor]]:
-        together = self._sampler.vectorizes(self.programs, len(flat))
-        return [self.packing.unpack(g) for g in ([flat] if together else flat.unsqueeze(1))]
+        return [self.packing.unpack(flat[r.start : r.stop]) for r in self._rows(len(flat))]
 
     def _run(
         self, values: list[dict[str, Tensor]], count: int, detach: bool = False
@@ -274,19 +276,25 @@ class LogWeight:
     ) -> tuple[WeightedParticles, list[Record]]:
         first, records = self.first.sample, [Record() for _ in values]
         sample_fns = [placing_at(v, r, self._kind) for v, r in zip(values, records, strict=True)]
+        if self._held is not None:
+            pairs = zip(sample_fns, self._rows(count), strict=True)
+            sample_fns = [holding(self._held, fn, rows) for fn, rows in pairs]
         sample = self._sampler.resample(self.programs, first, sample_fns, count, detach)
         check_names(records, self.packing, first.structure.global_sites.guide)
         return sample, records
 
-    def _draw(self, msg: Message, record: Record) -> Tensor:
+    def _rows(self, count: int) -> list[range]:
+        if self._sampler.vectorizes(self.programs, count):
+            return [range(count)]
+        return [range(k, k + 1) for k in range(count)]
+
+    def _draw(self, msg: Message, record: Record, rows: range) -> Tensor:
         differentiable = bool(self.gradient) and torch.is_grad_enabled()
-        given = self._given.get(msg["name"])
-        record[msg["name"]] = drawn(msg, self._kind, differentiable, given)
+        given, share = self._given.get(msg["name"]), None
+        if self._held is not None:
+            value = self._held.draw(msg, rows)
+            if value is not None:
+                return value
+            share = partial(self._held.shared, msg, rows=rows)
+        record[msg["name"]] = drawn(msg, self._kind, differentiable, given, share)
         return value_at(msg, record[msg["name"]])
-
-
-def _wrong_shape(coordinates: Tensor, inner: torch.Size) -> ValueError:
-    return ValueError(
-        f"coordinates must have shape [*leading, {', '.join(map(str, inner))}], got "
-        f"{tuple(coordinates.shape)}"
-    )

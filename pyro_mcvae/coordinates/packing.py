@@ -70,6 +70,7 @@ class Packing:
 
     :param sites: the shape of each site's coordinate.
     :param dims: for each block the (negative) batch dims of its plates.
+    :param plates: for each block the sizes of its plates, for blocks without a site.
 
     Example::
 
@@ -85,11 +86,16 @@ class Packing:
         True
     """
 
-    def __init__(self, sites: Mapping[str, SiteShape], dims: list[tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        sites: Mapping[str, SiteShape],
+        dims: list[tuple[int, ...]],
+        plates: list[tuple[int, ...]] | None = None,
+    ) -> None:
         self.sites = dict(sites)
         self._places: dict[str, _Place] = {}
         self._widths = [0] * len(dims)
-        self._shapes: list[tuple[int, ...]] = [()] * len(dims)
+        self._shapes: list[tuple[int, ...]] = [()] * len(dims) if plates is None else [*plates]
         for name, site in self.sites.items():
             nesting = len(site.batch_shape)
             own = [1 + nesting + d for d in dims[site.block]]
@@ -115,6 +121,9 @@ class Packing:
             value = _permuted(value, place.order)
             shape = (value.shape[0], *self._shapes[site.block], place.end - place.begin)
             parts[site.block].append(as_shape(value, shape))
+        like = next(p[0] for p in parts if p)
+        empty = [[like.new_zeros((len(like), *shape, 0))] for shape in self._shapes]
+        parts = [p or e for p, e in zip(parts, empty, strict=True)]
         blocks = [p[0] if len(p) == 1 else torch.cat(p, dim=-1) for p in parts]
         return blocks[0] if len(blocks) == 1 else self._side_by_side(blocks)
 

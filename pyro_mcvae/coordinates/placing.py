@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -71,15 +71,23 @@ def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
     )
 
 
-def drawn(msg: Message, kind: Coordinates, differentiable: bool, given: Tensor | None) -> Placed:
+def drawn(
+    msg: Message,
+    kind: Coordinates,
+    differentiable: bool,
+    given: Tensor | None,
+    share: Callable[[Tensor], Tensor] | None = None,
+) -> Placed:
     """
     A draw of a site's coordinate, or that of a given value, the same for all particles.
 
     :param bool differentiable: whether gradients exist there.
+    :param share: gives particles the draws that they have in common.
     """
     coordinate = coordinate_at(msg, kind)
     with torch.set_grad_enabled(differentiable):
         at = coordinate.draw() if given is None else _coordinate_of(msg, coordinate, given)
+        at = at if share is None else share(at)
     if differentiable and at.is_floating_point() and not at.requires_grad:
         at.requires_grad_()
     return Placed(coordinate, at)
@@ -150,4 +158,4 @@ def packing_of(sample: WeightedParticles, record: Record) -> Packing:
             batch = batch[max(0, len(batch) - nesting) :]
             batch = (1,) * (nesting - len(batch)) + batch
             shapes[name] = SiteShape(block, batch, tuple(coordinate.event_shape), at.dtype)
-    return Packing(shapes, [b.dims for b in sample.blocks])
+    return Packing(shapes, [b.dims for b in sample.blocks], sample.shapes)

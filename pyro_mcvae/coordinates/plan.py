@@ -37,18 +37,21 @@ class Plan:
     looked: set[Hashable] = field(default_factory=set)
 
 
-def plan_of(sample: WeightedParticles, records: list[Record]) -> Plan:
+def plan_of(
+    sample: WeightedParticles, records: list[Record], held: frozenset[str] = frozenset()
+) -> Plan:
     """
     The plan of a first draw.
 
     :param records: for each of its runs, where each site stands.
+    :param held: local sites of the guide that are no coordinates.
     :raises ValueError: for guides of which no latent has a weight, or coordinates.
     """
     run, plans = sample.runs[0], sample.structure.notes
     sites = [(n, at.shape, at.dtype, c.kind) for record in records for n, (c, at) in record.items()]
-    key = run.nesting, run.leading, run.shapes, len(records), tuple(sites)
+    key = run.nesting, run.leading, run.shapes, len(records), tuple(sites), held
     if key not in plans:
-        _add(plans, key, _made(sample, records))
+        _add(plans, key, _made(sample, records, held))
     return plans[key]
 
 
@@ -58,7 +61,7 @@ def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
     plans[key] = plan
 
 
-def _made(sample: WeightedParticles, records: list[Record]) -> Plan:
+def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]) -> Plan:
     if sample.runs[0].leading is None:
         check_plates(sample.runs[0])  # data outside of plates would stand among coordinates
     points = [t.key.name for t in sample.runs[0].terms if t.in_guide]
@@ -73,7 +76,7 @@ def _made(sample: WeightedParticles, records: list[Record]) -> Plan:
             "not enclose them: pass the full data, or use TraceSGVB_ELBO"
         )
     packing = packing_of(sample, records[0])
-    if points and not packing.sites:
+    if points and not (packing.sites or held):
         raise ValueError(
             "all random latents of the guide are shared by several data of a minibatch, so "
             "that none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
@@ -82,7 +85,9 @@ def _made(sample: WeightedParticles, records: list[Record]) -> Plan:
     first = [records[0][n].coordinate for n in packing.sites]
     unexplicit = any(isinstance(c, UnconstrainedCoordinate) for c in first)
     entangled = len(first) > 1 and unexplicit and not sample.structure.mean_field
-    return Plan(packing, all(c.normal for c in first), entangled)
+    # The density of what is held may depend on the coordinates, unless no draw does on another.
+    normal = all(c.normal for c in first) and (sample.structure.mean_field or not held)
+    return Plan(packing, normal, entangled)
 
 
 def check_names(records: list[Record], packing: Packing, shared: frozenset[str]) -> None:

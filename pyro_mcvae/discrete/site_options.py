@@ -35,6 +35,34 @@ class SiteOptions:
     baseline: Any = None
     exact_entropy: bool = False
 
+    @classmethod
+    def of_arguments(
+        cls,
+        num_categories: float | None,
+        num_samples: int | None,
+        budget: int | None,
+        baseline: Any,
+        exact_entropy: bool = False,
+    ) -> SiteOptions:
+        """
+        An objective's arguments, one value and one draw where these are left out.
+
+        :raises ValueError: for counts out of range or beside a budget, and for no baseline.
+        """
+        if baseline is not None and not hasattr(baseline, "surrogate"):
+            raise ValueError(
+                f"baseline must be a Baseline, such as IndependentDraw(), or None, got {baseline!r}"
+            )
+        if budget is not None and (num_categories is not None or num_samples is not None):
+            raise ValueError(
+                f"budget={budget!r} says how many values of a site are evaluated, and chooses for "
+                f"each datum how many of them are summed: pass it without num_categories="
+                f"{num_categories!r} and num_samples={num_samples!r}, or these without it"
+            )
+        k = 1 if num_categories is None else num_categories
+        n = 1 if num_samples is None else num_samples
+        return cls(k, n, budget, baseline, exact_entropy)
+
     def __post_init__(self) -> None:
         k, n, budget = self.num_categories, self.num_samples, self.budget
         whole = k if isinstance(k, float) and k == math.inf else as_int(k)

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
-import torch
 from pyro import distributions as dist
 from pyro.distributions.torch_distribution import TorchDistributionMixin
 from pyro.poutine.enum_messenger import EnumMessenger
 from torch import Tensor
 
-from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotError
-from pyro_mcvae.programs.precision import site_in_full_precision
-from pyro_mcvae.programs.relaxed import relaxed_sample
-from pyro_mcvae.programs.sites import RELAXED, is_random, known_support, reparameterized
-from pyro_mcvae.programs.support import Choice, Support
-from pyro_mcvae.programs.supports import support_of
+from pyro_mcvae.discrete.site_options import SiteOptions, SlotError
+from pyro_mcvae.discrete.slot_choice import choose
+from pyro_mcvae.programs.support import Support
 from pyro_mcvae.programs.types import Constraint, Distribution, Message
 
 __all__ = ["SLOTS", "SiteSlots", "SlotMessenger"]
@@ -66,14 +62,6 @@ class _StandIn(dist.TorchDistribution):
         return self.value
 
 
-class _Chosen(NamedTuple):
-    options: SiteOptions
-    support: Support | None
-    slots: Choice
-    extra: bool = False
-    exact: bool = False
-
-
 class SlotMessenger(EnumMessenger):
     """
     Gives the guide's discrete sites their slots, each site in a batch dim of its own.
@@ -99,7 +87,7 @@ class SlotMessenger(EnumMessenger):
         if msg["done"] or msg["is_observed"] or not isinstance(fn, TorchDistributionMixin):
             super()._pyro_sample(msg)
             return
-        choice = self._choose(msg)
+        choice = choose(msg, self.options, self.tell)
         # A copy: users share these dicts between runs and sites.
         infer = {k: v for k, v in msg["infer"].items() if k not in ("enumerate", "num_samples")}
         msg["infer"] = infer
@@ -153,93 +141,3 @@ class SlotMessenger(EnumMessenger):
                 f"math.inf: the values are the same for all slots before), or sample them plainly "
                 f"by infer={{'mcvae': {{'num_categories': 0, 'num_samples': 1}}}}"
             )
-
-    def _choose(self, msg: Message) -> _Chosen | None:
-        asked = bool(msg["infer"].get("mcvae", {}).keys() & SITE_OPTIONS)
-        kind = msg["infer"].get("enumerate")
-        if kind == "sequential" or (kind == "parallel" and "num_samples" in msg["infer"]):
-            raise SlotError(
-                f"guide site '{msg['name']}' is marked for enumeration ({kind}, num_samples="
-                f"{msg['infer'].get('num_samples')}), of which this objective does the exact sum "
-                f"in parallel: mark it infer={{'mcvae': {{'num_categories': math.inf}}}} for "
-                f"that, or infer={{'mcvae': {{'num_samples': n}}}} for draws"
-            )
-        if not is_random(msg):
-            return None
-        site_in_full_precision(msg)
-        if reparameterized(msg) or not known_support(msg["fn"]).is_discrete:
-            if asked:
-                raise SlotError(
-                    f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) is continuous, so "
-                    f"it has no categories to sum: remove infer['mcvae'] = {msg['infer']['mcvae']}"
-                )
-            return None
-        options = self.options.of(msg)
-        if getattr(options.baseline, "relaxed", False):
-            return self._relaxed(msg, options)
-        if options.plain:
-            return self._single(msg, options)
-        support = support_of(msg["fn"])
-        if support is None:
-            message = (
-                f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has a support that "
-                f"cannot be listed"
-            )
-            if asked:
-                raise SlotError(
-                    f"{message}: pass infer={{'mcvae': {{'num_categories': 0, 'num_samples': 1}}}}"
-                )
-            self.tell(f"{message}, so it is sampled, with the score function as its gradient")
-            return None
-        return self._slots(msg, options, support)
-
-    @staticmethod
-    def _relaxed(msg: Message, options: SiteOptions) -> _Chosen:
-        value = relaxed_sample(msg["fn"], options.baseline.temperature, options.baseline.hard)
-        if value is None:
-            raise SlotError(
-                f"{type(options.baseline).__name__} relaxes OneHotCategorical and Bernoulli sites, "
-                f"but guide site '{msg['name']}' is a {type(msg['fn']).__name__}: use "
-                f"OneHotCategorical in both programs, or another baseline"
-            )
-        msg["infer"] = {**msg["infer"], RELAXED: True}
-        nothing = value.new_empty(0)
-        return _Chosen(options, support_of(msg["fn"]), Choice(value.unsqueeze(0), nothing, nothing))
-
-    @staticmethod
-    def _single(msg: Message, options: SiteOptions) -> _Chosen:
-        with torch.no_grad():
-            value = msg["fn"].sample().unsqueeze(0)
-        nothing = value.new_empty(0)
-        return _Chosen(options, support_of(msg["fn"]), Choice(value, nothing, nothing))
-
-    @staticmethod
-    def _slots(msg: Message, options: SiteOptions, support: Support) -> _Chosen:
-        with torch.no_grad():
-            if options.budget is not None and options.budget < support.size:
-                choice = support.budget(options.budget, options.min_samples)
-            elif options.budget is not None or options.num_categories >= support.size:
-                if support.size == math.inf:
-                    raise SlotError(
-                        f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has too "
-                        f"many values to list, got num_categories={options.num_categories}: "
-                        f"pass a finite one and num_samples >= 1"
-                    )
-                return _Chosen(options, support, support.all_values(), exact=True)
-            else:
-                if options.num_samples == 0:
-                    raise SlotError(
-                        f"guide site '{msg['name']}' has {support.size} values, of which "
-                        f"num_categories={options.num_categories} are summed, and num_samples=0 "
-                        f"leaves the others out: pass num_samples >= 1, or num_categories=math.inf"
-                    )
-                choice = support.top_k(int(options.num_categories), options.num_samples)
-            if not options.extra_draw:
-                return _Chosen(options, support, choice)
-            none = torch.zeros_like(choice.weight[:1])
-            wider = Choice(
-                torch.cat([choice.value, support.draw().to(choice.value)]),
-                torch.cat([choice.weight, none]),
-                torch.cat([choice.sampled, none.bool()]),
-            )
-            return _Chosen(options, support, wider, extra=True)

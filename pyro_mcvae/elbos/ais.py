@@ -1,4 +1,4 @@
-"""The annealed importance sampling bound (A-MCVAE) for any Pyro program with continuous latents."""
+"""The annealed importance sampling bound (A-MCVAE) for any Pyro program."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class TraceAIS_ELBO(ChainELBO):
     noise the more moves are rejected. W needs K evaluations of the model with its gradient (one
     less than :class:`TraceSIS_ELBO`).
 
-    Coordinates, step size, masks, and the ``"reweighted"`` gradient (which makes the last move
-    too, and takes one particle) are those of :class:`TraceSIS_ELBO`.
+    Coordinates, step size, masks, discrete sites, and the ``"reweighted"`` gradient (which makes
+    the last move too, and takes one particle) are those of :class:`TraceSIS_ELBO`.
 
     :param int num_steps: K; 5 if neither it nor a schedule is given.
     :param Kernel kernel: an adjusted one, :class:`MALA` (default), :class:`HMC` or
@@ -61,13 +61,19 @@ class TraceAIS_ELBO(ChainELBO):
         everything; without subsampled plates only.
     :param bool recompute: run each evaluation of the chain again in the backward pass instead of
         keeping its graph: memory of about one evaluation instead of K, for more time.
+    :param num_categories: the most probable values of each discrete site of the guide, to be
+        summed; 1 by default, ``math.inf`` for all.
+    :param int num_samples: draws from the others; 1 by default.
+    :param budget: instead of both, as of :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
+    :param baseline: a :class:`~pyro_mcvae.Baseline` of the discrete sites, or None.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance, step size and log weights of the last step, a
-        :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
+        :class:`~pyro_mcvae.elbos.chain_record.ChainRecord`.
     :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
-        an unadjusted kernel, one particle with the full gradient; at the first step for discrete
-        latents, and for programs in which no latent can be weighed by itself.
+        an unadjusted kernel, one particle with the full gradient, counts out of range; at the first
+        step for programs in which no latent can be weighed by itself, and for discrete sites that
+        cannot have slots.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational

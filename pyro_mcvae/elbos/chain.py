@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -20,12 +20,19 @@ from pyro_mcvae.coordinates.chain_checks import check_chain
 from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.discrete.control_variates import Baseline
+from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_draws import SlotDraws
+from pyro_mcvae.discrete.slot_planner import SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
+from pyro_mcvae.elbos.chain_record import ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
+from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
-from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp, normalized_weights
+from pyro_mcvae.ops.importance import log_mean_exp
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
+from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.structure.finder import StructureFinder
 
@@ -49,38 +56,6 @@ _OVERFLOW = (
 _numbers = itertools.count()
 
 
-@dataclass(frozen=True, slots=True)
-class ChainRecord:
-    r"""
-    What the chains of one step did; nothing of it carries a graph, or has left the device.
-
-    :ivar ~torch.Tensor acceptance: the mean acceptance probability of each transition, shape
-        ``[transitions]``; for unadjusted kernels the one that their moves would have had.
-    :ivar ~torch.Tensor step_size: the step size that was used, a scalar or shape ``[D]``; one row
-        for each transition where they differ.
-    :ivar ~torch.Tensor betas: the schedule, shape ``[num_steps + 1]``.
-    :ivar ~torch.Tensor log_weight: the chains' log weights W, shape ``[num_particles, *plates]``.
-    """
-
-    acceptance: Tensor
-    step_size: Tensor
-    betas: Tensor
-    log_weight: Tensor
-
-    @classmethod
-    def of(cls, chain: Chain, step_size: Tensor, betas: Tensor) -> ChainRecord:
-        """The record of a chain."""
-        log_weight = chain.log_weight.detach()
-        means = [info.acceptance.mean() for info in chain.infos]
-        acceptance = torch.stack(means) if means else log_weight.new_zeros(0)
-        return cls(acceptance, step_size, betas, log_weight)
-
-    @property
-    def effective_sample_size(self) -> Tensor:
-        """Kish's effective number of chains per datum, shape ``[*plates]``."""
-        return effective_sample_size(self.log_weight)
-
-
 class ChainOptions(ELBOOptions, total=False):
     """What every annealed objective takes by name."""
 
@@ -88,6 +63,10 @@ class ChainOptions(ELBOOptions, total=False):
     gradient_estimator: ChainGradient
     joint: bool
     recompute: bool
+    num_categories: float | None
+    num_samples: int | None
+    budget: int | None
+    baseline: Baseline | None
 
 
 class ChainELBO(MonteCarloELBO, nn.Module):
@@ -99,6 +78,10 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     _adjusted: bool
     _default_kernel: type[Kernel]
+    # Whether discrete sites of the guide have slots.
+    _has_slots = True
+    # nn.Module would have it be a module.
+    num_particles: int
     kernel: Kernel
     schedule: Schedule
 
@@ -113,6 +96,10 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         gradient_estimator: ChainGradient = "full",
         joint: bool = False,
         recompute: bool = False,
+        num_categories: float | None = None,
+        num_samples: int | None = None,
+        budget: int | None = None,
+        baseline: Baseline | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
         nn.Module.__init__(self)
@@ -135,6 +122,12 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 step_size.per_coordinate = coordinates == "latent"
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
+        self.baseline = baseline
+        arguments = num_categories, num_samples, budget, baseline
+        self.slots = SlotPlanner(SiteOptions.of_arguments(*arguments), common=multi_sample)
+        if self._has_slots:
+            # A site that is marked for enumeration has all of its values for slots.
+            self.sampler.runner.checks.strict_enumeration = False
         # Roots tell whether a guide is mean-field, which then need not be run again.
         self.sampler.structures = StructureFinder(joint, find_roots=True)
 
@@ -155,19 +148,24 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 # SVI optimises what a step touches through Pyro's parameter store. Values that were
                 # loaded there are these parts' own, or they would never be trained again.
                 pyro.module(self.param_name, self, update_module_params=True)
-            density = self._density(programs, self._gradient if wanted else GradientMode.NONE)
-            chain = self._run(density)
+            gradient = self._gradient if wanted else GradientMode.NONE
+            density, slots = self._density(programs, gradient)
+            chain = self._run(density, slots)
         with torch.set_grad_enabled(wanted):
-            bound = self._average(chain.log_weight.detach())
-            surrogate = self._surrogate(density, chain) if wanted else bound
-            estimate = local_estimate(density.log_weight.first.sample, bound, surrogate)
+            bound = slots.sum(self._average(slots.each(chain.log_weight.detach())))
+            surrogate = self._surrogate(density, chain, slots) if wanted else bound
+            estimate = local_estimate(density.log_weight.first.sample, bound, surrogate, True)
+            if wanted:
+                score = slots.score_surrogate(self._cost(density, chain, slots), programs)
+                estimate.surrogate = estimate.surrogate + score
         finish = partial(self._adapt, chain) if wanted else None
         return replace(estimate, runs=density.runs, finish=finish, overflow=_OVERFLOW)
 
     def bounds_of(self, programs: Programs) -> Bounds:
         with outside_inference_mode(programs) as programs:
-            density = self._density(programs, GradientMode.NONE)
-            bound = self._average(self._run(density).log_weight)
+            density, slots = self._density(programs, GradientMode.NONE)
+            chain = self._run(density, slots)
+            bound = slots.sum(self._average(slots.each(chain.log_weight)))
         return local_bounds(density.log_weight.first.sample, bound)
 
     @property
@@ -177,25 +175,42 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             return GradientMode.FIRST
         return GradientMode.RECOMPUTED if self.recompute else GradientMode.CHAIN
 
-    def _density(self, programs: Programs, gradient: GradientMode) -> ChainDensity:
-        """The programs of one step as a function from positions to states."""
+    def _density(self, programs: Programs, gradient: GradientMode) -> tuple[ChainDensity, OneSlot]:
+        """The programs of one step as a function from positions to states, and its slots."""
         if self.kernel.needs_gradient:
             gradient |= GradientMode.COORDINATES
-        with torch.set_grad_enabled(bool(gradient)):
-            log_weight = LogWeight(self.sampler, programs, self.coordinates, gradient)
-        check_chain(log_weight, type(self).__name__)
-        return ChainDensity(log_weight)
 
-    def _surrogate(self, density: ChainDensity, chain: Chain) -> Tensor:
+        def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
+            log_weight = LogWeight(self.sampler, programs, self.coordinates, gradient, held=draws)
+            return log_weight, log_weight.first.sample
+
+        with torch.set_grad_enabled(bool(gradient)):
+            if self._has_slots:
+                log_weight, draws = self.slots.begin(programs, self.num_particles, make)
+            else:
+                log_weight, draws = make(None)[0], None
+        check_chain(log_weight, type(self).__name__)
+        sample = log_weight.first.sample
+        return ChainDensity(log_weight), SlotAverage.of(sample, draws, self.multi_sample)
+
+    def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
         """Per datum, a tensor with the gradient: ``[*plates]``."""
         if self.gradient_estimator == "reweighted":
-            return _reweighted(density, chain)
+            return _reweighted(density, chain, slots)
+        chain = slots.chain(chain)
         surrogate = self._average(chain.log_weight)
         if self.kernel.adjusted:
             surrogate = surrogate + accept_score(chain, self.multi_sample)
-        return surrogate
+        return slots.sum(surrogate) + slots.entropy_path()
 
-    def _run(self, density: ChainDensity) -> Chain:
+    def _cost(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
+        """What the score functions of discrete draws multiply."""
+        # The reweighted gradient of the guide is that of the plain ELBO.
+        first = self.gradient_estimator == "reweighted"
+        log_weight = (density.log_weight.first if first else chain).log_weight.detach()
+        return self._average(slots.each(log_weight)) if self.multi_sample else log_weight
+
+    def _run(self, density: ChainDensity, slots: OneSlot) -> Chain:
         betas = self.schedule()
         with torch.set_grad_enabled(GradientMode.CHAIN in density.gradient):
             start = density.start()
@@ -205,8 +220,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
             chain = anneal(start, betas, self.kernel, density, density.log_weight.movable, last)
+        chain = slots.weighed(chain)
         step_size = self.kernel.step_size.values().detach().clone()
-        self.last_step = ChainRecord.of(chain, step_size, betas.detach())
+        self.last_step = ChainRecord.of(chain, step_size, betas.detach(), slots)
         return chain
 
     def _average(self, log_weight: Tensor) -> Tensor:
@@ -263,10 +279,11 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             )
 
 
-def _reweighted(density: ChainDensity, chain: Chain) -> Tensor:
-    weight = normalized_weights(chain.log_weight.detach())
+def _reweighted(density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
+    weight = slots.normalized(chain.log_weight.detach())
     refined = density.log_weight.model_log_prob(chain.state.position)
-    return density.log_weight.guide_elbo().mean(0) + (weight * refined).sum(0)
+    plain = slots.mean(density.log_weight.guide_elbo()) + slots.entropy_path()
+    return plain + (weight * refined).sum(0)
 
 
 def _not_twice(error: Exception) -> str:

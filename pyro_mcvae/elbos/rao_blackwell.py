@@ -5,22 +5,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Literal
 
-import pyro
 import torch
 from torch import Tensor
 
-from pyro_mcvae.discrete.control_variates import (
-    Baseline,
-    LearnedBaseline,
-    SiteSignal,
-    no_baseline,
-)
+from pyro_mcvae.discrete.control_variates import Baseline, SiteSignal
 from pyro_mcvae.discrete.enumerated import ScoredSite, SlotRun
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_sampler import SlotSampler
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, as_scalar
+from pyro_mcvae.elbos.slot_average import site_surrogate
 from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.programs.execution import Programs, is_messenger
@@ -122,23 +117,9 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         super().__init__(num_particles, **options)
         if entropy not in ("sampled", "exact"):
             raise ValueError(f"entropy must be 'sampled' or 'exact', got {entropy!r}")
-        if baseline is not None and not isinstance(baseline, Baseline):
-            raise ValueError(
-                f"baseline must be a Baseline, such as IndependentDraw(), or None, got {baseline!r}"
-            )
-        if budget is not None and (num_categories is not None or num_samples is not None):
-            raise ValueError(
-                f"budget={budget!r} says how many values of a site are evaluated, and chooses for "
-                f"each datum how many of them are summed: pass it without num_categories="
-                f"{num_categories!r} and num_samples={num_samples!r}, or these without it"
-            )
         self.baseline = baseline
-        self.site_options = SiteOptions(
-            1 if num_categories is None else num_categories,
-            1 if num_samples is None else num_samples,
-            budget,
-            baseline,
-            entropy == "exact",
+        self.site_options = SiteOptions.of_arguments(
+            num_categories, num_samples, budget, baseline, entropy == "exact"
         )
         self._slots = SlotSampler(
             self.site_options,
@@ -164,7 +145,9 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             value, surrogate = value + part, surrogate + path
             for name, site_sums in sites.items():
                 signal = _signal(slot_run.scored[name], site_sums, programs)
-                surrogate = surrogate + _site_surrogate(slot_run.scored[name], signal)
+                surrogate = surrogate + site_surrogate(
+                    signal, slot_run.scored[name].slots.options.baseline
+                )
         return Estimate(
             as_scalar(value) / self.num_particles,
             as_scalar(surrogate) / self.num_particles,
@@ -225,13 +208,3 @@ def _signal(site: ScoredSite, sums: SiteSums, programs: Programs) -> SiteSignal:
         input=site.site["infer"].get("mcvae", {}).get("baseline_input"),
         programs=programs,
     )
-
-
-def _site_surrogate(site: ScoredSite, signal: SiteSignal) -> Tensor:
-    baseline = site.slots.options.baseline
-    if baseline is None:
-        return no_baseline(signal)
-    if isinstance(baseline, LearnedBaseline):
-        # So that SVI's optimizer sees its parameters, also where they were loaded into the store.
-        pyro.module(baseline.param_name, baseline, update_module_params=True)
-    return baseline.surrogate(signal)

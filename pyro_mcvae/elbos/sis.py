@@ -1,4 +1,4 @@
-"""The annealed Langevin bound (L-MCVAE) for any Pyro program with continuous latents."""
+"""The annealed Langevin bound (L-MCVAE) for any Pyro program."""
 
 from __future__ import annotations
 
@@ -38,6 +38,14 @@ class TraceSIS_ELBO(ChainELBO):
     * **Step size**: starts small and adapts after each training step, unless it is given.
       ``eval()`` freezes it.
     * Coordinates that a mask takes out of the guide do not move.
+    * **Discrete sites** of the guide are held. Each slot of their values has its own chain, and
+
+      .. math:: L = \sum_y q(y) E[W_y], \qquad
+          W_y = \log \frac{\gamma_1(z_K, y)}{\gamma_0(z_0, y)}
+              + \sum_k \log \frac{m_k(z_k \to z_{k-1})}{m_k(z_{k-1} \to z_k)},
+
+      with :math:`\gamma_0 = q(z, y)`, sums over the most probable ones and samples the rest, as
+      :class:`TraceRaoBlackwell_ELBO` does; its gradient has the score functions of q(y).
 
     ``gradient_estimator="reweighted"`` runs the chain without a graph: about half the cost, and
     memory that does not grow with K, also for models without double backward. The
@@ -60,13 +68,18 @@ class TraceSIS_ELBO(ChainELBO):
         everything; without subsampled plates only.
     :param bool recompute: run each evaluation of the chain again in the backward pass instead of
         keeping its graph: memory of about one evaluation instead of K, for more time.
+    :param num_categories: the most probable values of each discrete site of the guide, to be
+        summed; 1 by default, ``math.inf`` for all.
+    :param int num_samples: draws from the others; 1 by default.
+    :param budget: instead of both, as of :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
+    :param baseline: a :class:`~pyro_mcvae.Baseline` of the discrete sites, or None.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance, step size and log weights of the last step, a
-        :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
+        :class:`~pyro_mcvae.elbos.chain_record.ChainRecord`.
     :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
-        an adjusted kernel; at the first step for discrete latents, and for programs in which no
-        latent can be weighed by itself.
+        an adjusted kernel, counts out of range; at the first step for programs in which no
+        latent can be weighed by itself, and for discrete sites that cannot have slots.
     :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational

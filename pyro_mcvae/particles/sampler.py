@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -101,40 +102,41 @@ class ParticleSampler:
         self,
         programs: Programs,
         inside: Callable[[frozenset[str]], Messenger] | None = None,
-        make_sample_fn: Callable[[], SampleFn] | None = None,
+        make_sample_fn: Callable[[range], SampleFn] | None = None,
         detach_latents: bool = False,
+        count: int | None = None,
     ) -> WeightedParticles:
         """
         Draw global latents once and local ones once per particle.
 
         :param inside: makes a handler for the guide from the names of its global sites.
-        :param make_sample_fn: called at the beginning of each run, returns what draws its sites.
+        :param make_sample_fn: called for each run with its particles, returns what draws its sites.
         :param detach_latents: local ones reach the model without their gradient to the guide.
+        :param count: another number of particles.
         """
         if detach_latents:
             check_separate(programs)
         subsamples = Minibatch()
 
-        def make(shared: GlobalSites, fixed: Mapping[str, Tensor]) -> _Made:
-            sample_fn = make_sample_fn() if make_sample_fn is not None else None
+        def make(shared: GlobalSites, fixed: Mapping[str, Tensor], rows: range) -> _Made:
+            sample_fn = None if make_sample_fn is None else make_sample_fn(rows)
             attached = shared.guide if detach_latents else None
-            handler = inside(shared.guide) if inside is not None else None
+            handler = None if inside is None else inside(shared.guide)
             return SubstituteMessenger(subsamples, fixed, sample_fn, attached), handler
 
         def find_shared(run: Run) -> GlobalSites:
             self._latest = self.structures.of(programs, run)
             return self._latest.global_sites
 
-        count = self.num_particles
+        def execute(layout: Layout) -> Run:
+            made = make(layout.shared, {}, range(layout.count or 1))
+            return self._execute(programs, *made, layout)
+
+        count = count or self.num_particles
         vectorized = self.vectorizes(programs, count)
-        execution = Execution(
-            programs,
-            lambda layout: self._execute(programs, *make(layout.shared, {}), layout),
-            subsamples,
-            _NONE if self._latest is None else self._latest.global_sites,
-            find_shared,
-            rewinds=self._latest is None,
-        )
+        shared = _NONE if self._latest is None else self._latest.global_sites
+        execution = Execution(programs, execute, subsamples, shared, find_shared)
+        execution = replace(execution, rewinds=self._latest is None)
         first = self.runner.run_together(execution, count) if vectorized else None
         vectorized = first is not None
         if first is None:
@@ -148,7 +150,8 @@ class ParticleSampler:
         sample = WeightedParticles([first], [structure.block_of], structure)
         if not vectorized and count > 1:
             fixed, shared = sample.global_values(), structure.global_sites
-            runs = [self._run(programs, *make(shared, fixed)) for _ in range(1, count)]
+            rows = [range(k, k + 1) for k in range(1, count)]
+            runs = [self._run(programs, *make(shared, fixed, row)) for row in rows]
             sample = self.arrange(programs, [first, *runs])
         if structure.collapsed and (count > 1 or make_sample_fn is not None):
             check_not_collapsed(structure)
@@ -282,9 +285,7 @@ class ParticleSampler:
         inside: Messenger | None = None,
         shared: GlobalSites = _NONE,
     ) -> Execution:
-        def execute(layout: Layout) -> Run:
-            return self._execute(programs, substitute, inside, layout)
-
+        execute = partial(self._execute, programs, substitute, inside)
         return Execution(programs, execute, substitute.subsamples, shared)
 
     def _execute(
@@ -295,6 +296,5 @@ class ParticleSampler:
         layout: Layout,
     ) -> Run:
         plates = layout.plates()
-        state_dim = layout.state_dim
-        guide_trace, model_trace = run_pair(programs, substitute, plates, inside, state_dim)
-        return layout.collect(guide_trace, model_trace, plates, substitute.subsamples)
+        traces = run_pair(programs, substitute, plates, inside, layout.state_dim)
+        return layout.collect(*traces, plates, substitute.subsamples)

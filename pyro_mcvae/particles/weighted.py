@@ -81,8 +81,8 @@ class WeightedParticles:
                 if b is not None and isinstance(value, Tensor):
                     part, total = run.sum_to(value, dims[b]), totals[b][i]
                     totals[b][i] = part if total is None else total + part
-        return self._side_by_side(
-            [self._stack(t, shape) for t, shape in zip(totals, self._shapes, strict=True)]
+        return self.join(
+            [self._stack(t, shape) for t, shape in zip(totals, self.shapes, strict=True)]
         )
 
     @cached_property
@@ -104,7 +104,7 @@ class WeightedParticles:
     def with_runs(self, runs: list[Run]) -> WeightedParticles:
         """A sample of further runs that show the same sites and plates as these."""
         sample = WeightedParticles(runs, self.block_of, self.structure)
-        vars(sample).update(_frames=self._frames, _shapes=self._shapes)  # which are cached
+        vars(sample).update(_frames=self._frames, shapes=self.shapes)  # which are cached
         return sample
 
     def global_values(self) -> dict[str, Tensor]:
@@ -158,7 +158,7 @@ class WeightedParticles:
         return {plate_key(f): f for t in self.runs[0].terms for f in plate_frames(t.site)}
 
     @cached_property
-    def _shapes(self) -> list[tuple[int, ...]]:
+    def shapes(self) -> list[tuple[int, ...]]:
         """For each block its plates' sizes."""
         frames = self._frames
         return [tuple(frames[k].size for k in b.plates if k.dim is not None) for b in self.blocks]
@@ -172,7 +172,8 @@ class WeightedParticles:
         ]
         return full[0] if len(full) == 1 else torch.cat(full)
 
-    def _side_by_side(self, parts: list[Tensor]) -> Tensor:
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """One ``[K, *plates]`` per block, laid side by side; the inverse of :meth:`split`."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([p.reshape(p.shape[0], -1) for p in parts], dim=1)
@@ -182,5 +183,5 @@ class WeightedParticles:
         if len(self.blocks) == 1:
             return [value]
         lead = value.shape[:-1]
-        parts = value.split([math.prod(s) for s in self._shapes], dim=-1)
-        return [p.reshape(lead + s) for p, s in zip(parts, self._shapes, strict=True)]
+        parts = value.split([math.prod(s) for s in self.shapes], dim=-1)
+        return [p.reshape(lead + s) for p, s in zip(parts, self.shapes, strict=True)]

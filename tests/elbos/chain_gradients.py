@@ -124,15 +124,20 @@ class AcceptPaths:
 
     def mean_gradients(self, parameters):
         """The expectation of the gradient estimate over the bits."""
-        surrogate = type(self.elbo)._surrogate
 
-        def run(path, weigh):
-            def weighed(density, chain):
-                found = surrogate(self.elbo, density, chain)
+        def weighed(name, weigh):
+            method = getattr(type(self.elbo), name)
+
+            def run(*args):
+                found = method(self.elbo, *args)
                 return torch.where(self._probability() > 0, found, 0.0) * weigh()
 
+            self.monkeypatch.setattr(self.elbo, name, run, raising=False)
+
+        def run(path, weigh):
             self._force(path)
-            self.monkeypatch.setattr(self.elbo, "_surrogate", weighed, raising=False)
+            weighed("_surrogate", weigh)
+            weighed("_cost", weigh)
             return gradients(self.elbo, self.example, parameters)
 
         # What belongs to no datum does not depend on the bits.

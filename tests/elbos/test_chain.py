@@ -14,6 +14,7 @@ from pyro_mcvae import (
     ULA,
     FixedSchedule,
     LearnedSchedule,
+    MonteCarloEM,
     RandomWalk,
     SigmoidSchedule,
     TraceAIS_ELBO,
@@ -163,10 +164,9 @@ def test_bad_arguments(make, message):
         make()
 
 
-@pytest.mark.parametrize("elbo", [TraceSIS_ELBO(3), TraceAIS_ELBO(3)], ids=["sis", "ais"])
-def test_discrete_sites_are_named_with_the_remedy(elbo):
+def test_discrete_sites_are_named_with_the_remedy():
     with pytest.raises(ValueError, match=r"site 'z' is discrete.*TraceRaoBlackwell_ELBO"):
-        elbo.loss_and_grads(discrete, discrete, torch.zeros(3))
+        MonteCarloEM().loss_and_grads(discrete, discrete, torch.zeros(3))
 
 
 ROUGH = {

@@ -52,7 +52,7 @@ def refusal(objective, name):
     """What a chain says of a program that it does not take; None for all others."""
     if objective in CHAINS and name == "auto-delta":
         return "a guide of point masses"
-    if objective in CHAINS and name == "mixture":
+    if objective == "mcem" and name == "mixture":
         return "site 'c' is discrete"
     if objective in ("sis-reweighted", "mcem") and name == "auto-messenger":
         return "runs both at once"

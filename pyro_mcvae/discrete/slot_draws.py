@@ -1,0 +1,178 @@
+"""The draws of one step whose leading rows are slots of discrete sites times particles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_choice import Chosen, choose, single
+from pyro_mcvae.discrete.slot_plan import SlotPlan, SlotSite
+from pyro_mcvae.ops.shapes import as_shape
+from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.programs.sites import changed_draw
+from pyro_mcvae.programs.support import Choice
+from pyro_mcvae.programs.types import Message
+
+__all__ = ["Made", "SlotDraws", "SlotsChangedError"]
+
+# The number of one row, or of several.
+Row = TypeVar("Row", int, Tensor)
+
+
+class SlotsChangedError(SiteError):
+    """A site has other slots than planned: another number, or None for none of its own."""
+
+    def __init__(self, name: str, count: int | None) -> None:
+        super().__init__(f"guide site '{name}' has changed between two runs")
+        self.name, self.count = name, count
+
+
+class Made(NamedTuple):
+    """
+    What a discrete site has in the rows of one run.
+
+    :ivar weight: the slot's weight, with size 1 in the dims of joined plates.
+    :ivar sampled: where the value is a draw.
+    """
+
+    value: Tensor
+    weight: Tensor
+    sampled: Tensor
+    chosen: Chosen
+
+
+class SlotDraws:
+    r"""
+    Values for the guide's random sites in each row of a step.
+
+    Row :math:`s P + p` is slot s of particle p. Its discrete values are those of the slot. What is
+    drawn before a discrete site is common to its slots: each row takes the draw of the first row
+    that it has that in common with. So the weights of a site's slots sum to one.
+
+    :param SlotPlan plan: of a structure.
+    :param options: for all sites that do not say otherwise.
+    :param num_particles: P.
+    :param tell: called with messages about sites that get no slots.
+    """
+
+    def __init__(
+        self,
+        plan: SlotPlan,
+        options: SiteOptions,
+        num_particles: int,
+        tell: Callable[[str], object],
+    ) -> None:
+        self.plan, self.num_particles = plan, num_particles
+        self.count = plan.num_slots * num_particles
+        self.names = frozenset(plan.sites)
+        self._options, self._tell = options, tell
+        self._chosen: dict[tuple[str, int], Chosen] = {}
+        self._made: dict[str, dict[int, Made]] = {name: {} for name in plan.sites}
+        self._drawn: dict[tuple[str, int], Tensor] = {}
+
+    def draw(self, msg: Message, rows: range) -> Tensor | None:
+        """
+        The value of a discrete site; None for another one.
+
+        :param rows: all of them, in the first batch dim, or one, without that.
+        :raises SlotsChangedError: if the site has other slots than planned.
+        """
+        name = msg["name"]
+        site = self.plan.sites.get(name)
+        if site is None:
+            return None
+        chosen, lead = self._choose(msg, site, rows)
+        at = self._digit(name, rows), *lead
+        value, weight, sampled = (t[at] for t in chosen.slots)
+        if rows.start == 0:
+            self._made[name].clear()
+        self._made[name][rows.start] = Made(value, weight, sampled, chosen)
+        return value
+
+    def shared(self, msg: Message, at: Tensor, rows: range) -> Tensor:
+        """A draw of another site, or that of the first row that it is common with."""
+        name, row = msg["name"], rows.start
+        if name not in self.plan.others:
+            return at
+        if len(rows) > 1:
+            first = self._first(name, torch.arange(self.count, device=at.device))
+            return at if self._is_own(name) else changed_draw(lambda v: v[first], at)
+        self._drawn[name, row] = at
+        first_row = self._first(name, row)
+        return at if first_row == row else changed_draw(Tensor.clone, self._drawn[name, first_row])
+
+    def is_shared(self, name: str) -> bool:
+        """Whether rows have the draws of a continuous site in common."""
+        return name in self.plan.others and not self._is_own(name)
+
+    def again(self, msg: Message, rows: range) -> Tensor | None:
+        """The value that a discrete site has; None for another one."""
+        made = self._made.get(msg["name"])
+        if made is None:
+            return None
+        if rows.start in made and (len(rows) > 1) == (len(made) == 1):
+            return made[rows.start].value
+        if self.count == 1:
+            return made[0].value
+        one_by_one = [m.value for m in made.values()]
+        value = one_by_one[0][rows.start] if len(rows) == 1 else torch.stack(one_by_one)
+        return as_shape(value, msg["fn"].shape())
+
+    def made(self, name: str) -> dict[int, Made]:
+        """What a discrete site has, by the first row of each run."""
+        return self._made[name]
+
+    def _choose(
+        self, msg: Message, site: SlotSite, rows: range
+    ) -> tuple[Chosen, tuple[Tensor, ...]]:
+        """A choice of the slots, and where its first rows stand in it."""
+        name, batch = msg["name"], msg["fn"].batch_shape
+        if len(rows) > 1:
+            if batch[:1] != (self.count,):
+                raise SlotsChangedError(name, None)
+            chosen = self._new(msg, site)
+            return chosen, (self._first(name, torch.arange(self.count)),)
+        first = self._first(name, rows.start)
+        if first == rows.start:
+            self._chosen[name, first] = self._new(msg, site)
+        return self._chosen[name, first], ()
+
+    def _new(self, msg: Message, site: SlotSite) -> Chosen:
+        chosen = choose(msg, self._options, self._tell, site.joined)
+        chosen = single(msg, self._options) if chosen is None else chosen
+        (value, weight, sampled), fn = chosen.slots, msg["fn"]
+        count = value.shape[0]
+        if count != self.plan.counts[msg["name"]]:
+            raise SlotsChangedError(msg["name"], count)
+        batch = [*fn.batch_shape]
+        for d in site.joined:
+            batch[d] = 1
+        if not weight.numel():
+            weight = torch.ones((count, *batch), device=value.device)
+            sampled = torch.ones_like(weight, dtype=torch.bool)
+        value = value.expand((count, *fn.batch_shape, *fn.event_shape))
+        slots = Choice(value, weight.expand(count, *batch), sampled.expand(count, *batch))
+        return chosen._replace(slots=slots)
+
+    def _digit(self, name: str, rows: range) -> Tensor | int:
+        """Which of the site's slots each row has."""
+        stride, count = self.plan.stride(name), self.plan.counts[name]
+        if len(rows) == 1:
+            return rows.start // self.num_particles // stride % count
+        return torch.arange(self.count) // self.num_particles // stride % count
+
+    def _first(self, name: str, row: Row) -> Row:
+        """The first row that has the draws before a site, and the site's, in common."""
+        slot, particle = row // self.num_particles, row % self.num_particles
+        if name in self.plan.common:
+            particle = particle * 0
+        return slot % self.plan.stride(name) * self.num_particles + particle
+
+    def _is_own(self, name: str) -> bool:
+        """Whether each row has a draw of its own."""
+        alone = self.num_particles == 1 or name not in self.plan.common
+        return alone and self.plan.stride(name) == self.plan.num_slots

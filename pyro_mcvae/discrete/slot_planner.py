@@ -1,0 +1,91 @@
+"""Finds out which slots the programs of a step have, and keeps it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import TypeVar
+
+from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_draws import SlotDraws, SlotsChangedError
+from pyro_mcvae.discrete.slot_plan import SlotPlan, make_plan
+from pyro_mcvae.ops.notices import WarnOnce
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.isolation import rewindable
+from pyro_mcvae.structure.cache import PairCache
+
+__all__ = ["SlotPlanner"]
+
+_logger = logging.getLogger(__name__)
+
+# How often a step is begun again when its discrete sites turn out to be others than assumed.
+_MAX_ATTEMPTS = 4
+
+T = TypeVar("T")
+
+
+class SlotPlanner:
+    """
+    The slots of one objective's programs, found out from a step without slots.
+
+    :param options: for all sites that do not say otherwise.
+    :param common: whether particles share the discrete draws, and what these depend on.
+    """
+
+    def __init__(self, options: SiteOptions, common: bool) -> None:
+        self.options, self.common = options, common
+        self._plans: PairCache[dict[Hashable, SlotPlan | None]] = PairCache(dict)
+        self._tell = WarnOnce(_logger)
+
+    def begin(
+        self,
+        programs: Programs,
+        num_particles: int,
+        make: Callable[[SlotDraws | None], tuple[T, WeightedParticles]],
+    ) -> tuple[T, SlotDraws | None]:
+        """
+        Begin a step; again, where its discrete sites are others than assumed.
+
+        :param make: makes what the step begins with, and a sample that shows the sites.
+        :returns: that, and its draws; None for programs without discrete local sites.
+        :raises SlotError: naming a site that cannot have the slots that are asked for.
+        """
+        plans = self._plans.of(programs)
+        with rewindable(programs.flags not in plans) as rewind:
+            for _ in range(_MAX_ATTEMPTS):
+                plan = plans.get(programs.flags)
+                draws = None
+                if plan is not None:
+                    draws = SlotDraws(plan, self.options, num_particles, self._tell)
+                try:
+                    found, sample = make(draws)
+                    shown = self._plan_of(programs, sample)
+                except SlotsChangedError as changed:
+                    shown = _changed(plan, changed)
+                else:
+                    if shown is plan is None or (shown is not None and shown.fits(plan)):
+                        plans.setdefault(programs.flags, None)
+                        return found, draws
+                plans[programs.flags] = shown
+                rewind()
+        raise ValueError(
+            f"the guide shows other discrete sites in each of {_MAX_ATTEMPTS} runs, so that their "
+            f"values make no slots: draw them always, and mask them where they do not count, or "
+            f"weigh whole draws with TraceIWAE_ELBO"
+        )
+
+    def _plan_of(self, programs: Programs, sample: WeightedParticles) -> SlotPlan | None:
+        """The plan of a structure, which is made once."""
+        notes = sample.structure.notes
+        if make_plan not in notes:
+            notes[make_plan] = make_plan(programs, sample, self.options, self.common, self._tell)
+        found: SlotPlan | None = notes[make_plan]
+        return found
+
+
+def _changed(plan: SlotPlan | None, changed: SlotsChangedError) -> SlotPlan | None:
+    if plan is None or changed.count is None:
+        return None
+    return replace(plan, counts={**plan.counts, changed.name: changed.count})

@@ -1,0 +1,261 @@
+"""Averages over the slots of a guide's discrete sites, and the score functions of these sites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_mcvae.chains.annealing import Chain
+from pyro_mcvae.discrete.control_variates import (
+    Baseline,
+    LearnedBaseline,
+    SiteSignal,
+    no_baseline,
+)
+from pyro_mcvae.discrete.slot_choice import Chosen
+from pyro_mcvae.discrete.slot_draws import SlotDraws
+from pyro_mcvae.elbos.estimate import Sum
+from pyro_mcvae.ops.importance import normalized_weights
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.sites import is_masked
+from pyro_mcvae.programs.supports import unmasked
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Site
+
+__all__ = ["OneSlot", "SlotAverage", "site_surrogate"]
+
+
+class OneSlot:
+    """
+    The average over the rows of a sample without slots, in the place of :class:`SlotAverage`.
+
+    :ivar weight: the weight of each slot, ``[P, S, *plates]``; None here.
+    """
+
+    weight: Tensor | None = None
+
+    def fold(self, value: Tensor) -> Tensor:
+        """``[rows, *plates]`` as ``[P, S, *plates]``; without slots as it is."""
+        return value
+
+    def each(self, value: Tensor) -> Tensor:
+        """``[rows, *plates]`` to be averaged over the first dim, and then given to :meth:`sum`."""
+        return value
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The average of each slot, ``[S, *plates]``, summed over them: ``[*plates]``."""
+        return value
+
+    def mean(self, value: Tensor) -> Tensor:
+        """``[rows, *plates]`` averaged over slots and particles: ``[*plates]``."""
+        return self.sum(self.each(value).mean(0))
+
+    def chain(self, chain: Chain) -> Chain:
+        """The chains of each slot side by side, with what they are worth as of :meth:`each`."""
+        return chain
+
+    def weighed(self, chain: Chain) -> Chain:
+        """The same chains, which count as their slots do in what is averaged over all of them."""
+        return chain
+
+    def normalized(self, log_weight: Tensor) -> Tensor:
+        """The weights of all rows of a datum, to sum to one: ``[rows, *plates]``."""
+        return normalized_weights(log_weight)
+
+    def entropy_path(self) -> Sum:
+        """
+        To be added to a surrogate, ``[*plates]``: takes out the gradient that log q of the discrete
+        draws has inside of the weights, whose mean is zero.
+        """
+        return 0.0
+
+    def score_surrogate(self, cost: Tensor, programs: Programs) -> Sum:
+        """
+        A scalar with the score-function part of the gradient.
+
+        :param cost: :math:`L_s`, detached: ``[rows, *plates]``, or where particles share the slots
+            ``[S, *plates]``.
+        """
+        return 0.0
+
+
+class SlotAverage(OneSlot):
+    r"""
+    The sum over slots of what the rows of a sample are worth:
+
+    .. math:: L = \sum_s w_s L_s, \qquad w_s = q(y_s) \text{ or } q(\text{rest}) / n,
+
+    where :math:`y_s` are the discrete values of slot s. With
+
+    .. math:: \sum_s w_s \{\nabla L_s + (L_s - b_s) \nabla \log q(y_s)\}
+
+    its gradient has the mean of that of :math:`\sum_y q(y) L(y)`.
+
+    :param sample: whose rows are slots times particles, those of one slot side by side.
+    :param SlotDraws draws: what they are.
+    :param common: whether particles share the slots: then they may be averaged in another way than
+        by their mean before the sum.
+    """
+
+    weight: Tensor
+
+    def __init__(self, sample: WeightedParticles, draws: SlotDraws, common: bool) -> None:
+        self._sample, self._draws, self._is_common = sample, draws, common
+        self._plan = draws.plan
+        self._weights = {n: self._made(n, "weight") for n in self._plan.sites}
+        blocks = range(len(sample.blocks))
+        self._row_weight = sample.join([self._block_weight(b) for b in blocks])
+        self.weight = self.fold(self._row_weight)
+
+    @staticmethod
+    def of(sample: WeightedParticles, draws: SlotDraws | None, common: bool) -> OneSlot:
+        """The average of a sample; ``draws`` is None for one without slots."""
+        return OneSlot() if draws is None else SlotAverage(sample, draws, common)
+
+    def fold(self, value: Tensor) -> Tensor:
+        return value.unflatten(0, (-1, self._draws.num_particles)).transpose(0, 1)
+
+    def each(self, value: Tensor) -> Tensor:
+        folded = self.fold(value)
+        return folded if self._is_common else _times(self.weight, folded)
+
+    def sum(self, value: Tensor) -> Tensor:
+        return (_times(self.weight[0], value) if self._is_common else value).sum(0)
+
+    def chain(self, chain: Chain) -> Chain:
+        infos = [
+            i if i.log_prob is None else i._replace(log_prob=self.fold(i.log_prob))
+            for i in chain.infos
+        ]
+        rest = [self.each(r) for r in chain.rest]
+        return replace(chain, log_weight=self.each(chain.log_weight), infos=infos, rest=rest)
+
+    def weighed(self, chain: Chain) -> Chain:
+        return replace(chain, weight=self._row_weight)
+
+    def normalized(self, log_weight: Tensor) -> Tensor:
+        return normalized_weights(log_weight + self._row_weight.log())
+
+    def entropy_path(self) -> Sum:
+        names = self._draws.names
+        log_q = self._sample.local_sum(
+            lambda t, i: t.log_prob if t.in_guide and t.key.name in names else 0
+        )
+        return self.mean(log_q)
+
+    def score_surrogate(self, cost: Tensor, programs: Programs) -> Sum:
+        folded = cost.unsqueeze(0) if self._is_common else self.fold(cost)
+        parts = self._sample.split(folded * self._sample.scale)
+        total: Sum = 0.0
+        for name, site in self._plan.sites.items():
+            signal = self._signal(name, parts[site.block], programs)
+            total = total + site_surrogate(signal, self._chosen(name).options.baseline)
+        return total / len(folded)
+
+    def _signal(self, name: str, cost: Tensor, programs: Programs) -> SiteSignal:
+        """
+        What a baseline sees of a site. Shapes are ``[slots, P, slots of sites before, *plates]``.
+
+        :param cost: of the site's block, ``[P, S, *plates]``.
+        """
+        plan, site, chosen = self._plan, self._plan.sites[name], self._chosen(name)
+        beside = [n for n, other in plan.sites.items() if other.block == site.block and n != name]
+        others = self._product([self._weights[n] for n in beside], cost)
+        upstream = self._product([self._weights[n] for n in site.before], cost)
+        weight, sampled = self._weights[name], self._made(name, "sampled")
+        return SiteSignal(
+            name=name,
+            weight=self._by_slot(name, self._few(weight))[:, :, 0],
+            sampled=self._by_slot(name, self._few(sampled))[:, :, 0] > 0,
+            score=self._by_slot(name, self._few(self._score(name)))[:, :, 0],
+            cost=self._by_slot(name, _times(others, cost)).sum(2),
+            upstream=self._by_slot(name, upstream)[:1, :, 0],
+            support=None,
+            value=self._by_slot(name, self._few(self._values(name)))[:, :, 0],
+            exact=chosen.exact,
+            extra=chosen.extra,
+            input=self._site(name)["infer"].get("mcvae", {}).get("baseline_input"),
+            programs=programs,
+        )
+
+    def _site(self, name: str) -> Site:
+        return self._sample.runs[0].guide_trace.nodes[name]
+
+    def _chosen(self, name: str) -> Chosen:
+        return self._draws.made(name)[0].chosen
+
+    def _values(self, name: str) -> Tensor:
+        """``[rows, *batch, *event]``."""
+        values = [m.value for m in self._draws.made(name).values()]
+        return values[0] if self._sample.runs[0].leading is not None else torch.stack(values)
+
+    def _made(self, name: str, field: str) -> Tensor:
+        """The weights of a site, or which are draws: of its block, ``[rows, *plates]``."""
+        made = self._draws.made(name)
+        return self._of_block(name, lambda t, i: getattr(made[i], field).to(t.log_prob.dtype))
+
+    def _score(self, name: str) -> Tensor:
+        """log q of a site with its gradient: of its block, ``[rows, *plates]``."""
+        return self._of_block(name, _score)
+
+    def _of_block(self, name: str, pick: Callable[[Term, int], Tensor]) -> Tensor:
+        key = FactorKey("guide", name)
+        total = self._sample.local_sum(lambda t, i: pick(t, i) if t.key == key else 0)
+        return self._sample.split(total)[self._plan.sites[name].block]
+
+    def _block_weight(self, block: int) -> Tensor:
+        """The weights of a block, zero for slots that it does not have: ``[rows, *plates]``."""
+        like = self._sample.split(self._sample.log_weight.detach())[block]
+        slot = torch.arange(len(like), device=like.device) // self._draws.num_particles
+        has = (slot < self._plan.size(block)).to(like.dtype)
+        weight = has.reshape(-1, *[1] * (like.dim() - 1)).expand(like.shape)
+        for name, own in self._weights.items():
+            if self._plan.sites[name].block == block:
+                weight = weight * own
+        return weight
+
+    def _few(self, value: Tensor) -> Tensor:
+        """``[rows, ...]`` as ``[P, S, ...]``, one particle where they are all alike."""
+        folded = self.fold(value)
+        return folded[:1] if self._is_common else folded
+
+    def _product(self, weights: list[Tensor], like: Tensor) -> Tensor:
+        total = torch.ones_like(like)
+        for weight in weights:
+            total = total * self._few(weight)
+        return total
+
+    def _by_slot(self, name: str, value: Tensor) -> Tensor:
+        """``[P, S, ...]`` as ``[slots, P, slots of sites behind, slots of sites before, ...]``."""
+        size = self._plan.size(self._plan.sites[name].block)
+        shape = -1, self._plan.counts[name], self._plan.stride(name)
+        return value[:, :size].unflatten(1, shape).movedim(2, 0)
+
+
+def site_surrogate(signal: SiteSignal, baseline: Baseline | None) -> Tensor:
+    """A scalar with the gradient of one site's distribution, and of learned parts."""
+    if baseline is None:
+        return no_baseline(signal)
+    if isinstance(baseline, LearnedBaseline):
+        # So that SVI's optimizer sees its parameters, also where they were loaded into the store.
+        pyro.module(baseline.param_name, baseline, update_module_params=True)
+    return baseline.surrogate(signal)
+
+
+def _score(term: Term, i: int) -> Tensor:
+    fn = term.site["fn"]
+    # A mask takes density out of the weight, not out of the draw.
+    return (
+        unmasked(fn).log_prob(term.site["value"]) if is_masked(fn) else torch.as_tensor(term.score)
+    )
+
+
+def _times(weight: Tensor, value: Tensor) -> Tensor:
+    """A product that is zero where the weight is, whatever the value."""
+    return torch.where(weight > 0, weight * torch.where(weight > 0, value, 0.0), 0.0)

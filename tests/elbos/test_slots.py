@@ -1,0 +1,373 @@
+"""Discrete sites that the guide draws, under chains: each of their slots has chains of its own."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_mcvae import (
+    MALA,
+    NVIL,
+    RELAX,
+    ULA,
+    CompiledELBO,
+    IndependentDraw,
+    LeaveOneOut,
+    RandomWalk,
+    SummedMean,
+    TraceAIS_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
+from pyro_mcvae.chains.kernel import Kernel, Proposal
+from tests.elbos import discrete_programs
+from tests.elbos.chain_gradients import AcceptPaths, assert_slopes, bound, gradients, parameters_of
+from tests.elbos.slot_programs import (
+    PROGRAMS,
+    data,
+    labels_evidence,
+    labels_guide,
+    labels_joint,
+    labels_model,
+    labels_posterior,
+)
+from tests.estimates import assert_mean
+
+ALL = math.inf
+known = pytest.mark.parametrize("name", [n for n, p in PROGRAMS.items() if p.evidence])
+LARGE = ("nested", "crossed", "markov")  # with many slots
+# Draws of a Gamma are made by rejection, and are no smooth function of anything.
+SMOOTH = [n for n in PROGRAMS if n != "gamma"]
+
+
+class Still(Kernel):
+    """Moves nothing."""
+
+    needs_gradient = False
+
+    def propose(self, state, target):
+        return Proposal(state, torch.zeros_like(state.log_weight))
+
+
+def take_gradients():
+    return discrete_programs.Discrete.take_gradients()
+
+
+@pytest.mark.parametrize(
+    ("name", "vectorize"),
+    [
+        pytest.param(n, v, marks=pytest.mark.slow if n in LARGE and not v else ())
+        for n in discrete_programs.PROGRAMS
+        for v in (False, True)
+        if n != "subsampled"
+    ],
+)
+def test_discrete_guides_have_the_exact_sum_and_its_gradient(name, vectorize):
+    program = discrete_programs.PROGRAMS[name]
+    loss, exact = program.exact()
+    elbo = TraceSIS_ELBO(2, num_categories=ALL, vectorize_particles=vectorize)
+    assert elbo.loss_and_grads(program.model, program.guide) == pytest.approx(loss)
+    for key, found in program.take_gradients().items():
+        torch.testing.assert_close(found, exact[key])
+
+
+def test_chains_that_do_not_move_are_the_rao_blackwellized_elbo():
+    """At the same draws: values and gradients."""
+    program, found = PROGRAMS["labels"], []
+    for elbo in (TraceRaoBlackwell_ELBO(ALL), TraceSIS_ELBO(2, Still(0.1), num_categories=ALL)):
+        elbo.loss(program.model, program.guide)
+        pyro.set_rng_seed(0)
+        found.append((elbo.loss_and_grads(program.model, program.guide), take_gradients()))
+    (loss, grads), (again, grads_again) = found
+    assert loss == pytest.approx(again)
+    for key, value in grads.items():
+        torch.testing.assert_close(grads_again[key], value)
+
+
+CHAINS = {
+    "ula": lambda **k: TraceSIS_ELBO(2, ULA(0.1), **k),
+    "momentum": lambda **k: TraceSIS_ELBO(
+        2, UnderdampedLangevin(0.3, momentum=0.5), num_particles=2, coordinates="latent", **k
+    ),
+    "multi": lambda **k: TraceSIS_ELBO(2, ULA(0.1), num_particles=2, multi_sample=True, **k),
+    "recompute": lambda **k: TraceSIS_ELBO(2, ULA(0.1), recompute=True, **k),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "chain", "vectorize"),
+    [
+        pytest.param(n, c, v, marks=() if (i + j) % 4 == 0 and v == i % 2 else pytest.mark.slow)
+        for i, n in enumerate(SMOOTH)
+        for j, c in enumerate(CHAINS)
+        for v in (False, True)
+    ],
+)
+def test_the_gradient_of_an_exact_sum_is_its_slope(name, chain, vectorize):
+    """At frozen noise: through q(y), also where y depends on what was drawn before it."""
+    program = PROGRAMS[name]
+    elbo = CHAINS[chain](num_categories=ALL, vectorize_particles=vectorize).eval()
+    groups = [parameters_of(elbo, program)[0]]
+    assert_slopes(groups, [gradients(elbo, program, groups[0])], lambda: bound(elbo, program))
+
+
+@pytest.mark.parametrize("name", ["labels", "around"])
+@pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi"])
+def test_the_gradient_through_accept_bits_is_that_of_all_of_them(name, multi_sample, monkeypatch):
+    class Rows(AcceptPaths):
+        """Of all rows, each with bits of its own."""
+
+        def __init__(self, elbo, program, rows):
+            particles, elbo.num_particles = elbo.num_particles, rows
+            super().__init__(elbo, program, 1, monkeypatch)
+            elbo.num_particles = particles
+
+    program = PROGRAMS[name]
+    if name == "labels":
+        program = discrete_programs.Discrete(two_labels(True), two_labels(False))
+        program.parameters, program.args = PROGRAMS["labels"].parameters, ()
+    elbo = TraceAIS_ELBO(
+        2, MALA(0.3), num_categories=ALL, multi_sample=multi_sample, vectorize_particles=True
+    ).eval()
+    parameters = parameters_of(elbo, program)[0]
+    paths = Rows(elbo, program, 4)
+    assert_slopes([parameters], [paths.mean_gradients(parameters)], paths.mean_bound)
+
+
+def two_labels(is_model):
+    def run():
+        param, normal = discrete_programs.param, pyro.sample
+        with pyro.plate("data", 2):
+            y = normal("y", dist.Bernoulli(logits=param("p" if is_model else "q", 2)))
+            z = normal("z", dist.Normal(param("mu" if is_model else "nu") * y, 0.7))
+            if is_model:
+                normal("x", dist.Normal(z.sin() + z, 0.5), obs=data(2))
+
+    return run
+
+
+@known
+@pytest.mark.parametrize("cls", [TraceSIS_ELBO, TraceAIS_ELBO], ids=["sis", "ais"])
+def test_the_mean_weight_is_the_evidence(name, cls):
+    program = PROGRAMS[name]
+    kernel = ULA(0.05) if cls is TraceSIS_ELBO else RandomWalk(0.5)
+    elbo = cls(3, kernel, num_particles=500, vectorize_particles=True)
+    found = elbo.bounds(program.model, program.guide).per_datum
+    evidence, record = program.evidence().detach(), elbo.last_step
+    weight = record.slot_weight * (record.log_weight - evidence).exp()
+    assert_mean(weight.sum(1), torch.ones_like(evidence))
+    spread = (record.slot_weight * record.log_weight).sum(1).std(0) / 500**0.5
+    assert (found < evidence + 4.5 * spread).all()
+    assert record.effective_sample_size.shape == evidence.shape
+
+
+@pytest.mark.parametrize("options", [{"num_categories": k} for k in (0, 1, ALL)], ids=str)
+@pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi"])
+def test_the_exact_posterior_gives_the_evidence(options, multi_sample):
+    """Without noise, and without a gradient of the guide's."""
+    elbo = TraceAIS_ELBO(3, MALA(0.1), multi_sample=multi_sample, **options)
+    evidence = labels_evidence()
+    found = elbo.bounds(labels_model, labels_posterior).per_datum
+    torch.testing.assert_close(found, evidence)
+    elbo = TraceSIS_ELBO(1, Still(0.1), multi_sample=multi_sample, **options)
+    torch.testing.assert_close(elbo.bounds(labels_model, labels_posterior).per_datum, evidence)
+
+
+def test_the_exact_posterior_with_sites_around_gives_the_evidence():
+    """q(a) q(y | a) q(z | a, y), where chains move a and z at each y."""
+    prior, variance = dist.Normal(0.2, 1.0), 0.5
+
+    def model():
+        with pyro.plate("data", 2):
+            a = pyro.sample("a", prior)
+            y = pyro.sample("y", dist.Bernoulli(logits=1.3 * a))
+            pyro.sample("z", dist.Normal(a - y, 0.8))
+            pyro.sample("x", dist.Normal(a, 1.0), obs=data(2))
+
+    def guide():
+        with pyro.plate("data", 2):
+            a = pyro.sample("a", dist.Normal((0.2 + data(2)) * variance, variance**0.5))
+            y = pyro.sample("y", dist.Bernoulli(logits=1.3 * a))
+            pyro.sample("z", dist.Normal(a - y, 0.8))
+
+    exact = dist.Normal(0.2, 2.0**0.5).log_prob(data(2))
+    for options in ({}, {"num_categories": 2}, {"multi_sample": True}):
+        elbo = TraceAIS_ELBO(3, MALA(0.1), num_particles=2, **options)
+        torch.testing.assert_close(elbo.bounds(model, guide).per_datum, exact)
+
+
+ESTIMATORS = {
+    "k0-n2": {"num_categories": 0, "num_samples": 2},
+    "k1": {},
+    "budget": {"budget": 2},
+    "plus": {"num_categories": 0, "baseline": IndependentDraw()},
+    "loo": {"num_samples": 2, "baseline": LeaveOneOut()},
+    "summed": {"baseline": SummedMean()},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "estimator"),
+    [
+        pytest.param(n, e, marks=() if i == j else pytest.mark.slow)
+        for i, n in enumerate(("labels", "around", "nested", "apart", "gamma", "subsampled"))
+        for j, e in enumerate(ESTIMATORS)
+    ],
+)
+def test_sampled_slots_have_the_mean_of_the_exact_sum(name, estimator):
+    """Losses, and gradients with respect to all parameters."""
+    program, means = PROGRAMS[name], []
+    for options in (ESTIMATORS[estimator], {"num_categories": ALL}):
+        elbo = TraceSIS_ELBO(1, ULA(0.02), num_particles=60, vectorize_particles=True, **options)
+        runs = []
+        for _ in range(8):
+            loss = elbo.loss_and_grads(program.model, program.guide)
+            grads = [g.flatten() for g in take_gradients().values()]
+            runs.append(torch.cat([torch.tensor([loss]), *grads]))
+        means.append((torch.stack(runs).mean(0), torch.stack(runs).var(0) / len(runs)))
+    (found, variance), (exact, variance_exact) = means
+    error = (variance + variance_exact).sqrt()
+    assert ((found - exact).abs() < 5.5 * error + 1e-9).all(), (found, exact, error)
+
+
+def test_the_posterior_of_labels_is_learned():
+    """By q(y | x), a table, beside a guide of z that is exact at each y."""
+    x = data(3)
+
+    def guide():
+        y = None
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.Categorical(logits=pyro.param("table", torch.zeros(3, 3))))
+            variance = 1 / (1 / 0.8**2 + 1 / 0.6**2)
+            loc = pyro.param("mu").detach()[y] / 0.8**2 + x / 0.6**2
+            pyro.sample("z", dist.Normal(variance * loc + 0.4, 1.3 * variance**0.5))
+
+    labels_joint(x)
+    fixed = [p.detach().clone() for p in (pyro.param("prior"), pyro.param("mu"))]
+    elbo = TraceSIS_ELBO(2, ULA(0.2), num_categories=1, baseline=SummedMean(), num_particles=10)
+    svi = SVI(labels_model, guide, pyro.optim.Adam({"lr": 0.1}), loss=elbo)
+    for _ in range(60):
+        svi.step()
+        for p, value in zip((pyro.param("prior"), pyro.param("mu")), fixed, strict=True):
+            p.data.copy_(value)
+    found = pyro.param("table").detach().softmax(-1)
+    torch.testing.assert_close(found, labels_joint(x).detach().softmax(-1), atol=0.1, rtol=0.0)
+
+
+def test_observed_labels_leave_no_slots():
+    """One pair of programs for data with and without labels."""
+    elbo = TraceSIS_ELBO(2, ULA(0.1), num_categories=ALL)
+    x, y = data(3), torch.tensor([0, 2, 1])
+    for _ in range(2):
+        elbo.loss_and_grads(labels_model, labels_guide, x)
+        assert elbo.last_step.slot_weight.shape == (1, 3, 3)
+        elbo.loss_and_grads(labels_model, labels_guide, x, y)
+        assert elbo.last_step.slot_weight is None
+        assert elbo.last_step.log_weight.shape == (1, 3)
+
+
+def test_the_reweighted_gradient_weighs_slots_by_their_ends():
+    """theta by p(y | x) as the chains estimate it; phi by the Rao-Blackwellized ELBO."""
+    program, model = PROGRAMS["labels"], ("mu", "prior")
+    grads = []
+    for elbo in (
+        TraceRaoBlackwell_ELBO(ALL),
+        TraceSIS_ELBO(2, Still(0.1), gradient_estimator="reweighted", num_categories=ALL),
+    ):
+        elbo.loss(program.model, program.guide)
+        pyro.set_rng_seed(0)
+        elbo.loss_and_grads(program.model, program.guide)
+        grads.append(take_gradients())
+    for key in grads[0].keys() - set(model):
+        torch.testing.assert_close(grads[0][key], grads[1][key])
+    record = elbo.last_step
+    weight = (record.log_weight + record.slot_weight.log()).softmax(1).sum((0, 2))
+    prior = pyro.param("prior").detach().softmax(-1)
+    torch.testing.assert_close(-grads[1]["prior"], weight - 3 * prior)
+
+
+def test_a_learned_baseline_is_trained_and_leaves_the_value():
+    network = torch.nn.Linear(1, 1)
+    program, found = PROGRAMS["labels"], []
+    for baseline in (None, NVIL(network)):
+        elbo = TraceSIS_ELBO(2, ULA(0.1), baseline=baseline)
+        model = lambda x: program.model(x.squeeze(-1))  # noqa: E731
+        guide = lambda x: program.guide(x.squeeze(-1))  # noqa: E731
+        pyro.set_rng_seed(0)
+        found.append(elbo.loss_and_grads(model, guide, data(3).unsqueeze(-1)))
+    assert found[0] == pytest.approx(found[1])
+    assert network.weight.grad.abs().sum() > 0
+
+
+def test_a_recorded_step_is_the_plain_one():
+    program = PROGRAMS["around"]
+    elbo = TraceSIS_ELBO(2, ULA(0.1), num_particles=2)
+    compiled = CompiledELBO(elbo, backend="eager")
+    for _ in range(3):
+        compiled.loss_and_grads(program.model, program.guide)
+        take_gradients()
+    pyro.set_rng_seed(0)
+    loss, grads = compiled.loss_and_grads(program.model, program.guide), take_gradients()
+    pyro.set_rng_seed(0)
+    assert loss == pytest.approx(elbo.loss_and_grads(program.model, program.guide))
+    for key, value in take_gradients().items():
+        torch.testing.assert_close(grads[key], value)
+
+
+def wide(is_model):
+    with pyro.plate("data", 2):
+        total = 0.0
+        for i in range(15):
+            total = total + pyro.sample(f"y{i}", dist.Bernoulli(0.3))
+        if is_model:
+            pyro.sample("x", dist.Normal(total, 1.0), obs=data(2))
+
+
+def whole(is_model):
+    y = pyro.sample("y", dist.Bernoulli(0.3), infer={"mcvae": {"num_samples": 2}})
+    with pyro.plate("data", 2, subsample=torch.tensor([0])) as index:
+        z = pyro.sample("z", dist.Normal(y, 1.0))
+        if is_model:
+            pyro.sample("x", dist.Normal(z, 1.0), obs=data(2)[index])
+
+
+def relaxing():
+    return RELAX(torch.nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize(
+    ("run", "options", "message"),
+    [
+        (wide, {}, "site 'y13' would take 16384 slots of each datum"),
+        (whole, {}, "site 'y' is shared by all data, so that it is drawn once a step"),
+        (None, {"baseline": relaxing()}, "RELAX relaxes guide site 'y', whose slots"),
+        (None, {"num_samples": 0}, "site 'y' has 3 values, of which num_categories=1 are summed"),
+    ],
+)
+def test_what_has_no_slots_is_refused_by_name(run, options, message):
+    elbo = TraceSIS_ELBO(2, ULA(0.1), **options)
+    model, guide = labels_model, labels_guide
+    if run is not None:
+        model, guide = (lambda: run(True)), (lambda: run(False))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            elbo.loss_and_grads(model, guide)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_categories": -1}, "num_categories must be an int of at least 0"),
+        ({"num_categories": 0, "num_samples": 0}, "evaluate nothing"),
+        ({"budget": 2, "num_samples": 1}, "budget=2 says how many values"),
+        ({"baseline": "loo"}, "must be a Baseline"),
+        ({"baseline": LeaveOneOut()}, "needs num_samples >= 2, got 1"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        TraceAIS_ELBO(**options)
