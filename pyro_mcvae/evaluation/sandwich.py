@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from pyro_mcvae.evaluation.simulation import (
     Simulation,
     ToArgs,
     check_density,
+    follows_data,
     guide_values,
     simulate,
 )
@@ -24,12 +26,19 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import log_mean_exp
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.execution import Programs, is_messenger
+from pyro_mcvae.training.generators import rng_state, set_rng_state
 
 __all__ = ["Sandwich", "sandwich"]
 
 _WITHOUT_CHAINS = (
     "use log_evidence without schedule and kernel, whose importance sampling weighs them (both "
     "sides of a sandwich are chains)"
+)
+_UNMOVED = (
+    "the guide draws the same latents for simulated data as for yours: it was trained on these "
+    "alone, as AutoGuides are. The bounds hold, but their gap is that of chains which begin in the "
+    "wrong place, and says nothing of the estimate on your data: use a guide that reads the data, "
+    "or judge this one by report"
 )
 
 
@@ -125,6 +134,9 @@ def sandwich(
         tuple, a dict of keyword arguments, or the only argument).
     {options}
     :returns: a :class:`Sandwich`.
+
+    Warns where the guide draws the same for simulated data as for the user's, and is not the prior.
+
     :raises ValueError: as :func:`log_evidence`; for unadjusted kernels, ``pyro.factor``,
         ``poutine.scale``; for data that reach the programs in another way; and for guides that
         cannot begin at given latents.
@@ -163,8 +175,10 @@ def sandwich(
         )
     with importance_sampler(programs, options, annealing) as sampler:
         pairs = []
-        for _ in range(num_simulations):
+        for turn in range(num_simulations):
             simulation = simulate(sampler.programs, sampler.reference, sampler.held, to_args)
+            if not turn:
+                _warn(sampler, simulation)
             pairs.append(_both_ways(sampler, simulation, annealing, options.num_particles))
         lower, upper = zip(*pairs, strict=True)
         return Sandwich(
@@ -175,6 +189,15 @@ def sandwich(
             sampler.given,
             annealing.kernel.step_size().detach().clone(),
         )
+
+
+def _warn(sampler: ImportanceSampler, simulation: Simulation) -> None:
+    """Before the chains: what they would find says little for a guide that stays where it is."""
+    generators = rng_state()
+    follows = follows_data(sampler.programs, simulation, sampler.reference.subsamples)
+    set_rng_state(generators)
+    if not follows:
+        warnings.warn(_UNMOVED, stacklevel=4)
 
 
 def _both_ways(

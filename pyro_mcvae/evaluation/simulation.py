@@ -18,6 +18,7 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
+from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import (
     inner_scale,
@@ -33,7 +34,7 @@ from pyro_mcvae.programs.types import Site
 from pyro_mcvae.programs.unconditioned import Unconditioned
 from pyro_mcvae.structure import dependencies
 
-__all__ = ["Simulation", "check_density", "guide_values", "simulate"]
+__all__ = ["Simulation", "check_density", "follows_data", "guide_values", "simulate"]
 
 ToArgs = Callable[[dict[str, Tensor]], object]
 
@@ -110,6 +111,37 @@ def check_density(simulation: Simulation, run: Run) -> None:
                 f"reads its data other than through obs=, or its arguments were not replaced; pass "
                 f"to_args=..., which maps the simulated observations to all arguments"
             )
+
+
+def follows_data(programs: Programs, simulation: Simulation, subsamples: Minibatch) -> bool:
+    """
+    Whether a guide draws other latents for simulated data than for the user's; or those of the
+    prior, which follow no data.
+
+    :param subsamples: the minibatch of both.
+    """
+    with Recorder(SubstituteMessenger(subsamples)) as here:
+        programs.guide(*programs.args, **programs.kwargs)
+    sites = {n: s for n, s in here.trace.nodes.items() if is_latent(s) and is_random(s)}
+    values = {n: s["value"] for n, s in sites.items()}
+    with Recorder(SubstituteMessenger(subsamples, values)) as there:
+        simulation.programs.guide(*simulation.programs.args, **simulation.programs.kwargs)
+    return _all_same(sites, simulation.trace) or not _all_same(sites, there.trace)
+
+
+def _all_same(sites: dict[str, Site], trace: Trace) -> bool:
+    return all(n in trace.nodes and _same(site, trace.nodes[n]) for n, site in sites.items())
+
+
+def _same(site: Site, other: Site) -> bool:
+    """Whether two sites have one density, at the value of the first."""
+    value = site["value"]
+    mine = site["fn"].log_prob(value)
+    try:
+        theirs = other["fn"].log_prob(value)
+    except (ValueError, RuntimeError):  # of another shape, or another support
+        return False
+    return mine.shape == theirs.shape and torch.allclose(mine, theirs)
 
 
 def _check_generative(name: str, site: Site) -> None:
