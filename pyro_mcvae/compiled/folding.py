@@ -67,9 +67,10 @@ def _stand_ins(node: Node) -> Iterator[tuple[Node, Tensor]]:
     """Inputs of which nothing but the shape matters."""
     if node.target in _BY_SHAPE:
         for source in node.all_input_nodes:
-            if (val := source.meta.get("val")) is not None:
-                options = {"dtype": val.dtype, "device": val.device}
-                yield source, torch.empty_strided(val.size(), val.stride(), **options)
+            meta, device = source.meta.get("tensor_meta"), source.meta.get("device")
+            if meta is not None and isinstance(device, torch.device):
+                options = {"dtype": meta.dtype, "device": device}
+                yield source, torch.empty_strided(meta.shape, meta.stride, **options)
 
 
 def _erase(graph: Graph, nodes: list[Node]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -47,16 +48,34 @@ def _remove_dead(graph: Graph) -> None:
 
 def _remove_what_changes_nothing(graph: Graph) -> None:
     # Each costs a call. Without gradients a detached tensor is what it detaches.
-    for name in ("detach", "expand", "view"):
-        for node in graph.find_nodes(op="call_function", target=getattr(_aten, name).default):
-            source = node.args[0]
-            if name == "detach" or _layout(node) == _layout(source) is not None:
-                node.replace_all_uses_with(source)
+    shares = roots(graph.nodes)
+    targets = {shares.get(t, t) for node in graph.nodes for t in written(node)}
+    for node in graph.nodes:
+        source = node.args[0] if node.target in _SAME else None
+        if not isinstance(source, Node):
+            continue
+        own = {node, shares.get(source, source)}
+        # Of what is held a copy may be meant: it may be written to under another name.
+        shared = all(n.op == "call_function" for n in own) and not own & targets
+        if _SAME[node.target](node, shared) and (
+            node.target == _aten.detach.default or _layout(node) == _layout(source) is not None
+        ):
+            node.replace_all_uses_with(source)
+
+
+# When the result of an operation on a tensor of the same layout is that tensor.
+_SAME: dict[object, Callable[[Node, bool], bool]] = {
+    _aten.detach.default: lambda node, shared: True,
+    _aten.expand.default: lambda node, shared: True,
+    _aten.view.default: lambda node, shared: True,
+    _aten.clone.default: lambda node, shared: shared,
+    _aten.pow.Tensor_Scalar: lambda node, shared: shared and node.args[1] in (1,),
+}
 
 
 def _layout(node: Node) -> tuple[object, ...] | None:
     meta = node.meta.get("tensor_meta")
-    return None if meta is None else (meta.shape, meta.stride)
+    return None if meta is None else (meta.shape, meta.stride, meta.dtype)
 
 
 def _lift(recorded: GraphModule) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch.fx.node import Argument
 
 from pyro_mcvae.compiled.operations import roots, settled
 
-__all__ = ["merge_equal", "own_outputs"]
+__all__ = ["merge_equal", "own_outputs", "owns_outputs"]
 
 
 def merge_equal(graph: Graph) -> None:
@@ -46,6 +46,18 @@ def own_outputs(graph: Graph) -> None:
         seen.add(root)
         owned.append(value)
     output.args = (tuple(owned),)
+
+
+def owns_outputs(graph: Graph) -> bool:
+    """Whether no output shares memory with another or with an input, and no input is updated."""
+    shares = roots(graph.nodes)
+    targets = {shares.get(t, t) for node in graph.nodes for t in written(node)}
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    owners = [shares.get(value, value) for value in output.all_input_nodes]
+    returned = output.args[0]
+    count = len(returned) if isinstance(returned, list | tuple) else 1
+    shared = any(n.op == "placeholder" for n in (*owners, *targets))
+    return len(set(owners)) == count and not shared
 
 
 _CLONE, _CONTIGUOUS = torch.ops.aten.clone.default, torch.contiguous_format

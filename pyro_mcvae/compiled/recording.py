@@ -65,6 +65,7 @@ class Recording:
 
     :ivar leaves: the parameters that have a gradient.
     :ivar params: names of ``pyro.param`` statements and the parameters behind them.
+    :ivar param_sites: these statements as Pyro's handlers see them, without values.
     :ivar dependencies: what the graph took for constant.
     """
 
@@ -73,6 +74,7 @@ class Recording:
     updated: list[int]
     leaves: list[Tensor]
     params: list[tuple[str, Tensor]]
+    param_sites: dict[str, dict[str, object]]
     slots: list[Slot]
     sizes: list[int]
     spec: TreeSpec
@@ -165,8 +167,10 @@ class _Step:
                 self._backward(returned)
             if mode.refused is not None:
                 raise mode.refused
-            self._param_sites = capture.trace.nodes
+            sites = capture.trace.nodes
             results = self._results(returned)
+            self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
+            self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
             holds = [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else []
         self.slots = self._spaces.written(_is_recorded)
         parts = [results, holds, self.gradients, *(s.tensors for s in self.slots)]
@@ -195,11 +199,6 @@ class _Step:
         tensors = [r.tensor if isinstance(r, Reading) else r for r in leaves]
         self.fixed = [None if isinstance(t, Tensor) else t for t in tensors]
         return [t for t in tensors if isinstance(t, Tensor)]
-
-    @property
-    def params(self) -> list[tuple[str, Tensor]]:
-        """Names and unconstrained values of the parameter statements."""
-        return [(n, site["value"].unconstrained()) for n, site in self._param_sites.items()]
 
 
 def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
@@ -230,6 +229,7 @@ def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
         updated,
         step.leaves,
         step.params,
+        step.param_sites,
         step.slots,
         step.sizes,
         step.spec,

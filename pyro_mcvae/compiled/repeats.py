@@ -32,6 +32,11 @@ _LARGE_TENSOR = 10_000
 # What depends on no draw and is as small as this is computed first: a schedule's values, say, of
 # which each transition takes another.
 _SMALL = 1024
+# Views that are the same in equal parts; of a schedule each transition selects another entry.
+_LAYOUTS = {
+    *(getattr(torch.ops.aten, n).default for n in ("t", "view", "expand", "permute", "unsqueeze")),
+    *(torch.ops.aten.transpose.int, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.default),
+}
 
 
 def compile_parts(
@@ -74,8 +79,29 @@ def split_at_repeats(graph: GraphModule) -> GraphModule | None:
     for i, node in enumerate(nodes):
         part += i in found
         parts[node] = part
-    last = dict.fromkeys(graph.graph.nodes, 0)
-    return split_module(graph, graph, lambda n: parts.get(n, last[n]))
+    _repeat_views(graph, parts)
+    return split_module(graph, graph, lambda n: parts.get(n, 0))
+
+
+def _repeat_views(graph: GraphModule, parts: dict[Node, int]) -> None:
+    """
+    Let each part make the views that it needs: what it would hand on shares no memory then, and
+    the compiled part needs nobody around it to put views together.
+    """
+    for node in reversed(list(graph.graph.nodes)):
+        if node.target not in _LAYOUTS or node not in parts:
+            continue
+        copies: dict[int, Node] = {}
+        for user in sorted(node.users):  # in the order of the graph
+            part = parts.get(user, parts[node])
+            if part != parts[node]:
+                if part not in copies:
+                    with graph.graph.inserting_before(user):
+                        copies[part] = graph.graph.node_copy(node, lambda n: n)
+                    parts[copies[part]] = part
+                user.replace_input_with(node, copies[part])
+        if not node.users:
+            graph.graph.erase_node(node)
 
 
 def cuts(labels: list[Hashable]) -> set[int]:

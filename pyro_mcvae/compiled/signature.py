@@ -22,6 +22,7 @@ Kwargs: TypeAlias = dict[str, object]
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_LEAVES = {*_TENSORS, bool, int, float, str, type(None)}
 
 
 @dataclass
@@ -31,6 +32,8 @@ class Call:
 
     :ivar function: ``loss``, ``differentiable_loss`` or ``loss_and_grads``.
     :ivar leaves: of the arguments; tensors and floats are a recording's inputs.
+    :ivar spec: how they are put together: a tree, or, which is quicker, as many arguments of
+        these names.
     """
 
     function: str
@@ -39,13 +42,17 @@ class Call:
     args: Args
     kwargs: Kwargs
     leaves: list[object]
-    spec: TreeSpec
+    spec: Hashable
     fixed_floats: bool = False
 
     @classmethod
     def of(cls, function: str, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> Call:
         """With its arguments' leaves."""
-        return cls(function, model, guide, args, kwargs, *tree_flatten((args, kwargs)))
+        leaves: list[object] = [*args, *kwargs.values()]
+        spec: Hashable = (len(args), *kwargs)
+        if not all(type(leaf) in _LEAVES for leaf in leaves):
+            leaves, spec = tree_flatten((args, kwargs))
+        return cls(function, model, guide, args, kwargs, leaves, spec)
 
     @property
     def key(self) -> Hashable:
@@ -90,8 +97,11 @@ class Call:
         """The arguments with other tensors in the place of the inputs."""
         given = iter(inputs)
         leaves = [next(given) if self.is_input(leaf) else leaf for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return args, kwargs
+        if isinstance(self.spec, TreeSpec):
+            args, kwargs = tree_unflatten(leaves, self.spec)
+            return args, kwargs
+        count = len(self.args)
+        return tuple(leaves[:count]), dict(zip(self.kwargs, leaves[count:], strict=True))
 
 
 def _settings() -> tuple[Hashable, ...]:

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental import proxy_tensor
 
 __all__ = ["trace"]
 
 
 def trace(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> GraphModule:
-    """Call a function, and record the operations that it computes."""
-    with _one_fake_mode():
-        return make_fx(function)(*inputs)
+    """
+    Call a function, and record the operations that it computes.
+
+    :returns: their graph, whose nodes have ``tensor_meta`` and a ``device``.
+    """
+    with _described_by_devices():
+        graph = proxy_tensor.make_fx(function)(*inputs)
+    for node in graph.graph.nodes:
+        node.meta["device"] = node.meta.pop("val", None)
+    return graph
 
 
-def _one_fake_mode() -> AbstractContextManager[object]:
-    # PyTorch describes each result by a fake tensor, and makes a mode for each, with a record of
-    # the stack, if it finds none: nearly half of the time of a recording.
+@contextmanager
+def _described_by_devices() -> Iterator[None]:
+    # PyTorch describes each result by a fake tensor, too: half of the time of a recording.
+    describe = getattr(proxy_tensor, "extract_val", None)
+    if describe is None:
+        yield
+        return
+    proxy_tensor.extract_val = lambda value, *_, **__: getattr(value, "device", None)
     try:
-        from torch._guards import TracingContext, tracing
-        from torch._subclasses.fake_tensor import FakeTensorMode
-    except ImportError:
-        return nullcontext()
-    return tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True)))
+        yield
+    finally:
+        proxy_tensor.extract_val = describe

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pyro
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.chains.kernel import Info, Kernel, State, Target
 from pyro_mcvae.compiled.calls import quick
@@ -37,13 +38,12 @@ _MAX_RECORDINGS = 6
 class _Recording:
     """
     :ivar graph: ``(*constants, *inputs) -> (*tensors of the new state and info, assumed)``.
-    :ivar spec: of the new state and the info.
+    :ivar fixed: the new state and the info, with a mark at tensors.
     :ivar assumes: whether the last output tells if what the graph assumes is so.
     """
 
     graph: GraphModule
     constants: list[Tensor]
-    spec: TreeSpec
     fixed: list[object]
     assumes: bool
     about: tuple[object, ...]
@@ -55,12 +55,12 @@ class _Recording:
         if self.assumes and not bool(outputs[-1]):
             return None
         given = iter(outputs)
-        leaves = [next(given) if leaf is _TENSOR else leaf for leaf in self.fixed]
-        found: tuple[State, Info] = tree_unflatten(leaves, self.spec)
-        return found
+        values: list[Any] = [next(given) if v is _TENSOR else v for v in self.fixed]
+        return State(*values[:_FIELDS]), Info(*values[_FIELDS:])
 
 
 _TENSOR = object()
+_FIELDS = len(State._fields)
 
 
 class RecordedTransition:
@@ -80,6 +80,7 @@ class RecordedTransition:
         self.adjusted = kernel.adjusted
         self._recording: _Recording | None = None
         self._chain: Callable[[Tensor], State] | None = None
+        self._last: State | None = None
         self._steps = self._recorded = 0
         # Its transitions are different functions.
         parts = kernel.modules()
@@ -88,12 +89,14 @@ class RecordedTransition:
     def step(self, state: State, target: Target) -> tuple[State, Info]:
         """As :meth:`Kernel.step`."""
         self._steps += 1
+        last, self._last = self._last, None
         if self._refused or self._steps == 1:
             return self._kernel.step(state, target)
         begins = target.evaluate is not self._chain
         self._chain = target.evaluate
         inputs = _inputs(state, target)
-        if not self._is_valid(inputs, begins):
+        # What a replay has made is like what it was made of.
+        if (begins or state is not last) and not self._is_valid(inputs, begins):
             return self._record(state, target, inputs)
         assert self._recording is not None
         return self._replay(self._recording, state, target, inputs, begins)
@@ -108,10 +111,13 @@ class RecordedTransition:
         self, known: _Recording, state: State, target: Target, inputs: list[Tensor], begins: bool
     ) -> tuple[State, Info]:
         known.uses += 1
-        generators = Generators()
+        compared = begins or is_due(known.uses)
+        generators = Generators() if compared or known.assumes else None
         found = known.outcome(known.graph(*known.constants, *inputs))
-        if found is not None and not begins and not is_due(known.uses):
+        if found is not None and not compared:
+            self._last = found[0]
             return found
+        assert generators is not None
         generators.put_back()
         plain = self._kernel.step(state, target)
         if found is not None and not _agree(found, plain):
@@ -141,7 +147,7 @@ def _record(
 ) -> tuple[_Recording, list[Tensor]]:
     before, others = Dependencies.of(*roots), other_generators()
     names = set(pyro.get_param_store()._params)
-    made: list[tuple[list[Tensor], TreeSpec, list[object], bool]] = []
+    made: list[tuple[list[Tensor], list[object], bool]] = []
 
     def function(*inputs: Tensor) -> list[Tensor]:
         given = iter(inputs)
@@ -152,12 +158,12 @@ def _record(
             found = _unscored(kernel.step(then, at))
         if mode.refused is not None:
             raise mode.refused
-        leaves, spec = tree_flatten(found)
-        tensors = [t.detach() for t in leaves if isinstance(t, Tensor)]
+        values = [*found[0], *found[1]]
+        tensors = [t.detach() for t in values if isinstance(t, Tensor)]
         if assumed:
             tensors.append(torch.stack([a.reshape(()) for a in assumed]).all())
-        fixed = [_TENSOR if isinstance(t, Tensor) else t for t in leaves]
-        made.append((tensors, spec, fixed, bool(assumed)))
+        fixed = [_TENSOR if isinstance(t, Tensor) else t for t in values]
+        made.append((tensors, fixed, bool(assumed)))
         return tensors
 
     try:
@@ -169,14 +175,14 @@ def _record(
         raise NotRecordable(said_by(error)) from error
     if updated:
         raise NotRecordable("it updates tensors in place")
-    tensors, spec, fixed, assumes = made[0]
+    tensors, fixed, assumes = made[0]
     about = _about(inputs)
     # Nothing is trained meanwhile, but a step size is found.
     moving = {id(t) for t in (*kernel.parameters(), *kernel.buffers())}
     constants = fold(graph.graph, constants, [id(c) not in moving for c in constants])
     # The kernel is a copy of ours: what changes in it shows in the first transition of a chain.
     dependencies = Dependencies.of(*roots[:-1])
-    return _Recording(quick(graph), constants, spec, fixed, assumes, about, dependencies), tensors
+    return _Recording(quick(graph), constants, fixed, assumes, about, dependencies), tensors
 
 
 def _unscored(found: tuple[State, Info]) -> tuple[State, Info]:

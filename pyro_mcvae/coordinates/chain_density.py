@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -63,7 +63,7 @@ class ChainDensity:
             return self(self.log_weight.coordinates)
         with torch.set_grad_enabled(bool(self.gradient)):
             state = self._state(self.log_weight.coordinates, self.log_weight.first)
-            if not (_may_read(state.position) and _is_finite(state)):
+            if not (_may_read(state.position) and _are_finite(_gradients(state))):
                 state, _ = _mended(state)
             return self._kept(state)
 
@@ -91,7 +91,9 @@ class ChainDensity:
             # graph, in which a recomputation of the same evaluation would meet itself.
             own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
             state = self._at(position, own)
-            if not (all_near and _is_finite(state)):
+            # Where no graph is kept nothing but gradients is mended.
+            asked = state[1:] if self._full else _gradients(state)
+            if not (all_near and _are_finite(asked)):
                 state = self._mended(state, near, reads)
             return self._kept(state)
 
@@ -152,10 +154,14 @@ def costs_nothing_to_read(value: Tensor) -> bool:
     return not value.is_cuda
 
 
-def _is_finite(state: State) -> bool:
+def _gradients(state: State) -> tuple[Tensor | None, ...]:
+    return state.grad_base, state.grad_weight
+
+
+def _are_finite(found: Iterable[Tensor | None]) -> bool:
     """Whether everything is finite; a sum that overflows is taken for what is not."""
-    sums = [t.detach().sum() for t in state[1:] if t is not None]
-    return holds(sum(sums[1:], sums[0]).isfinite())
+    sums = [t.detach().sum() for t in found if t is not None]
+    return not sums or holds(sum(sums[1:], sums[0]).isfinite())
 
 
 def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:

@@ -33,11 +33,14 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
 )
 from tests.benchmarks import by_hand as hand
-from tests.benchmarks import truncated_sides
+from tests.benchmarks import truncated_sides, volatility
 from tests.benchmarks.memory import peak
 from tests.benchmarks.vae import PIXELS, VAE
 
 Step = Callable[[], Any]
+# Steps of a compiled side that are not counted: it records and compiles, and compares often.
+_SETTLES = 20
+_COMPILED = ("replay", "Inductor", "CUDA graphs")
 # Which quotients of times the table has.
 RATIOS = [
     ("SVI", "by hand"),
@@ -47,7 +50,9 @@ RATIOS = [
     ("SVI", "least"),
     ("replay", "by hand"),
     ("Inductor", "by hand"),
+    ("replay", "SVI"),
     ("Inductor", "SVI"),
+    ("Inductor", "AutoDAIS"),
     ("CUDA graphs", "by hand"),
 ]
 
@@ -60,6 +65,8 @@ class Case:
     size: int = 1  # K: importance samples, steps of a chain, summed categories, or states
     batch: int = 100
     latent: int = 64
+    pixels: int = PIXELS
+    hidden: int = 400
     decoder: str = "mlp"
     device: str = "cpu"
     validation: bool = False
@@ -67,17 +74,27 @@ class Case:
     @property
     def name(self) -> str:
         """The objective, and what differs from its other rows."""
-        names = {"RB": "Rao-Blackwell, k = {}", "Truncated": "Truncated, {} states", "SGVB": "SGVB"}
+        names = {
+            "RB": "Rao-Blackwell, k = {}",
+            "Truncated": "Truncated, {} states",
+            "SGVB": "SGVB",
+            "Volatility": "SIS-{}, stochastic volatility",
+        }
         name = names.get(self.objective, f"{self.objective}-{{}}").format(self.size)
         usual = Case("", latent=10) if self.objective == "RB" else Case("")
-        sizes = {n: (getattr(self, n), getattr(usual, n)) for n in ("batch", "latent")}
+        fields = ("batch", "latent", "pixels", "hidden")
+        sizes = {n: (getattr(self, n), getattr(usual, n)) for n in fields}
         parts = [f"{n} {now}" for n, (now, before) in sizes.items() if now != before]
         parts += ["convolutions"] * (self.decoder == "conv") + ["validation"] * self.validation
         return "; ".join([name, ", ".join(parts)] if parts else [name])
 
 
-def cases(device: str, quick: bool = False) -> Iterator[Case]:
-    """Every objective at one size, and each size varied by itself."""
+def cases(device: str, quick: bool = False, compiled: bool = False) -> Iterator[Case]:
+    """
+    Every objective at one size, and each size varied by itself.
+
+    :param compiled: also short steps, of which most is Python.
+    """
     sizes = {"SGVB": (1,), "IWAE": (5, 10, 50), "SIS": (3, 5, 10), "AIS": (3, 5, 10)}
     for objective, several in sizes.items():
         middle = several[len(several) // 2]
@@ -98,6 +115,10 @@ def cases(device: str, quick: bool = False) -> Iterator[Case]:
         if not quick:
             yield case(validation=True)
             yield from (case(batch=batch) for batch in (20, 500))
+    if compiled:
+        yield Case("SIS", 5, latent=16, pixels=64, hidden=200, device=device)
+    if compiled and device == "cpu":
+        yield Case("Volatility", 10)
 
 
 def objective(case: Case) -> Any:
@@ -220,8 +241,10 @@ def sides(case: Case, compiled: bool = False) -> dict[str, Callable[[], Step]]:
     """What is measured, the objective under SVI first."""
     if case.objective == "Truncated":
         return truncated_sides.sides(case)
+    if case.objective == "Volatility":
+        return volatility.sides(case, compiled)
     torch.manual_seed(0)
-    x = torch.rand(case.batch, PIXELS).bernoulli().to(case.device)
+    x = torch.rand(case.batch, case.pixels).bernoulli().to(case.device)
     found = {
         "SVI": lambda: svi_step(case, objective(case), x),
         "module": lambda: module_step(case, x),
@@ -245,11 +268,16 @@ def run(case: Case, count: int, limit: float = math.inf, compiled: bool = False)
     pyro.clear_param_store()
     made = sides(case, compiled)
     # On the CPU each side's first steps; a CUDA device frees what other sides have cached.
-    megabytes = {n: peak(make, case.device) for n, make in made.items()}
+    counted = {"SVI", "module", "by hand"} & made.keys()
+    megabytes = {n: peak(made[n], case.device) for n in counted}
     pyro.clear_param_store()
-    found = medians({n: make() for n, make in made.items()}, count, case.device, limit)
+    steps = {n: make() for n, make in made.items()}
+    for name in steps.keys() & {*_COMPILED}:
+        for _ in range(_SETTLES):
+            steps[name]()
+    found = medians(steps, count, case.device, limit)
     ratios = {f"{a} / {b}": found[a] / found[b] for a, b in RATIOS if {a, b} <= found.keys()}
-    for side in ("SVI", "module"):
+    for side in sorted(counted - {"by hand"}):
         ratios[f"memory: {side} / by hand"] = megabytes[side] / megabytes["by hand"]
     about = {**asdict(case), "name": case.name}
     return {**about, "milliseconds": found, "megabytes": megabytes, "ratios": ratios}

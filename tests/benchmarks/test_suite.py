@@ -3,11 +3,20 @@
 import json
 import sys
 
+import pyro
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.benchmarks import __main__, by_hand, memory, suite, truncated_sides, where
+from tests.benchmarks import (
+    __main__,
+    by_hand,
+    memory,
+    suite,
+    truncated_sides,
+    volatility,
+    where,
+)
 from tests.benchmarks.suite import Case
 from tests.benchmarks.truncated_by_hand import ByHand
 
@@ -63,6 +72,16 @@ def test_truncated_sides_have_one_free_energy():
     assert loss == pytest.approx(-wanted.logsumexp(1).sum().item(), rel=1e-5)
 
 
+def test_volatility_sides_have_one_density():
+    y, one, programs = volatility.returns(), volatility.ByHand(), volatility.Programs()
+    found = []
+    for h in torch.randn(3, volatility.LENGTH):
+        conditioned = pyro.condition(programs.model, {"h": h})
+        log_joint = pyro.poutine.trace(conditioned).get_trace(y).log_prob_sum()
+        found.append(log_joint - one.log_joint(y, h))
+    torch.testing.assert_close(found[0].expand(3), torch.stack(found), rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("way", [by_hand.Distributions, by_hand.Bare])
 @pytest.mark.parametrize("objective", ["SGVB", "IWAE", "SIS", "AIS"])
 def test_every_way_of_running_the_programs_is_the_same_step(objective, way):
@@ -95,7 +114,7 @@ def test_memory_is_counted():
 def test_it_writes_json_and_a_table(tmp_path, monkeypatch, capsys):
     small = [Case(name, size=2, batch=3, latent=4) for name in ("SGVB", "SIS")]
     small.append(Case("Truncated", size=4, batch=3, latent=64))
-    monkeypatch.setattr(suite, "cases", lambda device, quick: iter(small))
+    monkeypatch.setattr(suite, "cases", lambda *_: iter(small))
     out = tmp_path / "benchmark.json"
     monkeypatch.setattr(sys, "argv", ["benchmarks", "--steps", "2", "--out", str(out)])
     threads = torch.get_num_threads()

@@ -43,12 +43,18 @@ class VAE(nn.Module):
         self.name, self.latent, self.stored = f"suite{next(_counter)}", case.latent, stored
         self.discrete = case.objective == "RB"
         self.encoder = nn.Sequential(
-            nn.Linear(PIXELS, 400), nn.Tanh(), nn.Linear(400, case.latent * (2 - self.discrete))
+            nn.Linear(case.pixels, case.hidden),
+            nn.Tanh(),
+            nn.Linear(case.hidden, case.latent * (2 - self.discrete)),
         )
         self.decoder = (
             ConvDecoder(case.latent)
             if case.decoder == "conv"
-            else nn.Sequential(nn.Linear(case.latent, 400), nn.Tanh(), nn.Linear(400, PIXELS))
+            else nn.Sequential(
+                nn.Linear(case.latent, case.hidden),
+                nn.Tanh(),
+                nn.Linear(case.hidden, case.pixels),
+            )
         )
         self.to(case.device)
 

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO
 from pyro_mcvae.compiled.graph import as_function
+from pyro_mcvae.compiled.merging import owns_outputs
 from pyro_mcvae.compiled.recording import record
 from pyro_mcvae.compiled.signature import Call
 from tests.compiled.programs import uses
@@ -42,11 +43,35 @@ def read_before_and_after(x: Tensor) -> Tensor:
     return before + a.exp()
 
 
+def copy_that_is_written(x: Tensor) -> Tensor:
+    a = x * 2.0
+    b = a.clone()
+    b.add_(1)
+    return a * b
+
+
+def copy_before_it_is_written(x: Tensor) -> Tensor:
+    a = x * 2.0
+    b = a.clone()
+    a.add_(1)
+    return a * b
+
+
 MERGED: dict[str, tuple[Callable[[Tensor], Tensor], str, int]] = {
     "equal": (lambda x: x.exp() + x.exp() * 2, "exp", 1),
     "chains of equal ones": (lambda x: (x + 1).exp() * (x + 1).exp().log(), "exp", 1),
     "other arguments": (lambda x: x.pow(2) + x.pow(3), "pow", 2),
     "kinds of numbers": (lambda x: (x.sign() * 1).exp() + (x.sign() * 1.0).exp(), "mul", 2),
+    "a copy": (lambda x: (x + 1).clone().exp(), "clone", 0),
+    "a copy that is written": (copy_that_is_written, "clone", 1),
+    "a copy of what is written then": (copy_before_it_is_written, "clone", 1),
+    "a copy in another layout": (
+        lambda x: (x + x[:, None]).t().clone(memory_format=torch.contiguous_format),
+        "clone",
+        1,
+    ),
+    "a first power": (lambda x: (x + 1).pow(1.0).exp(), "pow", 0),
+    "of whole numbers": (lambda x: (x > 0).long().pow(1.0).exp(), "pow", 1),
     "draws": (lambda x: torch.randn_like(x) - torch.randn_like(x), "randn", 2),
     "what is written": (written, "zeros", 2),
     "what is written between": (read_before_and_after, "exp", 2),
@@ -57,6 +82,23 @@ MERGED: dict[str, tuple[Callable[[Tensor], Tensor], str, int]] = {
 def test_equal_operations_are_computed_once(kind: str) -> None:
     function, name, expected = MERGED[kind]
     assert count(function, name) == expected
+
+
+OWNED: dict[str, tuple[Callable[[Tensor], list[Tensor]], bool]] = {
+    "tensors of their own": (lambda x: [x.exp(), x + 1], True),
+    "a view of one that is not returned": (lambda x: [x.exp().view(1, 3), x + 1], True),
+    "an input": (lambda x: [x.exp(), x], False),
+    "a view of an input": (lambda x: [x.exp(), x[1:]], False),
+    "views of one": (lambda x: list((x + 1).split(1)), False),
+    "one twice": (lambda x: [y := x + 1, y], False),
+    "an input that is updated": (lambda x: [x.add_(1).exp()], False),
+}
+
+
+@pytest.mark.parametrize("kind", OWNED)
+def test_who_owns_what_a_graph_returns(kind: str) -> None:
+    function, expected = OWNED[kind]
+    assert owns_outputs(make_fx(function)(x.clone()).graph) is expected
 
 
 def test_gradients_share_no_memory_with_each_other_or_with_data() -> None:

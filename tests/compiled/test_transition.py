@@ -8,12 +8,12 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import HMC, ULA, LearnedStepSize, log_evidence
 from pyro_mcvae.chains.annealing import anneal, evaluator
 from pyro_mcvae.compiled.folding import fold
 from pyro_mcvae.compiled.graph import as_function
+from pyro_mcvae.compiled.tracing import trace
 from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.evaluation import annealing
 
@@ -115,7 +115,7 @@ def test_what_depends_on_fixed_constants_is_folded_and_nothing_else() -> None:
         return [x * fixed.exp().log1p() + moving.exp() * ones + torch.randn_like(fixed)]
 
     x = torch.tensor([0.5, -1.0])
-    graph, constants, _ = as_function(make_fx(function)(x))
+    graph, constants, _ = as_function(trace(function, [x]))
     constants = fold(graph.graph, constants, [c is not moving for c in constants])
     graph.recompile()
     graph.graph.lint()
