@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import Graph
 
 from pyro_mcvae.compiled.merging import merge_equal, own_outputs
-from pyro_mcvae.compiled.operations import is_pure, roots, written
+from pyro_mcvae.compiled.operations import is_pure, roots, settled, targets
 from pyro_mcvae.compiled.refusal import NotRecordable
 
 __all__ = ["as_function"]
@@ -48,28 +48,25 @@ def _remove_dead(graph: Graph) -> None:
 
 def _remove_what_changes_nothing(graph: Graph) -> None:
     # Each costs a call. Without gradients a detached tensor is what it detaches.
-    shares = roots(graph.nodes)
-    targets = {shares.get(t, t) for node in graph.nodes for t in written(node)}
+    shares, fixed = roots(graph.nodes), set(settled(graph))
     for node in graph.nodes:
         source = node.args[0] if node.target in _SAME else None
         if not isinstance(source, Node):
             continue
-        own = {node, shares.get(source, source)}
         # Of what is held a copy may be meant: it may be written to under another name.
-        shared = all(n.op == "call_function" for n in own) and not own & targets
-        if _SAME[node.target](node, shared) and (
-            node.target == _aten.detach.default or _layout(node) == _layout(source) is not None
-        ):
+        own = node in fixed and shares.get(source, source).op == "call_function"
+        alike = node.target == _aten.detach.default or _layout(node) == _layout(source) is not None
+        if alike and _SAME[node.target](node, own):
             node.replace_all_uses_with(source)
 
 
 # When the result of an operation on a tensor of the same layout is that tensor.
 _SAME: dict[object, Callable[[Node, bool], bool]] = {
-    _aten.detach.default: lambda node, shared: True,
-    _aten.expand.default: lambda node, shared: True,
-    _aten.view.default: lambda node, shared: True,
-    _aten.clone.default: lambda node, shared: shared,
-    _aten.pow.Tensor_Scalar: lambda node, shared: shared and node.args[1] in (1,),
+    _aten.detach.default: lambda node, own: True,
+    _aten.expand.default: lambda node, own: True,
+    _aten.view.default: lambda node, own: True,
+    _aten.clone.default: lambda node, own: own,
+    _aten.pow.Tensor_Scalar: lambda node, own: own and node.args[1] in (1,),
 }
 
 
@@ -98,9 +95,7 @@ def _lift(recorded: GraphModule) -> list[Tensor]:
 
 def _take_out_updates(graph: Graph) -> list[Node]:
     """Let updates go to copies, which are returned; the constants that they were meant for."""
-    shares = roots(graph.nodes)
-    targets = dict.fromkeys(shares.get(t, t) for node in graph.nodes for t in written(node))
-    held = [n for n in targets if n.op == "placeholder"]
+    held = [n for n in targets(graph) if n.op == "placeholder"]
     (output,) = (n for n in graph.nodes if n.op == "output")
     copies = []
     for node in held:

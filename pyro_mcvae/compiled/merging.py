@@ -9,7 +9,7 @@ from torch.fx import Node
 from torch.fx.graph import Graph
 from torch.fx.node import Argument
 
-from pyro_mcvae.compiled.operations import roots, settled
+from pyro_mcvae.compiled.operations import roots, settled, targets
 
 __all__ = ["merge_equal", "own_outputs", "owns_outputs"]
 
@@ -51,12 +51,11 @@ def own_outputs(graph: Graph) -> None:
 def owns_outputs(graph: Graph) -> bool:
     """Whether no output shares memory with another or with an input, and no input is updated."""
     shares = roots(graph.nodes)
-    targets = {shares.get(t, t) for node in graph.nodes for t in written(node)}
     (output,) = (n for n in graph.nodes if n.op == "output")
     owners = [shares.get(value, value) for value in output.all_input_nodes]
     returned = output.args[0]
     count = len(returned) if isinstance(returned, list | tuple) else 1
-    shared = any(n.op == "placeholder" for n in (*owners, *targets))
+    shared = any(n.op == "placeholder" for n in (*owners, *targets(graph)))
     return len(set(owners)) == count and not shared
 
 

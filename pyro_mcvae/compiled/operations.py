@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # names that other versions of PyTorch may not have
     from torch._C import Argument as SchemaArgument
     from torch._C import FunctionSchema
 
-__all__ = ["is_pure", "roots", "settled", "viewed", "written"]
+__all__ = ["is_pure", "roots", "settled", "targets"]
 
 _aten = torch.ops.aten
 # Running statistics, which these update without saying so in their schema.
@@ -68,17 +68,22 @@ def roots(nodes: Iterable[Node]) -> dict[Node, Node]:
     return found
 
 
+def targets(graph: Graph) -> list[Node]:
+    """Whose memory is written to, in the order of the first writes."""
+    shares = roots(graph.nodes)
+    return list(dict.fromkeys(shares.get(t, t) for node in graph.nodes for t in written(node)))
+
+
 def settled(graph: Graph) -> Iterator[Node]:
     """
     The operations that are functions of their inputs alone, in order; they may be erased meanwhile.
 
     What is written to later is a new tensor each time, and reads of it are not equal.
     """
-    shares = roots(graph.nodes)
-    targets = {shares.get(t, t) for node in graph.nodes for t in written(node)}
+    shares, changing = roots(graph.nodes), set(targets(graph))
     for node in list(graph.nodes):
         inputs = [node, *node.all_input_nodes]
-        if is_pure(node) and not any(shares.get(n, n) in targets for n in inputs):
+        if is_pure(node) and not any(shares.get(n, n) in changing for n in inputs):
             yield node
 
 
