@@ -10,10 +10,13 @@ from torch import Tensor
 
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
 from pyro_mcvae.evaluation.options import Options, judge
+from pyro_mcvae.evaluation.truncated_evidence import TruncatedWeights
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.pareto import tail_length
+from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 __all__ = ["LogEvidence", "log_evidence"]
 
@@ -172,6 +175,9 @@ def log_evidence(
       that the model counts reads them: the evidence is that of what is observed. Training
       objectives take the masks as they are, as Pyro's do, and are then no bounds.
     * **Where all latents are summed**, and the guide draws nothing, the evidence is exact.
+    * **A TruncatedPosterior** gives its states' part of the evidence exactly (``bound``), and the
+      rest by draws near these states, where every other state may be drawn: an estimate from
+      above its bound.
     * **Random numbers** come from PyTorch's generators; ``seed`` uses a stream of its own and
       leaves the present one as it was. Other chunk sizes are other draws.
 
@@ -208,12 +214,25 @@ def log_evidence(
         True
     """
     check_flag("keep_log_weight", keep_log_weight)
+    if isinstance(programs.guide, TruncatedPosterior):
+        return _of_states(programs, options)
     with importance_sampler(programs, options, options.annealing()) as sampler:
         return estimate(sampler, options.num_particles, keep_log_weight)
 
 
+def _of_states(programs: Programs, options: Options) -> LogEvidence:
+    """The evidence of a truncated posterior: of its states exactly, of all others by draws."""
+    found = TruncatedWeights(programs, options)
+    return _summarised(
+        found.summary, found.sample, found.bound, found.bound.new_zeros(()), (), None
+    )
+
+
 def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:
     """The evidence by the guide's weights, and by chains, where they were asked for; else twice."""
+    if isinstance(programs.guide, TruncatedPosterior):
+        found = _of_states(programs, options)
+        return found, found
     with importance_sampler(programs, options) as sampler:
         guide = estimate(sampler, options.num_particles)
         annealing = options.annealing()
@@ -240,22 +259,34 @@ def estimate(
         summary.add(log_weight)
         if keep_log_weight:
             kept.append(log_weight)
-    reference, dtype = sampler.reference, sampler.reference.log_weight.dtype
-    found = LogEvidence(
-        summary.log_mean.to(dtype),
-        summary.standard_error.to(dtype),
-        summary.effective_sample_size.to(dtype),
-        summary.pareto_k.to(dtype),
-        summary.mean_log.to(dtype),
-        num_particles,
-        reference.plate_names,
-        reference.scale,
-        sampler.shared(),
-        sampler.given,
-        torch.cat(kept) if kept else None,
-    )
+    log_weights = torch.cat(kept) if kept else None
+    reference, bound = sampler.reference, summary.mean_log.to(sampler.reference.log_weight.dtype)
+    found = _summarised(summary, reference, bound, sampler.shared(), sampler.given, log_weights)
     if sampler.annealing is None:
         return found
     mean = torch.stack(acceptance).sum(0) / num_particles if acceptance else None
     step_size = sampler.annealing.kernel.step_size().detach().clone()
     return replace(found, acceptance=mean, step_size=step_size)
+
+
+def _summarised(
+    summary: WeightSummary,
+    sample: WeightedParticles,
+    bound: Tensor,
+    shared: Tensor,
+    given: tuple[str, ...],
+    log_weight: Tensor | None,
+) -> LogEvidence:
+    return LogEvidence(
+        summary.log_mean.to(bound.dtype),
+        summary.standard_error.to(bound.dtype),
+        summary.effective_sample_size.to(bound.dtype),
+        summary.pareto_k.to(bound.dtype),
+        bound,
+        summary.num_particles,
+        sample.plate_names,
+        sample.scale,
+        shared,
+        given,
+        log_weight,
+    )

@@ -62,7 +62,8 @@ class ImportanceSampler:
         if isinstance(programs.guide, TruncatedPosterior):
             raise ValueError(
                 "the weights of a TruncatedPosterior are those of its states alone, which are a "
-                "bound on the evidence and no estimate of it: use TraceTruncated_ELBO().bounds"
+                "bound on the evidence and no estimate of it: log_evidence judges it, and "
+                "guide.posterior(...) draws from it"
             )
         self.programs, self.annealing = programs, annealing
         self.progress = progress or Progress("judging", show=False)

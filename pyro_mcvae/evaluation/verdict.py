@@ -98,9 +98,13 @@ class Report:
 
     @property
     def _good(self) -> Tensor:
-        """Where the guide's weights would show what its draws reach: heavier tails find less."""
+        """
+        Where the guide's weights would show what its draws reach: heavier tails find less, and
+        where many are heavy, the guide is too narrow, and some k-hats are good by chance.
+        """
         guide = self.guide
-        return guide.pareto_k.isneginf() | (guide.pareto_k + 2 * guide.pareto_k_error <= 0.7)
+        good = guide.pareto_k.isneginf() | (guide.pareto_k + 2 * guide.pareto_k_error <= 0.7)
+        return good & (guide.unreliable.double().mean() <= 0.5)
 
     @property
     def _looked(self) -> LogEvidence | None:

@@ -29,6 +29,8 @@ class StatePosterior:
     Made by :meth:`TruncatedPosterior.posterior`; without gradients.
 
     :ivar values: for each discrete site its value in every state, ``[S, *batch, *event]``.
+    :ivar populations: the states as they are kept, by block.
+    :ivar weighted: the run of the model with all states.
 
     Example::
 
@@ -47,7 +49,7 @@ class StatePosterior:
     def __init__(
         self, runs: JointRuns, populations: Populations, sample: WeightedParticles
     ) -> None:
-        self.runs, self._populations, self._sample = runs, populations, sample
+        self.runs, self.populations, self.weighted = runs, populations, sample
         self.values: dict[str, Tensor] = {}
         for b, layout in runs.layouts.searched:
             population, rows = populations[b], runs.data_index[b]
@@ -63,7 +65,7 @@ class StatePosterior:
     @cached_property
     def log_joint(self) -> Tensor:
         """log p(x_n, z) of every state, ``[S, *plates]`` (``[S, elements]`` for several blocks)."""
-        return self.runs.mask_impossible(self._sample, self._sample.log_weight)
+        return self.runs.mask_impossible(self.weighted, self.weighted.log_weight)
 
     @property
     def weights(self) -> Tensor:
@@ -119,8 +121,8 @@ class StatePosterior:
 
     def site(self, name: str) -> Site:
         """A site of the model's trace with all states side by side."""
-        nodes = self._sample.runs[0].model_trace.nodes
-        if len(self._sample.runs) > 1:
+        nodes = self.weighted.runs[0].model_trace.nodes
+        if len(self.weighted.runs) > 1:
             raise ValueError("the states were run one by one: pass vectorize=True, which says why")
         if name not in nodes:
             raise ValueError(f"the model has no site '{name}', but {sorted(nodes)}")
@@ -134,7 +136,7 @@ class StatePosterior:
         :returns: ``[*batch, *event]``.
         :raises ValueError: for a site outside of all data plates.
         """
-        b = self._sample.block_of[0].get(FactorKey("model", site["name"]))
+        b = self.weighted.block_of[0].get(FactorKey("model", site["name"]))
         if b is None or self.runs.layouts.blocks[b] is None:
             raise ValueError(
                 f"site '{site['name']}' lies in no plate of discrete latents, so that no truncated "
@@ -148,7 +150,7 @@ class StatePosterior:
         """The most probable state that is known: values ``[*batch, *event]``."""
         found = {}
         for b, layout in self.runs.layouts.searched:
-            best = self._sample.split(self.log_joint)[b].argmax(0, keepdim=True)
+            best = self.weighted.split(self.log_joint)[b].argmax(0, keepdim=True)
             for name in layout.sites:
                 found[name] = self.gather(b, name, best)[0]
         return found
@@ -164,12 +166,12 @@ class StatePosterior:
 
     def block_weights(self, b: int) -> Tensor:
         """The weights of one block's states in the shape of its batch dims, ``[*batch, S]``."""
-        weight = self._sample.split(self.weights)[b]
+        weight = self.weighted.split(self.weights)[b]
         return self._batched(b, weight).movedim(0, -1)
 
     def first_site(self, name: str) -> Site:
         """A site of the model as the first of the runs shows it."""
-        return self._sample.runs[0].model_trace.nodes[name]
+        return self.weighted.runs[0].model_trace.nodes[name]
 
     def frames(self) -> dict[PlateKey, CondIndepStackFrame]:
         """The plates around the discrete sites, as they are in this minibatch."""
@@ -187,7 +189,7 @@ class StatePosterior:
     def _aligned(self, b: int, weight: Tensor, dim: int) -> Tensor:
         """A block's part of ``[S, *plates]`` as ``[S, *batch, 1, ...]``, ``dim`` dims in all."""
         nesting = self.runs.layouts.nesting
-        weight = self._batched(b, self._sample.split(weight)[b])
+        weight = self._batched(b, self.weighted.split(weight)[b])
         batch = (1,) * (nesting + 1 - weight.dim()) + weight.shape[1:]
         return weight.reshape(weight.shape[0], *batch, *(1,) * (dim - nesting - 1))
 

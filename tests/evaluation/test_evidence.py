@@ -18,7 +18,6 @@ from pyro_mcvae import (
     FixedStepSize,
     LinearSchedule,
     RandomWalk,
-    TruncatedPosterior,
     UnderdampedLangevin,
     log_evidence,
 )
@@ -471,13 +470,6 @@ def test_modules_that_never_ran_are_named():
 
     with pytest.raises(ValueError, match="'weight' of LazyLinear has no shape yet"):
         log_evidence(lambda x: None, guide, torch.zeros(3, 2))
-
-
-def test_truncated_posteriors_are_refused():
-    exact = DiscreteMixture()
-    guide = TruncatedPosterior(exact.model, num_states=2)
-    with pytest.raises(ValueError, match="TraceTruncated_ELBO"):
-        log_evidence(exact.model, guide)
 
 
 def test_what_is_no_number_is_named():

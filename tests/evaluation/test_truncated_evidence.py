@@ -1,0 +1,119 @@
+"""The evidence of truncated posteriors: exact on their states, unbiased over all others."""
+
+import itertools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae import TruncatedPosterior, compare_models, log_evidence, report
+
+X = torch.tensor(
+    [[0.3, 1.2, -0.4], [2.0, 0.1, 0.7], [-1.0, 0.4, 1.5], [0.2, 0.2, 0.2]], dtype=torch.float64
+)
+LOADING = torch.tensor(
+    [[1.0, 0.2, -0.5], [0.3, 1.1, 0.2], [-0.7, 0.4, 0.9], [0.5, -0.6, 0.1], [0.2, 0.3, 1.0]],
+    dtype=torch.float64,
+)
+
+
+def binary(x=X):
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(5)).to_event(1))
+        pyro.sample("x", dist.Normal(z @ LOADING, 1.0).to_event(1), obs=x)
+
+
+def mixed(x=X):
+    with pyro.plate("data", len(x)):
+        k = pyro.sample("k", dist.Categorical(torch.tensor([0.5, 0.3, 0.2])))
+        z = pyro.sample("z", dist.Bernoulli(0.4 * torch.ones(2)).to_event(1))
+        loc = LOADING[:3][k] + z @ LOADING[3:]
+        pyro.sample("x", dist.Normal(loc, 1.0).to_event(1), obs=x)
+
+
+def exact(model):
+    """By all states."""
+    states = []
+    if model is binary:
+        for z in itertools.product((0.0, 1.0), repeat=5):
+            z = torch.tensor(z)
+            states.append(
+                dist.Bernoulli(0.3).log_prob(z).sum()
+                + dist.Normal(z @ LOADING, 1.0).log_prob(X).sum(-1)
+            )
+    else:
+        for k, *z in itertools.product(range(3), (0.0, 1.0), (0.0, 1.0)):
+            z, prior = torch.tensor(z), torch.tensor([0.5, 0.3, 0.2])[k].log()
+            loc = LOADING[k] + z @ LOADING[3:]
+            states.append(
+                prior
+                + dist.Bernoulli(0.4).log_prob(z).sum()
+                + dist.Normal(loc, 1.0).log_prob(X).sum(-1)
+            )
+    return torch.stack(states).logsumexp(0)
+
+
+@pytest.mark.parametrize("model", [binary, mixed])
+@pytest.mark.parametrize("num_states", [1, 4])
+def test_the_evidence_is_that_of_all_states(model, num_states):
+    guide = TruncatedPosterior(model, num_states=num_states)
+    guide.fit(num_steps=2)
+    found = log_evidence(model, guide, num_particles=2000, chunk_size=1500)
+    difference = found.log_evidence - exact(model)
+    assert bool((difference.abs() < 4.5 * found.standard_error).all())
+    assert float(found.standard_error.max()) < 0.05
+    assert torch.equal(found.bound, guide.posterior().free_energy)
+    assert bool((found.bound < exact(model)).all())
+    assert bool((found.log_evidence > found.bound).all())
+    assert found.plates == ("data",)
+    assert float(found.total - exact(model).sum()) == pytest.approx(0.0, abs=0.2)
+
+
+def test_all_states_leave_nothing_to_draw():
+    guide = TruncatedPosterior(mixed, num_states=12)
+    found = log_evidence(mixed, guide, num_particles=50)
+    assert torch.allclose(found.log_evidence, exact(mixed))
+    assert torch.allclose(found.log_evidence, found.bound)
+    assert found.pareto_k.max() == -math.inf
+
+
+def test_models_with_truncated_posteriors_compare():
+    guides = {m.__name__: (m, TruncatedPosterior(m, num_states=4)) for m in (binary, mixed)}
+    found = compare_models(guides, num_particles=2000)
+    value, error = found.difference("binary", "mixed")
+    assert abs(value - float((exact(binary) - exact(mixed)).sum())) < 4 * error
+
+
+def test_what_cannot_be_estimated_is_refused():
+    guide = TruncatedPosterior(binary, num_states=2)
+    with pytest.raises(ValueError, match="no chain moves them: leave out schedule and kernel"):
+        log_evidence(binary, guide, schedule=3)
+    with pytest.raises(ValueError, match="is of another model than the one that is judged"):
+        log_evidence(mixed, guide)
+    with pytest.raises(ValueError, match="log_evidence judges it"):
+        report(binary, guide)
+
+    def outside(x=X):
+        binary(x)
+        pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.zeros(()))
+
+    with pytest.raises(ValueError, match="site 'y' lies outside of the data's plates"):
+        log_evidence(outside, TruncatedPosterior(outside, num_states=2))
+
+    def continuous(x=X):
+        with pyro.plate("data", len(x)):
+            s = pyro.sample("s", dist.Normal(0.0, 1.0))
+            k = pyro.sample("k", dist.Bernoulli(0.5))
+            pyro.sample(
+                "x", dist.Normal((s + k).unsqueeze(-1), 1.0).expand([len(x), 3]).to_event(1), obs=x
+            )
+
+    def other(x=X):
+        with pyro.plate("data", len(x)):
+            pyro.sample("s", dist.Normal(torch.zeros(len(x)), 1.0))
+
+    guide = TruncatedPosterior(continuous, num_states=2, guide=other)
+    with pytest.raises(ValueError, match="has a guide of other latents"):
+        log_evidence(continuous, guide)
