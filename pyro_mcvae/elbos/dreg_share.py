@@ -41,34 +41,32 @@ def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
     :returns: :math:`\lambda` between 0 and 1, shape ``[K, *plates]``.
     """
     shape = log_weight.shape
-    log_q, log_weight = (t.reshape(shape[0], -1) for t in (log_q, log_weight))
-    count = log_weight.shape[1]
+    pair = torch.stack([log_q, log_weight]).reshape(2, shape[0], -1)
+    count = pair.shape[2]
     if count == 1:  # the even particles, and the odd ones
-        log_q, log_weight = (t[: shape[0] // 2 * 2].reshape(-1, 2) for t in (log_q, log_weight))
-    rows, columns = log_weight.shape
+        pair = pair[:, : shape[0] // 2 * 2].reshape(2, -1, 2)
+    rows, columns = pair.shape[1:]
     # Of the points of every second column, a mean of each and one slope are spent.
     freedom = columns // 2 * (rows - 1) - 1
     if freedom < 1:
         return torch.zeros(shape, dtype=log_q.dtype, device=log_q.device)
-    pair = torch.stack([log_q, log_weight])
+    # The sum of the squared weights of all K particles, but for a factor, from those of a column.
+    squares = ((1 - alpha) * pair[1]).softmax(0).square().sum(0)
     pair = pair - pair.mean(1, keepdim=True)
-    moments = (pair * pair.unsqueeze(1)).sum(2)
+    moments = (pair.unsqueeze(0) * pair.unsqueeze(1)).sum(2).flatten(0, 1)
     # A datum some of whose weights are zero has no slope: NaN, which is left out of the sums.
-    moments = _of_the_others(moments + 0 * moments[1, 1])
-    qq, pq = moments[0, 0], moments[0, 0] + moments[0, 1]
-    pp = pq + moments[0, 1] + moments[1, 1]
-    noise = (pp * qq - pq.square()) / (freedom * pq.square())  # the slope's squared relative error
-    slope = (pq / qq * (1 - _STANDARD_ERRORS**2 * noise).clamp(min=0)).clamp(0, 1)
-    # The sum of the squared weights of all K particles, from those of a column.
-    squares = ((1 - alpha) * log_weight).softmax(0).square().sum(0) * (rows / shape[0])
-    factor = alpha + (1 - alpha) * _of_the_others(squares) / (columns // 2)
-    share = (slope / (slope + (1 - slope) * factor)).nan_to_num(0.0)
+    sums = torch.cat([moments + 0 * moments[3], squares.unsqueeze(0)]).nan_to_num(0.0)
+    # Over the odd columns, for the even ones, and the other way around.
+    others = torch.stack([sums[:, 1::2].sum(1), sums[:, ::2].sum(1)], 1)
+    qq, qw, _, ww, squares = others.unbind()
+    pq = qq + qw
+    plain = pq / qq
+    # One, and four times the slope's squared relative error (pp qq / pq^2 - 1) / freedom, apart.
+    noise = _STANDARD_ERRORS**2 / freedom
+    kept = torch.rsub((pq + qw + ww) / (pq * plain), 1 + noise, alpha=noise).clamp(min=0)
+    slope = (plain * kept).clamp(0, 1)
+    factor = alpha + (1 - alpha) * rows / shape[0] / (columns // 2) * squares
+    share = (slope / torch.addcmul(slope, 1 - slope, factor)).nan_to_num(0.0)
     if count == 1:
         return share.repeat((shape[0] + 1) // 2)[: shape[0]].reshape(shape)
     return share.repeat((count + 1) // 2)[:count].reshape(shape[1:]).expand(shape)
-
-
-def _of_the_others(value: Tensor) -> Tensor:
-    """The sum over the odd columns, for the even ones, and the other way around: ``[..., 2]``."""
-    value = value.nan_to_num(0.0)
-    return torch.stack([value[..., 1::2].sum(-1), value[..., ::2].sum(-1)], -1)

@@ -86,17 +86,17 @@ class PathGradient:
             return renyi_bound(sample.log_weight, self.alpha)
         weight = normalized_weights((1 - self.alpha) * sample.log_weight.detach())
         whole = weight if outer is None else outer * weight
-        factor = 1 - (1 - self.alpha) * (1 - whole)
+        factor = whole if self.alpha == 0 else 1 - (1 - self.alpha) * (1 - whole)
 
         score = sample.local_sum(lambda t, i: _score(t) if t.key in chosen[i] else 0)
-        share: Tensor | float = 1.0
         if self.estimator == "auto":
             share = dreg_share(sample.log_weight.detach(), score.detach(), self.alpha)
+            factor, score = torch.addcmul(1 - share, share, factor), share * score
         if self.estimator != "stl":
-            self._reparameterize_again(sample, chosen, 1 - share * (1 - factor))
-        log_weight = _log_weight(sample, chosen) + share * score
+            self._reparameterize_again(sample, chosen, factor)
+        log_weight = _log_weight(sample, chosen) + score
         # A weight of zero would otherwise meet a log weight of minus infinity: 0 * inf is NaN.
-        return (weight * torch.where(weight > 0, log_weight, 0.0)).sum(0)
+        return (weight * log_weight.masked_fill(weight == 0, 0.0)).sum(0)
 
     def _applies(self, sample: WeightedParticles, term: Term, i: int) -> bool:
         return (
