@@ -179,19 +179,23 @@ def test_with_all_states_value_and_gradient_are_exact(name, vectorize):
     guide = TruncatedPosterior(model, count, guide=other)
     elbo = TraceTruncated_ELBO(vectorize_particles=vectorize)
     expected = exact(name)
-    assert math.isclose(elbo.loss(model, guide), expected.item(), rel_tol=1e-9)
-    bounds = elbo.bounds(model, guide)
-    assert math.isclose(-bounds.total.item(), expected.item(), rel_tol=1e-9)
-    gradients()
+    if vectorize:
+        value = elbo.loss_and_grads(model, guide)
+    else:
+        loss = elbo.differentiable_loss(model, guide)
+        value = loss.item()
+        loss.backward()
+    found = gradients()
+    assert math.isclose(value, expected.item(), rel_tol=1e-9)
     expected.backward()
     wanted = gradients()
     assert wanted
-    for loss in (elbo.loss_and_grads, lambda *p: elbo.differentiable_loss(*p).backward()):
-        loss(model, guide)
-        found = gradients()
-        assert set(found) == set(wanted)
-        for parameter, gradient in wanted.items():
-            assert torch.allclose(found[parameter], gradient, atol=1e-8), parameter
+    assert set(found) == set(wanted)
+    for parameter, gradient in wanted.items():
+        assert torch.allclose(found[parameter], gradient, atol=1e-8), parameter
+    if vectorize:
+        bounds = elbo.bounds(model, guide)
+        assert math.isclose(-bounds.total.item(), expected.item(), rel_tol=1e-9)
 
 
 @programs
@@ -201,7 +205,7 @@ def test_free_energy_is_a_bound_that_no_e_step_lowers(name):
     guide = TruncatedPosterior(model, count, EvolutionaryUpdate(2, 2, 2), guide=other)
     elbo = TraceTruncated_ELBO()
     expected, before = -exact(name).item(), -math.inf
-    for _ in range(8):
+    for _ in range(4):
         guide.fit()
         guide.eval()
         now = -elbo.loss(model, guide)
@@ -330,12 +334,13 @@ def test_gradient_through_top_states_and_a_sampled_rest_is_unbiased(top):
     exact_gradient = gradients()["decoder"]
     elbo = TraceTruncated_ELBO(num_gradient_states=top, num_sampled_states=2)
     drawn = []
-    for _ in range(225):
-        elbo.loss_and_grads(vector, guide)
+    for i in range(100):
+        with pyro.validation_enabled(i == 0):
+            elbo.loss_and_grads(vector, guide)
         drawn.append(gradients()["decoder"])
     assert elbo.num_evaluations == 12 + top + 2
     samples = torch.stack(drawn)
-    error = samples.std(0) / 15
+    error = samples.std(0) / 10
     assert error.max() > 0
     assert ((samples.mean(0) - exact_gradient).abs() <= 4.5 * error + 1e-9).all()
 
@@ -367,16 +372,16 @@ def test_passes_through_the_model_are_counted():
 
 def test_trains_under_svi_and_torch_optimizers():
     guide = TruncatedPosterior(vector, 8)
-    svi = SVI(vector, guide, pyro.optim.Adam({"lr": 0.05}), loss=TraceTruncated_ELBO())
+    svi = SVI(vector, guide, pyro.optim.Adam({"lr": 0.1}), loss=TraceTruncated_ELBO())
     first = svi.evaluate_loss()
-    for _ in range(40):
+    for _ in range(20):
         svi.step(size=3)
     assert svi.evaluate_loss() < first - 1
     module = TraceTruncated_ELBO()(vector, guide)
     parameters = [p for _, p in pyro.get_param_store().named_parameters()]
-    optimizer = torch.optim.Adam(parameters, lr=0.05)
+    optimizer = torch.optim.Adam(parameters, lr=0.1)
     middle = module().item()
-    for _ in range(40):
+    for _ in range(20):
         optimizer.zero_grad()
         module(torch.randperm(N)[:3]).backward()
         optimizer.step()
@@ -455,15 +460,15 @@ def test_globals_by_an_autoguide_and_minibatches():
 
     other = pyro.infer.autoguide.AutoNormal(poutine.block(model, hide=["z"]))
     guide = TruncatedPosterior(model, 3, guide=other)
-    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=TraceTruncated_ELBO())
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss=TraceTruncated_ELBO())
 
-    def mean(count=40):
+    def mean(count=10):
         return sum(svi.evaluate_loss() for _ in range(count)) / count
 
     svi.step()
     first = mean()
     with pyro.validation_enabled(False):
-        for _ in range(200):
+        for _ in range(60):
             svi.step()
     assert mean() < first - 1
     assert other.median()["weight"].abs().max() > 0.3
