@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -175,15 +176,19 @@ def check_betas(betas: Tensor) -> None:
         )
 
 
-def as_schedule(schedule: Schedule | Tensor | int | None, num_steps: int | None = None) -> Schedule:
+def as_schedule(
+    schedule: Schedule | Tensor | int | None,
+    num_steps: int | None = None,
+    default: Callable[[int], Schedule] = LinearSchedule,
+) -> Schedule:
     """
     A schedule as an object: a tensor of inverse temperatures, a number of linear steps, or None
-    for ``num_steps`` linear steps (5 if that is None too).
+    for the default one of ``num_steps`` steps (5 if that is None too).
 
     :raises ValueError: unless it increases from 0 to 1, in ``num_steps`` steps if that is given.
     """
     if schedule is None:
-        return LinearSchedule(5 if num_steps is None else num_steps)
+        return default(5 if num_steps is None else num_steps)
     if isinstance(schedule, int):
         schedule = LinearSchedule(schedule)
     if not isinstance(schedule, Schedule):

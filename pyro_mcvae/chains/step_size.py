@@ -215,6 +215,8 @@ class LearnedStepSize(StepSize):
 
     .. math:: \eta_k = \eta \exp(a_k), \qquad a_k = 0 \text{ at first}.
 
+    Where no optimizer moves the factors, it goes on adapting.
+
     :param initial: positive, a number or a tensor of shape ``[D]``, or ``[num_transitions]`` and
         ``[num_transitions, D]`` with one value for each transition; or an
         :class:`AdaptiveStepSize`.
@@ -253,6 +255,11 @@ class LearnedStepSize(StepSize):
         if self.start is not None:
             self.register_buffer("left", torch.tensor(warmup))
 
+    @property
+    def per_coordinate(self) -> bool:
+        """Whether it adapts one value per coordinate, by the gradients."""
+        return self.start is not None and bool(self.start.per_coordinate)
+
     def forward(self, transition: int = -1) -> Tensor:
         log = of_transition("step size", self.log_value, self.num_transitions, transition)
         if self.start is None:
@@ -269,7 +276,7 @@ class LearnedStepSize(StepSize):
         if self.start is None or not self.training:
             return
         # An acceptance that is not finite changes nothing.
-        ended = (self.left <= 0).to(acceptance.device)
+        ended = ((self.left <= 0) & (self.log_value != 0).any()).to(acceptance.device)
         self.start.update(torch.where(ended, math.nan, acceptance), gradient)
         self.left.sub_(1).clamp_(min=0)
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from pyro_mcvae.chains.kernel import Kernel, Proposal, State, Target
 from pyro_mcvae.chains.leapfrog import leapfrog, log_momentum
-from pyro_mcvae.chains.momentum import Momentum, as_momentum
-from pyro_mcvae.chains.step_size import StepSize
+from pyro_mcvae.chains.momentum import LearnedMomentum, Momentum, as_momentum
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize, StepSize
 
 __all__ = ["UnderdampedLangevin"]
 
@@ -40,10 +40,10 @@ class UnderdampedLangevin(Kernel):
         >>> from pyro_mcvae import TraceSIS_ELBO
         >>> elbo = TraceSIS_ELBO(num_steps=10, kernel=UnderdampedLangevin(0.3, momentum=0.9))
 
-    Trained, every transition with a step size and a momentum of its own, and the schedule too::
+    Trained, every transition with a step size and a momentum of its own: the default of
+    :class:`~pyro_mcvae.TraceSIS_ELBO`::
 
-        >>> step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions=10)
-        >>> kernel = UnderdampedLangevin(step_size, LearnedMomentum(num_transitions=10))
+        >>> kernel = UnderdampedLangevin.trained(10)
         >>> elbo = TraceSIS_ELBO(kernel=kernel, schedule=LearnedSchedule(10))
     """
 
@@ -59,6 +59,23 @@ class UnderdampedLangevin(Kernel):
     ) -> None:
         super().__init__(step_size)
         self.momentum = as_momentum(0.9 if momentum is None else momentum)
+
+    @classmethod
+    def trained(
+        cls, num_transitions: int, momentum: float = 0.7, warmup: int = 100
+    ) -> UnderdampedLangevin:
+        """
+        A step size and a momentum for each transition, which train with the bound.
+
+        :param int num_transitions: the ``num_steps`` of the objective.
+        :param float momentum: where all momenta start.
+        :param int warmup: training steps for which the step size adapts, before those of the
+            transitions are learned; see :class:`LearnedStepSize`.
+        """
+        step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions, warmup)
+        # The first transition draws its momentum anew: a parameter of one alone would not be used.
+        learned = num_transitions > 1
+        return cls(step_size, LearnedMomentum(momentum, num_transitions) if learned else momentum)
 
     def propose(self, state: State, target: Target) -> Proposal:
         start = target.noise(state)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pyro_mcvae.chains.kernel import Kernel
-from pyro_mcvae.chains.langevin import MALA
+from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.elbos.chain import ChainELBO, ChainOptions
 
@@ -43,14 +43,20 @@ class TraceAIS_ELBO(ChainELBO):
     noise the more moves are rejected. W needs K evaluations of the model with its gradient (one
     less than :class:`TraceSIS_ELBO`).
 
-    Coordinates, step size, masks, discrete sites, and the ``"reweighted"`` gradient (which makes
-    the last move too, and takes one particle) are those of :class:`TraceSIS_ELBO`.
+    Moves are two leapfrog steps of :class:`HMC` by default, along a schedule that is learned with
+    the bound: more than :class:`MALA`, which is one of them, at as many evaluations. Step sizes
+    start small and adapt after each training step; ``eval()`` freezes them. ``kernel=MALA()`` is the
+    paper's, with a linear schedule unless it is given too.
+
+    Coordinates, masks, discrete sites, and the ``"reweighted"`` gradient (which makes the last
+    move too, and takes one particle) are those of :class:`TraceSIS_ELBO`.
 
     :param int num_steps: K; 5 if neither it nor a schedule is given.
-    :param Kernel kernel: an adjusted one, :class:`MALA` (default), :class:`HMC` or
-        :class:`RandomWalk`, or one's own.
-    :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1;
-        :class:`LinearSchedule` by default.
+    :param Kernel kernel: an adjusted one, :class:`HMC` (two leapfrog steps by default),
+        :class:`MALA` or :class:`RandomWalk`, or one's own.
+    :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1; by default
+        :class:`LearnedSchedule`, or :class:`LinearSchedule` where a kernel is given or with the
+        ``"reweighted"`` gradient.
     :param int num_particles: independent chains, whose W are averaged; at least 2 for the
         baseline, unless K is 1.
     :param bool multi_sample: average :math:`\exp W` inside of the logarithm instead, which is
@@ -99,7 +105,6 @@ class TraceAIS_ELBO(ChainELBO):
     """
 
     _adjusted = True
-    _default_kernel = MALA
 
     def __init__(
         self,
@@ -117,6 +122,9 @@ class TraceAIS_ELBO(ChainELBO):
                 f"baseline and need num_particles >= 2, got {num_particles}; for one particle use "
                 f"TraceSIS_ELBO, or gradient_estimator='reweighted'"
             )
+
+    def _default_kernel(self, trained: bool) -> Kernel:
+        return HMC(num_leapfrog=2)
 
     def _wrong_kernel(self, name: str) -> str:
         return (

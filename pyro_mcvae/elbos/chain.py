@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
 from pyro_mcvae.chains.kernel import Kernel
-from pyro_mcvae.chains.schedules import Schedule, as_schedule
+from pyro_mcvae.chains.schedules import LearnedSchedule, LinearSchedule, Schedule, as_schedule
 from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize
 from pyro_mcvae.coordinates.chain_checks import check_chain
 from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
@@ -77,7 +77,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     """
 
     _adjusted: bool
-    _default_kernel: type[Kernel]
     # Whether discrete sites of the guide have slots.
     _has_slots = True
     # nn.Module would have it be a module.
@@ -108,12 +107,16 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         check_flag("recompute", recompute)
         check_choice("coordinates", coordinates, get_args(ChainCoordinates))
         check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
-        self.schedule = as_schedule(schedule, num_steps)
-        self.kernel = self._checked(self._default_kernel() if kernel is None else kernel)
-        self.kernel.check_transitions(self.num_steps)
         self.multi_sample = multi_sample
         self.coordinates = coordinates
         self.gradient_estimator = gradient_estimator
+        # A kernel that is given, the papers' say, goes along the papers' schedule.
+        trained = kernel is None and gradient_estimator == "full"
+        self.schedule = as_schedule(
+            schedule, num_steps, LearnedSchedule if trained else LinearSchedule
+        )
+        self.kernel = self._checked(self._default_kernel(trained) if kernel is None else kernel)
+        self.kernel.check_transitions(self.num_steps)
         self.recompute = recompute
         self.last_step: ChainRecord | None = None
         self.param_name = f"{type(self).__name__}_{next(_numbers)}"
@@ -265,6 +268,10 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if kernel.adjusted != self._adjusted:
             raise ValueError(self._wrong_kernel(type(kernel).__name__))
         return kernel
+
+    def _default_kernel(self, trained: bool) -> Kernel:
+        """What moves the chains by default; trained with the bound, where it has the gradient."""
+        raise NotImplementedError(f"{type(self).__name__} has no default kernel")
 
     def _wrong_kernel(self, name: str) -> str:
         raise NotImplementedError(f"{type(self).__name__} does not say which kernels it takes")

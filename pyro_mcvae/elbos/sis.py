@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.langevin import ULA
+from pyro_mcvae.chains.underdamped import UnderdampedLangevin
 from pyro_mcvae.elbos.chain import ChainELBO
 
 __all__ = ["TraceSIS_ELBO"]
@@ -35,8 +37,13 @@ class TraceSIS_ELBO(ChainELBO):
       flow is treated alike. ``"latent"`` moves the latents (unconstrained ones, where their
       support is constrained), as the paper does. Sites whose noise is not explicit (Gamma, Beta,
       Dirichlet) move as unconstrained latents in either case.
-    * **Step size**: starts small and adapts after each training step, unless it is given.
-      ``eval()`` freezes it.
+    * **Transitions**: each has a step size and a momentum of its own
+      (:meth:`UnderdampedLangevin.trained`), which train with the bound, as the schedule does: they
+      are parameters of the objective, in Pyro's store under SVI and in ``elbo(model,
+      guide).parameters()``. Step sizes start small and adapt for 100 training steps before they
+      learn; where no optimizer takes them, they go on adapting. ``eval()`` freezes what adapts.
+      With a kernel that is given the schedule is linear, unless it is given too: ``kernel=ULA()``
+      is the paper's.
     * Coordinates that a mask takes out of the guide do not move.
     * **Discrete sites** of the guide are held. Each slot of their values has its own chain, and
 
@@ -55,10 +62,12 @@ class TraceSIS_ELBO(ChainELBO):
     wake-sleep is.
 
     :param int num_steps: K; 5 if neither it nor a schedule is given.
-    :param Kernel kernel: an unadjusted one, :class:`ULA` (default) or
-        :class:`UnderdampedLangevin`, or one's own.
-    :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1;
-        :class:`LinearSchedule` by default.
+    :param Kernel kernel: an unadjusted one, :class:`UnderdampedLangevin` (trained transitions by
+        default; :class:`ULA` with the ``"reweighted"`` gradient, which trains none), :class:`ULA`,
+        or one's own.
+    :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1; by default
+        :class:`LearnedSchedule`, or :class:`LinearSchedule` where a kernel is given or nothing
+        trains.
     :param int num_particles: independent chains, whose W are averaged.
     :param bool multi_sample: average :math:`\exp W` inside of the logarithm instead, which is
         tighter for several particles.
@@ -108,7 +117,9 @@ class TraceSIS_ELBO(ChainELBO):
     """
 
     _adjusted = False
-    _default_kernel = ULA
+
+    def _default_kernel(self, trained: bool) -> Kernel:
+        return UnderdampedLangevin.trained(self.num_steps) if trained else ULA()
 
     def _wrong_kernel(self, name: str) -> str:
         return (

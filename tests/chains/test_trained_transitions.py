@@ -157,13 +157,21 @@ def test_first_it_adapts_and_then_it_learns():
         step_size.log_value.data -= 0.5
         step_size.update(torch.tensor(0.95))
         same.update(torch.tensor(0.95))
-    step_size.update(torch.tensor(0.1))
-    assert (step_size.values() == same()).all()
     step_size.log_value.data += torch.tensor([0.3, 1e3, -1e3])
+    step_size.update(torch.tensor(0.1))
     expected = same() * torch.tensor([math.exp(0.3), 10.0, 0.1])
     assert torch.allclose(step_size.values(), expected)
     (grad,) = torch.autograd.grad(step_size.values().sum(), step_size.log_value)
     assert torch.allclose(grad, expected)
+
+
+def test_it_goes_on_adapting_where_no_optimizer_moves_it():
+    adaptive, same = AdaptiveStepSize(0.1, 0.8), AdaptiveStepSize(0.1, 0.8)
+    step_size = LearnedStepSize(adaptive, num_transitions=3, warmup=1)
+    for acceptance in (0.95, 0.3, 0.6):
+        step_size.update(torch.tensor(acceptance))
+        same.update(torch.tensor(acceptance))
+        assert (step_size.values() == same()).all()
 
 
 def test_a_frozen_one_does_not_count_its_steps():

@@ -91,6 +91,7 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
         K, num_particles=P, gradient_estimator="reweighted", **MANY
     ),
     "AIS": lambda: mc.TraceAIS_ELBO(K, num_particles=P, **MANY),
+    "AIS, MALA": lambda: mc.TraceAIS_ELBO(K, mc.MALA(), num_particles=P, **MANY),
     "AIS, HMC": lambda: mc.TraceAIS_ELBO(K, mc.HMC(num_leapfrog=L), num_particles=P, **MANY),
     "AIS, random walk": lambda: mc.TraceAIS_ELBO(K, mc.RandomWalk(), num_particles=P, **MANY),
     "Rao-Blackwell": lambda: mc.TraceRaoBlackwell_ELBO(k, n, max_plate_nesting=1),

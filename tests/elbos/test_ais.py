@@ -8,6 +8,8 @@ from pyro_mcvae import (
     HMC,
     MALA,
     ULA,
+    LearnedSchedule,
+    LinearSchedule,
     RandomWalk,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
@@ -114,6 +116,17 @@ def test_gradient_with_every_kernel(kernel, multi_sample, vectorize, monkeypatch
     # Three particles, where the others' mean is not another particle, once for each weight.
     particles = 3 if vectorize else 2
     check(EXAMPLES["vae"](), kernel(), 2, monkeypatch, particles, **options)
+
+
+def test_defaults():
+    elbo = TraceAIS_ELBO(3)
+    assert isinstance(elbo.kernel, HMC)
+    assert elbo.kernel.num_leapfrog == 2
+    assert isinstance(elbo.schedule, LearnedSchedule)
+    for options in ({"kernel": MALA()}, {"gradient_estimator": "reweighted"}):
+        elbo = TraceAIS_ELBO(3, **options)
+        assert isinstance(elbo.schedule, LinearSchedule)
+        assert not list(elbo.parameters())
 
 
 def test_one_particle_has_no_baseline():

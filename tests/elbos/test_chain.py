@@ -99,7 +99,7 @@ def test_a_step_leaves_a_detached_record(chain):
 
 def test_an_elbo_is_copied_with_its_state():
     exact = ProbabilisticPCA()
-    elbo = TraceSIS_ELBO(schedule=SigmoidSchedule(3))
+    elbo = TraceSIS_ELBO(kernel=ULA(), schedule=SigmoidSchedule(3))
     elbo.loss_and_grads(exact.model, exact.guide)
     other = copy.deepcopy(elbo)
     assert other.kernel.step_size() == elbo.kernel.step_size()

@@ -12,6 +12,8 @@ from pyro_mcvae import (
     MALA,
     ULA,
     GaussianReverse,
+    LearnedSchedule,
+    LinearSchedule,
     RandomWalk,
     TraceSIS_ELBO,
     UnderdampedLangevin,
@@ -109,10 +111,32 @@ def test_kernels_that_reject_are_refused(kernel):
 
 def test_defaults():
     elbo = TraceSIS_ELBO()
-    assert isinstance(elbo.kernel, ULA)
+    assert isinstance(elbo.kernel, UnderdampedLangevin)
+    assert isinstance(elbo.schedule, LearnedSchedule)
     assert elbo.num_steps == 5
+    learned = {name: p.shape for name, p in elbo.named_parameters() if p.requires_grad}
+    assert learned == dict.fromkeys(
+        ("schedule.logits", "kernel.step_size.log_value", "kernel.momentum.logit"), (5,)
+    )
     assert elbo.num_particles == 1
     assert elbo.coordinates == "noise"
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_no_parameter_of_the_default_goes_without_a_gradient(num_steps):
+    """DistributedDataParallel waits for every gradient."""
+    exact = GammaPoisson(N=3)
+    elbo = TraceSIS_ELBO(num_steps, max_plate_nesting=1)
+    elbo.differentiable_loss(exact.model, exact.guide).backward()
+    assert all(p.grad is not None for p in elbo.parameters())
+
+
+@pytest.mark.parametrize("options", [{"kernel": ULA()}, {"gradient_estimator": "reweighted"}])
+def test_where_nothing_trains_the_chain_is_the_papers(options):
+    elbo = TraceSIS_ELBO(4, **options)
+    assert isinstance(elbo.kernel, ULA)
+    assert isinstance(elbo.schedule, LinearSchedule)
+    assert not list(elbo.parameters())
 
 
 @pytest.mark.parametrize("subsample_size", [None, 3])

@@ -44,6 +44,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from pyro_mcvae import (
+    MALA,
+    ULA,
     AdaptiveStepSize,
     LearnedStepSize,
     TraceAIS_ELBO,
@@ -72,15 +74,19 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     # The gradient as Burda et al. (2016) write it; the default is doubly reparameterized.
     "IWAE-5-reparam": lambda: TraceIWAE_ELBO(5, "reparam"),
     "IWAE-10-reparam": lambda: TraceIWAE_ELBO(10, "reparam"),
-    "SIS-5-ULA": lambda: TraceSIS_ELBO(5),
-    "SIS-10-ULA": lambda: TraceSIS_ELBO(10),
+    "SIS-5-ULA": lambda: TraceSIS_ELBO(5, ULA()),
+    "SIS-10-ULA": lambda: TraceSIS_ELBO(10, ULA()),
     "SIS-5": lambda: TraceSIS_ELBO(5, UnderdampedLangevin()),
     "SIS-10": lambda: TraceSIS_ELBO(10, UnderdampedLangevin()),
     "SIS-5-reweighted": lambda: TraceSIS_ELBO(
         5, UnderdampedLangevin(), gradient_estimator="reweighted"
     ),
-    "AIS-3": lambda: TraceAIS_ELBO(3, num_particles=2),
-    "AIS-5": lambda: TraceAIS_ELBO(5, num_particles=2),
+    "AIS-3": lambda: TraceAIS_ELBO(3, MALA(), num_particles=2),
+    "AIS-5": lambda: TraceAIS_ELBO(5, MALA(), num_particles=2),
+    # The defaults: trained transitions, and Hamiltonian moves along a learned schedule.
+    "SIS-5-default": lambda: TraceSIS_ELBO(5),
+    "SIS-10-default": lambda: TraceSIS_ELBO(10),
+    "AIS-5-default": lambda: TraceAIS_ELBO(5),
     # Ways to make the full gradient of SIS-5 quieter or tighter.
     "SIS-5-multi-2": lambda: TraceSIS_ELBO(
         5, UnderdampedLangevin(), num_particles=2, multi_sample=True

@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from pyro_mcvae import (
+    MALA,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceSGVB_ELBO,
@@ -96,7 +97,7 @@ def methods() -> list[Method]:
         Method("IWAE-10", TraceIWAE_ELBO(10), normal_guide),
         Method("ELBO, flow guide", TraceSGVB_ELBO(num_particles=10), FlowGuide()),
         Method("SIS-10", TraceSIS_ELBO(10, underdamped, num_particles=10), normal_guide),
-        Method("AIS-10", TraceAIS_ELBO(10, num_particles=10), normal_guide),
+        Method("AIS-10", TraceAIS_ELBO(10, MALA(), num_particles=10), normal_guide),
     ]
 
 

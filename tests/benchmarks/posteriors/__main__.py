@@ -1,0 +1,96 @@
+"""
+Bounds, gaps and times of objectives on posteriors of models as Pyro users write them.
+
+    python -m tests.benchmarks.posteriors --out posteriors.csv --figure posteriors.png
+    python -m tests.benchmarks.posteriors --quick
+    python -m tests.benchmarks.posteriors --models volatility logistic --objectives IWAE-100 SIS-10
+
+For each model the ELBO trains an AutoGuide; then each objective trains a copy of it. A row has the
+bound at the end, its standard error over draws, and the CPU time of a step; the evidence, from
+which the gap is counted, is that of long annealed chains with HMC. The file grows by a row for each
+trial, and a run goes on with what the file lacks. Small models, double precision, one thread; run
+it on a machine that does nothing else, or believe the bounds and not the times.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import pyro
+import torch
+from pyro.infer.autoguide import AutoNormal
+from tqdm import tqdm
+
+from tests.benchmarks.posteriors.models import POSTERIORS
+from tests.benchmarks.posteriors.numpyro_side import DAIS, PROGRAMS, dais
+from tests.benchmarks.posteriors.objectives import DEFAULT, objective
+from tests.benchmarks.posteriors.rows import EVIDENCE, Row, Rows, figure, tables
+from tests.benchmarks.posteriors.trials import Settings, begin, continued, judged
+
+QUICK = Settings(elbo_steps=1500, steps=500, draws=100, judge_steps=100, judge_chains=16)
+
+
+def run(name: str, kind: type, objectives: list[str], seed: int, settings: Settings, rows: Rows):
+    """What the file lacks of one model and guide."""
+    key = (name, kind.__name__, seed, settings.elbo_steps, settings.steps)
+    judge = [] if rows.evidence(name) and not settings.elbo_steps else [EVIDENCE]
+    wanted = [o for o in [*judge, "SGVB", *objectives] if not rows.has(key, o)]
+    if not wanted:
+        return
+    steps = settings.elbo_steps + settings.steps * sum(o not in (EVIDENCE, DAIS) for o in wanted)
+    with tqdm(total=steps, desc=f"{name}, {kind.__name__}") as bar:
+        model, guide, _ = begin(POSTERIORS[name], kind, settings, seed, lambda: bar.update())
+        for each in wanted:
+            bar.set_postfix_str(each)
+            if each == EVIDENCE:
+                rows.add(Row(*key, each, *judged(model, guide, settings, seed)))
+            elif each == DAIS:
+                rows.add(Row.of(key, each, dais(name, settings, seed)))
+            else:
+                loss = objective(each)
+                found = continued(model, guide, loss, settings, seed, lambda: bar.update())
+                rows.add(Row.of(key, each, found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("posteriors.csv"))
+    parser.add_argument("--figure", type=Path, help="gap over the time of a step, to this file")
+    parser.add_argument("--models", nargs="+", choices=POSTERIORS, default=list(POSTERIORS))
+    parser.add_argument("--objectives", nargs="+", metavar="NAME", default=DEFAULT)
+    parser.add_argument("--numpyro", action="store_true", help="also its AutoDAIS, on four models")
+    parser.add_argument("--one-guide", action="store_true", help="AutoNormal alone")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument("--elbo-steps", type=int, help="0: objectives begin at init_scale=0.1")
+    parser.add_argument("--steps", type=int, help="of each objective, after the ELBO's")
+    parser.add_argument("--judge-steps", type=int, help="annealing steps of the evidence's chains")
+    parser.add_argument("--backend", default="eager", help="of CompiledELBO; none: plain steps")
+    parser.add_argument("--quick", action="store_true", help="few steps, and a short judge")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    pyro.enable_validation(False)
+    for name in args.objectives:
+        objective(name)  # a name that is none is refused at once
+    settings = QUICK if args.quick else Settings()
+    settings = replace(settings, backend=None if args.backend == "none" else args.backend)
+    given = {n: getattr(args, n) for n in ("elbo_steps", "steps", "judge_steps")}
+    settings = replace(settings, **{k: v for k, v in given.items() if v is not None})
+    rows = Rows(args.out)
+    for name in args.models:
+        for kind in POSTERIORS[name].guides[: 1 if args.one_guide else None]:
+            other = args.numpyro and name in PROGRAMS and kind is AutoNormal
+            own = [*args.objectives, *([DAIS] if other else [])]
+            for seed in args.seeds:
+                run(name, kind, own, seed, settings, rows)
+    found = list(rows.posteriors(settings.elbo_steps, settings.steps))
+    print(f"{tables(found)}\n\nin {args.out}")
+    if args.figure is not None:
+        figure(found, args.figure)
+        print(f"figure in {args.figure}")
+
+
+if __name__ == "__main__":
+    main()

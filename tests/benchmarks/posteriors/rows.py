@@ -1,0 +1,177 @@
+"""What was found: a file that grows, tables and a figure of it."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.posteriors.trials import Trained
+
+EVIDENCE = "evidence"
+Found = list[tuple[str, dict[str, "Row"]]]
+COLORS = {"SGVB": "black", "IWAE": "tab:blue", "SIS": "tab:red", "AIS": "tab:green"}
+
+
+# Model, guide, seed, steps of the ELBO, and of the objective.
+Key = tuple[str, str, int, int, int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    :ivar elbo_steps: of the ELBO, before the ``steps`` of the objective.
+    :ivar bound: in nats, with its standard error.
+    :ivar milliseconds: CPU time of a step; ``seconds`` that of all, recordings included.
+    """
+
+    model: str
+    guide: str
+    seed: int
+    elbo_steps: int
+    steps: int
+    objective: str
+    bound: float
+    error: float
+    milliseconds: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def key(self) -> Key:
+        return self.model, self.guide, self.seed, self.elbo_steps, self.steps
+
+    @classmethod
+    def of(cls, key: Key, objective: str, found: Trained) -> Row:
+        """A row of a trial."""
+        return cls(*key, objective, found.bound, found.error, found.milliseconds, found.seconds)
+
+
+class Rows:
+    """All rows of a file, old ones included; each new one is written at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.all = path, []
+        if path.exists():
+            with path.open(newline="") as file:
+                self.all = [_row(values) for values in csv.DictReader(file)]
+
+    def has(self, key: Key, objective: str) -> bool:
+        return any((r.key, r.objective) == (key, objective) for r in self.all)
+
+    def evidence(self, model: str) -> Row | None:
+        """The estimate with the least error, from whichever guide."""
+        found = [r for r in self.all if (r.model, r.objective) == (model, EVIDENCE)]
+        return min(found, key=lambda row: row.error, default=None)
+
+    def add(self, row: Row) -> None:
+        new = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+            if new:
+                writer.writeheader()
+            writer.writerow(asdict(row))
+        self.all.append(row)
+
+    def posteriors(self, elbo_steps: int, steps: int) -> Iterator[tuple[str, dict[str, Row]]]:
+        """Each model and guide, with the mean of its seeds by objective, and the evidence."""
+        of_length = [r for r in self.all if (r.elbo_steps, r.steps) == (elbo_steps, steps)]
+        of_length = [r for r in of_length if r.objective != EVIDENCE]
+        for model, guide in dict.fromkeys((r.model, r.guide) for r in of_length):
+            rows = [r for r in of_length if (r.model, r.guide) == (model, guide)]
+            names = dict.fromkeys(r.objective for r in rows)
+            means = {name: _mean([r for r in rows if r.objective == name]) for name in names}
+            if judge := self.evidence(model):
+                yield f"{model}, {guide}", {EVIDENCE: judge, **means}
+
+
+def _row(values: dict[str, str]) -> Row:
+    kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
+    return Row(**{f.name: kinds[str(f.type)](values[f.name]) for f in fields(Row)})
+
+
+def _mean(rows: list[Row]) -> Row:
+    """Of seeds; the error is that of the mean, by the draws."""
+    count, mean = len(rows), {}
+    for name in ("bound", "milliseconds", "seconds"):
+        mean[name] = sum(getattr(r, name) for r in rows) / count
+    error = sum(r.error**2 for r in rows) ** 0.5 / count
+    return Row(**{**asdict(rows[0]), **mean, "error": error})
+
+
+def tables(found: Found) -> str:
+    """Markdown: the gap of each objective in nats, and its milliseconds of a step."""
+    names = list(dict.fromkeys(n for _, by_name in found for n in by_name if n != EVIDENCE))
+    parts = ["Gaps to the evidence, in nats:", _table(found, names, _gap)]
+    parts += [
+        "Milliseconds of a step:",
+        _table(found, names, lambda row, _: f"{row.milliseconds:.1f}"),
+    ]
+    return "\n\n".join(parts)
+
+
+def _gap(row: Row, evidence: Row) -> str:
+    return f"{evidence.bound - row.bound:.2f} ± {row.error:.2f}"
+
+
+def _time(row: Row, _: Row) -> str:
+    return f"{row.milliseconds:.1f}"
+
+
+def _table(found: Found, names: list[str], cell: Any) -> str:
+    lines = [["posterior", "evidence", *names], ["---", *["---:"] * (len(names) + 1)]]
+    for posterior, rows in found:
+        judge = rows[EVIDENCE]
+        cells = [cell(rows[n], judge) if n in rows else "" for n in names]
+        lines.append([posterior, f"{judge.bound:.2f} ± {judge.error:.2f}", *cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def figure(found: Found, path: Path) -> None:
+    """Gap over the time of a step, one panel for each posterior."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    columns = min(4, len(found))
+    height = -(-len(found) // columns)
+    size = (3.4 * columns, 2.9 * height)
+    drawn, axes = pyplot.subplots(height, columns, figsize=size, squeeze=False)
+    for panel in axes.flat[len(found) :]:
+        panel.set_visible(False)
+    for panel, (posterior, by_name) in zip(axes.flat, found, strict=False):
+        evidence = by_name[EVIDENCE]
+        for (family, chains), points in _families(by_name).items():
+            points.sort(key=lambda row: row.milliseconds)
+            x = [row.milliseconds for row in points]
+            y = [evidence.bound - row.bound for row in points]
+            style = {"marker": "s" if chains else "o", "linestyle": "--" if chains else "-"}
+            label = family + (f", {chains} chains" if chains else "")
+            panel.errorbar(
+                x,
+                y,
+                [row.error for row in points],
+                color=COLORS.get(family, "gray"),
+                markersize=4,
+                label=label,
+                **style,
+            )
+        panel.set(xscale="log", title=posterior, xlabel="CPU ms a step", ylabel="gap, nats")
+        panel.set_ylim(bottom=0)
+    axes.flat[0].legend(fontsize=7)
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=110)
+    pyplot.close(drawn)
+
+
+def _families(by_name: dict[str, Row]) -> dict[tuple[str, str], list[Row]]:
+    """Rows that one line joins: of one kind of objective, and one number of chains."""
+    families: dict[tuple[str, str], list[Row]] = {}
+    for name, row in by_name.items():
+        found = re.fullmatch(r"([A-Za-z-]+?)(?:-\d+)?(?:x(\d+))?", name)
+        if found and name != EVIDENCE:
+            families.setdefault((found[1], found[2] or ""), []).append(row)
+    return families
