@@ -26,8 +26,12 @@ class HMC(Kernel):
     :param float jitter: every move takes ``1 - jitter`` to 1 times the step size, drawn anew. Moves
         of one length may return to where they began, again and again: chains that are to forget
         their beginning should take some, 0.3 say.
+    :param float laziness: the share of moves that are rejected whatever they are, which leaves the
+        target invariant. The score of a rejection, :math:`\nabla \log (1 - \alpha)`, has no finite
+        variance where :math:`\alpha` comes close to 1, and one such step can throw a model back;
+        with some laziness, 0.03 say, it is bounded.
     :raises ValueError: if the step size is not positive, ``num_leapfrog`` less than 1, or
-        ``jitter`` not in [0, 1).
+        ``jitter`` or ``laziness`` not in [0, 1).
 
     [1] Neal (2011), *MCMC using Hamiltonian Dynamics*.
 
@@ -44,13 +48,16 @@ class HMC(Kernel):
         step_size: float | Tensor | StepSize | None = None,
         num_leapfrog: int = 3,
         jitter: float = 0.0,
+        laziness: float = 0.0,
     ) -> None:
         super().__init__(step_size)
         num_leapfrog = check_count("num_leapfrog", num_leapfrog)
-        if not 0.0 <= jitter < 1.0:
-            raise ValueError(f"jitter must be at least 0 and less than 1, got {jitter!r}")
+        for name, share in {"jitter": jitter, "laziness": laziness}.items():
+            if not 0.0 <= share < 1.0:
+                raise ValueError(f"{name} must be at least 0 and less than 1, got {share!r}")
         self.num_leapfrog = num_leapfrog
         self.jitter = jitter
+        self.laziness = laziness
 
     def propose(self, state: State, target: Target) -> Proposal:
         start = target.noise(state)

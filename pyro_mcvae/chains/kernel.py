@@ -168,6 +168,7 @@ class Kernel(nn.Module, ABC):
 
     :cvar bool adjusted: whether moves are accepted or rejected.
     :cvar bool needs_gradient: whether :meth:`propose` asks the target for gradients.
+    :cvar float laziness: the share of moves that are rejected whatever they are, if adjusted.
     :cvar float initial_step_size: where an adaptive step size starts by default.
     :cvar float step_size_power: how the step size goes with the width of a density; 1 for lengths,
         2 for those that are squared, as Langevin's are.
@@ -205,6 +206,7 @@ class Kernel(nn.Module, ABC):
 
     adjusted: bool = False
     needs_gradient: bool = True
+    laziness: float = 0.0
     initial_step_size: float = 0.1
     step_size_power: float = 1.0
     target_acceptance: float = 0.8
@@ -253,6 +255,8 @@ class Kernel(nn.Module, ABC):
     def _decide(self, proposal: Proposal, state: State, target: Target) -> tuple[State, Info]:
         """Accept or reject a move, each datum by itself."""
         log_accept = self._log_change(proposal, state, target).clamp(max=0.0)
+        if self.laziness:
+            log_accept = log_accept + math.log1p(-self.laziness)
         acceptance = log_accept.detach().exp()
         accepted = torch.rand_like(acceptance) < acceptance
         pairs = zip(proposal.state, state, strict=True)

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.hmc import HMC
+from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.elbos.chain import ChainELBO, ChainOptions
 
@@ -40,13 +40,13 @@ class TraceAIS_ELBO(ChainELBO):
     with the mean of the other particles' :math:`R_k` as the baseline :math:`b_k`. It differs from
     the paper's estimator (the whole W as signal) in :math:`R_k`, what comes after the decision,
     and in leaving out the last move, on which W does not depend: the same expectation, with less
-    noise the more moves are rejected. W needs K evaluations of the model with its gradient (one
-    less than :class:`TraceSIS_ELBO`).
+    noise the more moves are rejected. W needs 2K - 1 evaluations of the model with its gradient
+    (K with :class:`MALA`, one less than :class:`TraceSIS_ELBO`).
 
-    Moves are two leapfrog steps of :class:`HMC` by default, along a schedule that is learned with
-    the bound: more than :class:`MALA`, which is one of them, at as many evaluations. Step sizes
-    start small and adapt after each training step; ``eval()`` freezes them. ``kernel=MALA()`` is the
-    paper's, with a linear schedule unless it is given too.
+    A move is two leapfrog steps of :class:`HMC` by default, along a schedule that is learned with
+    the bound. One move in 33 is rejected whatever it is, which bounds the score of a rejection.
+    The step size starts small and adapts after each training step; ``eval()`` freezes it.
+    ``kernel=MALA()`` is the paper's, with a linear schedule unless it is given too.
 
     Coordinates, masks, discrete sites, and the ``"reweighted"`` gradient (which makes the last
     move too, and takes one particle) are those of :class:`TraceSIS_ELBO`.
@@ -124,7 +124,7 @@ class TraceAIS_ELBO(ChainELBO):
             )
 
     def _default_kernel(self, trained: bool) -> Kernel:
-        return HMC(num_leapfrog=2)
+        return HMC(num_leapfrog=2, laziness=0.03)
 
     def _wrong_kernel(self, name: str) -> str:
         return (

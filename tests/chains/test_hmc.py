@@ -52,6 +52,21 @@ def test_the_ratio_is_that_of_the_momenta(monkeypatch):
     assert torch.allclose(proposal.log_ratio, expected)
 
 
+def test_laziness_rejects_a_share_and_bounds_the_score():
+    """With the same noise: the same moves, each kept with 1 - laziness."""
+    start = target().evaluate(torch.randn(2000, 2))
+    found = []
+    for laziness in (0.0, 0.2):
+        torch.manual_seed(5)
+        found.append(HMC(0.4, 2, laziness=laziness).step(start, target())[1])
+    eager, lazy = found
+    assert torch.allclose(lazy.acceptance, 0.8 * eager.acceptance)
+    assert not (lazy.accepted & ~eager.accepted).any()
+    rejected = lazy.log_prob[~lazy.accepted]
+    assert (rejected >= math.log(0.2) - 1e-12).all()
+    assert (eager.log_prob[~eager.accepted] < math.log(0.2)).any()
+
+
 def gradient(z, beta=0.7):
     z = z.detach().requires_grad_()
     log_base, log_weight = correlated(z)
@@ -74,10 +89,11 @@ def test_jitter_breaks_orbits_that_close():
             assert abs(state.position.var() - 1) < 4 * math.sqrt(2 / 1000)
 
 
-@pytest.mark.parametrize("jitter", [-0.1, 1.0, math.nan])
-def test_bad_jitter(jitter):
-    with pytest.raises(ValueError, match="jitter must be at least 0 and less than 1, got"):
-        HMC(0.1, 3, jitter)
+@pytest.mark.parametrize("name", ["jitter", "laziness"])
+@pytest.mark.parametrize("value", [-0.1, 1.0, math.nan])
+def test_bad_shares(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be at least 0 and less than 1, got"):
+        HMC(0.1, 3, **{name: value})
 
 
 @pytest.mark.parametrize("num_leapfrog", [0, -1, 2.0, True, None])

@@ -47,7 +47,11 @@ def run(kernel, state, target, count):
     return state, infos
 
 
-@adjusted
+@pytest.mark.parametrize(
+    "make",
+    [*ADJUSTED.values(), lambda: HMC(0.75, num_leapfrog=3, laziness=0.2)],
+    ids=[*ADJUSTED, "lazy HMC"],
+)
 @pytest.mark.parametrize("beta", [0.4, 1.0])
 def test_one_transition_leaves_the_target_invariant(make, beta):
     target = bent_target(beta)
