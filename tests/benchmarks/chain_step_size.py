@@ -6,10 +6,16 @@ each kernel the gap to log p(x) per datum (nats; lower is better) after the step
 a target acceptance, or was learned by gradient ascent on the bound::
 
     python -m tests.benchmarks.chain_step_size
+
+With ``--defaults`` whole objectives, chains that adapt beside chains that train, and CPU time::
+
+    python -m tests.benchmarks.chain_step_size --defaults
 """
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pyro
@@ -18,7 +24,17 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor, nn
 
-from pyro_mcvae import ULA, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO, UnderdampedLangevin
+from pyro_mcvae import (
+    HMC,
+    MALA,
+    ULA,
+    LearnedSchedule,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
 from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize
 from tests.models import ProbabilisticPCA
 
@@ -103,9 +119,39 @@ def kernels() -> Iterator[tuple[str, Any]]:
             yield f"momentum {momentum}, {rule}", UnderdampedLangevin(size(), momentum)
 
 
-def gap(posterior: Posterior, kernel: Any, num_steps: int, settle: int, judge: int) -> float:
+def objectives(k: int) -> dict[str, Any]:
+    """Chains of K transitions as they could be by default."""
+    found = {"SIS, ULA": TraceSIS_ELBO(k, ULA(), **MANY)}
+    found["SIS, momentum 0.9"] = TraceSIS_ELBO(k, UnderdampedLangevin(), **MANY)
+    for momentum in (0.7, 0.9):
+        kernel = UnderdampedLangevin.trained(k, momentum)
+        found[f"SIS, trained from {momentum}"] = TraceSIS_ELBO(
+            kernel=kernel, schedule=LearnedSchedule(k), **MANY
+        )
+    for name, make in {"MALA": MALA, "HMC 2": partial(HMC, num_leapfrog=2)}.items():
+        found[f"AIS, {name}"] = TraceAIS_ELBO(k, make(), **MANY)
+        schedule = LearnedSchedule(k)
+        found[f"AIS, {name}, schedule"] = TraceAIS_ELBO(kernel=make(), schedule=schedule, **MANY)
+    return found
+
+
+def compare_defaults(
+    posteriors: dict[str, Posterior], num_steps: int, settle: int, judge: int
+) -> None:
+    """Gap per datum, and CPU milliseconds of a step."""
+    for name in objectives(num_steps):
+        cells = []
+        for posterior in posteriors.values():
+            elbo = objectives(num_steps)[name]
+            begin = time.process_time()
+            found = gap(posterior, elbo, settle, judge)
+            step = 1e3 * (time.process_time() - begin) / (settle + judge)
+            cells.append(f"{found:8.3f} [{step:.0f}]")
+        print(f"{name:24}", *cells, flush=True)
+
+
+def gap(posterior: Posterior, elbo: Any, settle: int, judge: int) -> float:
     pyro.set_rng_seed(0)
-    elbo = TraceSIS_ELBO(num_steps, kernel, **MANY)
     learned = [p for p in elbo.parameters() if p.requires_grad]
     optimizer = torch.optim.Adam(learned, lr=0.03) if learned else None
     objective = elbo(posterior.model, posterior.guide)
@@ -126,17 +172,22 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=5)
     parser.add_argument("--settle", type=int, default=150)
     parser.add_argument("--judge", type=int, default=60)
+    parser.add_argument("--defaults", action="store_true", help="whole objectives")
     args = parser.parse_args()
     torch.set_num_threads(1)
     pyro.set_rng_seed(0)
     posteriors = {"pPCA": pca(), "digits VAE": digits(), "ring": ring()}
     print(f"K = {args.num_steps}".ljust(30), *(f"{n:>12}" for n in posteriors), flush=True)
+    if args.defaults:
+        compare_defaults(posteriors, args.num_steps, args.settle, args.judge)
+        return
     names = [name for name, _ in kernels()]
     for name in names:
         row = []
         for posterior in posteriors.values():
             kernel = dict(kernels())[name]
-            row.append(gap(posterior, kernel, args.num_steps, args.settle, args.judge))
+            elbo = TraceSIS_ELBO(args.num_steps, kernel, **MANY)
+            row.append(gap(posterior, elbo, args.settle, args.judge))
         print(f"{name:30}", *(f"{v:12.3f}" for v in row), flush=True)
 
 
