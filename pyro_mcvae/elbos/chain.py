@@ -112,9 +112,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         self.gradient_estimator = gradient_estimator
         # A kernel that is given, the papers' say, goes along the papers' schedule.
         trained = kernel is None and gradient_estimator == "full"
-        self.schedule = as_schedule(
-            schedule, num_steps, LearnedSchedule if trained else LinearSchedule
-        )
+        default = LearnedSchedule if trained else LinearSchedule
+        self.schedule = as_schedule(schedule, num_steps, default)
         self.kernel = self._checked(self._default_kernel(trained) if kernel is None else kernel)
         self.kernel.check_transitions(self.num_steps)
         self.recompute = recompute

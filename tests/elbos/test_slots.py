@@ -69,7 +69,7 @@ def take_gradients():
 def test_discrete_guides_have_the_exact_sum_and_its_gradient(name, vectorize):
     program = discrete_programs.PROGRAMS[name]
     loss, exact = program.exact()
-    elbo = TraceSIS_ELBO(2, num_categories=ALL, vectorize_particles=vectorize)
+    elbo = TraceSIS_ELBO(2, ULA(0.1), num_categories=ALL, vectorize_particles=vectorize)
     assert elbo.loss_and_grads(program.model, program.guide) == pytest.approx(loss)
     for key, found in program.take_gradients().items():
         torch.testing.assert_close(found, exact[key])
