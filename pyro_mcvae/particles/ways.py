@@ -64,7 +64,8 @@ class Ways:
         :raises LeadingDimsError: if only a loop is right, and is refused.
         """
         chosen = self._chosen.of(programs)
-        before, errors = chosen.get(programs.flags), [error] if error is not None else []
+        before = chosen.get(programs.flags)
+        errors = {} if error is None else {before or Way.BATCHED: error}
         ways = [Way.BATCHED] if is_messenger(programs) else [*_AT_ONCE]
         if before is not None:
             ways = ways[ways.index(before) + len(errors) :]
@@ -72,13 +73,13 @@ class Ways:
             try:
                 self._checks.check_leading_dims(programs, run, shared, way, name, ran=False)
             except LeadingDimsError as found:
-                errors.append(found)
+                errors[way] = found
                 continue
             break
         else:
             way = Way.LOOPED
             if self._vectorize:
-                raise errors[0]
+                raise next(iter(errors.values()))
         self._checks.forget(programs)
         chosen[programs.flags] = way
         if way is not before:
@@ -87,15 +88,15 @@ class Ways:
 
 
 _AT_ONCE = Way.BATCHED, Way.MAPPED, Way.BOTH_MAPPED
+# Of the two under vmap the first says what the user may mend.
+_IN_WORDS = {Way.BATCHED: "in a leading dim", Way.MAPPED: "under vmap"}
 
 
 def _tell(
-    programs: Programs, way: Way, name: LeadingDimsName, errors: list[LeadingDimsError]
+    programs: Programs, way: Way, name: LeadingDimsName, errors: dict[Way, LeadingDimsError]
 ) -> None:
     model = poutine.unwrap(programs.model)
-    # Of several ways under vmap the first says what the user may mend.
-    tried = zip(("in a leading dim", "under vmap"), errors, strict=False)
-    why = "; ".join(f"{how}: {error.reason}" for how, error in tried)
+    why = "; ".join(f"{how}: {errors[w].reason}" for w, how in _IN_WORDS.items() if w in errors)
     _logger.log(
         logging.WARNING if way is Way.LOOPED else logging.INFO,
         "%s of %s are run %s (%s)",
@@ -104,5 +105,5 @@ def _tell(
         way.value,
         why or "with the densities of a loop",
     )
-    for error in errors:
+    for error in errors.values():
         _logger.debug("%s", error)

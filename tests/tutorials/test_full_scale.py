@@ -90,8 +90,8 @@ def test_monte_carlo_vae_in_colour(size: int, tmp_path: Path, as_a_command: None
 def test_the_papers_networks() -> None:
     encoder, decoder = convolutional(64)
     assert sum(p.numel() for p in encoder.parameters()) == 219_504  # as published
-    assert encoder(torch.rand(2, 3, 784)).shape == (2, 3, 128)
-    assert decoder(torch.randn(4, 2, 3, 64)).shape == (4, 2, 3, 784)
+    assert encoder(torch.rand(3, 784)).shape == (3, 128)
+    assert decoder(torch.randn(3, 64)).shape == (3, 784)
 
 
 @pytest.mark.slow

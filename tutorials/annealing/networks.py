@@ -1,6 +1,5 @@
 """Convolutional networks for square images, as those of Thin et al. (2021)."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, pad
 
@@ -21,18 +20,6 @@ class Block(nn.Module):
         return result
 
 
-class Batched(nn.Module):
-    """Convolutions know one leading dim; particles and chains have several."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        return torch.unflatten(self.layers(flat), 0, x.shape[:-1])
-
-
 def convolutional(
     num_latents: int, channels: int = 1, size: int = 28
 ) -> tuple[nn.Module, nn.Module]:
@@ -41,10 +28,10 @@ def convolutional(
 
     Eight convolutional layers and a linear one to the parameters of a normal distribution; a linear
     layer, nearest-neighbour upsampling and convolutions back to logits or means. Sizes, of MNIST:
-    28, 14, 7, 3.
+    28, 14, 7, 3. Convolutions know one leading dim: several particles are run under ``vmap``.
     """
     least = size // 8
-    encoder = Batched(
+    encoder = nn.Sequential(
         nn.Unflatten(1, (channels, size, size)),
         Block(channels, 16, nn.AvgPool2d(2)),
         Block(16, 32, nn.AvgPool2d(2)),
@@ -53,7 +40,7 @@ def convolutional(
         nn.Flatten(),
         nn.Linear(64 * least * least, 2 * num_latents),
     )
-    decoder = Batched(
+    decoder = nn.Sequential(
         nn.Linear(num_latents, 64 * least * least),
         nn.Unflatten(1, (64, least, least)),
         Block(64, 32, nn.Upsample(size // 4)),
