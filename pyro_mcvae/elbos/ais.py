@@ -99,7 +99,7 @@ class TraceAIS_ELBO(ChainELBO):
         ...         pyro.sample("z", dist.Normal(0.0, 1.0))
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
         >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
-        >>> elbo = TraceAIS_ELBO(20, MALA(0.3), num_particles=100, vectorize_particles=True)
+        >>> elbo = TraceAIS_ELBO(20, MALA(0.3), num_particles=100)
         >>> bool(abs(elbo.loss(model, guide, x) + exact) < 0.15)
         True
     """

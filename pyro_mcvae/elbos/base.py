@@ -79,7 +79,7 @@ class MonteCarloELBO(ELBO):
         >>> def guide(x):
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
-        >>> elbo = TraceVRMax_ELBO(num_particles=5, vectorize_particles=True)
+        >>> elbo = TraceVRMax_ELBO(num_particles=5)
         >>> x = torch.zeros(3)
         >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
         >>> bool(abs(elbo.loss(model, guide, x) + exact) < 1e-4)

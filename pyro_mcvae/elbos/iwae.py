@@ -135,7 +135,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(0.0, 1.0))
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
-        >>> elbo = TraceIWAE_ELBO(num_particles=1000, vectorize_particles=True)
+        >>> elbo = TraceIWAE_ELBO(num_particles=1000)
         >>> log_evidence = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
         >>> bool(abs(elbo.loss(model, guide, x) + log_evidence) < 0.2)
         True
