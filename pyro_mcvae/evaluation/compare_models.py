@@ -120,9 +120,10 @@ class ModelComparison(dict[str, LogEvidence]):
                 color="C0",
             )
         axes.set_yticks(range(len(self)), list(self))
-        axes.set(xlabel="log evidence (nats); open: Pareto k above 0.7, too low", ylim=(-0.5, None))
-        axes.margins(y=0.25)
-        axes.invert_yaxis()
+        bottom = len(self) - 0.5
+        axes.set(
+            xlabel="log evidence (nats); open: Pareto k above 0.7, too low", ylim=(bottom, -0.5)
+        )
         axes.grid(alpha=0.3)
         return figure
 

@@ -8,17 +8,25 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from pyro_mcvae.evaluation.evidence import LogEvidence
     from pyro_mcvae.evaluation.verdict import Report
 
 __all__ = ["draw"]
 
 
 def draw(report: Report) -> Figure:
-    """The gaps' histogram, and k-hat and effective sample size of each datum."""
+    """The gaps' histogram, and k-hat and effective sample size of each datum; or one weight's."""
     from matplotlib.figure import Figure
 
+    if report.gap.numel() == 1:
+        figure = Figure(figsize=(9, 2.8), layout="constrained")
+        evidences, tails = figure.subplots(1, 2, width_ratios=(3, 2))
+        _draw_evidences(evidences, report)
+        _draw_tails(tails, report)
+        return figure
     figure = Figure(figsize=(10.5, 3.2), layout="constrained")
     gaps, tails, sizes = figure.subplots(1, 3)
     gap = _plain(report.gap)
@@ -40,6 +48,51 @@ def draw(report: Report) -> Figure:
         yscale="log",
     )
     return figure
+
+
+def _found(report: Report) -> dict[str, LogEvidence]:
+    """What was estimated, by who did."""
+    found = {"the guide's weights": report.guide}
+    for chains in report.chains:
+        steps = 0 if chains.acceptance is None else len(chains.acceptance) + 1
+        found[f"chains of {steps} steps"] = chains
+    return found
+
+
+def _draw_evidences(axes: Axes, report: Report) -> None:
+    """One weight: the ELBO, and each estimate of the evidence with two of its errors."""
+    found = _found(report)
+    names = ["ELBO", *found]
+    axes.plot([float(report.bound)], [0], "|", color="C1", markersize=14)
+    for i, evidence in enumerate(found.values()):
+        error = 2 * float(evidence.standard_error)
+        value = float(evidence.log_evidence)
+        axes.errorbar([value], [i + 1], xerr=[error], fmt="o", color="C0")
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="log evidence (nats), two standard errors", ylim=(len(names) - 0.5, -0.5))
+    axes.margins(x=0.1)
+    axes.grid(alpha=0.3)
+
+
+def _draw_tails(axes: Axes, report: Report) -> None:
+    """One weight: k-hat with two of its errors."""
+    found = _found(report)
+    for i, evidence in enumerate(found.values()):
+        k, error = float(evidence.pareto_k), 2 * float(evidence.pareto_k_error)
+        if math.isfinite(k):
+            axes.errorbar([k], [i], xerr=[error], fmt="o", color="C0")
+        else:
+            axes.text(0.5, i, f"{k}", ha="center", va="center")
+    for level, style in ((0.5, ":"), (0.7, "--")):
+        axes.axvline(level, color="k", linewidth=1, linestyle=style)
+    low, high = axes.get_xlim()
+    axes.set(
+        xlabel="Pareto k, two standard errors",
+        xlim=(min(low, 0.0), max(high, 1.0)),
+        ylim=(len(found) - 0.5, -0.5),
+    )
+    axes.set_yticks(range(len(found)), list(found))
+    axes.grid(alpha=0.3)
 
 
 def _plain(value: Tensor) -> list[float]:
