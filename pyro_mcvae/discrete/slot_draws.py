@@ -8,12 +8,13 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.site_options import SiteOptions, SlotError
 from pyro_mcvae.discrete.slot_choice import Chosen, choose, single
 from pyro_mcvae.discrete.slot_plan import SlotPlan, SlotSite
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.programs.errors import SiteError
-from pyro_mcvae.programs.sites import changed_draw
+from pyro_mcvae.programs.messengers import SampleFn
+from pyro_mcvae.programs.sites import changed_draw, reparameterized
 from pyro_mcvae.programs.support import Choice
 from pyro_mcvae.programs.types import Message
 
@@ -92,6 +93,28 @@ class SlotDraws:
             self._made[name].clear()
         self._made[name][rows.start] = Made(value, weight, sampled, chosen)
         return value
+
+    def sample_fn(self, rows: range) -> SampleFn:
+        """
+        Gives discrete sites their values, and others what rows have in common, in one run.
+
+        Its function raises a :class:`SlotError` for a site without reparameterization that rows
+        have in common.
+        """
+
+        def give(msg: Message) -> Tensor | None:
+            value = self.draw(msg, rows)
+            if value is not None or not self.is_shared(msg["name"]):
+                return value
+            if not reparameterized(msg):
+                raise SlotError(
+                    f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) is drawn before a "
+                    f"discrete site with slots, and not reparameterized: draw it behind, or use "
+                    f"a distribution with rsample"
+                )
+            return self.shared(msg, msg["fn"].rsample(), rows)
+
+        return give
 
     def shared(self, msg: Message, at: Tensor, rows: range) -> Tensor:
         """A draw of another site, or that of the first row that it is common with."""

@@ -111,6 +111,12 @@ def make_plan(
         _check_size(name, math.prod(counts[n] for n in (*before, name)))
     if not sites:
         return None
+    for observed in sample.runs[0].guide_data:
+        raise SlotError(
+            f"the guide observes site '{observed.key.name}', whose density is no part of a weight, "
+            f"beside discrete sites with slots: observe it in the model, or use "
+            f"TraceRaoBlackwell_ELBO"
+        )
     shared = _common(programs, sample, sites, others) if common else frozenset()
     return SlotPlan(sites, others, shared, counts)
 

@@ -10,6 +10,10 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
+from pyro_mcvae.discrete.control_variates import Baseline, LearnedBaseline
+from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_draws import SlotDraws
+from pyro_mcvae.discrete.slot_planner import SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import (
     elbo_bounds,
@@ -21,8 +25,9 @@ from pyro_mcvae.elbos.elbo_terms import (
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.global_average import GlobalAverage, draws_globals
 from pyro_mcvae.elbos.path_gradient import PathGradient
+from pyro_mcvae.elbos.slot_average import SlotAverage, check_scores
 from pyro_mcvae.ops.checks import check_choice, check_count
-from pyro_mcvae.ops.importance import leave_one_out_signal, renyi_bound
+from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp, renyi_bound
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
@@ -110,11 +115,22 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         Without subsampled plates only. It rises with M and K, and does not degenerate with the
         number of data as ``joint=True`` does; it takes M times the runs. Of no effect where no
         latent is global.
+    :param num_categories: with this, ``num_samples`` or ``budget`` the discrete local sites of the
+        guide are summed instead of scored, by slots as :class:`TraceRaoBlackwell_ELBO`'s:
+
+        .. math:: L = \sum_y q(y) \Big( \log \frac{1}{K} \sum_k
+            \frac{p(x, y, z_k)}{q(z_k \mid y)} - \log q(y) \Big),
+
+        where all K draws share y, and what y depends on. A looser bound than with y inside of the
+        logarithm, and one that trains q(y) as a classifier, with less noise.
+    :param int num_samples: draws from the values that are not summed.
+    :param budget: instead of both, as of :class:`TraceRaoBlackwell_ELBO`.
+    :param baseline: a :class:`~pyro_mcvae.Baseline` of these sites without learned parts, or None.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: if ``num_particles`` is not an int of at least 1, for an unknown
-        estimator, for ``"vimco"`` with one particle, for ``joint`` or ``num_global_particles`` with
-        a subsampled plate, and for both of them.
+        estimator, for ``"vimco"`` with one particle or with sums over discrete sites, for ``joint``
+        or ``num_global_particles`` with a subsampled plate, and for both of them.
 
     [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
     [2] Roeder, Wu, Duvenaud (2017), *Sticking the Landing*.
@@ -150,6 +166,10 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         gradient_estimator: GradientEstimator = "auto",
         joint: bool = False,
         num_global_particles: int = 1,
+        num_categories: float | None = None,
+        num_samples: int | None = None,
+        budget: int | None = None,
+        baseline: Baseline | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
         super().__init__(num_particles, **options)
@@ -167,12 +187,35 @@ class TraceIWAE_ELBO(MonteCarloELBO):
                 f"num_global_particles={num_global_particles} is for joint=False: joint=True draws "
                 f"the global latents num_particles times, and weighs them with the local ones"
             )
+        arguments = num_categories, num_samples, budget, baseline
+        self.slots: SlotPlanner | None = None
+        if any(a is not None for a in arguments):
+            self._check_slots(baseline)
+            self.slots = SlotPlanner(SiteOptions.of_arguments(*arguments), common=True)
+            # A site that is marked for enumeration has all of its values for slots.
+            self.sampler.runner.checks.strict_enumeration = False
         self._warn = WarnOnce(_logger)
         self._path = PathGradient(gradient_estimator, self.num_particles, self.alpha)
         self.sampler.structures = StructureFinder(joint, self._path.needs_roots)
 
+    def _check_slots(self, baseline: Baseline | None) -> None:
+        wrong = {
+            f"alpha={self.alpha}": self.alpha != 0,
+            "gradient_estimator='vimco'": self.gradient_estimator == "vimco",
+            f"num_global_particles={self.num_global_particles}": self.num_global_particles > 1,
+            f"baseline={type(baseline).__name__}": isinstance(baseline, LearnedBaseline),
+        }
+        for argument in (a for a, is_wrong in wrong.items() if is_wrong):
+            raise ValueError(
+                f"num_categories, num_samples and budget sum discrete sites outside of the "
+                f"logarithm, which {argument} does not go with: leave one of them out, or use "
+                f"TraceSIS_ELBO or TraceRaoBlackwell_ELBO"
+            )
+
     def estimate(self, programs: Programs) -> Estimate:
-        sample = self._sample(programs)
+        sample, draws = self._begin(programs)
+        if draws is not None:
+            return self._over_slots(programs, sample, draws)
         if self.num_global_particles > 1 and draws_globals(sample):
             return self._global_average(programs, sample).estimate(self._path)
         if not sample.blocks:
@@ -184,13 +227,46 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
         return local_estimate(sample, bound, surrogate, scored=True)
 
+    def _over_slots(
+        self, programs: Programs, sample: WeightedParticles, draws: SlotDraws
+    ) -> Estimate:
+        slots = SlotAverage(sample, draws, common=True)
+        bounds = log_mean_exp(slots.fold(sample.log_weight.detach()))
+        bound = slots.sum(bounds)
+        if not torch.is_grad_enabled():
+            return local_estimate(sample, bound, bound, scored=True)
+        surrogate = self._path.surrogate(sample, slots=slots) + slots.entropy_path()
+        estimate = local_estimate(sample, bound, surrogate, scored=True)
+        estimate.surrogate = estimate.surrogate + slots.score_surrogate(bounds, programs)
+        return estimate
+
     def bounds_of(self, programs: Programs) -> Bounds:
-        sample = self._sample(programs)
+        sample, draws = self._begin(programs)
+        if draws is not None:
+            slots = SlotAverage(sample, draws, common=True)
+            return local_bounds(sample, slots.sum(log_mean_exp(slots.fold(sample.log_weight))))
         if self.num_global_particles > 1 and draws_globals(sample):
             return self._global_average(programs, sample).bounds()
         if not sample.blocks:
             return elbo_bounds(sample, [elbo_costs(run.summands) for run in sample.runs])
         return local_bounds(sample, renyi_bound(sample.log_weight, self.alpha))
+
+    def _begin(self, programs: Programs) -> tuple[WeightedParticles, SlotDraws | None]:
+        """The sample of a step, and its slots."""
+        if self.slots is None:
+            return self._sample(programs), None
+
+        def make(draws: SlotDraws | None) -> tuple[WeightedParticles, WeightedParticles]:
+            if draws is None:
+                sample = self._sample(programs)
+            else:
+                sample = self.sampler.sample(
+                    programs, make_sample_fn=draws.sample_fn, count=draws.count
+                )
+                check_scores(sample, draws)
+            return sample, sample
+
+        return self.slots.begin(programs, self.num_particles, make)
 
     def _sample(self, programs: Programs) -> WeightedParticles:
         inside: Callable[[frozenset[str]], Messenger] | None = None

@@ -16,6 +16,7 @@ from pyro_mcvae.discrete.control_variates import (
     SiteSignal,
     no_baseline,
 )
+from pyro_mcvae.discrete.site_options import SlotError
 from pyro_mcvae.discrete.slot_choice import Chosen
 from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.elbos.estimate import Sum
@@ -28,7 +29,7 @@ from pyro_mcvae.programs.supports import unmasked
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["OneSlot", "SlotAverage", "site_surrogate"]
+__all__ = ["OneSlot", "SlotAverage", "check_scores", "site_surrogate"]
 
 
 class OneSlot:
@@ -36,12 +37,18 @@ class OneSlot:
     The average over the rows of a sample without slots, in the place of :class:`SlotAverage`.
 
     :ivar weight: the weight of each slot, ``[P, S, *plates]``; None here.
+    :ivar shared: the continuous sites of which rows have draws in common.
     """
 
     weight: Tensor | None = None
+    shared: frozenset[str] = frozenset()
 
     def fold(self, value: Tensor) -> Tensor:
         """``[rows, *plates]`` as ``[P, S, *plates]``; without slots as it is."""
+        return value
+
+    def unfold(self, value: Tensor) -> Tensor:
+        """The inverse of :meth:`fold`."""
         return value
 
     def each(self, value: Tensor) -> Tensor:
@@ -108,6 +115,7 @@ class SlotAverage(OneSlot):
     def __init__(self, sample: WeightedParticles, draws: SlotDraws, common: bool) -> None:
         self._sample, self._draws, self._is_common = sample, draws, common
         self._plan = draws.plan
+        self.shared = frozenset(filter(draws.is_shared, draws.plan.others))
         self._weights = {n: self._made(n, "weight") for n in self._plan.sites}
         blocks = range(len(sample.blocks))
         self._row_weight = sample.join([self._block_weight(b) for b in blocks])
@@ -120,6 +128,9 @@ class SlotAverage(OneSlot):
 
     def fold(self, value: Tensor) -> Tensor:
         return value.unflatten(0, (-1, self._draws.num_particles)).transpose(0, 1)
+
+    def unfold(self, value: Tensor) -> Tensor:
+        return value.transpose(0, 1).flatten(0, 1)
 
     def each(self, value: Tensor) -> Tensor:
         folded = self.fold(value)
@@ -259,3 +270,15 @@ def _score(term: Term, i: int) -> Tensor:
 def _times(weight: Tensor, value: Tensor) -> Tensor:
     """A product that is zero where the weight is, whatever the value."""
     return torch.where(weight > 0, weight * torch.where(weight > 0, value, 0.0), 0.0)
+
+
+def check_scores(sample: WeightedParticles, draws: SlotDraws) -> None:
+    """Refuse other sites without reparameterization beside slots."""
+    for term in sample.runs[0].terms:
+        rough = isinstance(term.score, Tensor) and term.key.name not in draws.names
+        if rough and sample.is_local(term):
+            raise SlotError(
+                f"guide site '{term.key.name}' ({type(term.site['fn']).__name__}) is not "
+                f"reparameterized, beside discrete sites that are summed: use a distribution with "
+                f"rsample, or leave out num_categories, num_samples and budget"
+            )

@@ -19,6 +19,7 @@ from pyro_mcvae import (
     RandomWalk,
     SummedMean,
     TraceAIS_ELBO,
+    TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
     TraceSIS_ELBO,
     UnderdampedLangevin,
@@ -88,7 +89,8 @@ def test_chains_that_do_not_move_are_the_rao_blackwellized_elbo():
         torch.testing.assert_close(grads_again[key], value)
 
 
-CHAINS = {
+BOUNDS = {
+    "iwae": lambda **k: TraceIWAE_ELBO(3, "reparam", **k),
     "ula": lambda **k: TraceSIS_ELBO(2, ULA(0.1), **k),
     "momentum": lambda **k: TraceSIS_ELBO(
         2, UnderdampedLangevin(0.3, momentum=0.5), num_particles=2, coordinates="latent", **k
@@ -98,20 +100,28 @@ CHAINS = {
 }
 
 
+def made(elbo, program):
+    """The parameters of programs that have run."""
+    elbo.loss(program.model, program.guide)
+    return program.parameters()
+
+
 @pytest.mark.parametrize(
     ("name", "chain", "vectorize"),
     [
         pytest.param(n, c, v, marks=() if (i + j) % 4 == 0 and v == i % 2 else pytest.mark.slow)
         for i, n in enumerate(SMOOTH)
-        for j, c in enumerate(CHAINS)
+        for j, c in enumerate(BOUNDS)
         for v in (False, True)
     ],
 )
 def test_the_gradient_of_an_exact_sum_is_its_slope(name, chain, vectorize):
     """At frozen noise: through q(y), also where y depends on what was drawn before it."""
     program = PROGRAMS[name]
-    elbo = CHAINS[chain](num_categories=ALL, vectorize_particles=vectorize).eval()
-    groups = [parameters_of(elbo, program)[0]]
+    elbo = BOUNDS[chain](num_categories=ALL, vectorize_particles=vectorize)
+    if chain != "iwae":
+        elbo.eval()
+    groups = [parameters_of(elbo, program)[0] if chain != "iwae" else made(elbo, program)]
     assert_slopes(groups, [gradients(elbo, program, groups[0])], lambda: bound(elbo, program))
 
 
@@ -234,6 +244,40 @@ def test_sampled_slots_have_the_mean_of_the_exact_sum(name, estimator):
     assert ((found - exact).abs() < 5.5 * error + 1e-9).all(), (found, exact, error)
 
 
+@pytest.mark.parametrize("k", [0, 1, ALL])
+def test_importance_weights_within_slots(k):
+    """Exact at the posterior; one draw is the Rao-Blackwellized ELBO, more are tighter."""
+    elbo = TraceIWAE_ELBO(3, num_categories=k)
+    found = elbo.bounds(labels_model, labels_posterior).per_datum
+    torch.testing.assert_close(found, labels_evidence())
+    if k == ALL:
+        losses = []
+        for one in (TraceRaoBlackwell_ELBO(ALL), TraceIWAE_ELBO(1, num_categories=ALL)):
+            one.loss(labels_model, labels_guide)
+            pyro.set_rng_seed(0)
+            losses.append(one.loss_and_grads(labels_model, labels_guide))
+            losses.append(take_gradients())
+        assert losses[0] == pytest.approx(losses[2])
+        for key, value in losses[1].items():
+            torch.testing.assert_close(losses[3][key], value)
+        many = TraceIWAE_ELBO(300, num_categories=ALL).bounds(labels_model, labels_guide)
+        assert -losses[0] < many.total < labels_evidence().sum()
+
+
+@pytest.mark.parametrize("estimator", ["dreg", "auto"])
+def test_estimators_of_importance_weights_within_slots_have_one_mean(estimator):
+    program, means = PROGRAMS["labels"], []
+    for found in ("reparam", estimator):
+        elbo, runs = TraceIWAE_ELBO(2, found, num_categories=1, num_samples=2), []
+        for i in range(150):
+            with pyro.validation_enabled(i == 0):
+                elbo.loss_and_grads(program.model, program.guide)
+            runs.append(torch.cat([g.flatten() for g in take_gradients().values()]))
+        means.append((torch.stack(runs).mean(0), torch.stack(runs).var(0) / len(runs)))
+    (one, variance), (other, variance_other) = means
+    assert ((one - other).abs() < 5 * (variance + variance_other).sqrt() + 1e-9).all()
+
+
 def test_the_posterior_of_labels_is_learned():
     """By q(y | x), a table, beside a guide of z that is exact at each y."""
     x = data(3)
@@ -335,6 +379,15 @@ def whole(is_model):
             pyro.sample("x", dist.Normal(z, 1.0), obs=data(2)[index])
 
 
+def observing(is_model):
+    with pyro.plate("data", 3):
+        y = pyro.sample("y", dist.Bernoulli(0.3))
+        if is_model:
+            pyro.sample("x", dist.Normal(y, 1.0), obs=data(3))
+        else:
+            pyro.sample("t", dist.Normal(y, 1.0), obs=data(3), infer={"is_auxiliary": True})
+
+
 def relaxing():
     return RELAX(torch.nn.Linear(3, 1))
 
@@ -343,6 +396,7 @@ def relaxing():
     ("run", "options", "message"),
     [
         (wide, {}, "site 'y13' would take 16384 slots of each datum"),
+        (observing, {}, "the guide observes site 't', whose density"),
         (whole, {}, "site 'y' is shared by all data, so that it is drawn once a step"),
         (None, {"baseline": relaxing()}, "RELAX relaxes guide site 'y', whose slots"),
         (None, {"num_samples": 0}, "site 'y' has 3 values, of which num_categories=1 are summed"),
@@ -369,5 +423,19 @@ def test_what_has_no_slots_is_refused_by_name(run, options, message):
     ],
 )
 def test_bad_arguments(options, message):
+    for cls in (TraceAIS_ELBO, TraceIWAE_ELBO):
+        with pytest.raises(ValueError, match=message):
+            cls(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_estimator": "vimco"}, "estimator='vimco' does not go with"),
+        ({"num_global_particles": 2}, "num_global_particles=2 does not go with"),
+        ({"baseline": NVIL(torch.nn.Linear(1, 1))}, "baseline=NVIL does not go with"),
+    ],
+)
+def test_sums_within_the_importance_weighted_bound_refuse(options, message):
     with pytest.raises(ValueError, match=message):
-        TraceAIS_ELBO(**options)
+        TraceIWAE_ELBO(2, num_categories=1, **options)
