@@ -1,0 +1,35 @@
+"""The benchmark of posteriors: names of objectives, and a file that grows."""
+
+import pytest
+
+from pyro_mcvae import MALA, LinearSchedule
+from tests.benchmarks.posteriors.objectives import objective
+from tests.benchmarks.posteriors.rows import EVIDENCE, Row, Rows, tables
+
+
+def test_names_say_what_the_objectives_are():
+    assert objective("IWAE-100").num_particles == 100
+    chains = objective("SIS-10x8")
+    assert (chains.num_steps, chains.num_particles, chains.multi_sample) == (10, 8, True)
+    papers = objective("AIS-MALA-5")
+    assert isinstance(papers.kernel, MALA)
+    assert isinstance(papers.schedule, LinearSchedule)
+    for name in ("SIS", "IWAE-", "IWAE-ULA-3", "VAE-3", ""):
+        with pytest.raises(ValueError, match="no objective"):
+            objective(name)
+
+
+def test_a_file_goes_on_where_it_was(tmp_path):
+    key = ("schools", "AutoNormal", 0, 10, 5)
+    rows = Rows(tmp_path / "rows.csv")
+    rows.add(Row(*key, EVIDENCE, -3.5, 0.1))
+    rows.add(Row(*key, EVIDENCE, -3.0, 0.2))
+    rows.add(Row(*key, "SGVB", -4.0, 0.1, 1.5, 2.0))
+    again = Rows(tmp_path / "rows.csv")
+    assert again.all == rows.all
+    assert again.has(key, "SGVB")
+    assert not again.has(key, "SIS-5")
+    # Each estimate is a lower bound: the largest counts.
+    assert "| schools, AutoNormal | -3.00 ± 0.20 | 1.00 ± 0.10 |" in tables(
+        [*again.posteriors(10, 5)]
+    )
