@@ -12,6 +12,7 @@ Run it::
 
     python tutorials/quickstart.py
     python tutorials/quickstart.py --objective IWAE-10 --epochs 500 --seed 1
+    python tutorials/quickstart.py --compiled --objective SIS-5 --epochs 10
     python tutorials/quickstart.py --dataset mnist --data-root data --device cuda
 """
 
@@ -163,7 +164,8 @@ def train(name: str, task: Task, seed: int, compiled: bool = False) -> Run:
 
     bounds, seconds, curve = [], [], {}
     quiet = 30 if "CI" in os.environ else 0.1  # A log file needs fewer updates than a terminal.
-    progress = tqdm(range(1, task.epochs + 1), f"{name:>10}", unit="epoch", mininterval=quiet)
+    label = f"{name}, compiled" if compiled else name
+    progress = tqdm(range(1, task.epochs + 1), f"{label:>10}", unit="epoch", mininterval=quiet)
     for epoch in progress:
         start, loss = time.perf_counter(), 0.0
         for rows in torch.randperm(num_train, device=task.train.device).split(task.batch_size):
@@ -175,8 +177,8 @@ def train(name: str, task: Task, seed: int, compiled: bool = False) -> Run:
             log_prob = held_out_log_prob(vae, task.test_binary, num_particles=100)
             curve[epoch] = log_prob.mean().item()
     log_prob = held_out_log_prob(vae, task.test_binary, num_particles=1000)
-    # The median: the very first step also pays for warming up.
-    return Run(name, vae, bounds, curve, log_prob, statistics.median(seconds))
+    # The median: the first epoch also pays for warming up, and for the compiler.
+    return Run(label, vae, bounds, curve, log_prob, statistics.median(seconds))
 
 
 # --- The table and the figure ---------------------------------------------------------------------
@@ -281,7 +283,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--limit", type=positive_int, metavar="N", help="train and test on N images at most")
     add("--seed", type=int, default=0)
     add("--device", default="cpu", help="cpu, cuda, cuda:1, ...")
-    add("--compiled", action="store_true", help="record each step once, and compile it")
+    add("--compiled", action="store_true", help="each twice: plain and compiled")
     add("--output", type=Path, default=Path("quickstart.png"), metavar="FILE")
     args = parser.parse_args(argv)
 
@@ -304,7 +306,8 @@ def main(argv: Sequence[str] | None = None) -> list[Run]:
     task.epochs = args.epochs or task.epochs
     task.batch_size = args.batch_size or task.batch_size
 
-    runs = [train(name, task, args.seed, args.compiled) for name in args.objective]
+    ways = (False, True) if args.compiled else (False,)
+    runs = [train(name, task, args.seed, way) for name in args.objective for way in ways]
     print(f"\n{args.dataset}, {task.epochs} epochs; nats per image, ± standard error over images")
     print(table(runs))
     draw(runs, task, args.output)
