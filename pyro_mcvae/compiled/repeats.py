@@ -27,7 +27,7 @@ PartRun = Callable[..., Tensor | list[Tensor]]
 _SHORTEST = 30
 # Graphs of fewer operations compile in time as they are, and run faster: the calls of parts take
 # time, too, which shows less where tensors are large.
-_LARGE = {"small tensors": 2500, "large tensors": 1000}
+_LARGE = {"small tensors": 2500, "large tensors": 1500}
 _LARGE_TENSOR = 10_000
 # What depends on no draw and is as small as this is computed first: a schedule's values, say, of
 # which each transition takes another.
