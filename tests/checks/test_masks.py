@@ -135,6 +135,7 @@ def test_draws_of_missing_entries_are_those_of_their_prior():
     assert bool((((x - z).var(0) - 1).abs() < 4 * math.sqrt(2 / 1500)).all())
 
 
+@pytest.mark.filterwarnings("ignore:the guide draws the same latents")
 def test_padded_series_lie_between_their_bounds():
     found = sandwich(
         ragged,
