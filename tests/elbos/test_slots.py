@@ -25,6 +25,10 @@ from pyro_mcvae import (
     UnderdampedLangevin,
 )
 from pyro_mcvae.chains.kernel import Kernel, Proposal
+from pyro_mcvae.coordinates.gradient import GradientMode
+from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_planner import SlotPlanner
+from pyro_mcvae.programs.execution import Programs
 from tests.elbos import discrete_programs
 from tests.elbos.chain_gradients import AcceptPaths, assert_slopes, bound, gradients, parameters_of
 from tests.elbos.slot_programs import (
@@ -439,3 +443,22 @@ def test_bad_arguments(options, message):
 def test_sums_within_the_importance_weighted_bound_refuse(options, message):
     with pytest.raises(ValueError, match=message):
         TraceIWAE_ELBO(2, num_categories=1, **options)
+
+
+def test_chains_begin_at_the_density_of_the_guide_at_each_slot():
+    """Draws before a site are common to its slots, and log q(y | z) is part of the base density."""
+    program, elbo = PROGRAMS["around"], TraceSIS_ELBO(2, ULA(0.1), num_particles=2)
+    elbo.slots = SlotPlanner(SiteOptions(ALL, 0), common=False)
+    mode = GradientMode.CHAIN | GradientMode.COORDINATES
+    density, slots = elbo._density(Programs(program.model, program.guide, (), {}), mode)
+    nodes = density.log_weight.first.sample.runs[0].guide_trace.nodes
+    log_q = nodes["y"]["fn"].log_prob(nodes["y"]["value"]).detach()
+    torch.testing.assert_close(slots.weight, slots.fold(log_q).exp())
+    first = slots.fold(nodes["a"]["value"])
+    torch.testing.assert_close(first[:, :1].expand(first.shape), first)
+    state = density.start()
+    noise = dist.Normal(0.0, 1.0).log_prob(state.position).sum(-1)
+    torch.testing.assert_close(state.log_base.detach(), (noise + log_q).detach())
+    step = 1e-5 * torch.randn_like(state.position)
+    ends = [density(state.position.detach() + s).log_base.detach() for s in (step, -step)]
+    torch.testing.assert_close((ends[0] - ends[1]) / 2, (state.grad_base * step).sum(-1).detach())
