@@ -51,7 +51,7 @@ CHAINS = ("sis", "sis-reweighted", "ais", "mcem")
 def refusal(objective, name):
     """What a chain says of a program that it does not take; None for all others."""
     if objective in CHAINS and name == "auto-delta":
-        return "a guide of point masses"
+        return "is a point mass"
     if objective == "mcem" and name == "mixture":
         return "site 'c' is discrete"
     if objective in ("sis-reweighted", "mcem") and name == "auto-messenger":
