@@ -7,6 +7,7 @@ into equal parts, which are compiled once, so that compiling costs little more f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -14,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument, Target, map_arg
+from torch.fx.passes.shape_prop import TensorMetadata, _extract_tensor_metadata
 from torch.fx.passes.split_module import split_module
 
 from pyro_mcvae.compiled.operations import is_pure
 
-__all__ = ["compile_parts", "cuts", "split_at_repeats"]
+__all__ = ["compile_parts", "cuts"]
 
+_aten = torch.ops.aten
 Run = Callable[..., list[Tensor]]
 # A part of one output returns it alone.
 PartRun = Callable[..., Tensor | list[Tensor]]
@@ -34,8 +37,8 @@ _LARGE_TENSOR = 10_000
 _SMALL = 1024
 # Views that are the same in equal parts; of a schedule each transition selects another entry.
 _LAYOUTS = {
-    *(getattr(torch.ops.aten, n).default for n in ("t", "view", "expand", "permute", "unsqueeze")),
-    *(torch.ops.aten.transpose.int, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.default),
+    *(getattr(_aten, n).default for n in ("t", "view", "expand", "permute", "unsqueeze")),
+    *(_aten.transpose.int, _aten.squeeze.dim, _aten.squeeze.default),
 }
 
 
@@ -47,7 +50,8 @@ def compile_parts(
 
     :param compiler: makes a function of a part.
     """
-    split = split_at_repeats(graph) if _is_long(graph) else None
+    device = next((t.device for t in example if t.is_cuda), torch.device("cpu"))
+    split = _split_at_repeats(graph, device) if _is_long(graph) else None
     if split is None:
         return compiler(graph, example)
     parts = {n: (p, _structure(p)) for n, p in split.named_children() if isinstance(p, GraphModule)}
@@ -68,8 +72,13 @@ def _is_long(graph: GraphModule) -> bool:
     return len(metas) > _LARGE[kind]
 
 
-def split_at_repeats(graph: GraphModule) -> GraphModule | None:
-    """A graph that calls its parts; None where nothing repeats."""
+def _split_at_repeats(graph: GraphModule, device: torch.device) -> GraphModule | None:
+    """
+    A graph that calls its parts; None where nothing repeats.
+
+    :param device: of the parameters that each repetition has for itself.
+    """
+    _place_by_masks(graph, device)
     _compute_small_things_first(graph)
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     found = cuts([_label(n) for n in nodes])
@@ -162,6 +171,50 @@ def _structure(part: GraphModule) -> Hashable:
         about = None if meta is None else (meta.shape, meta.dtype, meta.stride)
         lines.append((node.op, target, str(refers), str(about)))
     return tuple(lines)
+
+
+def _place_by_masks(graph: GraphModule, device: torch.device) -> None:
+    """
+    Write the gradient of entry k of a small tensor, as a transition has of its own step size, as
+    ``where(is_k, gradient, 0)``: then the backward passes of all transitions are alike.
+    """
+    first = next(n for n in graph.graph.nodes if n.op == "call_function")
+    masks: dict[Hashable, Node] = {}
+    for node in list(graph.graph.nodes):
+        if node.target is not _aten.select_backward.default:
+            continue
+        gradient, sizes, dim, index = node.args
+        if math.prod(sizes) > _SMALL:
+            continue
+        dim, size = dim % len(sizes), sizes[dim]
+        key = index % size, size, len(sizes) - dim
+        if key not in masks:
+            with graph.graph.inserting_before(first):
+                masks[key] = _is_entry(graph, *key, device)
+        with graph.graph.inserting_before(node):
+            wide = _called(graph, _aten.unsqueeze.default, gradient, dim)
+            placed = _called(graph, _aten.where.ScalarOther, masks[key], wide, 0.0)
+        node.replace_all_uses_with(placed)
+        graph.graph.erase_node(node)
+
+
+def _is_entry(graph: GraphModule, index: int, size: int, depth: int, device: torch.device) -> Node:
+    """Which of the places is the entry's, shape ``[size, *1]`` with ``depth`` dims."""
+    places = _called(graph, _aten.arange.default, size, device=device)
+    found = _called(graph, _aten.eq.Scalar, places, index)
+    return _called(graph, _aten.view.default, found, [size, *[1] * (depth - 1)])
+
+
+def _called(graph: GraphModule, target: Callable[..., Tensor], *args: Any, **options: Any) -> Node:
+    """A new operation, which shows its shape as others do."""
+    node = graph.graph.call_function(target, args, options)
+    inputs = map_arg(args, lambda n: _like(n.meta["tensor_meta"]))
+    node.meta["tensor_meta"] = _extract_tensor_metadata(target(*inputs, **options))
+    return node
+
+
+def _like(meta: TensorMetadata) -> Tensor:
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
 
 
 def _compute_small_things_first(graph: GraphModule) -> None:

@@ -86,8 +86,10 @@ class SlotDraws:
         site = self.plan.sites.get(name)
         if site is None:
             return None
-        chosen, lead = self._choose(msg, site, rows)
-        at = self._digit(name, rows), *lead
+        chosen = self._choose(msg, site, rows)
+        row = self._rows(rows, chosen.slots[0].device)
+        digit = row // self.num_particles // self.plan.stride(name) % self.plan.counts[name]
+        at = (digit, self._first(name, row)) if isinstance(row, Tensor) else (digit,)
         value, weight, sampled = (t[at] for t in chosen.slots)
         if rows.start == 0:
             self._made[name].clear()
@@ -149,20 +151,17 @@ class SlotDraws:
         """What a discrete site has, by the first row of each run."""
         return self._made[name]
 
-    def _choose(
-        self, msg: Message, site: SlotSite, rows: range
-    ) -> tuple[Chosen, tuple[Tensor, ...]]:
-        """A choice of the slots, and where its first rows stand in it."""
+    def _choose(self, msg: Message, site: SlotSite, rows: range) -> Chosen:
+        """A choice of the slots, of which each row takes that of the first in common."""
         name, batch = msg["name"], msg["fn"].batch_shape
         if len(rows) > 1:
             if batch[:1] != (self.count,):
                 raise SlotsChangedError(name, None)
-            chosen = self._new(msg, site)
-            return chosen, (self._first(name, torch.arange(self.count)),)
+            return self._new(msg, site)
         first = self._first(name, rows.start)
         if first == rows.start:
             self._chosen[name, first] = self._new(msg, site)
-        return self._chosen[name, first], ()
+        return self._chosen[name, first]
 
     def _new(self, msg: Message, site: SlotSite) -> Chosen:
         chosen = choose(msg, self._options, self._tell, site.joined)
@@ -181,12 +180,9 @@ class SlotDraws:
         slots = Choice(value, weight.expand(count, *batch), sampled.expand(count, *batch))
         return chosen._replace(slots=slots)
 
-    def _digit(self, name: str, rows: range) -> Tensor | int:
-        """Which of the site's slots each row has."""
-        stride, count = self.plan.stride(name), self.plan.counts[name]
-        if len(rows) == 1:
-            return rows.start // self.num_particles // stride % count
-        return torch.arange(self.count) // self.num_particles // stride % count
+    def _rows(self, rows: range, device: torch.device) -> Tensor | int:
+        """The numbers of all rows, or that of one."""
+        return rows.start if len(rows) == 1 else torch.arange(self.count, device=device)
 
     def _first(self, name: str, row: Row) -> Row:
         """The first row that has the draws before a site, and the site's, in common."""

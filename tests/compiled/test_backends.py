@@ -12,16 +12,19 @@ from torch import Tensor
 from torch._inductor import codecache
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
-from pyro_mcvae.compiled import kernels
+from pyro_mcvae import ULA, CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.compiled import kernels, repeats
 from pyro_mcvae.compiled.recording import record
-from pyro_mcvae.compiled.repeats import compile_parts, cuts, split_at_repeats
+from pyro_mcvae.compiled.repeats import compile_parts, cuts
 from pyro_mcvae.compiled.signature import Call
 from tests.compiled.programs import Net, batches, make, train
 
 
-def recorded(num_steps: int) -> tuple[torch.fx.GraphModule, list[Tensor]]:
-    net, loss = make(), TraceSIS_ELBO(num_steps, max_plate_nesting=1)
+def recorded(
+    num_steps: int, kernel: Kernel | None = None
+) -> tuple[torch.fx.GraphModule, list[Tensor]]:
+    net, loss = make(), TraceSIS_ELBO(num_steps, kernel, max_plate_nesting=1)
     x = batches(1)[0]
     for _ in range(3):
         loss.loss_and_grads(net.model, net.guide, x)
@@ -29,24 +32,32 @@ def recorded(num_steps: int) -> tuple[torch.fx.GraphModule, list[Tensor]]:
     return recording.graph, [*recording.constants, x]
 
 
-def test_parts_compute_what_the_graph_computes_and_equal_ones_are_compiled_once() -> None:
-    graph, inputs = recorded(6)
-    torch.manual_seed(0)
-    expected = graph(*inputs)
-    compiled = []
+@pytest.mark.parametrize("kernel", [ULA(), None], ids=["ula", "trained"])
+def test_parts_compute_what_the_graph_computes_and_equal_ones_are_compiled_once(
+    kernel: Kernel | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeats, "_LARGE", dict.fromkeys(repeats._LARGE, 0))
+    counts = []
+    for num_steps in (6, 9):
+        graph, inputs = recorded(num_steps, kernel)
+        torch.manual_seed(0)
+        expected = graph(*inputs)
+        compiled = []
 
-    def compiler(part: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
-        compiled.append(part)
-        return part
+        def compiler(
+            part: torch.fx.GraphModule, _: list[Tensor], compiled: list[object] = compiled
+        ) -> torch.fx.GraphModule:
+            compiled.append(part)
+            return part
 
-    run = compile_parts(graph, inputs, compiler)
-    torch.manual_seed(0)
-    assert all(torch.equal(a, b) for a, b in zip(run(*inputs), expected, strict=True))
-    split = split_at_repeats(graph)
-    assert split is not None
-    # Two of the transitions' parts and one of their backward passes', whatever their number.
-    assert len(list(split.children())) >= 2 * 6
-    assert len(compiled) <= 8
+        run = compile_parts(graph, inputs, compiler)
+        torch.manual_seed(0)
+        assert all(torch.equal(a, b) for a, b in zip(run(*inputs), expected, strict=True))
+        counts.append((len(list(run.children())), len(compiled)))
+    # One part more of each transition, and one of its backward pass, which are compiled once.
+    (parts, few), (more, many) = counts
+    assert more == parts + 2 * 3
+    assert few == many
 
 
 def test_cuts_find_every_repetition() -> None:
