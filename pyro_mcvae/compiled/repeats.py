@@ -60,7 +60,9 @@ def compile_parts(
     made: dict[Hashable, PartRun] = {}
     for name, (part, key) in parts.items():
         if key not in made:
-            made[key] = _unpacked(part, compiler(part, examples.found[name]))
+            alone = _returns_alone(part)  # before a compiler makes it a list
+            run = compiler(part, examples.found[name])
+            made[key] = _unpacked(run) if alone else run
         setattr(split, name, _Compiled(made[key]))
     return split
 
@@ -179,7 +181,7 @@ def _place_by_masks(graph: GraphModule, device: torch.device) -> None:
     ``where(is_k, gradient, 0)``: then the backward passes of all transitions are alike.
     """
     first = next(n for n in graph.graph.nodes if n.op == "call_function")
-    masks: dict[Hashable, Node] = {}
+    masks: dict[Hashable, Node] = {}  # and the zero of each dtype
     for node in list(graph.graph.nodes):
         if node.target is not _aten.select_backward.default:
             continue
@@ -187,13 +189,15 @@ def _place_by_masks(graph: GraphModule, device: torch.device) -> None:
         if math.prod(sizes) > _SMALL:
             continue
         dim, size = dim % len(sizes), sizes[dim]
-        key = index % size, size, len(sizes) - dim
-        if key not in masks:
-            with graph.graph.inserting_before(first):
+        key, dtype = (index % size, size, len(sizes) - dim), node.meta["tensor_meta"].dtype
+        with graph.graph.inserting_before(first):
+            if key not in masks:
                 masks[key] = _is_entry(graph, *key, device)
+            if dtype not in masks:
+                masks[dtype] = _called(graph, _aten.full.default, [], 0, dtype=dtype, device=device)
         with graph.graph.inserting_before(node):
             wide = _called(graph, _aten.unsqueeze.default, gradient, dim)
-            placed = _called(graph, _aten.where.ScalarOther, masks[key], wide, 0.0)
+            placed = _called(graph, _aten.where.self, masks[key], wide, masks[dtype])
         node.replace_all_uses_with(placed)
         graph.graph.erase_node(node)
 
@@ -246,11 +250,13 @@ class _Examples(torch.fx.Interpreter):
         return super().call_module(target, args, kwargs)
 
 
-def _unpacked(part: GraphModule, run: Run) -> PartRun:
-    """A compiled function returns a sequence, also of one output."""
+def _returns_alone(part: GraphModule) -> bool:
     (output,) = (n for n in part.graph.nodes if n.op == "output")
-    if isinstance(output.args[0], tuple | list):
-        return run
+    return not isinstance(output.args[0], tuple | list)
+
+
+def _unpacked(run: Run) -> PartRun:
+    """A function of one output, where a compiled one returns a sequence."""
 
     def single(*inputs: Tensor) -> Tensor:
         found: Tensor | list[Tensor] = run(*inputs)

@@ -60,6 +60,28 @@ def test_parts_compute_what_the_graph_computes_and_equal_ones_are_compiled_once(
     assert few == many
 
 
+def test_parts_of_one_output_hand_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though Inductor makes a list of it, in the part itself."""
+    monkeypatch.setattr(repeats, "_LARGE", dict.fromkeys(repeats._LARGE, 0))
+
+    def function(x: Tensor) -> tuple[Tensor]:
+        for _ in range(4):
+            for j in range(40):
+                x = x.sin() + j
+        return (x,)
+
+    def compiler(part: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        (output,) = (n for n in part.graph.nodes if n.op == "output")
+        if not isinstance(output.args[0], tuple | list):
+            output.args = ((output.args[0],),)
+            part.recompile()
+        return part
+
+    x = torch.randn(3)
+    graph = make_fx(function)(x)
+    assert torch.equal(compile_parts(graph, [x], compiler)(x)[0], function(x)[0])
+
+
 def test_cuts_find_every_repetition() -> None:
     a, b = [f"a{i}" for i in range(35)], [f"b{i}" for i in range(50)]
     labels = ["x", *a, *a, *a, "y", *b, *b, "z"]
