@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from pyro.ops.provenance import detach_provenance, get_provenance
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs.source_lines import is_library, program_line
 from pyro_mcvae.programs.types import Message, TorchFunction
+from pyro_mcvae.structure.tracking import marks_of, unmarked
 
 __all__ = ["Read", "UnseenDraw", "Watch", "shared_draws"]
 
@@ -136,10 +136,10 @@ class _Reads(TorchFunctionMode):
     ) -> object:
         if func in _FINITE:
             # Whether all particles are finite is whether each is, and a program stops otherwise.
-            args = detach_provenance(args)
+            args = unmarked(args)
         frame = sys._getframe(1)
         if func in _READS and not is_library(frame.f_code):
-            self._watch.reads.append(Read(program_line(frame), frozenset(get_provenance(args))))
+            self._watch.reads.append(Read(program_line(frame), marks_of(args)))
         return func(*args, **(kwargs or {}))
 
 

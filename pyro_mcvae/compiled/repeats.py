@@ -50,8 +50,7 @@ def compile_parts(
 
     :param compiler: makes a function of a part.
     """
-    device = next((t.device for t in example if t.is_cuda), torch.device("cpu"))
-    split = _split_at_repeats(graph, device) if _is_long(graph) else None
+    split = _split_at_repeats(graph) if _is_long(graph) else None
     if split is None:
         return compiler(graph, example)
     parts = {n: (p, _structure(p)) for n, p in split.named_children() if isinstance(p, GraphModule)}
@@ -74,13 +73,9 @@ def _is_long(graph: GraphModule) -> bool:
     return len(metas) > _LARGE[kind]
 
 
-def _split_at_repeats(graph: GraphModule, device: torch.device) -> GraphModule | None:
-    """
-    A graph that calls its parts; None where nothing repeats.
-
-    :param device: of the parameters that each repetition has for itself.
-    """
-    _place_by_masks(graph, device)
+def _split_at_repeats(graph: GraphModule) -> GraphModule | None:
+    """A graph that calls its parts; None where nothing repeats."""
+    _place_by_masks(graph)
     _compute_small_things_first(graph)
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     found = cuts([_label(n) for n in nodes])
@@ -175,13 +170,13 @@ def _structure(part: GraphModule) -> Hashable:
     return tuple(lines)
 
 
-def _place_by_masks(graph: GraphModule, device: torch.device) -> None:
+def _place_by_masks(graph: GraphModule) -> None:
     """
     Write the gradient of entry k of a small tensor, as a transition has of its own step size, as
     ``where(is_k, gradient, 0)``: then the backward passes of all transitions are alike.
     """
     first = next(n for n in graph.graph.nodes if n.op == "call_function")
-    masks: dict[Hashable, Node] = {}  # and the zero of each dtype
+    masks: dict[Hashable, Node] = {}  # and zeros
     for node in list(graph.graph.nodes):
         if node.target is not _aten.select_backward.default:
             continue
@@ -189,15 +184,16 @@ def _place_by_masks(graph: GraphModule, device: torch.device) -> None:
         if math.prod(sizes) > _SMALL:
             continue
         dim, size = dim % len(sizes), sizes[dim]
-        key, dtype = (index % size, size, len(sizes) - dim), node.meta["tensor_meta"].dtype
+        device, dtype = node.meta["device"], node.meta["tensor_meta"].dtype
+        key, zero = (index % size, size, len(sizes) - dim, device), (dtype, device)
         with graph.graph.inserting_before(first):
             if key not in masks:
-                masks[key] = _is_entry(graph, *key, device)
-            if dtype not in masks:
-                masks[dtype] = _called(graph, _aten.full.default, [], 0, dtype=dtype, device=device)
+                masks[key] = _is_entry(graph, *key)
+            if zero not in masks:
+                masks[zero] = _called(graph, _aten.full.default, [], 0, dtype=dtype, device=device)
         with graph.graph.inserting_before(node):
             wide = _called(graph, _aten.unsqueeze.default, gradient, dim)
-            placed = _called(graph, _aten.where.self, masks[key], wide, masks[dtype])
+            placed = _called(graph, _aten.where.self, masks[key], wide, masks[zero])
         node.replace_all_uses_with(placed)
         graph.graph.erase_node(node)
 
