@@ -23,21 +23,9 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs.source_lines import is_library, program_line
 from pyro_mcvae.programs.types import Message, TorchFunction
-from pyro_mcvae.structure.tracking import marks_of, unmarked
+from pyro_mcvae.structure.tracking import READS, marks_of, unmarked
 
 __all__ = ["Read", "UnseenDraw", "Watch", "shared_draws"]
-
-# Through these the values of a tensor become a Python number.
-_READS: set[object] = {
-    Tensor.__bool__,
-    Tensor.__complex__,
-    Tensor.__float__,
-    Tensor.__index__,
-    Tensor.__int__,
-    Tensor.item,
-    Tensor.tolist,
-    *(getattr(m, n) for m in (torch, Tensor) for n in ("allclose", "equal", "is_nonzero")),
-}
 
 _FINITE: set[object] = {
     getattr(m, n) for m in (torch, Tensor) for n in ("isfinite", "isinf", "isnan")
@@ -138,7 +126,7 @@ class _Reads(TorchFunctionMode):
             # Whether all particles are finite is whether each is, and a program stops otherwise.
             args = unmarked(args)
         frame = sys._getframe(1)
-        if func in _READS and not is_library(frame.f_code):
+        if func in READS and not is_library(frame.f_code):
             self._watch.reads.append(Read(program_line(frame), marks_of(args)))
         return func(*args, **(kwargs or {}))
 

@@ -15,6 +15,7 @@ from pyro_mcvae.compiled.generators import Generators
 from pyro_mcvae.compiled.recording import NotUsable, Outcome, Recording, record
 from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.compiled.signature import Call
+from pyro_mcvae.programs.errors import first_line
 
 __all__ = ["Case", "is_due"]
 
@@ -132,7 +133,7 @@ class Case:
             outcome = recording.replay(call, run)
         except RuntimeError as error:
             generators.put_back()
-            self._failed(recording, f"its replay failed ({str(error).splitlines()[0]})")
+            self._failed(recording, f"its replay failed ({first_line(error)})")
             return self._side.plain(call)
         if compared:
             generators.put_back()

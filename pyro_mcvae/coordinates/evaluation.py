@@ -55,7 +55,7 @@ def evaluate(
 
     def log_base(term: Term, i: int) -> Tensor | int:
         name = term.key.name
-        if not term.in_guide or name not in packing.sites.keys() | held:
+        if not term.in_guide or not (name in packing.sites or name in held):
             return 0
         if name in held:
             density = torch.as_tensor(term.score)

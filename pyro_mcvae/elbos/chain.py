@@ -158,8 +158,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             surrogate = self._surrogate(density, chain, slots) if wanted else bound
             estimate = local_estimate(density.log_weight.first.sample, bound, surrogate, True)
             if wanted:
-                score = slots.score_surrogate(self._cost(density, chain, slots), programs)
-                estimate.surrogate = estimate.surrogate + score
+                cost = partial(self._cost, density, chain, slots)
+                estimate.surrogate = slots.with_scores(estimate.surrogate, cost, programs)
         finish = partial(self._adapt, chain) if wanted else None
         return replace(estimate, runs=density.runs, finish=finish, overflow=_OVERFLOW)
 
@@ -203,7 +203,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         surrogate = self._average(chain.log_weight)
         if self.kernel.adjusted:
             surrogate = surrogate + accept_score(chain, self.multi_sample)
-        return slots.sum(surrogate) + slots.entropy_path()
+        return slots.without_entropy(slots.sum(surrogate))
 
     def _cost(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
         """What the score functions of discrete draws multiply."""
@@ -288,7 +288,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 def _reweighted(density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
     weight = slots.normalized(chain.log_weight.detach())
     refined = density.log_weight.model_log_prob(chain.state.position)
-    plain = slots.mean(density.log_weight.guide_elbo()) + slots.entropy_path()
+    plain = slots.without_entropy(slots.mean(density.log_weight.guide_elbo()))
     return plain + (weight * refined).sum(0)
 
 

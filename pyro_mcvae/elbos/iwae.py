@@ -235,9 +235,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         bound = slots.sum(bounds)
         if not torch.is_grad_enabled():
             return local_estimate(sample, bound, bound, scored=True)
-        surrogate = self._path.surrogate(sample, slots=slots) + slots.entropy_path()
+        surrogate = slots.without_entropy(self._path.surrogate(sample, slots=slots))
         estimate = local_estimate(sample, bound, surrogate, scored=True)
-        estimate.surrogate = estimate.surrogate + slots.score_surrogate(bounds, programs)
+        estimate.surrogate = slots.with_scores(estimate.surrogate, lambda: bounds, programs)
         return estimate
 
     def bounds_of(self, programs: Programs) -> Bounds:

@@ -75,21 +75,23 @@ class OneSlot:
         """The weights of all rows of a datum, to sum to one: ``[rows, *plates]``."""
         return normalized_weights(log_weight)
 
-    def entropy_path(self) -> Sum:
+    def without_entropy(self, surrogate: Tensor) -> Tensor:
         """
-        To be added to a surrogate, ``[*plates]``: takes out the gradient that log q of the discrete
-        draws has inside of the weights, whose mean is zero.
+        A surrogate, ``[*plates]``, without the gradient that log q of the discrete draws has inside
+        of the weights, whose mean is zero.
         """
-        return 0.0
+        return surrogate
 
-    def score_surrogate(self, cost: Tensor, programs: Programs) -> Sum:
+    def with_scores(
+        self, surrogate: Tensor, cost: Callable[[], Tensor], programs: Programs
+    ) -> Tensor:
         """
-        A scalar with the score-function part of the gradient.
+        A scalar surrogate, and the score-function part of the gradient.
 
-        :param cost: :math:`L_s`, detached: ``[rows, *plates]``, or where particles share the slots
-            ``[S, *plates]``.
+        :param cost: gives :math:`L_s`, detached: ``[rows, *plates]``, or where particles share the
+            slots ``[S, *plates]``.
         """
-        return 0.0
+        return surrogate
 
 
 class SlotAverage(OneSlot):
@@ -153,21 +155,23 @@ class SlotAverage(OneSlot):
     def normalized(self, log_weight: Tensor) -> Tensor:
         return normalized_weights(log_weight + self._row_weight.log())
 
-    def entropy_path(self) -> Sum:
+    def without_entropy(self, surrogate: Tensor) -> Tensor:
         names = self._draws.names
         log_q = self._sample.local_sum(
             lambda t, i: t.log_prob if t.in_guide and t.key.name in names else 0
         )
-        return self.mean(log_q)
+        return surrogate + self.mean(log_q)
 
-    def score_surrogate(self, cost: Tensor, programs: Programs) -> Sum:
-        folded = cost.unsqueeze(0) if self._is_common else self.fold(cost)
+    def with_scores(
+        self, surrogate: Tensor, cost: Callable[[], Tensor], programs: Programs
+    ) -> Tensor:
+        folded = cost().unsqueeze(0) if self._is_common else self.fold(cost())
         parts = self._sample.split(folded * self._sample.scale)
         total: Sum = 0.0
         for name, site in self._plan.sites.items():
             signal = self._signal(name, parts[site.block], programs)
             total = total + site_surrogate(signal, self._chosen(name).options.baseline)
-        return total / len(folded)
+        return surrogate + total / len(folded)
 
     def _signal(self, name: str, cost: Tensor, programs: Programs) -> SiteSignal:
         """

@@ -18,7 +18,8 @@ from pyro_mcvae.evaluation.evidence import estimate, guide_and_chains
 from pyro_mcvae.evaluation.importance_sampler import importance_sampler
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.progress import Progress
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.checks import check_count, check_positive
+from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.execution import Programs
 
 __all__ = ["compare"]
@@ -137,7 +138,7 @@ def _check(player: Contestant, programs: Programs, checks: Options, curve: Curve
     except (ValueError, RuntimeError) as error:
         if not step:
             raise
-        player.failed = f"step {step}: {str(error).splitlines()[0]}"
+        player.failed = f"step {step}: {first_line(error)}"
 
 
 def _judge(player: Contestant, curve: Curve, programs: Programs, options: Options) -> TrainedCopy:
@@ -180,10 +181,7 @@ def _limits(seconds: float | None, num_steps: int | None) -> tuple[float, float]
                 f"seconds={seconds!r} or num_steps={num_steps!r}"
             )
         return math.inf, check_count("num_steps", num_steps)
-    seconds = _SECONDS if seconds is None else seconds
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-        raise ValueError(f"seconds must be a positive number, got {seconds!r}")
-    return float(seconds), math.inf
+    return check_positive("seconds", _SECONDS if seconds is None else seconds), math.inf
 
 
 def _learns(programs: Programs) -> bool:

@@ -150,8 +150,7 @@ class Comparison(dict[str, TrainedCopy]):
         head = ["loss", "steps", "seconds", "own bound", "ELBO", "log evidence", f"over {first}"]
         rows = [[*head, "ESS", "k > 0.7"]]
         for name, found in self.items():
-            guide, n = found.guide, found.guide.pareto_k.numel()
-            error = found.evidence.standard_error.square().sum().sqrt() / n
+            guide, evidence, n = found.guide, found.evidence, found.guide.pareto_k.numel()
             rows.append(
                 [
                     name,
@@ -159,7 +158,7 @@ class Comparison(dict[str, TrainedCopy]):
                     f"{found.seconds:.1f}",
                     f"{found.last_bound:.3f}",
                     f"{float(guide.bound.mean()):.3f}",
-                    number(float(found.evidence.mean), float(error)),
+                    number(float(evidence.mean), float(evidence.mean_standard_error)),
                     "" if name == first else number(*self.gain(name, first)),
                     f"{float(guide.effective_sample_size.median()):.0f}",
                     f"{int(guide.unreliable.sum())} of {n}",
@@ -167,8 +166,8 @@ class Comparison(dict[str, TrainedCopy]):
             )
         stopped = [f"{n} stopped at {f.failed}" for n, f in self.items() if f.failed]
         count = self[first].guide.num_particles
-        head = [f"nats per weight; ESS: effective sample size of {count} particles, median"]
-        return "\n".join([*head, table(rows), *stopped, self.verdict])
+        units = f"nats per weight; ESS: effective sample size of {count} particles, median"
+        return "\n".join([units, table(rows), *stopped, self.verdict])
 
     def plot(self) -> Figure:
         """

@@ -13,6 +13,7 @@ from typing import Any
 import pyro
 import torch
 from pyro.infer import SVI
+from pyro.infer.util import zero_grads
 from pyro.optim import PyroOptim
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten
 from pyro_mcvae.evaluation.arguments import as_arguments
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_modules
 from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.modules import find_modules
@@ -88,7 +90,7 @@ class Rehearsal:
         if self._batches is None:
             yield self._programs
             return
-        for batch in _epoch(self._batches):
+        for batch in self._batches() if callable(self._batches) else self._batches:
             args, kwargs = as_arguments(batch if self._to_args is None else self._to_args(batch))
             yield replace(self._programs, args=args, kwargs=kwargs)
 
@@ -104,18 +106,11 @@ class Rehearsal:
         return self._units[key]
 
 
-def _epoch(batches: Batches | None) -> Iterable[object]:
-    if batches is None:
-        return ()
-    return batches() if callable(batches) else batches
-
-
 def _weights(programs: Programs) -> float:
     sample = ParticleSampler(1, None, math.inf, joint=False).sample(programs)
     if sample.structure.global_sites.guide:
         return 1.0
-    one = sample.log_weight.new_ones(sample.log_weight.shape[1:])
-    return float((one * sample.scale).sum())
+    return float(sample.num_weights)
 
 
 @dataclass
@@ -170,8 +165,9 @@ class Contestant:
         except (ValueError, RuntimeError) as error:
             if not self.bounds:
                 raise
-            self.failed = f"step {len(self.bounds) + 1}: {str(error).splitlines()[0]}"
-            _forget_gradients()
+            self.failed = f"step {len(self.bounds) + 1}: {first_line(error)}"
+            # What an unfinished step left in tensors that the next one's step would add to.
+            zero_grads([p for _, p in pyro.get_param_store().named_parameters()])
             return
         self.seconds += waited + time.perf_counter() - began
         self.bounds.append(-loss / weights)
@@ -183,13 +179,6 @@ class Contestant:
             return programs
         self._epoch = iter(self.data)
         return next(self._epoch)
-
-
-def _forget_gradients() -> None:
-    """What an unfinished step left in tensors that the next one's step would add to."""
-    for _, parameter in pyro.get_param_store().named_parameters():
-        if parameter.grad is not None:
-            parameter.grad.zero_()
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pyro_mcvae.evaluation.annealing import make_annealing
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options
+from pyro_mcvae.programs.errors import first_line
 
 __all__ = ["climb", "is_sure", "settled"]
 
@@ -28,9 +29,8 @@ def is_sure(evidence: LogEvidence) -> bool:
 
 def settled(short: LogEvidence, long: LogEvidence) -> bool:
     """Whether longer chains find the same, within two errors, so that a bias would show."""
-    error = torch.hypot(short.standard_error, long.standard_error).square().sum().sqrt()
-    error = 2 * error / long.log_evidence.numel()
-    return bool((long.mean - short.mean).abs() <= torch.clamp(error, min=_SMALL))
+    error = torch.hypot(short.mean_standard_error, long.mean_standard_error)
+    return bool((long.mean - short.mean).abs() <= torch.clamp(2 * error, min=_SMALL))
 
 
 def climb(sampler: ImportanceSampler, options: Options) -> tuple[tuple[LogEvidence, ...], str]:
@@ -54,5 +54,5 @@ def climb(sampler: ImportanceSampler, options: Options) -> tuple[tuple[LogEviden
                     break
                 kernel = annealing.kernel  # with the step size that it has found
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        return tuple(found), str(error).splitlines()[0] if str(error) else type(error).__name__
+        return tuple(found), first_line(error)
     return tuple(found), ""

@@ -97,6 +97,11 @@ class LogEvidence:
         return self.log_evidence.mean()
 
     @property
+    def mean_standard_error(self) -> Tensor:
+        """The Monte Carlo error of ``mean``."""
+        return self.standard_error.square().sum().sqrt() / self.standard_error.numel()
+
+    @property
     def unreliable(self) -> Tensor:
         r"""Where :math:`\hat k > 0.7`."""
         return self.pareto_k > 0.7
@@ -120,9 +125,9 @@ class LogEvidence:
 
     def __str__(self) -> str:
         n, k = self.log_evidence.numel(), self.pareto_k.flatten()
-        error = self.standard_error.square().sum().sqrt() / n
         lines = [
-            f"log evidence {float(self.mean):.3f} ± {float(error):.3f} nats per weight "
+            f"log evidence {float(self.mean):.3f} ± "
+            f"{float(self.mean_standard_error):.3f} nats per weight "
             f"({n} in {', '.join(self.plates) or 'all data'}; {self.num_particles} particles)",
             f"total {float(self.total):.3f} ± {float(self.total_standard_error):.3f}, "
             f"bound {float(self.bound.mean()):.3f}",

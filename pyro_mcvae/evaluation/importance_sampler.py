@@ -34,9 +34,6 @@ from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 __all__ = ["ImportanceSampler", "importance_sampler"]
 
-# How many numbers the draws of one chunk may have by default, over all sites.
-_CHUNK = 1 << 23
-
 
 class ImportanceSampler:
     """
@@ -108,7 +105,7 @@ class ImportanceSampler:
     @property
     def chunk_size(self) -> int:
         """How many particles fit one chunk."""
-        return self._options.chunk_size or max(1, _CHUNK // max(1, self._numbers()))
+        return self._options.chunk(self._numbers())
 
     def draw(self, count: int) -> WeightedParticles:
         """Independent draws of the guide, without gradients."""

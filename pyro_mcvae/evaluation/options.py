@@ -24,6 +24,9 @@ __all__ = ["Options", "judge", "make_options", "shows_options"]
 
 Result = TypeVar("Result")
 
+# How many numbers the draws of one chunk may have by default, over all sites.
+_CHUNK = 1 << 23
+
 
 @dataclass(frozen=True)
 class Options:
@@ -62,6 +65,10 @@ class Options:
     max_plate_nesting: float = math.inf
     strict_enumeration_warning: bool = True
     progress: bool | None = None
+
+    def chunk(self, numbers: int) -> int:
+        """How many particles are run at once, each of so many numbers."""
+        return self.chunk_size or max(1, _CHUNK // max(1, numbers))
 
     def __post_init__(self) -> None:
         # An int of NumPy, or a tensor, is an int from here on.

@@ -12,6 +12,7 @@ from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, make_annealing
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.sites import is_latent, is_random, known_support
 from pyro_mcvae.programs.types import Program, Site
 
@@ -50,7 +51,7 @@ def look_from_prior(sampler: ImportanceSampler, num_particles: int) -> LogEviden
             return estimate(prior, num_particles)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         # A look is extra: what cannot be looked at is said, and the report stands without.
-        return str(error).splitlines()[0] if str(error) else type(error).__name__
+        return first_line(error)
 
 
 def _why_not(sampler: ImportanceSampler) -> str:

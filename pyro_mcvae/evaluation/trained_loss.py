@@ -47,9 +47,7 @@ def trained_loss(sampler: ImportanceSampler, loss: Any) -> TrainedLoss:
             f"loss must be the loss that the guide was trained by, such as Trace_ELBO(), got "
             f"{loss!r}"
         )
-    programs, reference = sampler.programs, sampler.reference
-    shape = reference.log_weight.shape[1:]
-    weights = float((reference.log_weight.new_ones(shape) * reference.scale).sum())
+    programs, weights = sampler.programs, float(sampler.reference.num_weights)
     values = torch.tensor(
         [
             -float(plain.loss(*programs.pair, *programs.args, **programs.kwargs)) / weights

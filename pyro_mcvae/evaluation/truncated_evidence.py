@@ -21,8 +21,6 @@ __all__ = ["TruncatedWeights"]
 
 # How many entries of a state a proposal changes on average: near the states, and farther off.
 _CHANGES = 1.0, 4.0
-# How many numbers a chunk may have.
-_CHUNK = 1 << 23
 
 
 class TruncatedWeights:
@@ -67,7 +65,7 @@ def _chunks(posterior: StatePosterior, options: Options) -> list[int]:
         for p in posterior.populations
         if p is not None
     )
-    size = options.chunk_size or max(1, _CHUNK // max(1, numbers))
+    size = options.chunk(numbers)
     full, rest = divmod(options.num_particles, size)
     return [size] * full + [rest] * (rest > 0)
 

@@ -246,8 +246,7 @@ def _quantiles(values: Tensor) -> str:
 
 
 def _mean(evidence: LogEvidence) -> str:
-    error = evidence.standard_error.square().sum().sqrt() / evidence.standard_error.numel()
-    return f"{float(evidence.mean):.3f} ± {float(error):.3f}"
+    return f"{float(evidence.mean):.3f} ± {float(evidence.mean_standard_error):.3f}"
 
 
 def _k_hat(evidence: LogEvidence) -> str:

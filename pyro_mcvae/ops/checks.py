@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
-__all__ = ["as_int", "check_choice", "check_count", "check_flag"]
+__all__ = ["as_int", "check_choice", "check_count", "check_flag", "check_positive"]
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -43,6 +44,26 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_positive(name: str, value: Any) -> float:
+    """
+    Check a number that is to be positive and finite.
+
+    :returns: the number.
+    :raises ValueError: unless it is.
+
+    Example::
+
+        >>> check_positive("seconds", 0)
+        Traceback (most recent call last):
+            ...
+        ValueError: seconds must be a positive number, got 0
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {value!r}")
+    return float(value)
 
 
 def as_int(value: Any) -> int | None:

@@ -135,8 +135,8 @@ class ParticleSampler:
         count = count or self.num_particles
         vectorized = self.vectorizes(programs, count)
         shared = _NONE if self._latest is None else self._latest.global_sites
-        execution = Execution(programs, execute, subsamples, shared, find_shared)
-        execution = replace(execution, rewinds=self._latest is None)
+        rewinds = self._latest is None
+        execution = Execution(programs, execute, subsamples, shared, find_shared, rewinds)
         first = self.runner.run_together(execution, count) if vectorized else None
         vectorized = first is not None
         if first is None:

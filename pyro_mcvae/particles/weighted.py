@@ -96,6 +96,11 @@ class WeightedParticles:
         scales = [subsampling_scale(self.block_frames(b)) for b in range(len(self.blocks))]
         return scales[0] if len(set(scales)) == 1 else self._spread(scales)
 
+    @property
+    def num_weights(self) -> Tensor:
+        """How many weights a bound is the sum of, N/B times those of a minibatch."""
+        return (self.log_weight.new_ones(self.log_weight.shape[1:]) * self.scale).sum()
+
     def _spread(self, values: list[float]) -> Tensor:
         """A number for each block, at each of its entries."""
         parts = self.split(self.log_weight[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-__all__ = ["LeadingDimsError", "NoCoordinateError", "SiteError"]
+__all__ = ["LeadingDimsError", "NoCoordinateError", "SiteError", "first_line"]
 
 
 class SiteError(ValueError):
@@ -25,3 +25,8 @@ class LeadingDimsError(RuntimeError):
     def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
         self.reason = textwrap.shorten(reason or message, 120, placeholder=" ...")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its name, if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs.types import Message, TorchFunction
 
-__all__ = ["Escapes", "TrackDraws", "marks_of", "unmarked"]
+__all__ = ["READS", "Escapes", "TrackDraws", "marks_of", "unmarked"]
 
 _NONE: frozenset[str] = frozenset()
 
@@ -84,11 +84,25 @@ class TrackDraws(Messenger):
         msg["value"] = _Marked(leaf, frozenset({msg["name"]}))
 
 
-_TORCH_AND_METHOD = (
-    "allclose",
+def _as_function_and_method(*names: str) -> set[object]:
+    return {getattr(module, name) for module in (torch, torch.Tensor) for name in names}
+
+
+# Through these the values of a tensor become a Python number.
+READS: frozenset[object] = frozenset(
+    {
+        torch.Tensor.__bool__,
+        torch.Tensor.__complex__,
+        torch.Tensor.__float__,
+        torch.Tensor.__index__,
+        torch.Tensor.__int__,
+        torch.Tensor.item,
+        torch.Tensor.tolist,
+        *_as_function_and_method("allclose", "equal", "is_nonzero"),
+    }
+)
+_SHAPED_BY_VALUES = (
     "argwhere",
-    "equal",
-    "is_nonzero",
     "masked_select",
     "nonzero",
     "repeat_interleave",
@@ -98,19 +112,13 @@ _TORCH_AND_METHOD = (
 # Through these a draw's value leaves the tensors that are tracked: as a Python number or a string,
 # as a shape, or copied into a new tensor.
 _WAYS_OUT: set[object] = {
+    *READS,
     torch.Tensor.__array__,
-    torch.Tensor.__bool__,
-    torch.Tensor.__complex__,
     torch.Tensor.__contains__,
-    torch.Tensor.__float__,
     torch.Tensor.__format__,
-    torch.Tensor.__index__,
-    torch.Tensor.__int__,
-    torch.Tensor.item,
     torch.Tensor.numpy,
-    torch.Tensor.tolist,
     torch.tensor,
-    *(getattr(module, name) for module in (torch, torch.Tensor) for name in _TORCH_AND_METHOD),
+    *_as_function_and_method(*_SHAPED_BY_VALUES),
 }
 _OPTIONS_ONLY: set[object] = {
     torch.Tensor.new_zeros,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.checks import check_count, check_positive
 
 __all__ = ["PlateauDetector"]
 
@@ -57,10 +57,7 @@ class PlateauDetector:
     """
 
     def __init__(self, tolerance: float = 0.3, min_steps: int = 400) -> None:
-        positive = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-        if not positive or not 0 < tolerance < math.inf:
-            raise ValueError(f"tolerance must be a positive number, got {tolerance!r}")
-        self.tolerance = tolerance
+        self.tolerance = check_positive("tolerance", tolerance)
         self.min_steps = max(check_count("min_steps", min_steps), 8 * _BATCHES)
         self.reset()
 

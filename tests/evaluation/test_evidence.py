@@ -9,7 +9,6 @@ import torch
 from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from torch import nn
 
-import pyro_mcvae.evaluation.importance_sampler as weigher_module
 from pyro_mcvae import (
     HMC,
     MALA,
@@ -180,7 +179,7 @@ def test_no_tensor_has_all_particles(options):
 
 
 def test_by_default_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(weigher_module, "_CHUNK", 1000)
+    monkeypatch.setattr("pyro_mcvae.evaluation.options._CHUNK", 1000)
     exact, sizes = ProbabilisticPCA(), []
 
     class Watch(pyro.poutine.messenger.Messenger):

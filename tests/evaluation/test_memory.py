@@ -7,7 +7,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae import MALA, log_evidence, report
-from pyro_mcvae.evaluation import importance_sampler as weigher_module
 from tests.models import ProbabilisticPCA
 
 
@@ -60,7 +59,7 @@ def test_more_particles_take_no_more_memory(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_chunk_has_the_memory_that_it_says(monkeypatch, way):
     """By default, a few times that of the numbers which it draws."""
-    monkeypatch.setattr(weigher_module, "_CHUNK", 1 << 17)
+    monkeypatch.setattr("pyro_mcvae.evaluation.options._CHUNK", 1 << 17)
     exact = ProbabilisticPCA(p=30, N=20)
     judge, options = WAYS[way]
     found = peak(judge, exact.model, exact.guide, num_particles=300, **options)
