@@ -48,8 +48,8 @@ def substitute(
         if any(_overlap(old, leaf) for leaf in leaves):
             shared[name] = value
             continue
-        leaf, rows = _copied_from(name, sites[name], leaves, subsamples, remedy)
-        new[id(leaf)] = _replaced(new.get(id(leaf), leaf.detach()), rows, value)
+        leaf, selection = _copied_from(name, sites[name], leaves, subsamples, remedy)
+        new[id(leaf)] = _replaced(new.get(id(leaf), leaf.detach()), selection, value)
     new.update(_rewritten(leaves, sites, shared, remedy))
     args, kwargs = tree_map_only(Tensor, lambda t: new.get(id(t), t), call)
     return replace(programs, args=args, kwargs=kwargs)
@@ -114,19 +114,19 @@ def _groups(leaves: list[Tensor], observed: list[Tensor]) -> list[list[Tensor]]:
     return groups
 
 
-# Which rows of which dims of a tensor: all of it where there are none.
-Rows = list[tuple[int, Tensor]]
+# Which data along which dims of a tensor: all of it where there are none.
+Selection = list[tuple[int, Tensor]]
 
 
 def _copied_from(
     name: str, site: Site, leaves: list[Tensor], subsamples: Mapping[str, Tensor], remedy: str
-) -> tuple[Tensor, Rows]:
-    """The argument of which an observed tensor is a copy, and the rows of it."""
+) -> tuple[Tensor, Selection]:
+    """The argument of which an observed tensor is a copy, and which part of it."""
     found = []
     for leaf in leaves:
-        for rows in _selections(leaf, site, subsamples):
-            if _same(_select(leaf, rows), site["value"]):
-                found.append((leaf, rows))
+        for selection in _selections(leaf, site, subsamples):
+            if _same(_select(leaf, selection), site["value"]):
+                found.append((leaf, selection))
                 break
     if len(found) != 1:
         where = f"may come from {len(found)} of them" if found else "are in none of them"
@@ -138,8 +138,8 @@ def _copied_from(
     return found[0]
 
 
-def _selections(leaf: Tensor, site: Site, subsamples: Mapping[str, Tensor]) -> Iterator[Rows]:
-    """What of a leaf an observed tensor may be made of: all, or the rows of the site's plates."""
+def _selections(leaf: Tensor, site: Site, subsamples: Mapping[str, Tensor]) -> Iterator[Selection]:
+    """What of a leaf an observed tensor may be made of: all, or the data of the site's plates."""
     yield []
     frames = [f for f in site["cond_indep_stack"] if f.name in subsamples and f.dim is not None]
     frames.sort(key=lambda f: f.dim)
@@ -150,17 +150,17 @@ def _selections(leaf: Tensor, site: Site, subsamples: Mapping[str, Tensor]) -> I
             yield [(d, subsamples[f.name].to(leaf.device)) for d, f in pairs]
 
 
-def _select(leaf: Tensor, rows: Rows) -> Tensor:
-    for d, index in rows:
+def _select(leaf: Tensor, selection: Selection) -> Tensor:
+    for d, index in selection:
         leaf = leaf.index_select(d, index)
     return leaf
 
 
-def _replaced(leaf: Tensor, rows: Rows, value: Tensor) -> Tensor:
-    """A copy of a leaf with other values in its rows."""
-    if not rows:
+def _replaced(leaf: Tensor, selection: Selection, value: Tensor) -> Tensor:
+    """A copy of a leaf with other values in a part of it."""
+    if not selection:
         return value.to(leaf.dtype).reshape(leaf.shape)
-    (d, index), *rest = rows
+    (d, index), *rest = selection
     return leaf.index_copy(d, index, _replaced(leaf.index_select(d, index), rest, value))
 
 

@@ -29,7 +29,7 @@ from pyro_mcvae.truncated.states import StateSpace
 
 __all__ = ["StateBuffers"]
 
-# The rows of a chunk of the first states, so that unpacked ones never fill the memory.
+# The data of a chunk of the first states, so that unpacked ones never fill the memory.
 _CHUNK = 1 << 24
 
 
@@ -70,10 +70,10 @@ class StateBuffers(nn.Module):
                 self._agreed.add(name)
                 ranks.from_first_rank(self._states(layout))
 
-    def _minibatch(self, layout: StateLayout, rows: DataIndex) -> Tensor:
+    def _minibatch(self, layout: StateLayout, data_index: DataIndex) -> Tensor:
         """The packed states of a minibatch, ``[E, S, bytes]``."""
         kept = self._states(layout)
-        return kept.index_select(0, self._place(layout, rows).to(kept.device))
+        return kept.index_select(0, self._place(layout, data_index).to(kept.device))
 
     def store(self, runs: JointRuns, populations: Populations, shared: bool = False) -> None:
         """
@@ -83,10 +83,10 @@ class StateBuffers(nn.Module):
             minibatches, and let them have these.
         """
         for b, layout in runs.layouts.searched:
-            population, rows = populations[b], runs.data_index[b]
-            if population is not None and rows is not None:
+            population, data_index = populations[b], runs.data_index[b]
+            if population is not None and data_index is not None:
                 kept = self._states(layout)
-                index = self._place(layout, rows).to(kept.device)
+                index = self._place(layout, data_index).to(kept.device)
                 # Where the model gave NaN nothing was learned about the states.
                 usable = ~population.log_joint.isnan().any(1).to(kept.device)
                 before = kept.index_select(0, index)
@@ -132,14 +132,14 @@ class StateBuffers(nn.Module):
         name = self._buffer(layout)
         return self._shards[name][1] if name in self._shards else self.get_buffer(name)
 
-    def _place(self, layout: StateLayout, rows: DataIndex) -> Tensor:
-        """Where the rows of a minibatch are among those that are kept here."""
+    def _place(self, layout: StateLayout, data_index: DataIndex) -> Tensor:
+        """Where the data of a minibatch are among those that are kept here."""
         name = self._buffer(layout)
         if name not in self._shards:
-            return rows.index
+            return data_index.index
         shard = self._shards[name][0]
-        check_owned(layout.plates[shard.axis].name, shard, rows.index)
-        return shard.place(rows.index)
+        check_owned(layout.plates[shard.axis].name, shard, data_index.index)
+        return shard.place(data_index.index)
 
     # Not as tensors of the inference mode, in which no later step could write.
     @torch.inference_mode(False)
@@ -164,8 +164,8 @@ class StateBuffers(nn.Module):
                 del self._buffers[name]
         else:
             assert bank is not None
-            rows = layout.num_data if shard is None else shard.num_rows
-            made = _first_states(space, bank, rows, self.num_states)
+            num_data = layout.num_data if shard is None else shard.num_rows
+            made = _first_states(space, bank, num_data, self.num_states)
             if shard is None:
                 self.register_buffer(name, made)
             else:
@@ -270,18 +270,18 @@ class StateBuffers(nn.Module):
         return ""
 
 
-def _first_states(space: StateSpace, bank: Tensor, rows: int, count: int) -> Tensor:
-    """Distinct states for each row, drawn from the model's, packed."""
+def _first_states(space: StateSpace, bank: Tensor, num_data: int, count: int) -> Tensor:
+    """Distinct states for each datum, drawn from the model's, packed."""
     step = max(1, _CHUNK // max(1, 2 * count * len(space)))
     parts = [torch.empty(0, count, space.num_bytes, dtype=torch.uint8, device=bank.device)]
-    for begin in range(0, rows, step):
-        pick = torch.randint(len(bank), (min(step, rows - begin), count), device=bank.device)
+    for begin in range(0, num_data, step):
+        pick = torch.randint(len(bank), (min(step, num_data - begin), count), device=bank.device)
         parts.append(space.pack(distinct_states(space, bank[pick], count)))
     return torch.cat(parts)
 
 
 def _settle(index: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
-    """A datum that stands twice in a minibatch gets the states of its first row."""
+    """A datum that stands twice in a minibatch gets the states of its first place."""
     ordered, order = index.sort(stable=True)
     position = torch.arange(len(index), device=index.device)
     again = torch.nn.functional.pad(ordered[1:] == ordered[:-1], (1, 0))

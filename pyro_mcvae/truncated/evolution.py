@@ -83,8 +83,8 @@ def distinct_states(space: StateSpace, states: Tensor, count: int) -> Tensor:
         torch.Size([1, 4, 2])
     """
     sizes, device = space.sizes, states.device
-    rows = torch.arange(count, device=device) % states.shape[1]
-    spare = states.index_select(1, rows).clone()
+    cycle = torch.arange(count, device=device) % states.shape[1]
+    spare = states.index_select(1, cycle).clone()
     # As many leading entries as have enough values: counting through them from a random start
     # makes distinct states, also where these are all that there are.
     last, total = 0, 1
@@ -180,11 +180,11 @@ class OnePointCrossover:
     """
 
     def __call__(self, states: Tensor) -> Tensor:
-        rows, count, size = states.shape
+        num_data, count, size = states.shape
         if count < 2 or size < 2:
             return states
         pairs = count // 2
-        cut = torch.randint(1, size, (rows, pairs, 1), device=states.device)
+        cut = torch.randint(1, size, (num_data, pairs, 1), device=states.device)
         beyond = torch.arange(size, device=states.device) >= cut
         left, right = states[:, 0 : 2 * pairs : 2], states[:, 1 : 2 * pairs : 2]
         children = [torch.where(beyond, right, left), torch.where(beyond, left, right)]

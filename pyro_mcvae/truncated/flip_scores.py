@@ -29,8 +29,8 @@ def find_flip_scores(
     found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     by_site = dict(zip(leaves, found, strict=True))
     result: list[Tensor | None] = []
-    for layout, at, rows in zip(runs.layouts.blocks, states, runs.data_index, strict=True):
-        if layout is None or at is None or rows is None:
+    for layout, at, data_index in zip(runs.layouts.blocks, states, runs.data_index, strict=True):
+        if layout is None or at is None or data_index is None:
             result.append(None)
             continue
         gradients: dict[str, Tensor | None] = {}
@@ -39,5 +39,5 @@ def find_flip_scores(
             whole = [g for g in parts if g is not None]
             if parts and len(whole) == len(parts):
                 gradients[name] = torch.stack(whole) if len(whole) > 1 else whole[0]
-        result.append(layout.flip_scores(at, gradients, rows))
+        result.append(layout.flip_scores(at, gradients, data_index))
     return result

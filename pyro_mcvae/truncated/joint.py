@@ -63,7 +63,7 @@ class JointRuns:
     :param sampler: knows how to vectorise, and keeps what was learned of the programs.
     :param layouts: from :func:`find_layouts`.
     :param given: draws of ``guide`` that are made already, by site, and their minibatch.
-    :ivar rows: for each block the data of the minibatch; known after the first run.
+    :ivar data_index: for each block the data of the minibatch; known after the first run.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class JointRuns:
         Run the model.
 
         :param load: for each block its states ``[E, C, D]``, or a function that gives them once
-            the rows of the minibatch are known; None to draw them from the model.
+            the data of the minibatch are known; None to draw them from the model.
         :param count: how many, C.
         :param leaves: filled with the sites' values, as leaves of the graph.
         """
@@ -174,17 +174,17 @@ class JointRuns:
 
     def block(self, b: int) -> tuple[StateLayout, DataIndex]:
         """A searched block's layout and its data of the minibatch, after the first run."""
-        layout, rows = self.layouts.blocks[b], self.data_index[b]
+        layout, data_index = self.layouts.blocks[b], self.data_index[b]
         assert layout is not None
-        assert rows is not None
-        return layout, rows
+        assert data_index is not None
+        return layout, data_index
 
     def frozen(self, sample: WeightedParticles, b: int) -> Tensor:
         """The entries of a block that are masked out in each state, ``[E, C, D]``."""
-        layout, rows = self.layouts.blocks[b], self.data_index[b]
+        layout, data_index = self.layouts.blocks[b], self.data_index[b]
         assert layout is not None
-        assert rows is not None
-        return frozen_entries(layout, rows, sample)
+        assert data_index is not None
+        return frozen_entries(layout, data_index, sample)
 
     def mask_impossible(self, sample: WeightedParticles, log_weight: Tensor) -> Tensor:
         """``log_weight``, minus infinity at the states that do not exist."""
@@ -203,11 +203,11 @@ class JointRuns:
                     # Where the states are: a copy from the host would have to be waited for.
                     device = next(x.device for x in self.layouts.bank if x is not None)
                     self.data_index[b] = find_data_index(layout, msg, self.subsamples, device)
-                rows = self.data_index[b]
+                data_index = self.data_index[b]
                 states = load(b) if callable(load) else load[b]
-                assert rows is not None
+                assert data_index is not None
                 assert states is not None
-                values.update(layout.values(states, rows))
+                values.update(layout.values(states, data_index))
                 return
         raise StatesError(
             f"site '{msg['name']}' was not in the model at its first call: make another "

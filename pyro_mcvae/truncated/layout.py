@@ -138,7 +138,7 @@ class DataIndex:
     The data of one minibatch.
 
     :ivar sizes: the sizes of the block's plates in it.
-    :ivar index: which rows of all data they are, shape ``[E]``.
+    :ivar index: which of all data they are, in the order of the full plates, shape ``[E]``.
     """
 
     sizes: tuple[int, ...]
@@ -196,39 +196,39 @@ class StateLayout:
             self._packings[sizes] = Packing(shapes, [self._dims]), Packing(moves, [self._dims])
         return self._packings[sizes]
 
-    def entries(self, states: Tensor, rows: DataIndex) -> dict[str, Tensor]:
+    def entries(self, states: Tensor, data_index: DataIndex) -> dict[str, Tensor]:
         """``[E, C, D]`` to each site's entries ``[C, *batch, *shape]``."""
         # Copied as bytes: in any later form it would be a slower copy, or many.
         packed = states.transpose(0, 1).contiguous()
-        packed = packed.reshape(packed.shape[0], *rows.sizes, packed.shape[-1])
-        return self._packing(rows.sizes)[0].unpack(packed)
+        packed = packed.reshape(packed.shape[0], *data_index.sizes, packed.shape[-1])
+        return self._packing(data_index.sizes)[0].unpack(packed)
 
-    def values(self, states: Tensor, rows: DataIndex) -> dict[str, Tensor]:
+    def values(self, states: Tensor, data_index: DataIndex) -> dict[str, Tensor]:
         """``[E, C, D]`` to each site's values ``[C, *batch, *event]``."""
-        entries = self.entries(states, rows)
+        entries = self.entries(states, data_index)
         return {name: self.sites[name].value(part) for name, part in entries.items()}
 
-    def states(self, values: Mapping[str, Tensor], rows: DataIndex) -> Tensor:
+    def states(self, values: Mapping[str, Tensor], data_index: DataIndex) -> Tensor:
         """Sites' values ``[C, *batch, *event]`` to states ``[E, C, D]``."""
         entries = {}
         for name, spec in self.sites.items():
             value = values[name]
             at = value.argmax(-1) if spec.one_hot else value - spec.low
             entries[name] = at.clamp(0, spec.size - 1).to(self.space.dtype)
-        packed = self._packing(rows.sizes)[0].pack(entries)
+        packed = self._packing(data_index.sizes)[0].pack(entries)
         return packed.flatten(1, -2).transpose(0, 1)
 
-    def flags(self, flags: Mapping[str, Tensor], rows: DataIndex) -> Tensor:
+    def flags(self, flags: Mapping[str, Tensor], data_index: DataIndex) -> Tensor:
         """Booleans by entry ``[C, *batch, *shape]`` to ``[E, C, D]``."""
         given = {name: flag.to(torch.uint8) for name, flag in flags.items()}
-        packed = self._packing(rows.sizes)[0].pack(given)
+        packed = self._packing(data_index.sizes)[0].pack(given)
         return packed.flatten(1, -2).transpose(0, 1).bool()
 
     def flip_scores(
-        self, states: Tensor, gradients: Mapping[str, Tensor | None], rows: DataIndex
+        self, states: Tensor, gradients: Mapping[str, Tensor | None], data_index: DataIndex
     ) -> Tensor:
         """Gradients by site to the flip score of every move: ``[E, C, M]``."""
-        entries = self.entries(states, rows)
+        entries = self.entries(states, data_index)
         parts = {}
         for name, at in entries.items():
             spec, gradient = self.sites[name], gradients.get(name)
@@ -236,5 +236,5 @@ class StateLayout:
                 event = (spec.size,) if spec.one_hot else ()
                 gradient = gradient.reshape(*at.shape, *event)
             parts[name] = spec.flip_scores(at, gradient)
-        packed = self._packing(rows.sizes)[1].pack(parts)
+        packed = self._packing(data_index.sizes)[1].pack(parts)
         return packed.flatten(1, -2).transpose(0, 1)

@@ -19,7 +19,7 @@ def spec_of(layouts: Layouts, name: str) -> SiteSpec:
     return next(layout.sites[name] for _, layout in layouts.searched if name in layout.sites)
 
 
-def frozen_entries(layout: StateLayout, rows: DataIndex, sample: WeightedParticles) -> Tensor:
+def frozen_entries(layout: StateLayout, data_index: DataIndex, sample: WeightedParticles) -> Tensor:
     """The entries of a block that are masked out in each state, ``[E, C, D]``."""
     flags: dict[str, Tensor] = {}
     for name, spec in layout.sites.items():
@@ -33,7 +33,7 @@ def frozen_entries(layout: StateLayout, rows: DataIndex, sample: WeightedParticl
                 missing = ~(exists[..., 0] if spec.one_hot else exists)
             parts.append(missing)
         flags[name] = parts[0] if len(parts) == 1 else torch.stack(parts)
-    return layout.flags(flags, rows)
+    return layout.flags(flags, data_index)
 
 
 def impossible_states(layouts: Layouts, sample: WeightedParticles) -> Tensor | None:

@@ -52,10 +52,10 @@ class StatePosterior:
         self.runs, self.populations, self.weighted = runs, populations, sample
         self.values: dict[str, Tensor] = {}
         for b, layout in runs.layouts.searched:
-            population, rows = populations[b], runs.data_index[b]
+            population, data_index = populations[b], runs.data_index[b]
             assert population is not None
-            assert rows is not None
-            self.values.update(layout.values(population.states, rows))
+            assert data_index is not None
+            self.values.update(layout.values(population.states, data_index))
 
     @property
     def subsamples(self) -> dict[str, Tensor]:

@@ -51,8 +51,8 @@ def propose(
         return merge(runs, populations, _draw(runs, proposals.count))
     values = proposals(*runs.args, **runs.kwargs)
     found: list[Tensor | None] = []
-    for layout, rows in zip(runs.layouts.blocks, runs.data_index, strict=True):
-        if layout is None or rows is None:
+    for layout, data_index in zip(runs.layouts.blocks, runs.data_index, strict=True):
+        if layout is None or data_index is None:
             found.append(None)
             continue
         missing = [name for name in layout.sites if name not in values]
@@ -61,7 +61,7 @@ def propose(
                 f"proposals= returned values of {sorted(values)}, but not of '{missing[0]}': "
                 f"return a value [count, *batch, *event] for each discrete site"
             )
-        found.append(layout.states(values, rows))
+        found.append(layout.states(values, data_index))
     return merge(runs, populations, found)
 
 
@@ -69,15 +69,17 @@ def _draw(runs: JointRuns, count: int) -> list[Tensor | None]:
     """States drawn from the model given the other latents: for each block ``[E, C, D]``."""
     sample = runs.run(None, count)
     found: list[Tensor | None] = []
-    for b, (layout, rows) in enumerate(zip(runs.layouts.blocks, runs.data_index, strict=True)):
-        if layout is None or rows is None:
+    for b, (layout, data_index) in enumerate(
+        zip(runs.layouts.blocks, runs.data_index, strict=True)
+    ):
+        if layout is None or data_index is None:
             found.append(None)
             continue
         nodes = [run.model_trace.nodes for run in sample.runs]
         values = {n: torch.stack([t[n]["value"] for t in nodes]) for n in layout.sites}
         if sample.runs[0].leading is not None:
             values = {n: value[0] for n, value in values.items()}
-        states = layout.states(values, rows)
+        states = layout.states(values, data_index)
         if runs.layouts.masked:
             states = states.masked_fill(runs.frozen(sample, b), 0)
         found.append(states)

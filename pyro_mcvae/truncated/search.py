@@ -76,10 +76,10 @@ def evaluate(
     packed: list[Tensor | None] = [None] * len(runs.layouts.blocks)
 
     def load(b: int) -> Tensor:
-        layout, rows = runs.layouts.blocks[b], runs.data_index[b]
+        layout, data_index = runs.layouts.blocks[b], runs.data_index[b]
         assert layout is not None
-        assert rows is not None
-        packed[b] = at = stored(layout, rows)
+        assert data_index is not None
+        packed[b] = at = stored(layout, data_index)
         return layout.space.unpack(at)
 
     sample = runs.run(load, count)

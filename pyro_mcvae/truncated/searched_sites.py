@@ -245,9 +245,9 @@ def find_layouts(
         full = tuple(frames[k].full_size or frames[k].size for k in block.plates)
         layout = StateLayout(block.plates, full, [site_spec(s, run.nesting) for s in own])
         sizes = tuple(frames[k].size for k in block.plates)
-        rows = DataIndex(sizes, torch.zeros(0))
+        data_index = DataIndex(sizes, torch.zeros(0))
         drawn = [
-            layout.states({n: trace.nodes[n]["value"] for n in layout.sites}, rows)
+            layout.states({n: trace.nodes[n]["value"] for n in layout.sites}, data_index)
             for trace in draws
         ]
         blocks.append(layout)

@@ -47,7 +47,7 @@ def as_names(shard: str | Iterable[str] | None) -> tuple[str, ...]:
 
 def shard_of(layout: StateLayout, names: tuple[str, ...]) -> Shard | None:
     """
-    Which rows of a block this process keeps; None for all of them.
+    The data of a block whose states this process keeps; None for all of them.
 
     :raises StatesError: for a block with two of the plates that are dealt out.
     """
@@ -80,7 +80,7 @@ def check_names(names: tuple[str, ...], layouts: list[StateLayout]) -> None:
 
 def check_same(name: str, kept: Shard, wanted: Shard | None) -> None:
     """
-    Compare the rows that are kept with those that should be.
+    Compare the data whose states are kept with those that should be.
 
     :raises StatesError: if the processes are others than before.
     """
@@ -94,21 +94,21 @@ def check_same(name: str, kept: Shard, wanted: Shard | None) -> None:
     )
 
 
-def check_owned(name: str, shard: Shard, rows: Tensor) -> None:
+def check_owned(name: str, shard: Shard, index: Tensor) -> None:
     """
     Check that this process keeps the states of a minibatch.
 
     :raises StatesError: naming an index that is another process's.
     """
-    # On a device nobody waits for the answer: there a row that is not kept is no row at all.
-    if rows.device.type != "cpu" and not is_validation_enabled():
+    # On a device nobody waits for the answer: there a datum that is not kept has no place at all.
+    if index.device.type != "cpu" and not is_validation_enabled():
         return
-    others = ~shard.owns(rows)
+    others = ~shard.owns(index)
     if bool(others.any()):
-        index = int(shard.datum(rows[others])[0])
+        datum = int(shard.datum(index[others])[0])
         raise StatesError(
-            f"plate '{name}' was given index {index}, whose states are kept by rank "
-            f"{index % shard.num_ranks} of {shard.num_ranks}, and this is rank {shard.rank}: with "
+            f"plate '{name}' was given index {datum}, whose states are kept by rank "
+            f"{datum % shard.num_ranks} of {shard.num_ranks}, and this is rank {shard.rank}: with "
             f"shard='{name}' a rank works on the indices {shard.rank}, "
             f"{shard.rank + shard.num_ranks}, {shard.rank + 2 * shard.num_ranks}, ... only. Deal "
             f"minibatches out by RankBatches({shard.size}, batch_size, fixed=True)"
