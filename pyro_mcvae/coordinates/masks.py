@@ -9,7 +9,6 @@ from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Placed, Record
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.sites import masked_entries
-from pyro_mcvae.structure.blocks import Structure
 
 __all__ = ["all_coordinates", "movable_coordinates"]
 
@@ -21,10 +20,11 @@ def movable_coordinates(
     1 for coordinates that are part of the weight, 0 for masked ones; None where nothing is masked.
 
     :returns: shape ``[K, *plates, D]``.
-    :raises ValueError: if a mask depends on a latent, so that moves would change it.
+    :raises ValueError: if a mask depends on a latent that moves, so that it would change.
     """
-    if sample.structure.masked_by:
-        raise _moving(sample.structure)
+    for name, draws in sample.structure.masked_by.items():
+        if not draws.isdisjoint(packing.sites):
+            raise _moving(name, draws)
     masks = [
         {n: m for n in packing.sites if (m := masked_entries(run.guide_trace.nodes[n])) is not None}
         for run in sample.runs
@@ -47,8 +47,7 @@ def all_coordinates(records: list[Record], packing: Packing) -> Tensor:
     )
 
 
-def _moving(structure: Structure) -> ValueError:
-    name, draws = next(iter(structure.masked_by.items()))
+def _moving(name: str, draws: frozenset[str]) -> ValueError:
     return ValueError(
         f"the mask of site '{name}' of the guide depends on {', '.join(sorted(draws))}, so "
         f"moves would change how many latents count: let the masks of both programs depend on "

@@ -236,6 +236,38 @@ def masked_guide():
     normal("z", Vindex(param("q_loc", 3))[y], positive("q_scale"))
 
 
+def present_model():
+    """An object that is there or not, and a second only where there is a first."""
+    x, mean, there = data(2), 0.0, torch.ones(2)
+    with pyro.plate("data", 2):
+        for t in range(2):
+            present = pyro.sample(f"present{t}", dist.Bernoulli(0.6 * there))
+            with poutine.mask(mask=present.bool()):
+                z = normal(f"z{t}", param("mu"), 0.9)
+            mean, there = mean + present * z, there * present
+        normal("x", mean, obs=x)
+
+
+def present_guide():
+    x, there = data(2), torch.ones(2)
+    with pyro.plate("data", 2):
+        for t in range(2):
+            logit = param("q_level") + param("q_slope") * x
+            present = pyro.sample(f"present{t}", dist.Bernoulli(logit.sigmoid() * there))
+            with poutine.mask(mask=present.bool()):
+                normal(f"z{t}", param("q_loc") + 0.4 * x, positive("q_scale"))
+            there = there * present
+
+
+def present_evidence():
+    x, prior = data(2), (0.4, 0.6 * 0.4, 0.36)
+    parts = [
+        math.log(p) + dist.Normal(i * param("mu"), (0.36 + i * 0.81) ** 0.5).log_prob(x)
+        for i, p in enumerate(prior)
+    ]
+    return torch.stack(parts).logsumexp(0)
+
+
 @dataclass
 class Slotted:
     """
@@ -262,5 +294,6 @@ PROGRAMS = {
     "gamma": Slotted(gamma_model, gamma_guide),
     "subsampled": Slotted(subsampled("model"), subsampled("guide")),
     "plates": Slotted(apart_in_plates("model"), apart_in_plates("guide")),
+    "present": Slotted(present_model, present_guide, present_evidence),
     "masked": Slotted(masked(masked_model), masked(masked_guide)),
 }
