@@ -62,10 +62,10 @@ def check_continuous(log_weight: LogWeight, objective: str) -> None:
 
     :raises ValueError: naming the discrete sites.
     """
-    if log_weight.discrete:
+    if log_weight.plan.discrete:
         raise ValueError(
             f"{objective} moves latents along gradients, but the guide's site"
-            f"{named(log_weight.discrete)} discrete: sum discrete sites with "
+            f"{named(log_weight.plan.discrete)} discrete: sum discrete sites with "
             f"TraceRaoBlackwell_ELBO, weigh them with TraceIWAE_ELBO, or marginalise them "
             f"in the model"
         )

@@ -11,7 +11,6 @@ from torch import Tensor
 from pyro_mcvae.coordinates.coordinate import (
     Coordinates,
     UnconstrainedCoordinate,
-    ValueCoordinate,
 )
 from pyro_mcvae.coordinates.derivatives import (
     base_gradient,
@@ -22,7 +21,11 @@ from pyro_mcvae.coordinates.derivatives import (
 from pyro_mcvae.coordinates.evaluation import Evaluation, evaluate
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.held import HeldDraws, holding
-from pyro_mcvae.coordinates.masks import all_coordinates, movable_coordinates
+from pyro_mcvae.coordinates.masks import (
+    all_coordinates,
+    unmasked_coordinates,
+    without_sites,
+)
 from pyro_mcvae.coordinates.placing import (
     Placed,
     Record,
@@ -37,7 +40,6 @@ from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import SampleFn
-from pyro_mcvae.programs.sites import known_support
 from pyro_mcvae.programs.types import Distribution, Message
 
 __all__ = ["Evaluation", "LogWeight"]
@@ -147,17 +149,6 @@ class LogWeight:
         return self._sampler.resample(self.programs, within, sample_fns, count, detach)
 
     @property
-    def discrete(self) -> tuple[str, ...]:
-        """The local sites whose coordinate is a discrete value."""
-        # Not the dtype: Bernoulli and Poisson draws are floats.
-        record = self._records[0]
-        return tuple(
-            n
-            for n in self.packing.sites
-            if isinstance(c := record[n][0], ValueCoordinate) and known_support(c.fn).is_discrete
-        )
-
-    @property
     def unreparameterized(self) -> tuple[str, ...]:
         """The continuous local sites whose first draw has no gradient to the guide's parameters."""
         record = self._records[0]
@@ -172,12 +163,19 @@ class LogWeight:
     @cached_property
     def movable(self) -> Tensor | None:
         """
-        1 for coordinates that are part of the weight, 0 for those that a mask of the guide takes
-        out; shape ``[K, *plates, D]``, or None where nothing is masked.
+        1 for coordinates that chains move, 0 for those of discrete sites, and for those that a mask
+        of the guide takes out; shape ``[K, *plates, D]``, or None where all move.
 
-        :raises ValueError: if a mask depends on a latent, so that moves would change it.
+        :raises ValueError: if a mask depends on a latent that moves, so that it would change.
         """
-        return movable_coordinates(self.first.sample, self._records, self.packing)
+        if not self.plan.discrete:
+            return self._unmasked
+        return without_sites(self.valid, self.plan.discrete, self._records, self.packing)
+
+    @cached_property
+    def _unmasked(self) -> Tensor | None:
+        moving = self.plan.moving
+        return unmasked_coordinates(self.first.sample, self._records, self.packing, moving)
 
     @cached_property
     def valid(self) -> Tensor:
@@ -185,8 +183,8 @@ class LogWeight:
         1 for coordinates that are part of the weight; 0 for masked ones, and for those that fill
         up shorter vectors where the blocks' lengths differ. Shape ``[K, *plates, D]``.
         """
-        movable = self.movable
-        return all_coordinates(self._records, self.packing) if movable is None else movable
+        found = self._unmasked
+        return all_coordinates(self._records, self.packing) if found is None else found
 
     def gradients(
         self, at: Evaluation, create_graph: bool = True, retain_graph: bool = True

@@ -1,6 +1,8 @@
-"""Which coordinates are part of the weight: those that no mask of the guide takes out."""
+"""Which coordinates are part of the weight, and which of these move."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Set
 
 import torch
 from torch import Tensor
@@ -10,26 +12,37 @@ from pyro_mcvae.coordinates.placing import Placed, Record
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.sites import masked_entries
 
-__all__ = ["all_coordinates", "movable_coordinates"]
+__all__ = ["all_coordinates", "unmasked_coordinates", "without_sites"]
 
 
-def movable_coordinates(
-    sample: WeightedParticles, records: list[Record], packing: Packing
+def unmasked_coordinates(
+    sample: WeightedParticles, records: list[Record], packing: Packing, moving: Set[str]
 ) -> Tensor | None:
     """
     1 for coordinates that are part of the weight, 0 for masked ones; None where nothing is masked.
 
+    :param moving: the sites that move.
     :returns: shape ``[K, *plates, D]``.
     :raises ValueError: if a mask depends on a latent that moves, so that it would change.
     """
     for name, draws in sample.structure.masked_by.items():
-        if not draws.isdisjoint(packing.sites):
+        if not draws.isdisjoint(moving):
             raise _moving(name, draws)
     masks = [
         {n: m for n in packing.sites if (m := masked_entries(run.guide_trace.nodes[n])) is not None}
         for run in sample.runs
     ]
     return _packed(masks, records, packing) if any(masks) else None
+
+
+def without_sites(
+    coordinates: Tensor, names: Collection[str], records: list[Record], packing: Packing
+) -> Tensor:
+    """The same, ``[K, *plates, D]``, with 0 at the coordinates of some sites."""
+    kept = [
+        {n: torch.full_like(r[n].at, float(n not in names)) for n in packing.sites} for r in records
+    ]
+    return coordinates * packing.pack_runs(kept)
 
 
 def _packed(masks: list[dict[str, Tensor]], records: list[Record], packing: Packing) -> Tensor:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 
-from pyro_mcvae.coordinates.coordinate import UnconstrainedCoordinate
+from pyro_mcvae.coordinates.coordinate import (
+    Coordinate,
+    UnconstrainedCoordinate,
+    ValueCoordinate,
+)
 from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record, packing_of
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_plates
-from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.sites import is_random, known_support
 
 __all__ = ["Plan", "check_names", "plan_of"]
 
@@ -28,13 +32,20 @@ class Plan:
     :ivar entangled: whether a first coordinate may depend on another one, as a draw whose noise is
         not explicit does on the draws before it: gradients at the first draw are then no partial
         derivatives.
+    :ivar discrete: the sites whose coordinate is a discrete value, which no chain moves.
     :ivar looked: who has looked at the sites already, by keys of their own.
     """
 
     packing: Packing
     normal: bool
     entangled: bool
+    discrete: tuple[str, ...] = ()
     looked: set[Hashable] = field(default_factory=set)
+
+    @property
+    def moving(self) -> Set[str]:
+        """The sites that chains move."""
+        return self.packing.sites.keys() - set(self.discrete)
 
 
 def plan_of(
@@ -87,7 +98,13 @@ def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]
     entangled = len(first) > 1 and unexplicit and not sample.structure.mean_field
     # The density of what is held may depend on the coordinates, unless no draw does on another.
     normal = all(c.normal for c in first) and (sample.structure.mean_field or not held)
-    return Plan(packing, normal, entangled)
+    discrete = (n for n in packing.sites if _is_discrete(records[0][n].coordinate))
+    return Plan(packing, normal, entangled, tuple(discrete))
+
+
+def _is_discrete(coordinate: Coordinate) -> bool:
+    # Not the dtype: Bernoulli and Poisson draws are floats.
+    return isinstance(coordinate, ValueCoordinate) and known_support(coordinate.fn).is_discrete
 
 
 def check_names(records: list[Record], packing: Packing, shared: frozenset[str]) -> None:

@@ -163,7 +163,8 @@ def log_evidence(
     * **Chains** move the guide's draws towards the posterior; W is that of
       :class:`TraceAIS_ELBO` for adjusted kernels and of :class:`TraceSIS_ELBO` for unadjusted ones,
       unbiased for both. An adaptive step size is adapted on ``warmup`` chains of its own and then
-      frozen.
+      frozen. Discrete sites of the guide stay where they were drawn, in each chain, and the
+      continuous ones move: W is unbiased as ever.
     * **Memory** is that of one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum.
       By default a chunk has as many particles as make :math:`2^{23}` numbers at the programs'
       sites (64 MiB in float64), and works in at most 8 times that, beside a network's hidden
@@ -193,9 +194,9 @@ def log_evidence(
     {options}
     :returns: a :class:`LogEvidence`.
     :raises ValueError: for latents outside of a subsampled plate, guides of point masses alone,
-        point masses in the data's plates, discrete latents in chains, guides that never ran, masks
-        and scales that do not cancel, log weights that are not a number; naming the site and the
-        remedy.
+        point masses in the data's plates, chains where no latent is continuous, guides that never
+        ran, masks and scales that do not cancel, log weights that are not a number; naming the site
+        and the remedy.
 
     [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
     [2] Wu, Burda, Salakhutdinov, Grosse (2017), *On the Quantitative Analysis of Decoder-Based

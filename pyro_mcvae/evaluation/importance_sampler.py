@@ -176,11 +176,11 @@ class ImportanceSampler:
                 coordinates=self.annealing.coordinates,
                 latents=latents,
             )
-        if log_weight.discrete:
+        if log_weight.plan.discrete and not log_weight.plan.moving:
             raise ValueError(
                 f"chains move latents along gradients, but the guide's site"
-                f"{named(log_weight.discrete)} discrete: {self.annealing.without}, or marginalise "
-                f"them in the model"
+                f"{named(log_weight.plan.discrete)} discrete: {self.annealing.without}, or "
+                f"marginalise them in the model"
             )
         return ChainDensity(log_weight)
 

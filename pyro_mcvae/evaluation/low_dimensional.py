@@ -263,11 +263,11 @@ def _prepared(kernel: Kernel | None) -> Kernel:
 
 
 def _check_latents(log_weight: LogWeight) -> None:
-    if log_weight.discrete:
+    if log_weight.plan.discrete:
         raise ValueError(
             f"posterior draws are made along gradients, but the guide's site"
-            f"{named(log_weight.discrete)} discrete: use log_evidence, or marginalise them in the "
-            f"model"
+            f"{named(log_weight.plan.discrete)} discrete: use log_evidence, or marginalise them in "
+            f"the model"
         )
     dims = int(log_weight.valid.sum(-1).max())
     if dims > _LARGEST:

@@ -453,7 +453,7 @@ def test_minibatch_weights_are_not_scaled(vectorize):
 )
 @pytest.mark.parametrize("coordinates", ["noise", "value"])
 def test_discrete_sites_are_named(name, discrete, coordinates):
-    assert set(EXAMPLES[name]().log_weight(coordinates=coordinates).discrete) == discrete
+    assert set(EXAMPLES[name]().log_weight(coordinates=coordinates).plan.discrete) == discrete
 
 
 def test_coordinates_of_another_shape_are_refused():
