@@ -230,7 +230,7 @@ def _check_reads(
         n for t in (run.guide_trace, run.model_trace) for n, s in t.nodes.items() if is_random(s)
     }
     try:
-        with Watch().watching() as watch, TrackDraws(frozenset(latents)):
+        with Watch().reading() as watch, TrackDraws(frozenset(latents)):
             run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))
         read = next((r for r in watch.reads if r.sites), None)
     except Exception:  # tensors that cannot be tracked

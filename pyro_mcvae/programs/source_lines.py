@@ -11,31 +11,48 @@ from types import CodeType, FrameType
 import pyro
 import torch
 
-__all__ = ["is_library", "program_line"]
+__all__ = ["is_core", "is_library", "program_line"]
 
 _ROOM = os.path.dirname(__file__)
-_LIBRARIES = tuple(
+_OURS, *_THEIRS, _PYTHON = (
     os.path.dirname(path) + os.sep
-    for path in (torch.__file__, pyro.__file__, _ROOM, sysconfig.__file__)
+    for path in (_ROOM, torch.__file__, pyro.__file__, sysconfig.__file__)
 )
+_CORE = (_OURS, *_THEIRS)
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
 # Of Python's prompt, and of what exec runs.
 _TYPED_IN = "<stdin>", "<string>"
 
 
-def is_library(code: CodeType) -> bool:
-    """Whether a function is Python's own, or of an installed package, PyTorch's, Pyro's or ours."""
+def is_core(code: CodeType) -> bool:
+    """Whether a function is Python's own, PyTorch's, Pyro's or ours: no part of a program."""
     name = code.co_filename
-    return name not in _TYPED_IN and name.startswith((*_LIBRARIES, *_INSTALLED, "<"))
+    if name.startswith(_INSTALLED):
+        return name.startswith(_CORE)
+    return name not in _TYPED_IN and name.startswith((*_CORE, _PYTHON, "<"))
+
+
+def is_library(code: CodeType) -> bool:
+    """As :func:`is_core`, or of an installed package, which may be that of a program."""
+    return is_core(code) or code.co_filename.startswith(_INSTALLED)
 
 
 def program_line(frame: FrameType | None = None) -> str:
-    """The innermost line of the user's code that is being run, as ``file:line, code``."""
-    frame = innermost = frame or sys._getframe(1)
-    while frame is not None and is_library(frame.f_code):
-        frame = frame.f_back
-    # A test of ours, or an objective alone: some line is better than none.
-    found = frame or innermost
+    """The innermost line of the program that is being run, as ``file:line, code``."""
+    found = _innermost(frame or sys._getframe(1))
     name, line = found.f_code.co_filename, found.f_lineno
     return f"{name}:{line}, {linecache.getline(name, line).strip()}"
+
+
+def _innermost(begin: FrameType) -> FrameType:
+    frame: FrameType | None = begin
+    installed = None
+    while frame is not None and is_library(frame.f_code):
+        if installed is None and not is_core(frame.f_code):
+            installed = frame
+        if installed is not None and frame.f_code.co_filename.startswith(_OURS):
+            return installed  # the program is a package's, and what follows called us
+        frame = frame.f_back
+    # A test of ours, or an objective alone: some line is better than none.
+    return frame or installed or begin

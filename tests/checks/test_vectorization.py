@@ -2,6 +2,8 @@
 
 import functools
 import math
+import sysconfig
+import types
 
 import pyro
 import pyro.distributions as dist
@@ -184,6 +186,20 @@ def test_decisions_by_a_latent_are_not_taken_for_all_particles_at_once(name):
     with pytest.raises(RuntimeError, match=r"'z', at .*test_vectorization.py:\d+, while") as found:
         OBJECTIVES[name](vectorize_particles=True).loss(pair.model, pair.guide)
     assert "torch.where" in str(found.value)
+
+
+def test_a_model_of_an_installed_package_decides_as_well():
+    def installed(function):
+        place = sysconfig.get_path("purelib") + "/theirs/model.py"
+        return types.FunctionType(function.__code__.replace(co_filename=place), globals())
+
+    theirs = type("Theirs", (Solver,), {"forward": installed(Solver.forward)})
+    pair = Pair(theirs())
+    model = types.MethodType(installed(Pair.model), pair)
+    elbo = TraceIWAE_ELBO(5, vectorize_particles=True)
+    for program, place in ((pair.model, "test_vectorization.py"), (model, "theirs/model.py")):
+        with pytest.raises(RuntimeError, match=rf"'z', at \S*{place}:\d+"):
+            elbo.loss(program, pair.guide)
 
 
 class Guarded(nn.Module):
