@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pyro_mcvae.discrete.enumerated import SlotRun
+from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
@@ -12,7 +13,19 @@ from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.cache import StructureCache
 from pyro_mcvae.structure.independence import find_dependent_plates
 
-__all__ = ["Ancestry", "ancestors_of"]
+__all__ = ["Ancestry", "CoupledSlotsError", "ancestors_of"]
+
+
+class CoupledSlotsError(ValueError):
+    """
+    Elements of a site meet in a factor, so that each of their combinations is a value.
+
+    :ivar reason: where.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 class Ancestry:
@@ -68,18 +81,22 @@ def _check_uncoupled(
     ancestors: Mapping[FactorKey, frozenset[str]],
     coupled: Mapping[FactorKey, frozenset[PlateKey]],
 ) -> None:
-    """Refuse sites whose elements meet in a factor: their slots cannot be summed one by one."""
+    """Find sites whose elements meet in a factor: their slots cannot be summed one by one."""
+    for cost in slot_run.costs:
+        for site in slot_run.scored.values():
+            if site.symbol in cost.dims and not site.plates <= cost.plates:
+                raise CoupledSlotsError(
+                    f"site '{cost.term.key.name}' of the {cost.term.key.program} depends on "
+                    f"'{site.name}', but lies outside of a plate of '{site.name}'"
+                )
     for key, plates in coupled.items():
         for name in sorted(ancestors.get(key, frozenset()) & slot_run.scored.keys()):
             frames = plate_frames(slot_run.scored[name].site)
             shared = sorted(f.name for f in frames if plate_key(f) in plates)
             if shared:
-                raise ValueError(
+                raise CoupledSlotsError(
                     f"site '{key.name}' of the {key.program} depends, in one element of plate "
-                    f"'{shared[0]}', on other elements of guide site '{name}' (as z.cumsum(-1) "
-                    f"does), so that every combination of them would have to be summed: use "
-                    f"TraceIWAE_ELBO, which weighs them together, or draw the elements in a "
-                    f"sequential plate or pyro.markov"
+                    f"'{shared[0]}', on other elements of guide site '{name}'"
                 )
 
 
@@ -91,10 +108,11 @@ def _check_slots(slot_run: SlotRun, found: dependencies.Dependencies) -> None:
             for name in parents & slot_run.scored.keys():
                 symbol = slot_run.scored[name].symbol
                 if symbol is not None and len(cost.keys) == 1 and symbol not in cost.dims:
-                    raise RuntimeError(
+                    raise LeadingDimsError(
                         f"site '{key.name}' of the {key.program} depends on '{name}', but its "
                         f"log_prob has lost the dimension of the slots of '{name}': index and "
                         f"reduce from the right, as in z.sum(-1, keepdim=True), or sample the "
                         f"site plainly by infer={{'mcvae': {{'num_categories': 0, "
-                        f"'num_samples': 1}}}}"
+                        f"'num_samples': 1}}}}",
+                        reason=f"site '{key.name}' loses the dim of the slots of '{name}'",
                     )

@@ -7,10 +7,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TypeVar
 
-from pyro_mcvae.discrete.site_options import SiteOptions
+from torch import Tensor
+
+from pyro_mcvae.discrete.site_options import SiteOptions, SlotError
 from pyro_mcvae.discrete.slot_draws import SlotDraws, SlotsChangedError
 from pyro_mcvae.discrete.slot_plan import SlotPlan, make_plan
 from pyro_mcvae.ops.notices import WarnOnce
+from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.isolation import rewindable
@@ -38,6 +41,29 @@ class SlotPlanner:
         self.options, self.common = options, common
         self._plans: PairCache[dict[Hashable, SlotPlan | None]] = PairCache(dict)
         self._tell = WarnOnce(_logger)
+
+    def sample(
+        self,
+        sampler: ParticleSampler,
+        programs: Programs,
+        plain: Callable[[Programs], WeightedParticles],
+    ) -> tuple[WeightedParticles, SlotDraws | None]:
+        """
+        A sample whose rows are slots times particles; ``plain`` makes one without slots.
+
+        :raises SlotError: as :meth:`begin`, and for other sites without reparameterization.
+        """
+
+        def make(draws: SlotDraws | None) -> tuple[WeightedParticles, WeightedParticles]:
+            if draws is None:
+                sample = plain(programs)
+            else:
+                fn, count = draws.sample_fn, draws.count
+                sample = sampler.sample(programs, make_sample_fn=fn, count=count)
+                _check_scores(sample, draws)
+            return sample, sample
+
+        return self.begin(programs, sampler.num_particles, make)
 
     def begin(
         self,
@@ -83,6 +109,18 @@ class SlotPlanner:
             notes[make_plan] = make_plan(programs, sample, self.options, self.common, self._tell)
         found: SlotPlan | None = notes[make_plan]
         return found
+
+
+def _check_scores(sample: WeightedParticles, draws: SlotDraws) -> None:
+    """Refuse other sites without reparameterization beside slots."""
+    for term in sample.runs[0].terms:
+        rough = isinstance(term.score, Tensor) and term.key.name not in draws.names
+        if rough and sample.is_local(term):
+            raise SlotError(
+                f"guide site '{term.key.name}' ({type(term.site['fn']).__name__}) is not "
+                f"reparameterized, beside discrete sites that are summed: use a distribution with "
+                f"rsample, or leave out num_categories, num_samples and budget"
+            )
 
 
 def _changed(plan: SlotPlan | None, changed: SlotsChangedError) -> SlotPlan | None:

@@ -2,103 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Hashable
 
 from pyro import poutine
 from pyro.poutine.enum_messenger import EnumMessenger
 
 from pyro_mcvae.checks.leading_dims import SLOTS
-from pyro_mcvae.discrete.ancestry import Ancestry
+from pyro_mcvae.discrete.ancestry import Ancestry, CoupledSlotsError
 from pyro_mcvae.discrete.enumerated import SlotRun, take_apart
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slots import SlotMessenger
+from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.particles.layout import Execution, Layout
-from pyro_mcvae.particles.runner import Runner
+from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs, entered
-from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.isolation import rewindable
+from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
+from pyro_mcvae.structure.cache import PairCache
 
-__all__ = ["SlotSampler", "run_slots"]
+__all__ = ["SlotSampler"]
+
+_logger = logging.getLogger(__name__)
 
 
 class SlotSampler:
     """
-    Draws the particles of one step, vectorised or one after the other.
+    Runs programs with the slots of each site in a batch dim of its own, where that is right.
 
     Latents are drawn independently in every particle, and have the slots of their own draw.
 
+    :param sampler: of the objective.
     :param options: how many slots a discrete site has that does not say so itself.
-    :param tell: called with messages about sites that get no slots.
     """
 
-    def __init__(
-        self,
-        options: SiteOptions,
-        num_particles: int,
-        vectorize: bool | None,
-        max_plate_nesting: float,
-        tell: Callable[[str], object],
-    ) -> None:
-        self.options = options
-        self.num_particles = num_particles
-        self.tell = tell
+    def __init__(self, sampler: ParticleSampler, options: SiteOptions) -> None:
+        self.sampler, self.options = sampler, options
         self.ancestry = Ancestry()
-        self.runner = Runner(max_plate_nesting, strict_enumeration=False, vectorize=vectorize)
+        self._tell = WarnOnce(_logger)
+        # Whether the slots of a pair of programs share a run.
+        self._together: PairCache[dict[Hashable, bool]] = PairCache(dict)
 
-    def runs(self, programs: Programs) -> list[SlotRun]:
-        """One vectorised run, or one run per particle, all on one minibatch."""
-        subsamples = Minibatch()
-        execution = self._execution(programs, subsamples)
-        if self.num_particles > 1:
-            run = self.runner.run_together(execution, self.num_particles)
-            if run is not None:
-                return [take_apart(run)]
-        return [take_apart(self.runner.run(execution, None)) for _ in range(self.num_particles)]
+    def runs(self, programs: Programs) -> list[SlotRun] | None:
+        """
+        One vectorised run, or one run per particle, all on one minibatch.
 
-    def ancestors(
-        self, programs: Programs, slot_run: SlotRun
-    ) -> Mapping[FactorKey, frozenset[str]]:
-        """The random guide sites behind each factor."""
-        return self.ancestry.of(programs, slot_run)
+        :returns: None for programs whose slots cannot share a run, in a leading dim or under vmap.
+        """
+        known = self._together.of(programs)
+        if known.get(programs.flags) is False:
+            return None
+        with rewindable(programs.flags not in known) as rewind:
+            try:
+                found = [take_apart(run) for run in self._runs(programs)]
+            except (LeadingDimsError, CoupledSlotsError) as error:
+                if isinstance(error, LeadingDimsError) and self.sampler.runner.ways.refuses_loops:
+                    raise
+                self._tell(
+                    f"the slots of all discrete sites of a datum are summed together, each with "
+                    f"all of its weight: {error.reason}"
+                )
+                known[programs.flags] = False
+                rewind()
+                return None
+        known[programs.flags] = True
+        return found
 
-    def _execution(self, programs: Programs, subsamples: Minibatch) -> Execution:
+    def _runs(self, programs: Programs) -> list[Run]:
+        subsamples, runner = Minibatch(), self.sampler.runner
+        count = self.sampler.num_particles
+
         def execute(layout: Layout) -> Run:
-            substitute = SubstituteMessenger(subsamples)
-            return run_slots(programs, self.options, substitute, layout, self.tell)
+            return self._execute(programs, SubstituteMessenger(subsamples), layout)
 
-        return Execution(programs, execute, subsamples, name=SLOTS, several=True)
+        def check(run: Run) -> None:
+            self.ancestry.of(programs, take_apart(run))
 
+        execution = Execution(programs, execute, subsamples, name=SLOTS, several=True, check=check)
+        if count > 1 or runner.ways.of(programs) in (Way.MAPPED, Way.BOTH_MAPPED):
+            run = runner.run_together(execution, count)
+            if run is not None:
+                return [run]
+        try:
+            return [runner.run(execution, None) for _ in range(count)]
+        except LeadingDimsError:
+            # Under vmap the one particle is a lane, too.
+            run = runner.run_together(execution, 1) if count == 1 else None
+            if run is None:
+                raise
+            return [run]
 
-def run_slots(
-    programs: Programs,
-    options: SiteOptions,
-    substitute: SubstituteMessenger,
-    layout: Layout,
-    tell: Callable[[str], object],
-) -> Run:
-    """
-    Run the guide with slots, then the model on its values.
-
-    :param layout: with a nesting, and with the particles' plate or without one.
-    """
-    nesting = layout.nesting
-    assert nesting is not None
-    depth = nesting + (layout.count is not None)
-    leading, args, kwargs = layout.plates(), programs.args, programs.kwargs
-    slots = SlotMessenger(options, -1 - depth, tell)
-    with Recorder(substitute) as recorder, slots, entered(leading[0]):
-        programs.guide(*args, **kwargs)
-    guide_trace = recorder.trace
-    # The second one goes on where the first stopped to give dims away.
-    with (
-        substitute,
-        poutine.trace() as tracer,
-        poutine.replay(trace=guide_trace),
-        EnumMessenger(),
-        entered(leading[1]),
-    ):
-        programs.model(*args, **kwargs)
-    model_trace = tracer.trace
-    return layout.collect(guide_trace, model_trace, leading, substitute.subsamples)
+    def _execute(self, programs: Programs, substitute: SubstituteMessenger, layout: Layout) -> Run:
+        """Run the guide with slots, then the model on its values."""
+        nesting = layout.nesting
+        assert nesting is not None
+        plates = layout.plates()
+        first_dim = -1 - nesting - (layout.count is not None)
+        # Under vmap a program sees the value of one slot as it would see a draw.
+        expand = layout.way is not Way.BATCHED
+        slots = SlotMessenger(self.options, first_dim, self._tell, expand)
+        with Recorder(substitute) as recorder, slots, entered(plates[0]):
+            programs.guide(*programs.args, **programs.kwargs)
+        # The second one goes on where the first stopped to give dims away.
+        with (
+            substitute,
+            poutine.trace() as tracer,
+            poutine.replay(trace=recorder.trace),
+            EnumMessenger(),
+            entered(plates[1]),
+        ):
+            programs.model(*programs.args, **programs.kwargs)
+        return layout.collect(recorder.trace, tracer.trace, plates, substitute.subsamples)

@@ -72,12 +72,18 @@ class SlotMessenger(EnumMessenger):
     :param options: for all sites that do not say otherwise.
     :param int first_available_dim: the first batch dim that belongs to no plate.
     :param tell: called with a message for sites that are sampled though slots were asked for.
+    :param bool expand: values have the sizes of the plates also where all elements have the same.
     """
 
     def __init__(
-        self, options: SiteOptions, first_available_dim: int, tell: Callable[[str], object]
+        self,
+        options: SiteOptions,
+        first_available_dim: int,
+        tell: Callable[[str], object],
+        expand: bool = False,
     ) -> None:
         super().__init__(first_available_dim)
+        self.expand = expand
         self.options = options
         self.tell = tell
         self.slotted = 0
@@ -104,7 +110,7 @@ class SlotMessenger(EnumMessenger):
         self._check_nested(msg, slots.value.shape[0])
         infer["enumerate"] = "parallel"
         value = slots.value
-        if infer.get("expand"):
+        if self.expand or infer.get("expand"):
             # As the program asks, for operators such as cat that do not broadcast.
             value = value.expand(value.shape[:1] + fn.batch_shape + fn.event_shape)
         msg["fn"] = _StandIn(fn, value)

@@ -25,7 +25,7 @@ from pyro_mcvae.elbos.elbo_terms import (
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.global_average import GlobalAverage, draws_globals
 from pyro_mcvae.elbos.path_gradient import PathGradient
-from pyro_mcvae.elbos.slot_average import SlotAverage, check_scores
+from pyro_mcvae.elbos.slot_average import SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_count
 from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp, renyi_bound
 from pyro_mcvae.ops.notices import WarnOnce
@@ -255,18 +255,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         """The sample of a step, and its slots."""
         if self.slots is None:
             return self._sample(programs), None
-
-        def make(draws: SlotDraws | None) -> tuple[WeightedParticles, WeightedParticles]:
-            if draws is None:
-                sample = self._sample(programs)
-            else:
-                sample = self.sampler.sample(
-                    programs, make_sample_fn=draws.sample_fn, count=draws.count
-                )
-                check_scores(sample, draws)
-            return sample, sample
-
-        return self.slots.begin(programs, self.num_particles, make)
+        return self.slots.sample(self.sampler, programs, self._sample)
 
     def _sample(self, programs: Programs) -> WeightedParticles:
         inside: Callable[[frozenset[str]], Messenger] | None = None

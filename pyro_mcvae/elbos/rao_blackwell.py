@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -11,13 +10,21 @@ from torch import Tensor
 from pyro_mcvae.discrete.control_variates import Baseline, SiteSignal
 from pyro_mcvae.discrete.enumerated import ScoredSite, SlotRun
 from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_planner import SlotPlanner
 from pyro_mcvae.discrete.slot_sampler import SlotSampler
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
-from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
+from pyro_mcvae.elbos.elbo_terms import (
+    Cost,
+    elbo_bounds,
+    elbo_costs,
+    elbo_estimate,
+    local_bounds,
+    local_estimate,
+)
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, as_scalar
-from pyro_mcvae.elbos.slot_average import site_surrogate
+from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage, site_surrogate
 from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
-from pyro_mcvae.ops.notices import WarnOnce
+from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
@@ -26,8 +33,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["TraceRaoBlackwell_ELBO"]
-
-_logger = logging.getLogger(__name__)
 
 
 class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
@@ -121,19 +126,18 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         self.site_options = SiteOptions.of_arguments(
             num_categories, num_samples, budget, baseline, entropy == "exact"
         )
-        self._slots = SlotSampler(
-            self.site_options,
-            self.num_particles,
-            self.vectorize_particles,
-            self.sampler.runner.declared_nesting,
-            WarnOnce(_logger),
-        )
+        # A site that is marked for enumeration has all of its values for slots.
+        self.sampler.runner.checks.strict_enumeration = False
+        self._slots = SlotSampler(self.sampler, self.site_options)
+        self._rows = SlotPlanner(self.site_options, common=False)
 
     def estimate(self, programs: Programs) -> Estimate:
         if is_messenger(programs):
             runs = self._without_slots(programs)
             return elbo_estimate(runs, [elbo_costs(r.summands) for r in runs], self.num_particles)
         slot_runs = self._slot_runs(programs)
+        if slot_runs is None:
+            return self._estimate_by_rows(programs)
         value: Sum = 0.0
         surrogate: Sum = 0.0
         for slot_run in slot_runs:
@@ -161,6 +165,11 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             sample = self.sampler.arrange(programs, runs)
             return elbo_bounds(sample, [elbo_costs(r.summands) for r in runs])
         slot_runs = self._slot_runs(programs)
+        if slot_runs is None:
+            sample, slots = self._row_sample(programs)
+            if slots.weight is None:
+                return elbo_bounds(sample, [elbo_costs(r.summands) for r in sample.runs])
+            return local_bounds(sample, slots.mean(sample.log_weight))
         costs = []
         for slot_run in slot_runs:
             sums = self._sums(programs, slot_run)
@@ -172,14 +181,32 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         sample = self.sampler.arrange(programs, [r.run for r in slot_runs])
         return elbo_bounds(sample, costs)
 
-    def _slot_runs(self, programs: Programs) -> list[SlotRun]:
+    def _slot_runs(self, programs: Programs) -> list[SlotRun] | None:
         slot_runs = self._slots.runs(programs)
-        if slot_runs[0].run.leading is not None:
+        if slot_runs is not None and slot_runs[0].run.leading is not None:
             self.sampler.structures.check_particles(programs, slot_runs[0].run)
         return slot_runs
 
+    def _row_sample(self, programs: Programs) -> tuple[WeightedParticles, OneSlot]:
+        sample, draws = self._rows.sample(self.sampler, programs, self.sampler.sample)
+        return sample, SlotAverage.of(sample, draws, common=False)
+
+    def _estimate_by_rows(self, programs: Programs) -> Estimate:
+        """The same sum over whole weights, for programs of which each slot has a run of its own."""
+        sample, slots = self._row_sample(programs)
+        if slots.weight is None:
+            costs, coupled = [elbo_costs(r.summands) for r in sample.runs], sample.structure.coupled
+            return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
+        log_weight = sample.log_weight
+        bound, surrogate = slots.mean(log_weight.detach()), slots.mean(log_weight)
+        estimate = local_estimate(sample, bound, slots.without_entropy(surrogate), scored=True)
+        if torch.is_grad_enabled():
+            scores = slots.with_scores(estimate.surrogate, log_weight.detach, programs)
+            estimate.surrogate = scores
+        return estimate
+
     def _sums(self, programs: Programs, slot_run: SlotRun) -> SlotSums:
-        return SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
+        return SlotSums(slot_run, self._slots.ancestry.of(programs, slot_run))
 
     def _without_slots(self, programs: Programs) -> list[Run]:
         runs = self.sampler.independent(programs)

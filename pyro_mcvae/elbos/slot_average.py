@@ -16,7 +16,6 @@ from pyro_mcvae.discrete.control_variates import (
     SiteSignal,
     no_baseline,
 )
-from pyro_mcvae.discrete.site_options import SlotError
 from pyro_mcvae.discrete.slot_choice import Chosen
 from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.elbos.estimate import Sum
@@ -29,7 +28,7 @@ from pyro_mcvae.programs.supports import unmasked
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["OneSlot", "SlotAverage", "check_scores", "site_surrogate"]
+__all__ = ["OneSlot", "SlotAverage", "site_surrogate"]
 
 
 class OneSlot:
@@ -274,15 +273,3 @@ def _score(term: Term, i: int) -> Tensor:
 def _times(weight: Tensor, value: Tensor) -> Tensor:
     """A product that is zero where the weight is, whatever the value."""
     return torch.where(weight > 0, weight * torch.where(weight > 0, value, 0.0), 0.0)
-
-
-def check_scores(sample: WeightedParticles, draws: SlotDraws) -> None:
-    """Refuse other sites without reparameterization beside slots."""
-    for term in sample.runs[0].terms:
-        rough = isinstance(term.score, Tensor) and term.key.name not in draws.names
-        if rough and sample.is_local(term):
-            raise SlotError(
-                f"guide site '{term.key.name}' ({type(term.site['fn']).__name__}) is not "
-                f"reparameterized, beside discrete sites that are summed: use a distribution with "
-                f"rsample, or leave out num_categories, num_samples and budget"
-            )

@@ -49,7 +49,6 @@ class SlotSums:
 
     :param SlotRun slot_run: an execution.
     :param ancestors: for each factor the guide sites that it depends on, directly or not.
-    :raises ValueError: if a cost outside of a plate depends on slots inside of it.
     """
 
     def __init__(self, slot_run: SlotRun, ancestors: Mapping[FactorKey, frozenset[str]]) -> None:
@@ -115,15 +114,6 @@ class SlotSums:
         ancestors = set().union(*(self._ancestors.get(k, every) for k in cost.keys))
         plain = {n for n in ancestors & every if self._scored[n].symbol is None}
         members = self._closure(plain, cost.dims)
-        for name in members:
-            site = self._scored[name]
-            if site.symbol is not None and not site.plates <= cost.plates:
-                raise ValueError(
-                    f"site '{cost.term.key.name}' of the {cost.term.key.program} depends on "
-                    f"'{name}', but lies outside of a plate of '{name}', so the slots of the "
-                    f"plate's elements cannot be summed one by one: sample '{name}' plainly by "
-                    f"infer={{'mcvae': {{'num_categories': 0, 'num_samples': 1}}}}"
-                )
         return _Key(cost.dims, members, cost.plates)
 
     def _closure(self, names: Iterable[str], dims: Iterable[str]) -> frozenset[str]:

@@ -89,6 +89,7 @@ class Execution:
     :ivar nesting: how many batch dims belong to plates, where that is settled.
     :ivar compared: the pair whose runs with and without leading dims are compared, where it is
         another one; ``execute`` then looks at the contract of the programs itself.
+    :ivar check: a further look at a run that is not known.
     """
 
     programs: Programs
@@ -101,6 +102,7 @@ class Execution:
     several: bool = False
     nesting: int | None = None
     compared: Programs | None = None
+    check: Callable[[Run], object] | None = None
 
     @property
     def key(self) -> Programs:

@@ -170,6 +170,8 @@ class Runner:
             self.checks.check_leading_dims(programs, run, shared, way, execution.name)
         if any(t.members for t in run.terms):
             self.checks.check_states(programs, run)
+        if execution.check is not None:
+            execution.check(run)
         self.checks.remember(programs, run, shared)
 
     def _attempt(

@@ -38,6 +38,11 @@ class Ways:
         self._checks, self._vectorize = checks, vectorize
         self._chosen: PairCache[dict[Hashable, Way]] = PairCache(dict)
 
+    @property
+    def refuses_loops(self) -> bool:
+        """Whether programs that have to be looped over are refused."""
+        return self._vectorize is True
+
     def of(self, programs: Programs) -> Way | None:
         """The way of a pair, or None before it was found out."""
         if self._vectorize is False:
@@ -78,7 +83,7 @@ class Ways:
             break
         else:
             way = Way.LOOPED
-            if self._vectorize:
+            if self.refuses_loops:
                 raise next(iter(errors.values()))
         self._checks.forget(programs)
         chosen[programs.flags] = way

@@ -20,7 +20,8 @@ from pyro_mcvae import (
     TraceRaoBlackwell_ELBO,
     TraceSGVB_ELBO,
 )
-from tests.elbos.discrete_programs import PROGRAMS, param, randn, x
+from tests.elbos.discrete_programs import PROGRAMS, Discrete, param, randn, x
+from tests.elbos.exhaustive import exhaustive
 
 
 def one_site(logits, evaluated=None, infer=None, vector=False):
@@ -243,50 +244,44 @@ def test_sites_that_cannot_have_slots_are_named():
         TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax()).loss(*one_site(torch.zeros(2, 3)))
 
 
-def test_costs_outside_of_a_plate_with_slots_are_refused_unless_sampled_plainly():
-    def model():
-        with pyro.plate("data", 3):
-            y = pyro.sample("y", dist.Bernoulli(0.5))
-        pyro.sample("sum", dist.Normal(y.sum(-1, keepdim=True), 1.0), obs=torch.tensor(2.0))
-
-    def guide():
-        with pyro.plate("data", 3):
-            pyro.sample("y", dist.Bernoulli(logits=param("q", 3)))
-
-    with pytest.raises(ValueError, match=r"'sum' of the model depends on 'y'.*sample 'y' plainly"):
-        TraceRaoBlackwell_ELBO().loss_and_grads(model, guide)
-    # Plainly, the gradient is that of the sum over all eight configurations.
-    q = param("q", 3).detach().clone().requires_grad_()
-    states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 3)
-    log_q = dist.Bernoulli(logits=q).log_prob(states)
-    total = dist.Normal(states.sum(-1), 1.0).log_prob(torch.tensor(2.0))
-    bound = (log_q.sum(-1).exp() * (total + 3 * math.log(0.5) - log_q.sum(-1))).sum()
-    (exact,) = torch.autograd.grad(-bound, q)
-    elbo = TraceRaoBlackwell_ELBO(0, num_particles=100, vectorize_particles=True)
-    found = []
-    for _ in range(60):
-        elbo.loss_and_grads(model, guide)
-        found.append(pyro.param("q").grad.clone())
-        pyro.param("q").grad = None
-    found = torch.stack(found)
-    assert ((found.mean(0) - exact).abs() < 5 * found.std(0) / 60**0.5).all()
+def meeting(is_model):
+    """All elements of a plate in the mean of one factor, and of each of a plate's."""
+    with pyro.plate("data", 3):
+        y = pyro.sample("y", dist.Bernoulli(logits=param("p" if is_model else "q", 3)))
+        if is_model:
+            pyro.sample("x", dist.Normal(param("w") * y.mean(), 1.0), obs=torch.zeros(3))
 
 
-def test_programs_that_lose_the_slots_are_refused():
-    def model():
-        with pyro.plate("data", 3):
-            y = pyro.sample("y", dist.Bernoulli(0.5))
-            pyro.sample("x", dist.Normal(y.mean(), 1.0), obs=torch.zeros(3))
-
-    def guide():
-        with pyro.plate("data", 3):
-            pyro.sample("y", dist.Bernoulli(logits=param("q", 3)))
-
-    with pytest.raises(RuntimeError, match=r"'x' of the model has another log density.*slots"):
-        TraceRaoBlackwell_ELBO().loss_and_grads(model, guide)
+def outside(is_model):
+    with pyro.plate("data", 3):
+        y = pyro.sample("y", dist.Bernoulli(logits=param("p" if is_model else "q", 3)))
+    if is_model:
+        total = y.sum(-1, keepdim=True)
+        pyro.sample("x", dist.Normal(param("w") * total, 1.0), obs=torch.tensor(2.0))
 
 
-def test_programs_that_do_not_broadcast_are_told_how():
+@pytest.mark.parametrize(("run", "k"), [(meeting, 2), (outside, 2), (outside, 0)])
+def test_elements_that_meet_in_a_factor_are_summed_together(run, k, caplog):
+    model, guide = (lambda: run(True)), (lambda: run(False))
+    TraceRaoBlackwell_ELBO(0).loss(model, guide)
+    loss, grads = exhaustive(model, guide)
+    elbo = TraceRaoBlackwell_ELBO(math.inf)
+    assert elbo.loss_and_grads(model, guide) == pytest.approx(loss)
+    found = Discrete.take_gradients()
+    for key, value in grads.items():
+        torch.testing.assert_close(found[key], value)
+    assert "of the model depends" in caplog.text
+    elbo, runs = TraceRaoBlackwell_ELBO(k, num_particles=50), []
+    for i in range(20):
+        with pyro.validation_enabled(i == 0):
+            runs.append([torch.tensor([elbo.loss_and_grads(model, guide)])])
+        runs[-1] += [v.flatten() for v in Discrete.take_gradients().values()]
+    steps = torch.stack([torch.cat(r) for r in runs])
+    truth = torch.cat([torch.tensor([loss]), *(v.flatten() for v in grads.values())])
+    assert ((steps.mean(0) - truth).abs() < 5 * steps.std(0) / 20**0.5 + 1e-9).all()
+
+
+def test_programs_that_do_not_broadcast_are_exact_under_vmap():
     def model():
         with pyro.plate("data", 3):
             y = pyro.sample("y", dist.Bernoulli(0.5))
@@ -296,9 +291,11 @@ def test_programs_that_do_not_broadcast_are_told_how():
         with pyro.plate("data", 3):
             pyro.sample("y", dist.Bernoulli(logits=param("q", 3)))
 
-    with pytest.raises(RuntimeError, match=r"several values.*num_categories=0, num_samples=1"):
-        TraceRaoBlackwell_ELBO().loss_and_grads(model, guide)
-    assert math.isfinite(TraceRaoBlackwell_ELBO(0).loss_and_grads(model, guide))
+    param("q", 3)
+    loss, grads = exhaustive(model, guide)
+    found = TraceRaoBlackwell_ELBO(vectorize_particles=True).loss_and_grads(model, guide)
+    assert found == pytest.approx(loss)
+    torch.testing.assert_close(Discrete.take_gradients(), grads)
 
 
 def test_an_nvil_network_of_the_wrong_shape():
@@ -398,7 +395,7 @@ def test_sequences_whose_slots_multiply_are_refused_and_the_remedies_work():
     assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(*programs), exact)
 
 
-def test_labels_joined_with_data_are_expanded_where_they_are_asked_to_be():
+def test_labels_joined_with_data_have_the_sizes_of_their_plates():
     x = torch.tensor([0.3, -1.0, 0.8])
 
     def model():
@@ -416,7 +413,6 @@ def test_labels_joined_with_data_are_expanded_where_they_are_asked_to_be():
     def expanded():
         guide(enumerate="parallel", expand=True)
 
-    with pytest.raises(RuntimeError, match="'expand': True} at the discrete site"):
-        TraceRaoBlackwell_ELBO(math.inf).loss(model, guide)
     exact = TraceEnum_ELBO(max_plate_nesting=1).loss(model, expanded)
-    assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(model, expanded), exact)
+    for program in (guide, expanded):
+        assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(model, program), exact)

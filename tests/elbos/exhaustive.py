@@ -1,0 +1,44 @@
+"""The ELBO of discrete guides as a sum over every assignment of values to every element."""
+
+import itertools
+
+import pyro
+import torch
+from pyro import poutine
+
+
+def assignments(site):
+    """All values of a site as one tensor each; every element of its batch takes every value."""
+    values = site["fn"].enumerate_support(expand=False)
+    shape = (*site["fn"].batch_shape, *site["fn"].event_shape)
+    count = site["fn"].batch_shape.numel()
+    for chosen in itertools.product(values, repeat=count):
+        yield torch.stack(chosen).reshape(shape)
+
+
+def exhaustive(model, guide, *args):
+    """
+    The loss of a guide without continuous sites, and its gradients by parameter; clears these.
+
+    Programs are run with one assignment at a time, so that they may be anything.
+    """
+    shown = poutine.trace(guide).get_trace(*args)
+    discrete = {
+        name: site
+        for name, site in shown.nodes.items()
+        if site["type"] == "sample" and not site["is_observed"] and site["fn"].has_enumerate_support
+    }
+    elbo = torch.zeros(())
+    for values in itertools.product(*map(assignments, discrete.values())):
+        data = dict(zip(discrete, values, strict=True))
+        q = poutine.trace(poutine.condition(guide, data=data)).get_trace(*args)
+        p = poutine.trace(poutine.condition(model, data=data)).get_trace(*args)
+        # A mask or a scale changes the density of a draw, and not how often it is drawn.
+        log_q = sum(q.nodes[name]["fn"].log_prob(data[name]).sum() for name in discrete)
+        elbo = elbo + log_q.exp() * (p.log_prob_sum() - q.log_prob_sum())
+    named = [*pyro.get_param_store().named_parameters()]
+    grads = torch.autograd.grad(-elbo, [p for _, p in named], allow_unused=True)
+    found = {
+        n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named, grads, strict=True)
+    }
+    return -elbo.item(), found
