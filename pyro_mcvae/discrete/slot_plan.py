@@ -115,7 +115,7 @@ def make_plan(
         raise SlotError(
             f"the guide observes site '{observed.key.name}', whose density is no part of a weight, "
             f"beside discrete sites with slots: observe it in the model, or use "
-            f"TraceRaoBlackwell_ELBO"
+            f"TraceRaoBlackwell_ELBO, for programs that run with several of their values at once"
         )
     shared = _common(programs, sample, sites, others) if common else frozenset()
     return SlotPlan(sites, others, shared, counts)
@@ -136,8 +136,8 @@ def _count(
     if getattr(baseline, "relaxed", False) or isinstance(baseline, RELAX):
         raise SlotError(
             f"{type(baseline).__name__} relaxes guide site '{term.key.name}', whose slots here "
-            f"stand among the particles: use IndependentDraw, LeaveOneOut, SummedMean or NVIL, or "
-            f"TraceRaoBlackwell_ELBO"
+            f"stand among the particles: use IndependentDraw, LeaveOneOut, SummedMean or NVIL, or, "
+            f"for programs that run with several of its values at once, TraceRaoBlackwell_ELBO"
         )
     chosen = choose(term.site, options, tell, joined)
     return 1 if chosen is None else int(chosen.slots.value.shape[0])
