@@ -51,11 +51,17 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     The guide needs no annotation. Sites may depend on each other and have reparameterized sites
     behind them: everything that depends on a site is evaluated at its k + n slots, in a batch dim
-    of its own, as in Pyro's parallel enumeration. So programs must broadcast over leading dims,
-    and sites that are not enclosed in ``pyro.markov`` multiply each other's slots where a factor
-    depends on several of them. Model sites marked ``infer={"enumerate": "parallel"}`` and absent
-    from the guide are summed inside of the logarithm. A cost is multiplied by the weights of those
-    sites alone that it depends on, which is found out by running the programs once.
+    of its own, as in Pyro's parallel enumeration, or under ``vmap`` where the programs do not
+    broadcast. Sites that are not enclosed in ``pyro.markov`` multiply each other's slots where a
+    factor depends on several of them. Model sites marked ``infer={"enumerate": "parallel"}`` and
+    absent from the guide are summed inside of the logarithm. A cost is multiplied by the weights
+    of those sites alone that it depends on, which is found out by running the programs once.
+
+    Where no run can hold several slots (an ``nn.GRU``, Python that looks at a value), or elements
+    of a plate meet in one factor, the slots are rows, as under the chains of
+    :class:`~pyro_mcvae.TraceSIS_ELBO`: all sites of a datum multiply their slots, elements that
+    meet are one variable together, and each slot has all costs of its datum. The mean is the same,
+    and exact sums are; draws are noisier. A log message says why.
 
     * **Supports**: Categorical, OneHotCategorical, Bernoulli, Binomial and everything else with a
       finite ``enumerate_support``; vectors of these by ``to_event``, as one variable over their
@@ -81,8 +87,9 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     :param int num_particles: independent repetitions to average over.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
-    :raises ValueError: for counts out of range, a baseline without the draws that it needs, sites
-        without categories, and costs outside of a plate whose slots they depend on.
+    :raises ValueError: for counts out of range, a baseline without the draws that it needs, and
+        sites without categories.
+    :raises LeadingDimsError: for ``vectorize_particles=True``, if slots have to be looped over.
 
     [1] Liu, Regier, Tripuraneni, Jordan, McAuliffe (2019), *Rao-Blackwellized Stochastic Gradients
     for Discrete Distributions*.
