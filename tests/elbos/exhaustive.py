@@ -5,14 +5,17 @@ import itertools
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 
 
 def assignments(site):
     """All values of a site as one tensor each; every element of its batch takes every value."""
-    values = site["fn"].enumerate_support(expand=False)
-    shape = (*site["fn"].batch_shape, *site["fn"].event_shape)
-    count = site["fn"].batch_shape.numel()
-    for chosen in itertools.product(values, repeat=count):
+    fn, shape = site["fn"], site["fn"].shape()
+    while isinstance(fn, torch.distributions.Independent):
+        fn = fn.base_dist
+    values = fn.enumerate_support(expand=False)
+    values = values.reshape(len(values), *fn.event_shape)
+    for chosen in itertools.product(values, repeat=fn.batch_shape.numel()):
         yield torch.stack(chosen).reshape(shape)
 
 
@@ -26,7 +29,7 @@ def exhaustive(model, guide, *args):
     discrete = {
         name: site
         for name, site in shown.nodes.items()
-        if site["type"] == "sample" and not site["is_observed"] and site["fn"].has_enumerate_support
+        if site["type"] == "sample" and not site["is_observed"] and not site_is_subsample(site)
     }
     elbo = torch.zeros(())
     for values in itertools.product(*map(assignments, discrete.values())):
