@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Set
+
 import torch
 from torch import Tensor
 from torch.distributions import kl_divergence
 
+from pyro_mcvae.discrete.ancestry import ancestors_of
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_masked, masked
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
+from pyro_mcvae.structure.dependencies import dependencies_of
 
-__all__ = ["analytic_kl_sites"]
+__all__ = ["analytic_kl_sites", "sites_apart"]
 
 
-def analytic_kl_sites(run: Run) -> dict[str, Tensor]:
+def analytic_kl_sites(run: Run, find_apart: Callable[[], Set[str]]) -> dict[str, Tensor]:
     r"""
     :math:`E_q[\log p(z) - \log q(z)] = -KL(q \| p)` of each latent site that allows it.
 
     A site allows it if the divergence is known in closed form and the model's distribution of the
-    site depends on nothing that the guide draws after it. The latter is read off the order of the
-    sites: whatever precedes the site in the model must precede it in the guide.
+    site depends on no draw of the guide that depends on it. That is so where whatever precedes the
+    site in the model precedes it in the guide; for other sites the programs are looked at.
 
+    :param find_apart: finds the names of the sites for which it is so.
     :returns: by site name, batch-shaped, with the user's scale and mask, without the plates' N/B.
     """
     model = {t.key.name: t for t in run.terms if not t.in_guide and is_latent(t.site)}
@@ -33,11 +41,22 @@ def analytic_kl_sites(run: Run) -> dict[str, Tensor]:
             continue
         in_order = place[name] > latest
         latest = max(latest, place[name])
-        if in_order and not is_delta(guide[name].site["fn"]):
+        if not is_delta(guide[name].site["fn"]) and (in_order or name in find_apart()):
             value = _negative_kl(model_term, guide[name])
             if value is not None:
                 found[name] = value
     return found
+
+
+def sites_apart(programs: Programs, run: Run) -> frozenset[str]:
+    """The latents whose distribution in the model depends on no draw that depends on them."""
+    names = frozenset(t.key.name for t in run.terms if t.in_guide and is_latent(t.site))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what cannot be looked at is sampled
+        found = dependencies_of(programs, names, run)
+    above = ancestors_of(found, names)
+    priors = {n: found.factors.get(FactorKey("model", n), names) - {n} for n in names}
+    return frozenset(n for n in names if not any(n in above[p] for p in priors[n]))
 
 
 def _negative_kl(model_term: Term, guide_term: Term) -> Tensor | None:

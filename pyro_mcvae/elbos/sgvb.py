@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -9,12 +10,13 @@ from torch import Tensor
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
-from pyro_mcvae.elbos.kl import analytic_kl_sites
+from pyro_mcvae.elbos.kl import analytic_kl_sites, sites_apart
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import PlateKey
+from pyro_mcvae.structure.cache import StructureCache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -32,9 +34,9 @@ class TraceSGVB_ELBO(MonteCarloELBO):
 
     averaged over ``num_particles`` draws of z and scaled by N/B over the minibatch. Each site is
     treated by itself: estimator B where :func:`torch.distributions.kl_divergence` knows the pair
-    of distributions and the model's distribution of the site depends on nothing that the guide
-    draws later; estimator A elsewhere. Sites without reparameterization use the score function
-    with Pyro's plate-wise Rao-Blackwellization. Every program that
+    of distributions and the model's distribution of the site depends on no draw of the guide that
+    depends on the site; estimator A elsewhere. Sites without reparameterization use the score
+    function with Pyro's plate-wise Rao-Blackwellization. Every program that
     :class:`~pyro.infer.Trace_ELBO` trains is trained, without the restriction to mean-field
     guides of :class:`~pyro.infer.TraceMeanField_ELBO`.
 
@@ -77,6 +79,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         super().__init__(num_particles, **options)
         check_flag("analytic_kl", analytic_kl)
         self.analytic_kl = analytic_kl
+        self._apart: StructureCache[frozenset[str]] = StructureCache()
 
     def estimate(self, programs: Programs) -> Estimate:
         runs = self.sampler.independent(programs)
@@ -85,18 +88,25 @@ class TraceSGVB_ELBO(MonteCarloELBO):
             if any(isinstance(t.score, Tensor) for t in run.terms):
                 # Which costs a score multiplies depends on whether a plate's elements meet.
                 coupled |= self.sampler.structures.of(programs, run).coupled
-        costs = [self._costs(run) for run in runs]
+        costs = [self._costs(programs, run) for run in runs]
         return elbo_estimate(runs, costs, self.num_particles, coupled)
 
     def bounds_of(self, programs: Programs) -> Bounds:
         runs = self.sampler.independent(programs)
-        return elbo_bounds(self.sampler.arrange(programs, runs), [self._costs(r) for r in runs])
+        return elbo_bounds(
+            self.sampler.arrange(programs, runs), [self._costs(programs, r) for r in runs]
+        )
 
-    def _costs(self, run: Run) -> list[Cost]:
+    def _costs(self, programs: Programs, run: Run) -> list[Cost]:
         costs = elbo_costs(run.summands)
         if not self.analytic_kl:
             return costs
-        closed = analytic_kl_sites(run)
+
+        def find_apart() -> frozenset[str]:
+            find = partial(sites_apart, programs, run)
+            return self._apart.of(programs, run.signature, find)
+
+        closed = analytic_kl_sites(run, find_apart)
         return [
             _closed_form(c, closed[c.term.key.name]) if c.term.key.name in closed else c
             for c in costs
