@@ -58,9 +58,13 @@ class Annealing:
         self._chooses = isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None
         self.use(coordinates)
 
-    def transition(self, programs: Programs) -> Transition:
-        """What moves the chains: the kernel, along long schedules recorded once and replayed."""
-        if self.num_steps < _LONG:
+    def transition(self, programs: Programs, count: int | None = None) -> Transition:
+        """
+        What moves the chains: the kernel; for many transitions recorded once and replayed.
+
+        :param count: how many there will be, if not those along the schedule.
+        """
+        if (self.num_steps if count is None else count) < _LONG:
             return self.kernel
         if self._recorded is None:
             self._recorded = RecordedTransition(self.kernel, (programs.model, programs.guide))

@@ -202,8 +202,9 @@ def _move(
     movable = None if movable is None else _take(movable, chosen)
     target = Target(density, position.new_ones(()), movable)
     state = density(position)
+    transition = sampler.annealing.transition(sampler.programs, transitions)
     for _ in range(transitions):
-        state, _ = sampler.annealing.kernel.step(state, target)
+        state, _ = transition.step(state, target)
     return state.position
 
 

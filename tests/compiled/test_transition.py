@@ -1,5 +1,7 @@
 """Judges replay the transitions of long schedules: the numbers of the plain ones."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_mcvae import HMC, ULA, LearnedStepSize, log_evidence
+from pyro_mcvae import HMC, ULA, LearnedStepSize, log_evidence, refine
 from pyro_mcvae.chains.annealing import anneal, evaluator
 from pyro_mcvae.compiled.folding import fold
 from pyro_mcvae.compiled.graph import as_function
@@ -31,8 +33,10 @@ def guide(x: Tensor) -> None:
         pyro.sample("z", dist.Normal(x / 2, 0.7))
 
 
-def evidence(model: Any, monkeypatch: pytest.MonkeyPatch, long: int, **options: Any) -> Any:
-    """The evidence, and how many transitions were replayed."""
+def judged(
+    by: Callable[..., Any], model: Any, monkeypatch: pytest.MonkeyPatch, long: int, **options: Any
+) -> tuple[Any, int]:
+    """What a judge finds, and how many transitions were replayed."""
     made: list[RecordedTransition] = []
 
     def make(*args: Any) -> RecordedTransition:
@@ -42,9 +46,13 @@ def evidence(model: Any, monkeypatch: pytest.MonkeyPatch, long: int, **options: 
     monkeypatch.setattr(annealing, "_LONG", long)
     monkeypatch.setattr(annealing, "RecordedTransition", make)
     options = {"num_particles": 3, "schedule": 12, "warmup": 2, "max_plate_nesting": 1, **options}
-    found = log_evidence(model, guide, x, seed=3, keep_log_weight=True, **options)
+    found = by(model, guide, x, seed=3, **options)
     recordings = [m._recording for m in made]
     return found, sum(r.uses for r in recordings if r is not None)
+
+
+evidence = partial(judged, partial(log_evidence, keep_log_weight=True))
+draws = partial(judged, partial(refine, num_samples=4, num_transitions=12), schedule=2)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +74,14 @@ def test_the_weights_are_the_plain_ones(
     assert torch.equal(found.log_weight, plain.log_weight)
     assert torch.equal(found.acceptance, plain.acceptance)
     assert torch.equal(found.step_size, plain.step_size)
+
+
+def test_the_moved_draws_are_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, replayed = draws(model, monkeypatch, 1000, kernel=HMC(num_leapfrog=2))
+    assert replayed == 0
+    found, replayed = draws(model, monkeypatch, 10, kernel=HMC(num_leapfrog=2))
+    assert replayed >= 8
+    assert torch.equal(found["z"], plain["z"])
 
 
 def by_value(x: Tensor) -> None:
