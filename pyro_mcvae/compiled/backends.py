@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from pyro_mcvae.compiled.calls import quick
-from pyro_mcvae.compiled.generators import Generators
 from pyro_mcvae.compiled.kernels import in_one_file
 from pyro_mcvae.compiled.merging import owns_outputs
 from pyro_mcvae.compiled.repeats import compile_parts
+from pyro_mcvae.ops.generators import Generators
 
 __all__ = ["Backend"]
 

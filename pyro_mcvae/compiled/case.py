@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pyro_mcvae.compiled.backends import Backend
 from pyro_mcvae.compiled.dependencies import Dependencies
-from pyro_mcvae.compiled.generators import Generators
 from pyro_mcvae.compiled.recording import NotUsable, Outcome, Recording, record
 from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.compiled.signature import Call
+from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.programs.errors import first_line
 
 __all__ = ["Case", "is_due"]

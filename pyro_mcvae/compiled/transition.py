@@ -18,12 +18,13 @@ from pyro_mcvae.compiled.calls import quick
 from pyro_mcvae.compiled.case import is_due
 from pyro_mcvae.compiled.dependencies import Dependencies
 from pyro_mcvae.compiled.folding import fold
-from pyro_mcvae.compiled.generators import Generators, other_generators
+from pyro_mcvae.compiled.generators import other_generators
 from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.reading import ReadingMode
 from pyro_mcvae.compiled.recording import check_unchanged
 from pyro_mcvae.compiled.refusal import NotRecordable, said_by
 from pyro_mcvae.compiled.tracing import trace
+from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.recording import assumptions
 
 __all__ = ["RecordedTransition"]

@@ -116,4 +116,4 @@ class SlotSampler:
             entered(plates[1]),
         ):
             programs.model(*programs.args, **programs.kwargs)
-        return layout.collect(recorder.trace, tracer.trace, plates, substitute.subsamples)
+        return layout.collect(recorder.trace, tracer.trace, plates, substitute)

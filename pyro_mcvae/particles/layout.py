@@ -10,6 +10,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro_mcvae.checks.leading_dims import PARTICLES, LeadingDimsName
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.mapping import Plates, Way, particle_plates, unbatched
+from pyro_mcvae.programs.messengers import SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run, collect
@@ -53,12 +54,17 @@ class Layout:
         return particle_plates(self.way, self.count, -self.nesting - 1, self.shared)
 
     def collect(
-        self, guide_trace: Trace, model_trace: Trace, plates: Plates, subsamples: Minibatch
+        self,
+        guide_trace: Trace,
+        model_trace: Trace,
+        plates: Plates,
+        substitute: SubstituteMessenger,
     ) -> Run:
         """
         The run that two traces are.
 
         :param plates: those of the particles that the programs ran in.
+        :param substitute: what gave the run its minibatch and values.
         :raises ValueError: where the programs have more plates than there is room for.
         """
         nesting = nesting_of(guide_trace, model_trace)
@@ -68,8 +74,8 @@ class Layout:
                 raise ValueError("the programs have more plates than max_plate_nesting says")
             nesting = self.nesting
         found = unbatched(plates)
-        dim = self.state_dim
-        return collect(guide_trace, model_trace, nesting, self.count, subsamples, found, dim)
+        shown = nesting, self.count, substitute.subsamples, found, self.state_dim, substitute.noise
+        return collect(guide_trace, model_trace, *shown)
 
 
 @dataclass(frozen=True)

@@ -194,14 +194,12 @@ class ParticleSampler:
         fixed = sample.global_values()
         attached: frozenset[str] | None = frozenset() if detach_latents else None
         substitutes = [
-            SubstituteMessenger(sample.subsamples, fixed, sample_fn, attached)
-            for sample_fn in sample_fns
+            SubstituteMessenger(sample.subsamples, fixed, sample_fn, attached, noise)
+            for sample_fn, noise in zip(sample_fns, sample.noise(count), strict=False)
         ]
-        if self.vectorizes(programs, count):
-            shared = sample.structure.global_sites
-            runs = [self._run(programs, substitutes[0], None, count, shared)]
-        else:
-            runs = [self._run(programs, substitute) for substitute in substitutes]
+        together = self.vectorizes(programs, count)
+        layout = (count, sample.structure.global_sites) if together else (None, _NONE)
+        runs = [self._run(programs, substitute, None, *layout) for substitute in substitutes]
         return self.arrange(programs, runs)
 
     def replay(
@@ -297,4 +295,4 @@ class ParticleSampler:
     ) -> Run:
         plates = layout.plates()
         traces = run_pair(programs, substitute, plates, inside, layout.state_dim)
-        return layout.collect(*traces, plates, substitute.subsamples)
+        return layout.collect(*traces, plates, substitute)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.model_noise import ModelNoise
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import (
     PlateKey,
@@ -64,6 +66,11 @@ class WeightedParticles:
     @property
     def num_particles(self) -> int:
         return self.runs[0].leading or len(self.runs)
+
+    def noise(self, count: int) -> Iterator[ModelNoise | None]:
+        """For further runs, of so many particles, what the models are to draw again."""
+        same = self.runs if count == self.num_particles else []
+        return itertools.chain((run.noise for run in same), itertools.repeat(None))
 
     def local_sum(self, pick: Callable[[Term, int], Tensor | int]) -> Tensor:
         """

@@ -198,7 +198,8 @@ def run_model(
     """Run the model on the draws of a guide's trace; ``state_dim`` as of :func:`run_pair`."""
     states = None if state_dim is None else StateMessenger(guide_trace, state_dim)
     drawn = guide_trace if states is None else None
-    with Recorder(substitute, drawn) as recorder, entered(states, leading):
+    noise = substitute.around_model()
+    with Recorder(substitute, drawn) as recorder, entered(states, leading), noise:
         programs.model(*programs.args, **programs.kwargs)
     return recorder.trace
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from pyro.poutine.broadcast_messenger import BroadcastMessenger
@@ -13,6 +14,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.model_noise import ModelNoise
 from pyro_mcvae.programs.moving_supports import moves_support
 from pyro_mcvae.programs.precision import site_in_full_precision, without_autocast
 from pyro_mcvae.programs.sites import (
@@ -66,6 +68,8 @@ class SubstituteMessenger(Messenger):
     :param sample_fn: called for the other random sites, returns a value or None to let Pyro draw.
     :param attached: the guide's draws reach the model without their gradient to the guide, but for
         the sites named here and in ``values``; None to let all through.
+    :param ModelNoise noise: what the model draws apart from its sites.
+    :ivar noise: the same; None where it was neither given nor, as without ``sample_fn``, looked at.
     """
 
     def __init__(
@@ -74,12 +78,27 @@ class SubstituteMessenger(Messenger):
         values: Mapping[str, Tensor] | None = None,
         sample_fn: SampleFn | None = None,
         attached: frozenset[str] | None = None,
+        noise: ModelNoise | None = None,
     ) -> None:
         super().__init__()
         self.subsamples = Minibatch() if subsamples is None else subsamples
         self.values = values or {}
         self.sample_fn = sample_fn
         self.attached = attached
+        self.noise, self._holds = noise, noise is not None
+
+    @contextmanager
+    def around_model(self) -> Iterator[None]:
+        """The model runs within, with the noise that was given, or shows what it draws."""
+        if self.noise is not None and self._holds:
+            with self.noise.again():
+                yield
+        elif self.sample_fn is None:
+            yield
+        else:
+            self.noise = ModelNoise()
+            yield
+            self.noise.settle()
 
     def _process_message(self, msg: Message) -> None:
         if msg["type"] != "sample":

@@ -38,20 +38,21 @@ def replay_model(
     An execution that shows the sites and plates of ``run`` is of its structure, and what was found
     or checked there still holds; only the densities are computed. Another one is collected in full.
 
-    :param run: an execution of both programs; its guide depends on none of its draws.
+    :param run: an execution of both programs; its guide depends on none of its draws. What its
+        model drew apart from its sites is the same again.
     :param changes: by guide site, the fields that change.
     :param leading: the particles' plate for the model.
     :returns: the new execution, and whether it has the sites and plates of ``run``.
     """
     guide_trace = with_changes(run.guide_trace, changes)
-    substitute = SubstituteMessenger(run.subsamples)
+    substitute = SubstituteMessenger(run.subsamples, noise=run.noise)
     model_trace = run_model(programs, guide_trace, substitute, leading, run.state_dim)
     before = [t for t in run.terms if not t.in_guide]
     again = _again if run.state_dim is None else _summed_again
     terms = again(before, model_trace)
     if terms is None:
         shown = run.nesting, run.leading, run.subsamples, run.unbatched, run.state_dim
-        return collect(guide_trace, model_trace, *shown), False
+        return collect(guide_trace, model_trace, *shown, run.noise), False
     terms += [_guide_again(t, guide_trace) for t in run.terms if t.in_guide]
     traces = {"guide_trace": guide_trace, "model_trace": model_trace}
     return replace(run, **traces, terms=tuple(terms)), True

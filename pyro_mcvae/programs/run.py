@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.model_noise import ModelNoise
 from pyro_mcvae.programs.sites import observes_data
 from pyro_mcvae.programs.state_sums import summed_terms
 from pyro_mcvae.programs.terms import (
@@ -38,6 +39,7 @@ class Run:
     :ivar subsamples: the minibatch: the indices of each plate.
     :ivar state_dim: the first batch dim for the values of the model's enumerated sites, which are
         summed; None where the model drew them, if it has any.
+    :ivar noise: what the model drew apart from its sites; None where nobody looked.
     """
 
     guide_trace: Trace
@@ -48,6 +50,7 @@ class Run:
     unbatched: frozenset[FactorKey] = frozenset()
     subsamples: Minibatch = field(default_factory=Minibatch)
     state_dim: int | None = None
+    noise: ModelNoise | None = None
 
     @property
     def guide_data(self) -> list[Term]:
@@ -123,6 +126,7 @@ def collect(
     subsamples: Minibatch | None = None,
     unbatched: frozenset[FactorKey] = frozenset(),
     state_dim: int | None = None,
+    noise: ModelNoise | None = None,
 ) -> Run:
     """
     Compute the log density of every scored site of both traces.
@@ -133,8 +137,10 @@ def collect(
     :param unbatched: the factors whose distribution did not have the leading dimension by itself.
     :param state_dim: the first batch dim for the values of the model's enumerated sites, if these
         have them.
+    :param noise: what the model drew apart from its sites.
     """
     model = model_terms(model_trace) if state_dim is None else summed_terms(model_trace)
     terms = (*model, *guide_terms(guide_trace))
     subsamples = Minibatch() if subsamples is None else subsamples
-    return Run(guide_trace, model_trace, terms, nesting, leading, unbatched, subsamples, state_dim)
+    batch = subsamples, state_dim, noise
+    return Run(guide_trace, model_trace, terms, nesting, leading, unbatched, *batch)

@@ -1,0 +1,80 @@
+"""A model that draws numbers apart from its sites, as dropout does: one density along a chain."""
+
+import math
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_mcvae import CompiledELBO, LinearSchedule, TraceSIS_ELBO, UnderdampedLangevin
+from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.programs.execution import Programs
+from tests.compiled.programs import reasons
+
+x = torch.tensor([1.0, -0.5, 2.0])
+# Given the noise x is normal: the evidence is a mixture's.
+parts = torch.stack([dist.Normal(shift, 1.25**0.5).log_prob(x) for shift in (0.0, 3.0)])
+EXACT = float((parts.logsumexp(0) - math.log(2)).sum())
+
+
+def model(x):
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        shift = 3 * torch.full_like(z, 0.5).bernoulli()
+        pyro.sample("x", dist.Normal(z + shift, 0.5), obs=x)
+
+
+def mean_field(x):
+    loc = pyro.param("loc", torch.zeros(3))
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.Normal(loc, 1.0))
+
+
+def sequential(x):
+    with pyro.plate("data", len(x)):
+        a = pyro.sample("a", dist.Normal(0.0, 1.0), infer={"is_auxiliary": True})
+        pyro.sample("z", dist.Normal(a.tanh(), 1.0))
+
+
+@pytest.mark.parametrize("guide", [mean_field, sequential])
+@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+def test_the_weight_is_a_function_of_the_coordinates(guide, vectorize):
+    log_weight = LogWeight(ParticleSampler(5, vectorize, 1), Programs(model, guide, (x,), {}))
+    state = torch.get_rng_state()
+    again = log_weight(log_weight.coordinates)
+    assert torch.equal(again.log_weight, log_weight.first.log_weight)
+    assert torch.equal(torch.get_rng_state(), state)  # what moves the chain draws other numbers
+
+
+def test_the_mean_weight_of_a_chain_is_the_evidence():
+    pyro.set_rng_seed(0)
+    kernel, many = UnderdampedLangevin(0.3), {"num_particles": 5000, "max_plate_nesting": 1}
+    elbo = TraceSIS_ELBO(None, kernel, LinearSchedule(10), multi_sample=True, **many)
+    with torch.no_grad():
+        bounds = torch.tensor([-elbo.loss(model, mean_field, x) for _ in range(8)])
+    assert abs(bounds.mean() - EXACT) < 4 * bounds.std() / 8**0.5
+
+
+def quiet(x):
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 0.5), obs=x)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"), [(model, "draws random numbers apart from its sites"), (quiet, None)]
+)
+def test_a_compiled_step_with_such_a_model_runs_as_ever(model, reason):
+    found = []
+    for wrapped in (lambda elbo: elbo, partial(CompiledELBO, backend="eager")):
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        loss = wrapped(TraceSIS_ELBO(2, max_plate_nesting=1))
+        svi = SVI(model, mean_field, pyro.optim.Adam({"lr": 0.05}), loss)
+        found.append([svi.step(x) for _ in range(6)])
+    assert found[0] == found[1]
+    assert [reason in said for said in reasons(loss)] == ([True] if reason else [])
