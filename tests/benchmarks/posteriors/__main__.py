@@ -22,7 +22,7 @@ from pyro.infer.autoguide import AutoNormal
 from tqdm import tqdm
 
 from tests.benchmarks.posteriors.models import POSTERIORS
-from tests.benchmarks.posteriors.numpyro_side import DAIS, PROGRAMS, dais
+from tests.benchmarks.posteriors.numpyro_side import OTHERS, PROGRAMS, trained_by_numpyro
 from tests.benchmarks.posteriors.objectives import DEFAULT, objective
 from tests.benchmarks.posteriors.rows import EVIDENCE, Row, Rows, figure, tables
 from tests.benchmarks.posteriors.trials import Settings, begin, continued, judged
@@ -37,18 +37,18 @@ def run(name: str, kind: type, objectives: list[str], seed: int, settings: Setti
     wanted = [o for o in [*judge, "SGVB", *objectives] if not rows.has(key, o)]
     if not wanted:
         return
-    steps = settings.elbo_steps + settings.steps * sum(o not in (EVIDENCE, DAIS) for o in wanted)
+    steps = settings.elbo_steps + settings.steps * sum(o not in (EVIDENCE, *OTHERS) for o in wanted)
     with tqdm(total=steps, desc=f"{name}, {kind.__name__}") as bar:
         model, guide, _ = begin(POSTERIORS[name], kind, settings, seed, lambda: bar.update())
         for each in wanted:
             bar.set_postfix_str(each)
             if each == EVIDENCE:
                 rows.add(Row(*key, each, *judged(model, guide, settings, seed)))
-            elif each == DAIS:
-                rows.add(Row.of(key, each, dais(name, settings, seed)))
+            elif each in OTHERS:
+                rows.add(Row.of(key, each, trained_by_numpyro(name, each, settings, seed)))
             else:
                 loss = objective(each)
-                found = continued(model, guide, loss, settings, seed, lambda: bar.update())
+                _, found = continued(model, guide, loss, settings, seed, lambda: bar.update())
                 rows.add(Row.of(key, each, found))
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, help="gap over the time of a step, to this file")
     parser.add_argument("--models", nargs="+", choices=POSTERIORS, default=list(POSTERIORS))
     parser.add_argument("--objectives", nargs="+", metavar="NAME", default=DEFAULT)
-    parser.add_argument("--numpyro", action="store_true", help="also its AutoDAIS, on four models")
+    parser.add_argument("--numpyro", action="store_true", help="also its objectives, on six models")
     parser.add_argument("--one-guide", action="store_true", help="AutoNormal alone")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--elbo-steps", type=int, help="0: objectives begin at init_scale=0.1")
@@ -82,7 +82,7 @@ def main() -> None:
     for name in args.models:
         for kind in POSTERIORS[name].guides[: 1 if args.one_guide else None]:
             other = args.numpyro and name in PROGRAMS and kind is AutoNormal
-            own = [*args.objectives, *([DAIS] if other else [])]
+            own = [*args.objectives, *(OTHERS if other else [])]
             for seed in args.seeds:
                 run(name, kind, own, seed, settings, rows)
     found = list(rows.posteriors(settings.elbo_steps, settings.steps))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pyro
@@ -56,9 +57,9 @@ def autoregressive_precision(size: int, phi: float, scale: float) -> Tensor:
     return precision
 
 
-def simulated_returns() -> tuple[Tensor, Tensor]:
+def simulated_returns(size: int) -> tuple[Tensor, Tensor]:
     """Returns, and the precision of their log variances."""
-    size, phi, scale = 200, 0.95, 0.25
+    phi, scale = 0.95, 0.25
     noise = torch.Generator().manual_seed(1)
     h = torch.zeros(size, dtype=torch.float32)
     for t in range(1, size):
@@ -67,12 +68,12 @@ def simulated_returns() -> tuple[Tensor, Tensor]:
     return y.to(torch.get_default_dtype()), autoregressive_precision(size, phi, scale)
 
 
-def simulated_volatility() -> Callable[[], None]:
-    """Log variances h of 200 returns; autoregression and scale are known."""
-    y, precision = simulated_returns()
+def simulated_volatility(size: int) -> Callable[[], None]:
+    """Log variances h of returns; autoregression and scale are known."""
+    y, precision = simulated_returns(size)
+    prior = dist.MultivariateNormal(torch.zeros(size), precision_matrix=precision)
 
     def model() -> None:
-        prior = dist.MultivariateNormal(torch.zeros(len(y)), precision_matrix=precision)
         h = pyro.sample("h", prior)
         pyro.sample("y", dist.Normal(0.0, (h / 2).exp()).to_event(1), obs=y)
 
@@ -166,12 +167,17 @@ def investment() -> Callable[[], None]:
     return model
 
 
-def item_response() -> Callable[[], None]:
-    """Two-parameter logistic: 20 measurements of 80 tumours, each above its median or not."""
+def tumour_answers() -> tuple[Tensor]:
+    """20 measurements of 80 tumours, each above its median or not."""
     from sklearn.datasets import load_breast_cancer
 
     x = tensor(load_breast_cancer().data)[:80, :20]
-    answers = (x > x.median(0).values).to(x.dtype)
+    return ((x > x.median(0).values).to(x.dtype),)
+
+
+def item_response() -> Callable[[], None]:
+    """Two-parameter logistic, of answers."""
+    (answers,) = tumour_answers()
     persons, items = answers.shape
 
     def model() -> None:
@@ -185,10 +191,15 @@ def item_response() -> Callable[[], None]:
     return model
 
 
+def schools_data() -> tuple[Tensor, Tensor]:
+    """Effects of coaching, and their standard errors."""
+    y = tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
+    return y, tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+
+
 def eight_schools() -> Callable[[], None]:
     """Effects of coaching (Rubin, 1981), centered."""
-    y = tensor([28.0, 8.0, -3.0, 7.0, -1.0, 1.0, 18.0, 12.0])
-    error = tensor([15.0, 10.0, 16.0, 11.0, 9.0, 11.0, 10.0, 18.0])
+    y, error = schools_data()
 
     def model() -> None:
         mean = pyro.sample("mean", dist.Normal(0.0, 5.0))
@@ -245,7 +256,8 @@ def diabetes_network() -> Callable[[], None]:
 
 BOTH = (AutoNormal, AutoMultivariateNormal)
 POSTERIORS = {
-    "volatility": Posterior(simulated_volatility, "simulated"),
+    "volatility": Posterior(partial(simulated_volatility, 200), "simulated"),
+    "volatility-1000": Posterior(partial(simulated_volatility, 1000), "simulated"),
     "inflation": Posterior(inflation_volatility, "statsmodels.datasets.macrodata"),
     "sunspots": Posterior(sunspots, "statsmodels.datasets.sunspots"),
     "logistic": Posterior(breast_cancer, "sklearn.datasets.load_breast_cancer", BOTH),

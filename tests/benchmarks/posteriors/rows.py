@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.benchmarks.growing import GrowingFile
 from tests.benchmarks.posteriors.trials import Trained
 
 EVIDENCE = "evidence"
@@ -50,14 +50,11 @@ class Row:
         return cls(*key, objective, found.bound, found.error, found.milliseconds, found.seconds)
 
 
-class Rows:
-    """All rows of a file, old ones included; each new one is written at once."""
+class Rows(GrowingFile[Row]):
+    """All rows of a file."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.all = path, []
-        if path.exists():
-            with path.open(newline="") as file:
-                self.all = [_row(values) for values in csv.DictReader(file)]
+        super().__init__(path, Row)
 
     def has(self, key: Key, objective: str) -> bool:
         return any((r.key, r.objective) == (key, objective) for r in self.all)
@@ -70,15 +67,6 @@ class Rows:
         found = [r for r in self.all if (r.model, r.objective) == (model, EVIDENCE)]
         return max(found, key=lambda row: row.bound, default=None)
 
-    def add(self, row: Row) -> None:
-        new = not self.path.exists()
-        with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
-            if new:
-                writer.writeheader()
-            writer.writerow(asdict(row))
-        self.all.append(row)
-
     def posteriors(self, elbo_steps: int, steps: int) -> Iterator[tuple[str, dict[str, Row]]]:
         """Each model and guide, with the mean of its seeds by objective, and the evidence."""
         of_length = [r for r in self.all if (r.elbo_steps, r.steps) == (elbo_steps, steps)]
@@ -89,11 +77,6 @@ class Rows:
             means = {name: _mean([r for r in rows if r.objective == name]) for name in names}
             if judge := self.evidence(model):
                 yield f"{model}, {guide}", {EVIDENCE: judge, **means}
-
-
-def _row(values: dict[str, str]) -> Row:
-    kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
-    return Row(**{f.name: kinds[str(f.type)](values[f.name]) for f in fields(Row)})
 
 
 def _mean(rows: list[Row]) -> Row:

@@ -86,11 +86,11 @@ def begin(posterior: Posterior, guide: type, settings: Settings, seed: int, prog
 
 
 def continued(model: Any, guide: Any, loss: Any, settings: Settings, seed: int, progress: Progress):
-    """A copy of the guide, trained on."""
+    """A copy of the guide, trained on, and how the objective fared."""
     pyro.clear_param_store()
     pyro.set_rng_seed(seed + 1)
     guide = copy.deepcopy(guide)
-    return train(model, guide, loss, settings, settings.steps, progress)
+    return guide, train(model, guide, loss, settings, settings.steps, progress)
 
 
 def judged(model: Any, guide: Any, settings: Settings, seed: int) -> tuple[float, float]:
