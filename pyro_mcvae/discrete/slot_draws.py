@@ -25,7 +25,7 @@ Row = TypeVar("Row", int, Tensor)
 
 
 class SlotsChangedError(SiteError):
-    """A site has other slots than planned: another number, or None for none of its own."""
+    """A site has more slots than planned, or None of its own."""
 
     def __init__(self, name: str, count: int | None) -> None:
         super().__init__(f"guide site '{name}' has changed between two runs")
@@ -80,7 +80,7 @@ class SlotDraws:
         The value of a discrete site; None for another one.
 
         :param rows: all of them, in the first batch dim, or one, without that.
-        :raises SlotsChangedError: if the site has other slots than planned.
+        :raises SlotsChangedError: if the site has more slots than planned.
         """
         name = msg["name"]
         site = self.plan.sites.get(name)
@@ -167,18 +167,24 @@ class SlotDraws:
         chosen = choose(msg, self._options, self._tell, site.joined)
         chosen = single(msg, self._options) if chosen is None else chosen
         (value, weight, sampled), fn = chosen.slots, msg["fn"]
-        count = value.shape[0]
-        if count != self.plan.counts[msg["name"]]:
-            raise SlotsChangedError(msg["name"], count)
+        count = self.plan.counts[msg["name"]]
+        if len(value) > count:
+            raise SlotsChangedError(msg["name"], len(value))
         batch = [*fn.batch_shape]
         for d in site.joined:
             batch[d] = 1
         if not weight.numel():
             weight = torch.ones((count, *batch), device=value.device)
             sampled = torch.ones_like(weight, dtype=torch.bool)
-        value = value.expand((count, *fn.batch_shape, *fn.event_shape))
-        slots = Choice(value, weight.expand(count, *batch), sampled.expand(count, *batch))
-        return chosen._replace(slots=slots)
+        value = value.expand((len(value), *fn.batch_shape, *fn.event_shape))
+        found = value, weight.expand(len(value), *batch), sampled.expand(len(value), *batch)
+        # A support may depend on the sites before: what is missing are slots without weight.
+        missing = count - len(value)
+        padded = [
+            torch.cat([torch.zeros_like(t[:1]).expand(missing, *t.shape[1:]), t]) for t in found[1:]
+        ]
+        first = value[:1].expand(missing, *value.shape[1:])
+        return chosen._replace(slots=Choice(torch.cat([first, value]), *padded))
 
     def _rows(self, rows: range, device: torch.device) -> Tensor | int:
         """The numbers of all rows, or that of one."""

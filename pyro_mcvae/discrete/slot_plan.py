@@ -100,7 +100,7 @@ def make_plan(
             continue
         name, block = term.key.name, sample.block_of[0][term.key]
         if block is None:
-            _check_global(term)
+            _look_at_global(term, tell)
             continue
         before = tuple(n for n, site in sites.items() if site.block == block)
         if not is_discrete(term.site):
@@ -153,15 +153,20 @@ def _check_size(name: str, count: int) -> None:
         )
 
 
-def _check_global(term: Term) -> None:
-    infer = term.site["infer"]
-    asked = infer.get("mcvae", {}).keys() & SITE_OPTIONS
-    if is_discrete(term.site) and (asked or infer.get("enumerate")):
+def _look_at_global(term: Term, tell: Callable[[str], object]) -> None:
+    if not is_discrete(term.site):
+        return
+    infer, name = term.site["infer"], term.key.name
+    if infer.get("mcvae", {}).keys() & SITE_OPTIONS or infer.get("enumerate"):
         raise SlotError(
-            f"guide site '{term.key.name}' is shared by all data, so that it is drawn once a step, "
+            f"guide site '{name}' is shared by all data, so that it is drawn once a step, "
             f"but is marked {infer}: remove the mark, sum it with TraceRaoBlackwell_ELBO, or, on "
             f"the full data, weigh it with them by joint=True"
         )
+    tell(
+        f"guide site '{name}' is shared by all data, so it has no slots: it is drawn once a step, "
+        f"with the score function as its gradient; TraceRaoBlackwell_ELBO sums it"
+    )
 
 
 def _common(

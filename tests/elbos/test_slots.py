@@ -338,6 +338,59 @@ def test_the_reweighted_gradient_weighs_slots_by_their_ends():
     torch.testing.assert_close(-grads[1]["prior"], weight - 3 * prior)
 
 
+def counts(is_model):
+    """As many trials as the site before says."""
+    param = discrete_programs.param
+    with pyro.plate("data", 2):
+        n = pyro.sample("n", dist.Categorical(logits=param("p" if is_model else "q", 2)))
+        logits = param("pk" if is_model else "qk")
+        k = pyro.sample("k", dist.Binomial(n.to(logits) + 1, logits=logits))
+        if is_model:
+            pyro.sample("x", dist.Normal(param("w") * k + n, 0.8), obs=data(2))
+
+
+def counts_bound():
+    param, total = discrete_programs.param, 0.0
+    for n in (0, 1):
+        for k in range(n + 2):
+            log_p, log_q = (
+                param(name, 2).log_softmax(-1)[n]
+                + dist.Binomial(n + 1, logits=param(name + "k")).log_prob(torch.tensor(float(k)))
+                for name in ("p", "q")
+            )
+            log_p = log_p + dist.Normal(param("w") * k + n, 0.8).log_prob(data(2))
+            total = total + (log_q.exp() * (log_p - log_q)).sum()
+    return total
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_supports_may_depend_on_the_sites_before(vectorize):
+    model, guide = (lambda: counts(True)), (lambda: counts(False))
+    options = {"num_particles": 2, "vectorize_particles": vectorize}
+    elbo = TraceSIS_ELBO(1, ULA(0.1), num_categories=ALL, **options)
+    for _ in range(2):
+        loss, found = elbo.loss_and_grads(model, guide), take_gradients()
+    exact = -counts_bound()
+    exact.backward()
+    assert loss == pytest.approx(exact.item())
+    for key, value in take_gradients().items():
+        torch.testing.assert_close(found[key], value)
+    elbo = TraceSIS_ELBO(1, ULA(0.1), baseline=IndependentDraw(), **options)
+    losses = torch.tensor([elbo.loss(model, guide) for _ in range(30)])
+    assert (losses.mean() - exact).abs() < 4.5 * losses.std() / 30**0.5
+
+
+def test_discrete_sites_that_all_data_share_are_told(caplog):
+    program = discrete_programs.PROGRAMS["subsampled"]
+    elbo = TraceSIS_ELBO(1, ULA(0.1))
+    for _ in range(2):
+        elbo.loss(program.model, program.guide)
+    assert [r.getMessage() for r in caplog.records if "'c' is shared by all" in r.getMessage()] == [
+        "guide site 'c' is shared by all data, so it has no slots: it is drawn once a step, with "
+        "the score function as its gradient; TraceRaoBlackwell_ELBO sums it"
+    ]
+
+
 def test_a_learned_baseline_is_trained_and_leaves_the_value():
     network = torch.nn.Linear(1, 1)
     program, found = PROGRAMS["labels"], []
