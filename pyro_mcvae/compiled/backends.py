@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from pyro_mcvae.compiled.calls import quick
-from pyro_mcvae.compiled.kernels import in_one_file
+from pyro_mcvae.compiled.kernels import in_one_file, instructions
 from pyro_mcvae.compiled.merging import owns_outputs
 from pyro_mcvae.compiled.repeats import compile_parts
 from pyro_mcvae.ops.generators import Generators
@@ -67,9 +67,11 @@ class Backend:
     def _compile(self, graph: GraphModule, example: list[Tensor]) -> Run:
         from torch._inductor import config
 
+        on_cpu = any(tensor.device.type == "cpu" for tensor in example)
         # The random numbers of PyTorch's own operations: a compiled step draws those of the plain
         # one. Measured, they cost no more than Inductor's.
-        with config.patch(fallback_random=True):
+        options = {"fallback_random": True, **(instructions() if on_cpu else {})}
+        with config.patch(options):
             run: Run
             if self.name == "inductor" and not self.options:
                 with in_one_file():

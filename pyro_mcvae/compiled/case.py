@@ -69,7 +69,8 @@ class Case:
         self._plain_steps = self._failures = self._unstable = self._unusable = 0
         self._seen: Dependencies | None = None
         self.refused = ""
-        self.fixed_floats = False
+        # Why floats cannot be inputs of its recordings, if so.
+        self.fixed_floats = ""
 
     def take(self, call: Call) -> object:
         """One step."""
@@ -117,7 +118,8 @@ class Case:
         except NotRecordable as reason:
             generators.put_back()
             # With floats as inputs it is tried once more, with floats as they are.
-            self.fixed_floats = any(type(a) is float and call.is_input(a) for a in call.leaves)
+            if any(type(a) is float and call.is_input(a) for a in call.leaves):
+                self.fixed_floats = str(reason)
             self._refuse("" if self.fixed_floats else str(reason))
             return self._side.plain(call)
         self._recordings.insert(0, recording)

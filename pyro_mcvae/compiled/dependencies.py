@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
+import sys
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple, TypeAlias
 
 import pyro
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
+from torch.distributions import Distribution, Transform
 
-from pyro_mcvae.programs.source_lines import is_library
+from pyro_mcvae.programs.source_lines import is_library, is_library_file
 
 __all__ = ["Dependencies", "Entry", "is_plain"]
 
@@ -21,6 +31,9 @@ __all__ = ["Dependencies", "Entry", "is_plain"]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_ENTRIES, _MAX_DEPTH, _MAX_LENGTH = 4096, 12, 64
 _MISSING = object()
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+# Attributes that are data, though nobody looks into them.
+_REPLACED = (Distribution, Transform)
 _OF_A_PLATE = ("name", "size", "subsample_size", "dim")
 
 
@@ -51,7 +64,7 @@ def _is_same(now: Any, then: Any) -> bool:
         return True
     if type(now) is not type(then):
         return False
-    if is_plain(then):
+    if is_plain(then) or isinstance(then, frozenset):
         return bool(now == then)
     if isinstance(then, list | tuple):
         return len(now) == len(then) and all(map(_is_same, now, then))
@@ -94,7 +107,7 @@ class Dependencies:
     def _visit(self, value: object, name: str, depth: int) -> None:
         if depth > _MAX_DEPTH or id(value) in self._seen or len(self.entries) > _MAX_ENTRIES:
             return
-        if isinstance(value, (*_PLAIN, Tensor, type)):
+        if isinstance(value, (*_PLAIN, Tensor)):
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module) or _is_of_the_user(value):
@@ -116,15 +129,19 @@ def _entries(value: Any, name: str) -> Iterator[Entry]:
     elif isinstance(value, nn.Module):
         for kind in ("parameters", "buffers", "modules"):
             yield from _named(getattr(value, f"_{kind}"), f"'{{}}' of the {kind} of {name}")
-        yield from _attributes(value, type(value).__name__)
-    elif type(value) in (list, tuple, dict) and len(value) <= _MAX_LENGTH:
-        if type(value) is not tuple:
+    elif isinstance(value, set | frozenset):
+        yield Entry(frozenset, value, frozenset(value), name)
+    elif isinstance(value, list | tuple | deque | dict) and len(value) <= _MAX_LENGTH:
+        if not isinstance(value, tuple):
             yield Entry(len, value, len(value), f"the length of {name}")
-        items = value.items() if type(value) is dict else enumerate(value)
+        items = value.items() if isinstance(value, dict) else enumerate(value)
         item = functools.partial(_item, value)
         yield from (Entry(item, k, v, f"{name}[{k!r}]") for k, v in items)
-    elif isinstance(value, Messenger) or _is_of_the_user(value):
+    if isinstance(value, nn.Module | Messenger) or _is_of_the_user(value):
         yield from _attributes(value, type(value).__name__)
+        yield from _class_attributes(value, type(value))
+    elif isinstance(value, type) and _is_written(value):
+        yield from _class_attributes(value, value)
 
 
 def _globals(function: FunctionType) -> Iterator[Entry]:
@@ -133,7 +150,7 @@ def _globals(function: FunctionType) -> Iterator[Entry]:
         held = space.get(name, _MISSING)
         if isinstance(held, ModuleType):
             path = getattr(held, "__file__", None)
-            if path and not is_library(compile("", path, "exec")):
+            if path and not is_library_file(path):
                 inner = [n for n in _names(function.__code__) if n in vars(held)]
                 yield from _named(vars(held), f"'{{}}' of module {held.__name__}", inner)
         elif held is not _MISSING:
@@ -163,14 +180,36 @@ def _attributes(value: object, kind: str) -> Iterator[Entry]:
     yield from _named(space, f"attribute '{{}}' of {kind}", keys)
 
 
+def _class_attributes(value: object, kind: type) -> Iterator[Entry]:
+    """What an object has of its class, until it is given its own, and what it has in slots."""
+    own = () if value is kind else getattr(value, "__dict__", ())
+    get = functools.partial(_attribute, value)
+    for part in filter(_is_written, kind.__mro__):
+        for key, held in list(vars(part).items()):
+            slot = isinstance(held, MemberDescriptorType) and value is not kind
+            if slot or (key not in own and not key.startswith("__") and _is_datum(held)):
+                yield Entry(get, key, get(key), f"attribute '{key}' of {kind.__name__}")
+
+
+def _is_datum(held: object) -> bool:
+    """Whether it is not a method, whose own globals are watched."""
+    return _is_watched(held) and not isinstance(held, FunctionType | property)
+
+
 def _is_watched(value: object) -> bool:
     return (
         is_plain(value)
         or isinstance(
-            value, Tensor | FunctionType | MethodType | list | tuple | dict | functools.partial
+            value, (Tensor, FunctionType, MethodType, functools.partial, *_CONTAINERS, *_REPLACED)
         )
+        or _is_array(value)
         or _is_of_the_user(value)
     )
+
+
+def _is_array(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
 
 
 def _parts(value: object, name: str) -> Iterator[tuple[object, str]]:
@@ -180,22 +219,38 @@ def _parts(value: object, name: str) -> Iterator[tuple[object, str]]:
     elif isinstance(value, MethodType):
         parts = [value.__self__, value.__func__]
     elif isinstance(value, nn.Module) or _is_of_the_user(value):
-        parts = _methods(value)
+        parts = _methods(type(value))
+    elif isinstance(value, type):
+        parts = _methods(value) if _is_written(value) else []
     else:
         parts = [getattr(value, "__wrapped__", None), getattr(value, "__defaults__", None)]
     yield from ((part, name) for part in parts if part is not None)
 
 
-def _methods(value: object) -> list[object]:
-    found = [f for c in type(value).__mro__ for f in vars(c).values()]
-    return [f for f in found if isinstance(f, FunctionType) and not is_library(f.__code__)]
+def _methods(kind: type) -> list[object]:
+    """The functions of a class, those behind properties and class methods included."""
+    held = [h for part in kind.__mro__ for h in vars(part).values()]
+    held += [getattr(h, name, None) for h in held for name in ("fget", "__func__", "func")]
+    return [f for f in held if isinstance(f, FunctionType) and not is_library(f.__code__)]
 
 
 def _is_of_the_user(value: object) -> bool:
-    """Whether an object's class is written in Python, outside of installed packages."""
+    """Whether an object's class is written outside of installed packages, in whole or in part."""
     if isinstance(value, SimpleNamespace | Namespace):
         return True
-    return bool(_methods(value)) and not isinstance(value, type | ModuleType)
+    if isinstance(value, type | ModuleType | FunctionType):
+        return False
+    return any(map(_is_written, type(value).__mro__)) or bool(_methods(type(value)))
+
+
+def _is_written(kind: type) -> bool:
+    """Whether a class stands in a file, or a notebook, of the user's."""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return kind.__module__ == "__main__" or bool(path and not is_library_file(path))
+
+
+def _attribute(value: object, key: str) -> object:
+    return getattr(value, key, _MISSING)
 
 
 def _item(held: Any, key: object) -> object:

@@ -99,15 +99,16 @@ class CompiledELBO(ELBO, nn.Module):
             return _SIDES[function](self.plain).plain(call)
 
     def _case(self, call: Call) -> Case:
-        case = self._cases.get(key := call.key)
-        if case is not None and case.fixed_floats and not call.fixed_floats:
+        case, floats = self._cases.get(key := call.key), ""
+        if case is not None and case.fixed_floats:
+            floats = f"; floats are fixed, since as a tensor one {case.fixed_floats}"
             call.fixed_floats = True
             case = self._cases.get(key := call.key)
         if case is None:
             if len(self._cases) >= _MAX_CASES:
                 raise NotRecordable(
                     f"it is called in more than {_MAX_CASES} ways (shapes, modes, arguments that "
-                    f"are no tensors or floats): new ones"
+                    f"are no tensors or floats): new ones{floats}"
                 )
             side = _SIDES[call.function](self.plain)
             case = self._cases[key] = Case(self.plain, side, self._backend, self._tell)

@@ -1,5 +1,5 @@
 """
-The kernels of compiled graphs in one file for the C++ compiler.
+The kernels of compiled graphs in one file for the C++ compiler, or one for each of two processors.
 
 Inductor calls the compiler once for each kernel, and each call takes a second for headers and the
 linker: 40 of 54 seconds for a chain of five transitions. Together they take six.
@@ -8,11 +8,17 @@ linker: 40 of 54 seconds for a chain of five transitions. Together they take six
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Protocol
 
-__all__ = ["in_one_file"]
+__all__ = ["in_one_file", "instructions"]
+
+# Two files are compiled at a time, where they are so long that their headers do not matter.
+_LONG = 100_000
 
 _INCLUDES = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -58,6 +64,22 @@ class _Kernel:
         return (*self.types, self.source)
 
 
+def instructions() -> dict[str, object]:
+    """
+    Inductor's options by which it trusts the processor's smaller sets of vector instructions.
+
+    It tries the C++ compiler on each of them, for two or three seconds, and takes the largest. A
+    compiler that knows the largest knows the others: they are asked for by the same headers.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    if config.cpp.vec_isa_ok is not None:
+        return {}
+    flags = cpu_vec_isa.x86_isa_checker()
+    sets = [s for s in cpu_vec_isa.supported_vec_isa_list if set(str(s).split()) <= {*flags}]
+    return {"cpp.vec_isa_ok": True} if sets and bool(sets[0]) else {}
+
+
 @contextmanager
 def in_one_file() -> Iterator[None]:
     """
@@ -100,21 +122,44 @@ def _compile(scopes: list[dict[str, object]]) -> None:
         made = _load(kernels)
     except Exception:
         return  # each by itself, when it is called
-    found = {kernel.key: f for kernel, f in zip(kernels, made, strict=True)}
     for scope, name, kernel in waiting:
-        scope[name] = found[kernel.key]
+        scope[name] = made[kernel.key]
 
 
-def _load(kernels: list[_Kernel]) -> list[Callable[..., None]]:
+def _load(kernels: list[_Kernel]) -> dict[tuple[object, ...], Callable[..., None]]:
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
 
     class First(Cache):
         entry_function = "kernel_0"
 
-    library = First.load_async(_file(kernels, Cache.suffix_template), "cpu")()
+    files = _shared_out(kernels)
+    loads = [First.load_async(_file(f, Cache.suffix_template), "cpu") for f in files]
+    with ThreadPoolExecutor(len(files)) as threads:  # the compiler is another process
+        libraries = list(threads.map(lambda load: load(), loads))
+    made: dict[tuple[object, ...], Callable[..., None]] = {}
+    for library, file in zip(libraries, files, strict=True):
+        made |= zip((k.key for k in file), _functions(library, len(file)), strict=True)
+    return made
+
+
+def _shared_out(kernels: list[_Kernel]) -> list[list[_Kernel]]:
+    """Kernels for one file, or for two of about the same length."""
+    total = sum(len(k.source) for k in kernels)
+    if total < _LONG or (os.cpu_count() or 1) < 2:
+        return [kernels]
+    files: list[list[_Kernel]] = [[], []]
+    sizes = [0, 0]
+    for kernel in sorted(kernels, key=lambda k: -len(k.source)):
+        shorter = sizes.index(min(sizes))
+        files[shorter].append(kernel)
+        sizes[shorter] += len(kernel.source)
+    return files
+
+
+def _functions(library: ModuleType, count: int) -> list[Callable[..., None]]:
     key, path = library.__name__.rpartition(".")[0], library.__file__
     found = []
-    for i in range(len(kernels)):
+    for i in range(count):
         # One file has the modules of all of them, each with its own function that makes it.
         spec = importlib.util.spec_from_file_location(f"{key}.kernel_{i}", path)
         assert spec is not None

@@ -19,13 +19,12 @@ from torch.fx.passes.shape_prop import TensorMetadata, _extract_tensor_metadata
 from torch.fx.passes.split_module import split_module
 
 from pyro_mcvae.compiled.operations import is_pure
+from pyro_mcvae.compiled.parts import return_alike, structure
 
 __all__ = ["compile_parts", "cuts"]
 
 _aten = torch.ops.aten
 Run = Callable[..., list[Tensor]]
-# A part of one output returns it alone.
-PartRun = Callable[..., Tensor | list[Tensor]]
 # Shorter repetitions are not worth a call of their own.
 _SHORTEST = 30
 # Graphs of fewer operations compile in time as they are, and run faster: the calls of parts take
@@ -53,15 +52,14 @@ def compile_parts(
     split = _split_at_repeats(graph) if _is_long(graph) else None
     if split is None:
         return compiler(graph, example)
-    parts = {n: (p, _structure(p)) for n, p in split.named_children() if isinstance(p, GraphModule)}
+    return_alike(split)
+    parts = {n: (p, structure(p)) for n, p in split.named_children() if isinstance(p, GraphModule)}
     examples = _Examples(split)
     examples.run(*example)
-    made: dict[Hashable, PartRun] = {}
+    made: dict[Hashable, Run] = {}
     for name, (part, key) in parts.items():
         if key not in made:
-            alone = _returns_alone(part)  # before a compiler makes it a list
-            run = compiler(part, examples.found[name])
-            made[key] = _unpacked(run) if alone else run
+            made[key] = compiler(part, examples.found[name])
         setattr(split, name, _Compiled(made[key]))
     return split
 
@@ -157,19 +155,6 @@ def _label(node: Node) -> Hashable:
     return (str(node.target), str(rest), str(node.meta.get("tensor_meta")))
 
 
-def _structure(part: GraphModule) -> Hashable:
-    """Equal for parts that are the same function of their inputs."""
-    numbers = {node: i for i, node in enumerate(part.graph.nodes)}
-    lines = []
-    for node in part.graph.nodes:
-        refers = map_arg((node.args, node.kwargs), lambda n: f"%{numbers[n]}")
-        target = "" if node.op == "placeholder" else str(node.target)
-        meta = node.meta.get("tensor_meta")
-        about = None if meta is None else (meta.shape, meta.dtype, meta.stride)
-        lines.append((node.op, target, str(refers), str(about)))
-    return tuple(lines)
-
-
 def _place_by_masks(graph: GraphModule) -> None:
     """
     Write the gradient of entry k of a small tensor, as a transition has of its own step size, as
@@ -246,23 +231,8 @@ class _Examples(torch.fx.Interpreter):
         return super().call_module(target, args, kwargs)
 
 
-def _returns_alone(part: GraphModule) -> bool:
-    (output,) = (n for n in part.graph.nodes if n.op == "output")
-    return not isinstance(output.args[0], tuple | list)
-
-
-def _unpacked(run: Run) -> PartRun:
-    """A function of one output, where a compiled one returns a sequence."""
-
-    def single(*inputs: Tensor) -> Tensor:
-        found: Tensor | list[Tensor] = run(*inputs)
-        return found if isinstance(found, Tensor) else found[0]
-
-    return single
-
-
 class _Compiled(torch.nn.Module):
-    def __init__(self, run: PartRun) -> None:
+    def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = (run,)
 

@@ -14,6 +14,7 @@ from pyro import poutine
 from pyro.infer import ELBO, SVI
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs import sites
@@ -87,7 +88,9 @@ def _no_program(role: str, found: object) -> ValueError:
 def _flags(programs: Programs) -> Iterator[object]:
     # None is no leaf of a tree for some versions of torch.
     for value in tree_leaves((list(programs.args), programs.kwargs)):
-        yield value if isinstance(value, _FLAGS) else type(value)
+        # A recording has a tensor without dims in the place of a float.
+        number = isinstance(value, Tensor) and value.dim() == 0
+        yield value if isinstance(value, _FLAGS) else float if number else type(value)
     yield tuple(programs.kwargs)
     for program in programs.pair:
         function = poutine.unwrap(program)

@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 import pyro
 import torch
 
-__all__ = ["is_core", "is_library", "program_line"]
+__all__ = ["is_core", "is_library", "is_library_file", "program_line"]
 
 _ROOM = os.path.dirname(__file__)
 _OURS, *_THEIRS, _PYTHON = (
@@ -27,15 +27,23 @@ _TYPED_IN = "<stdin>", "<string>"
 
 def is_core(code: CodeType) -> bool:
     """Whether a function is Python's own, PyTorch's, Pyro's or ours: no part of a program."""
-    name = code.co_filename
-    if name.startswith(_INSTALLED):
-        return name.startswith(_CORE)
-    return name not in _TYPED_IN and name.startswith((*_CORE, _PYTHON, "<"))
+    return _is_core_file(code.co_filename)
 
 
 def is_library(code: CodeType) -> bool:
     """As :func:`is_core`, or of an installed package, which may be that of a program."""
-    return is_core(code) or code.co_filename.startswith(_INSTALLED)
+    return is_library_file(code.co_filename)
+
+
+def is_library_file(name: str) -> bool:
+    """Whether the functions of a file are."""
+    return _is_core_file(name) or name.startswith(_INSTALLED)
+
+
+def _is_core_file(name: str) -> bool:
+    if name.startswith(_INSTALLED):
+        return name.startswith(_CORE)
+    return name not in _TYPED_IN and name.startswith((*_CORE, _PYTHON, "<"))
 
 
 def program_line(frame: FrameType | None = None) -> str:

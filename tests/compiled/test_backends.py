@@ -82,6 +82,32 @@ def test_parts_of_one_output_hand_it_on(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(compile_parts(graph, [x], compiler)(x)[0], function(x)[0])
 
 
+def test_parts_that_hand_on_less_are_compiled_once_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(repeats, "_LARGE", dict.fromkeys(repeats._LARGE, 0))
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        kept = []
+        for _ in range(4):
+            for j in range(40):
+                x = x.sin() + j
+                if j in (10, 20):
+                    kept.append(x)
+        return x, kept[2], kept[5]  # of the second and the third part, at other places
+
+    compiled = []
+
+    def compiler(part: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        compiled.append(part)
+        return part
+
+    x = torch.randn(3)
+    found = compile_parts(make_fx(function)(x), [x], compiler)(x)
+    assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
+    assert len(compiled) == 1
+
+
 def test_cuts_find_every_repetition() -> None:
     a, b = [f"a{i}" for i in range(35)], [f"b{i}" for i in range(50)]
     labels = ["x", *a, *a, *a, "y", *b, *b, "z"]
@@ -150,6 +176,21 @@ def test_kernels_of_several_graphs_are_compiled_together(
         for run, values in zip(runs, expected, strict=True):
             torch.testing.assert_close(list(run(x)), values)
     assert bool(alone) != works
+
+
+def test_kernels_are_shared_out_over_two_files_of_about_one_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    many = [kernels._Kernel([], "x" * n, codecache.CppPythonBindingsCodeCache) for n in range(30)]
+    assert kernels._shared_out(many) == [many]
+    monkeypatch.setattr(kernels, "_LONG", 100)
+    monkeypatch.setattr(kernels.os, "cpu_count", lambda: 2)
+    first, second = kernels._shared_out(many)
+    assert sorted(len(k.source) for k in (*first, *second)) == list(range(30))
+    sizes = [sum(len(k.source) for k in file) for file in (first, second)]
+    assert abs(sizes[0] - sizes[1]) < 30
+    monkeypatch.setattr(kernels.os, "cpu_count", lambda: 1)
+    assert len(kernels._shared_out(many)) == 1
 
 
 OPTIONS = [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}]

@@ -1,0 +1,168 @@
+"""What programs see besides their arguments is watched, wherever they keep it."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from tests.compiled.programs import reasons, uses
+
+x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+
+
+class Bare:
+    part: Any
+
+
+class Shared:
+    width = 1.0
+
+    @property
+    def doubled(self) -> float:
+        return 2 * Global.width
+
+    @classmethod
+    def tripled(cls) -> float:
+        return 3 * Global.width
+
+
+class Global:
+    width = 1.0
+
+
+class Slots:
+    __slots__ = ("width",)
+
+
+@dataclass
+class Data:
+    width: float = 1.0
+
+
+class Net(nn.Module):
+    width = 1.0
+
+
+def _of(held: Any) -> tuple[Callable[[], float], Callable[[float], None]]:
+    return lambda: held.width, lambda value: setattr(held, "width", value)
+
+
+def _bare(make: Callable[[], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        held = make()
+        held.width = 1.0
+        return _of(held)
+
+    return made
+
+
+def _of_a_mapping() -> Any:
+    held = OrderedDict(width=1.0)
+    return lambda: held["width"], lambda value: held.update(width=value)
+
+
+def _of_a_set() -> Any:
+    held = {1.0}
+
+    def put(value: float) -> None:
+        held.clear()
+        held.add(value)
+
+    return lambda: max(held), put
+
+
+def _replaced(make: Callable[[float], Any], read: Callable[[Any], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        held = Bare()
+        held.part = make(1.0)
+        return lambda: read(held.part), lambda value: setattr(held, "part", make(value))
+
+    return made
+
+
+def _of_another_class(name: str) -> Any:
+    held = Shared()
+    found = {"property": lambda: held.doubled, "classmethod": lambda: Shared.tripled()}[name]
+    return found, lambda value: setattr(Global, "width", value)
+
+
+PLACES: dict[str, Callable[[], Any]] = {
+    "object without methods": _bare(Bare),
+    "slot": _bare(Slots),
+    "dataclass": lambda: _of(Data()),
+    "class": lambda: _of(Global),
+    "of its class, then its own": lambda: _of(Shared()),
+    "of a module's class, then its own": lambda: _of(Net()),
+    "ordered dict": _of_a_mapping,
+    "set": _of_a_set,
+    "distribution": _replaced(lambda value: dist.Normal(0.0, value), lambda prior: prior.scale),
+    "array": _replaced(lambda value: np.full(1, value), lambda array: float(array[0])),
+    "through a property": lambda: _of_another_class("property"),
+    "through a classmethod": lambda: _of_another_class("classmethod"),
+}
+
+
+def guide(x: Tensor, *_: Any) -> None:
+    slope = pyro.param("slope", torch.tensor(0.1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.Normal(slope * x, 0.7))
+
+
+def seeded(loss: Any, model: Any, *args: Any, seed: int) -> float:
+    torch.manual_seed(seed)
+    found: float = loss.loss_and_grads(model, guide, x, *args)
+    return found
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_value_that_changes_between_steps_is_seen_at_the_next_one(place: str) -> None:
+    get, put = PLACES[place]()
+
+    def model(x: Tensor) -> None:
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, get()), obs=x)
+
+    loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
+    try:
+        for step in range(14):
+            if step == 5:  # before the recording's third use, which nothing compares
+                put(2.0)
+            assert seeded(loss, model, seed=step) == seeded(plain, model, seed=step)
+    finally:
+        put(1.0)
+    assert uses(loss) >= 3
+    assert not reasons(loss)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TraceIWAE_ELBO(3, vectorize_particles=True, max_plate_nesting=1),
+        lambda: TraceSIS_ELBO(2, max_plate_nesting=1),
+    ],
+    ids=["IWAE", "SIS"],
+)
+def test_an_annealing_factor_is_an_input_of_weighted_objectives(make: Callable[[], Any]) -> None:
+    def model(x: Tensor, beta: float) -> None:
+        with pyro.plate("data", len(x)):
+            with pyro.poutine.scale(scale=beta):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    loss, plain = CompiledELBO(make(), "eager"), make()
+    for step in range(10):
+        args = (model, 0.1 + 0.05 * step)
+        assert seeded(loss, *args, seed=step) == pytest.approx(
+            seeded(plain, *args, seed=step), rel=1e-12
+        )
+    assert uses(loss) == 7
+    assert len(loss._cases) == 1
