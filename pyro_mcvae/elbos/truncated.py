@@ -9,6 +9,7 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
+from pyro_mcvae.coordinates import chain_density
 from pyro_mcvae.elbos.base import MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
@@ -18,6 +19,7 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.guide import TruncatedPosterior
+from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.search import take_rows
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         training = torch.is_grad_enabled()
         if training and guide.training:
             guide.agree(runs)
-        at_once = training and self.num_gradient_states is None and guide.searches_little(runs)
+        at_once = training and self.num_gradient_states is None and _searches_little(guide, runs)
         with torch.set_grad_enabled(at_once):
             populations, sample = guide.evaluate(runs, searched=training and guide.training)
             if guide.training:
@@ -153,6 +155,21 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             picked.append(torch.where(weight > 0, index, best))
             weights.append(weight)
         return picked, weights
+
+
+def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
+    r"""
+    Whether a step had best keep the graph of all S + C states that it looks at.
+
+    A pass backward costs two passes forward: at once that makes 3 (S + C), and one more pass
+    through the S best alone, after a search without a graph, S + C + 3 S. The first needs a look at
+    whether all densities are finite, for which another device than the CPU would have to be waited
+    for.
+    """
+    count = guide.evolution.num_evaluations if guide.training else 0
+    known = guide.proposals is None and not runs.layouts.masked
+    read = all(x is None or chain_density.costs_nothing_to_read(x) for x in runs.layouts.bank)
+    return known and read and 2 * count <= guide.num_states
 
 
 def _top_and_rest(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,8 @@ _CHAINS = "TraceSIS_ELBO", "TraceAIS_ELBO"
 
 def advise(report: Report) -> str:
     """A sentence or two."""
+    if report.states is not None:
+        return _of_states(report)
     if report.misses:
         return _missed(report)
     if _is_close(report):
@@ -30,6 +32,25 @@ def advise(report: Report) -> str:
     if report.gap.numel() == 1 and bool(open_):
         return f"{_weighted(report)} {_undecided(report)}"
     return _weighted(report) if heavy <= _SOME else _heavy(report)
+
+
+def _of_states(report: Report) -> str:
+    assert report.states is not None
+    n, gap = report.states, float(report.gap.mean())
+    heavy = bool(report.guide.unreliable.double().mean() > _FEW)
+    if report.misses:
+        return (
+            f"Draws of the prior find more than the {n} states: the search misses a part of the "
+            f"posterior. Let it begin there (proposals=PriorDraws()), or keep more states "
+            f"(num_states={4 * n})."
+        )
+    if gap < _CLOSE and not heavy:
+        return f"The {n} states of a datum hold nearly all of its posterior: they are enough."
+    return (
+        f"{gap:.2f} nats per weight lie outside of the {n} states: search on (guide.fit(..., "
+        f"num_steps=100)), and where that finds no better ones keep more (num_states={4 * n})."
+        + (" Some draws near them weigh heavily: this evidence is an underestimate." * heavy)
+    )
 
 
 def _missed(report: Report) -> str:

@@ -15,9 +15,9 @@ from pyro_mcvae.evaluation.comparison import Comparison, Curve, TrainedCopy
 from pyro_mcvae.evaluation.contestant import Batches, Contestant, Rehearsal, contestants
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import estimate, guide_and_chains
-from pyro_mcvae.evaluation.importance_sampler import importance_sampler
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.progress import Progress
+from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive
 from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.execution import Programs
@@ -133,8 +133,8 @@ def _check(player: Contestant, programs: Programs, checks: Options, curve: Curve
     if player.failed or step in curve:
         return
     try:
-        with importance_sampler(programs, checks) as sampler:
-            curve[step] = player.seconds, estimate(sampler, checks.num_particles)
+        with weights_of(programs, checks) as weights:
+            curve[step] = player.seconds, estimate(weights, checks.num_particles)
     except (ValueError, RuntimeError) as error:
         if not step:
             raise

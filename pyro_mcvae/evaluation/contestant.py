@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from pyro_mcvae.evaluation.arguments import as_arguments
-from pyro_mcvae.evaluation.evaluation_mode import evaluation_modules
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import SubstituteMessenger
-from pyro_mcvae.programs.modules import find_modules
+from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.training.generators import RNGState, rng_state, set_rng_state
 from pyro_mcvae.training.parts import ModulePart

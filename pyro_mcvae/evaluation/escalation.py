@@ -8,8 +8,8 @@ import torch
 
 from pyro_mcvae.evaluation.annealing import make_annealing
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options
+from pyro_mcvae.evaluation.weights import Weights
 from pyro_mcvae.programs.errors import first_line
 
 __all__ = ["climb", "is_sure", "settled"]
@@ -33,7 +33,7 @@ def settled(short: LogEvidence, long: LogEvidence) -> bool:
     return bool((long.mean - short.mean).abs() <= torch.clamp(2 * error, min=_SMALL))
 
 
-def climb(sampler: ImportanceSampler, options: Options) -> tuple[tuple[LogEvidence, ...], str]:
+def climb(sampler: Weights, options: Options) -> tuple[tuple[LogEvidence, ...], str]:
     """
     Chains from the guide's draws, four times as long where the first leave doubt.
 

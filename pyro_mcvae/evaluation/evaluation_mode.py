@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pyro_mcvae.programs.modules import find_modules
+from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["evaluation_mode", "evaluation_modules"]
+__all__ = ["evaluation_mode"]
 
 # The states of Pyro's generators, by library, and those of each GPU.
 Generators: TypeAlias = tuple[dict[str, object], list[Tensor] | None]
@@ -56,19 +56,6 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
             table.update(kept)
         if generators is not None:
             _set_generators(generators)
-
-
-@contextmanager
-def evaluation_modules(roots: list[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode inside, and as they were afterwards."""
-    modes = [(m, m.training) for root in roots for m in root.modules()]
-    try:
-        for root in roots:
-            root.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _check_seed(seed: int | None) -> None:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
 from pyro_mcvae.evaluation.options import Options, judge
-from pyro_mcvae.evaluation.truncated_evidence import TruncatedWeights
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
+from pyro_mcvae.evaluation.weights import Weights
+from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.pareto import tail_length
-from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 __all__ = ["LogEvidence", "log_evidence"]
 
@@ -220,69 +218,32 @@ def log_evidence(
         True
     """
     check_flag("keep_log_weight", keep_log_weight)
-    if isinstance(programs.guide, TruncatedPosterior):
-        return _of_states(programs, options)
-    with importance_sampler(programs, options, options.annealing()) as sampler:
-        return estimate(sampler, options.num_particles, keep_log_weight)
-
-
-def _of_states(programs: Programs, options: Options) -> LogEvidence:
-    """The evidence of a truncated posterior: of its states exactly, of all others by draws."""
-    found = TruncatedWeights(programs, options)
-    return _summarised(
-        found.summary, found.sample, found.bound, found.bound.new_zeros(()), (), None
-    )
+    with weights_of(programs, options, options.annealing()) as weights:
+        return estimate(weights, options.num_particles, keep_log_weight)
 
 
 def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:
     """The evidence by the guide's weights, and by chains, where they were asked for; else twice."""
-    if isinstance(programs.guide, TruncatedPosterior):
-        found = _of_states(programs, options)
-        return found, found
-    with importance_sampler(programs, options) as sampler:
-        guide = estimate(sampler, options.num_particles)
-        annealing = options.annealing()
+    annealing = options.annealing()
+    with weights_of(programs, options) as weights:
+        guide = estimate(weights, options.num_particles)
         if annealing is None:
             return guide, guide
-        return guide, estimate(sampler.annealed(annealing), options.num_particles)
+        return guide, estimate(weights.annealed(annealing), options.num_particles)
 
 
-def estimate(
-    sampler: ImportanceSampler, num_particles: int, keep_log_weight: bool = False
-) -> LogEvidence:
-    """The evidence, by the weights of an importance sampler or of its chains."""
+def estimate(weights: Weights, num_particles: int, keep_log_weight: bool = False) -> LogEvidence:
+    """The evidence, by the weights of an importance sampler, of its chains, or of states."""
     summary, kept, acceptance = WeightSummary(num_particles), [], []
-    for count in sampler.chunks(num_particles):
-        if sampler.annealing is None:
-            sample = sampler.draw(count)
-            log_weight, runs = sample.log_weight, sample.runs
-        else:
-            chain, density = sampler.chain(count)
-            log_weight, runs = chain.log_weight, density.runs
-            if chain.infos:
-                acceptance.append(count * torch.stack([i.acceptance.mean() for i in chain.infos]))
-        sampler.check(log_weight, runs)
+    for count in weights.chunks(num_particles):
+        log_weight, runs, rates = weights.weigh(count)
+        weights.check(log_weight, runs)
         summary.add(log_weight)
+        if rates is not None:
+            acceptance.append(count * rates)
         if keep_log_weight:
             kept.append(log_weight)
-    log_weights = torch.cat(kept) if kept else None
-    reference, bound = sampler.reference, summary.mean_log.to(sampler.reference.log_weight.dtype)
-    found = _summarised(summary, reference, bound, sampler.shared(), sampler.given, log_weights)
-    if sampler.annealing is None:
-        return found
-    mean = torch.stack(acceptance).sum(0) / num_particles if acceptance else None
-    step_size = sampler.annealing.kernel.step_size().detach().clone()
-    return replace(found, acceptance=mean, step_size=step_size)
-
-
-def _summarised(
-    summary: WeightSummary,
-    sample: WeightedParticles,
-    bound: Tensor,
-    shared: Tensor,
-    given: tuple[str, ...],
-    log_weight: Tensor | None,
-) -> LogEvidence:
+    bound, annealing = weights.bound(summary), weights.annealing
     return LogEvidence(
         summary.log_mean.to(bound.dtype),
         summary.standard_error.to(bound.dtype),
@@ -290,9 +251,11 @@ def _summarised(
         summary.pareto_k.to(bound.dtype),
         bound,
         summary.num_particles,
-        sample.plate_names,
-        sample.scale,
-        shared,
-        given,
-        log_weight,
+        weights.plates,
+        weights.scale,
+        weights.shared(),
+        weights.given,
+        torch.cat(kept) if kept else None,
+        torch.stack(acceptance).sum(0) / num_particles if acceptance else None,
+        None if annealing is None else annealing.kernel.step_size().detach().clone(),
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,27 +13,25 @@ from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
 from pyro_mcvae.coordinates.chain_checks import named
-from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
+from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation import preconditions
 from pyro_mcvae.evaluation.annealing import Annealing
-from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.evaluation.progress import Counted, Progress
+from pyro_mcvae.evaluation.weights import Weighed, Weights
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.contract import check_plates, nonfinite_sites
+from pyro_mcvae.programs.contract import check_plates
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.run import Run
-from pyro_mcvae.truncated.guide import TruncatedPosterior
 
-__all__ = ["ImportanceSampler", "importance_sampler"]
+__all__ = ["ImportanceSampler"]
 
 
-class ImportanceSampler:
+class ImportanceSampler(Weights):
     """
     The weights of one minibatch.
 
@@ -56,12 +52,6 @@ class ImportanceSampler:
         annealing: Annealing | None = None,
         progress: Progress | None = None,
     ) -> None:
-        if isinstance(programs.guide, TruncatedPosterior):
-            raise ValueError(
-                "the weights of a TruncatedPosterior are those of its states alone, which are a "
-                "bound on the evidence and no estimate of it: log_evidence judges it, and "
-                "guide.posterior(...) draws from it"
-            )
         self.programs, self.annealing = programs, annealing
         self.progress = progress or Progress("judging", show=False)
         self._options, self._joint = options, bool(options.joint)
@@ -88,26 +78,19 @@ class ImportanceSampler:
         self.held = points | frozenset(drawn)
 
     @property
-    def elements(self) -> int:
-        """How many weights one particle has."""
-        return math.prod(self.reference.log_weight.shape[1:])
-
-    def chunks(self, count: int) -> Iterator[int]:
-        """The sizes of the chunks that ``count`` particles are drawn in."""
-        self.progress.expect(count)
-        while count > 0:
-            size = min(self.chunk_size, count)
-            yield size
-            if self.annealing is None:  # whose transitions are counted
-                self.progress.step(size)
-            count -= size
-
-    @property
     def chunk_size(self) -> int:
         """How many particles fit one chunk."""
         return self._options.chunk(self._numbers())
 
-    def draw(self, count: int) -> WeightedParticles:
+    def weigh(self, count: int) -> Weighed:
+        if self.annealing is None:
+            sample = self._draw(count)
+            return Weighed(sample.log_weight, sample.runs)
+        chain, density = self.chain(count)
+        rates = [info.acceptance.mean() for info in chain.infos]
+        return Weighed(chain.log_weight, density.runs, torch.stack(rates) if rates else None)
+
+    def _draw(self, count: int) -> WeightedParticles:
         """Independent draws of the guide, without gradients."""
         sampler = self._sampler(count)
         runs = 1 if sampler.vectorizes(self.programs, count) else count
@@ -224,14 +207,6 @@ class ImportanceSampler:
         )
         return chain, density
 
-    def check(self, log_weight: Tensor, runs: list[Run]) -> None:
-        """
-        :raises ValueError: naming the sites, where a log weight is NaN or plus infinity.
-        """
-        if bool((log_weight.isnan() | log_weight.isposinf()).any()):
-            lines = nonfinite_sites(runs) or ["every site is finite: their sum overflows"]
-            raise ValueError("a log weight is not a number, because of\n  " + "\n  ".join(lines))
-
     def shared(self) -> Tensor:
         """What belongs to no single datum: the factors outside of the blocks, without the draws."""
         total = self.reference.log_weight.new_zeros(())
@@ -271,17 +246,3 @@ class ImportanceSampler:
             self.programs = count_masked(self.programs, *pair)
             self.reference = sampler.single(self.programs, subsamples)
         check_masks(self.reference.runs[0], apart)
-
-
-@contextmanager
-def importance_sampler(
-    programs: Programs, options: Options, annealing: Annealing | None = None
-) -> Iterator[ImportanceSampler]:
-    """The weights of programs, which stay as they are; how every judge begins."""
-    with (
-        evaluation_mode(programs.model, programs.guide, seed=options.seed),
-        outside_inference_mode(programs) as programs,
-        Progress("judging", options.progress, "particle") as progress,
-        torch.no_grad(),
-    ):
-        yield ImportanceSampler(programs, options, annealing, progress)

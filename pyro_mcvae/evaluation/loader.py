@@ -13,9 +13,10 @@ from pyro_mcvae.coordinates.chain_density import outside_inference_mode
 from pyro_mcvae.evaluation.arguments import as_arguments, check_call, check_function
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import make_options, shows_options
 from pyro_mcvae.evaluation.progress import shown
+from pyro_mcvae.evaluation.weights import Weights
+from pyro_mcvae.evaluation.weights_of import make_weights
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
@@ -83,9 +84,9 @@ def log_evidence_loader(
             programs = Programs(model, guide, args, kwargs)
             check_call(programs)
             with outside_inference_mode(programs) as programs:
-                sampler = ImportanceSampler(programs, given, annealing)
-                _check_batches(sampler)
-                found.append(estimate(sampler, given.num_particles, keep_log_weight))
+                weights = make_weights(programs, given, annealing)
+                _check_batches(weights)
+                found.append(estimate(weights, given.num_particles, keep_log_weight))
     if not found:
         raise ValueError("there was no batch: the loader is empty, or was used up before")
     return _side_by_side(found, plate)
@@ -117,8 +118,8 @@ def _check_loader(batches: object) -> None:
         )
 
 
-def _check_batches(sampler: ImportanceSampler) -> None:
-    if any(not block.plates for block in sampler.reference.blocks):
+def _check_batches(weights: Weights) -> None:
+    if any(not block.plates for block in weights.reference.blocks):
         raise ValueError(
             "the latents of these programs are weighed over all data of a batch at once, and the "
             "evidence of several batches is not the sum of theirs: call log_evidence on the full "

@@ -16,8 +16,9 @@ from pyro_mcvae.coordinates.chain_checks import named
 from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options, judge
+from pyro_mcvae.evaluation.weights_of import importance_sampler
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp
 from pyro_mcvae.ops.kernel_density import KernelDensity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from pyro_mcvae.coordinates.chain_checks import named
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -11,10 +12,12 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, is_subsampled
 from pyro_mcvae.structure import dependencies
+from pyro_mcvae.truncated.draws import drawn_from_states
 
 __all__ = [
     "check_blocks",
     "check_draws",
+    "check_no_local_points",
     "check_no_minibatch",
     "check_observed",
     "check_points",
@@ -60,14 +63,23 @@ def check_observed(run: Run) -> None:
 def check_draws(run: Run, points: frozenset[str]) -> None:
     """
     :raises ValueError: for a guide of point masses alone. One that draws nothing is exact: the
-        model has no latents but those that are summed.
+        model has no latents but those that are summed. And for one that draws from a part of the
+        posterior, whose weights would be equal and say nothing of the rest.
     """
-    if points and not any(t.in_guide and is_random(t.site) for t in run.terms):
+    sites = [t.site for t in run.terms if t.in_guide]
+    if points and not any(map(is_random, sites)):
         what = f" (its site{named(tuple(sorted(points)))} a point mass)"
         raise ValueError(
             f"the guide draws no random latent{what}, and importance sampling from a single "
-            f"point says nothing about the evidence: use a guide that draws, such as "
-            f"AutoNormal"
+            f"point says nothing about the evidence: log p(x, z) at the point, which AutoDelta "
+            f"maximises, is no bound on log p(x). Use a guide that draws, such as AutoNormal, or "
+            f"AutoLaplaceApproximation(model).laplace_approximation(...) around that point"
+        )
+    for name in (n for site in sites for n in drawn_from_states(site)):
+        raise ValueError(
+            f"site '{name}' is drawn from a TruncatedPosterior inside of another guide, of whose "
+            f"states alone the weights would tell: pass the TruncatedPosterior as the guide, and "
+            f"what draws the other latents as its guide="
         )
 
 
@@ -76,14 +88,22 @@ def check_points(reference: WeightedParticles, points: frozenset[str]) -> None:
     :raises ValueError: for a point mass that each datum has.
     """
     structure = reference.structure
+    blocks = {n: structure.block_of.get(FactorKey("guide", n)) for n in points}
+    check_no_local_points(
+        {n for n, b in blocks.items() if b is not None and structure.blocks[b].plates}
+    )
+
+
+def check_no_local_points(points: Collection[str]) -> None:
+    """
+    :raises ValueError: for any point mass inside of the data's plates.
+    """
     for name in sorted(points):
-        b = structure.block_of.get(FactorKey("guide", name))
-        if b is not None and structure.blocks[b].plates:
-            raise ValueError(
-                f"site '{name}' of the guide is a point mass inside of the data's plates: "
-                f"importance sampling never sees any other value of it. Give it a "
-                f"distribution, or observe it in the model"
-            )
+        raise ValueError(
+            f"site '{name}' of the guide is a point mass inside of the data's plates: "
+            f"importance sampling never sees any other value of it. Give it a "
+            f"distribution, or observe it in the model"
+        )
 
 
 def check_no_minibatch(run: Run, drawn: tuple[str, ...]) -> None:

@@ -11,7 +11,7 @@ from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, make_annealing
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.weights import Weights
 from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.sites import is_latent, is_random, known_support
 from pyro_mcvae.programs.types import Program, Site
@@ -24,7 +24,7 @@ _CHAINS, _FEWEST, _WARMUP = 200, 50, 4
 _FIRST_STEP = 0.5
 
 
-def look_from_prior(sampler: ImportanceSampler, num_particles: int) -> LogEvidence | str:
+def look_from_prior(sampler: Weights, num_particles: int) -> LogEvidence | str:
     """
     The evidence by chains that are annealed from draws of the model's own prior.
 
@@ -54,7 +54,7 @@ def look_from_prior(sampler: ImportanceSampler, num_particles: int) -> LogEviden
         return first_line(error)
 
 
-def _why_not(sampler: ImportanceSampler) -> str:
+def _why_not(sampler: Weights) -> str:
     run = sampler.reference.runs[0]
     if sampler.given:
         return f"{', '.join(sampler.given)} are held, and the prior draws them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 
@@ -12,9 +13,13 @@ from pyro_mcvae.chains.kernel import Target
 from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.evaluation.annealing import LEAVE_OUT
 from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options, judge
+from pyro_mcvae.evaluation.refined_states import RefinedStates
+from pyro_mcvae.evaluation.state_weights import StateWeights
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
+from pyro_mcvae.evaluation.weights import Weights
+from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
 
@@ -46,6 +51,10 @@ def refine(
     all data. With ``joint=False`` they are the guide's own draws, a new one for each draw, and only
     the local ones are refined given these (one draw after the other: slower). Sites that the model
     enumerates are drawn last, from p(y | x, z), as :func:`pyro.infer.infer_discrete` draws them.
+
+    Of a :class:`TruncatedPosterior` one candidate is a draw of q, with the weight of all states
+    that are kept, and the others are states near these: ``num_particles=1`` draws from q. Latents
+    that its own ``guide`` draws stay as that draws them, anew for each draw.
 
     :param int num_samples: how many draws.
     :param model: a Pyro model.
@@ -91,12 +100,12 @@ def refine(
             f"invariant, which {type(annealing.kernel).__name__} does not: use HMC, MALA or "
             f"RandomWalk, or num_transitions=0"
         )
-    with importance_sampler(programs, options, annealing) as sampler:
-        return _collect(sampler, num_samples, options.num_particles, num_transitions)
+    with weights_of(programs, options, annealing) as weights:
+        return _collect(weights, num_samples, options.num_particles, num_transitions)
 
 
 def _collect(
-    sampler: ImportanceSampler, num_samples: int, candidates: int, transitions: int
+    sampler: Weights, num_samples: int, candidates: int, transitions: int
 ) -> PosteriorDraws:
     summary = WeightSummary(num_samples * candidates)
     parts, done = [], 0
@@ -107,7 +116,7 @@ def _collect(
         if sampler.holds_draws and done:
             sampler.renew()
         count = min(size, num_samples - done)
-        parts.append(_Refined(sampler, count, candidates, transitions, summary))
+        parts.append(_refined(sampler, count, candidates, transitions, summary))
         done += count
         if sampler.annealing is None:
             sampler.progress.step(count * candidates)
@@ -124,10 +133,21 @@ def _collect(
         draws.step_size = sampler.annealing.kernel.step_size().detach().clone()
     draws.observed, draws.dims, draws.coords = sites[0].observed, sites[0].dims, sites[0].coords
     draws.plates = sampler.reference.plate_names
-    draws.pareto_k = summary.pareto_k.to(draws.log_weight.dtype)
+    draws.pareto_k = draws.log_weight.new_full(draws.log_weight.shape[1:], math.nan)
+    if summary.count:
+        draws.pareto_k = summary.pareto_k.to(draws.log_weight.dtype)
     if candidates > 1:
         _warn(draws.pareto_k)
     return draws
+
+
+def _refined(
+    weights: Weights, count: int, candidates: int, transitions: int, summary: WeightSummary
+) -> _Refined | RefinedStates:
+    if isinstance(weights, ImportanceSampler):
+        return _Refined(weights, count, candidates, transitions, summary)
+    assert isinstance(weights, StateWeights)
+    return RefinedStates(weights, count, candidates, summary)
 
 
 class _Refined:

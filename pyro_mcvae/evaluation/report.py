@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pyro_mcvae.evaluation.escalation import climb, is_sure
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.prior_look import look_from_prior
+from pyro_mcvae.evaluation.state_weights import StateWeights
 from pyro_mcvae.evaluation.trained_loss import trained_loss
 from pyro_mcvae.evaluation.verdict import Report
+from pyro_mcvae.evaluation.weights import Weights
+from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.sites import is_random, known_support
@@ -41,7 +43,11 @@ def report(
     to the posterior. Where they find more evidence than the guide's weights, the guide misses
     something, and the report says so. They find less where the prior is far from the posterior,
     as with many latents: then nothing is known, which it says as well. The look takes about 100
-    gradients of the programs, of at most 200 particles each.
+    gradients of the programs, of at most 200 particles each. Discrete latents are drawn from the
+    prior and weighed.
+
+    The gap of a :class:`TruncatedPosterior` is the posterior outside of its states, in nats, as
+    draws near them find it.
 
     :param model: a Pyro model.
     :param guide: its guide.
@@ -76,17 +82,22 @@ def report(
     loops = options.vectorize_particles is False
     no_chains = _unasked("escalate", escalate, loops)
     prior: LogEvidence | str = _unasked("look", look, loops)
-    with importance_sampler(programs, options) as sampler:
-        plain = estimate(sampler, options.num_particles)
+    with weights_of(programs, options) as weights:
+        plain = estimate(weights, options.num_particles)
         chains: tuple[LogEvidence, ...] = ()
+        states: int | None = None
+        if isinstance(weights, StateWeights):
+            states, no_chains = weights.guide.num_states, "no chain moves discrete states"
         if annealing is not None:
-            chains, no_chains = (estimate(sampler.annealed(annealing), options.num_particles),), ""
+            chains, no_chains = (estimate(weights.annealed(annealing), options.num_particles),), ""
         elif not no_chains and not is_sure(plain):
-            chains, no_chains = climb(sampler, options)
+            chains, no_chains = climb(weights, options)
         evidence = chains[-1] if chains else plain
-        prior = prior or look_from_prior(sampler, options.num_particles)
-        trained = None if loss is None else trained_loss(sampler, loss)
-        return Report(evidence, plain, _discrete(sampler), prior, chains, no_chains, trained)
+        prior = prior or look_from_prior(weights, options.num_particles)
+        trained = None if loss is None else trained_loss(weights, loss)
+        return Report(
+            evidence, plain, _discrete(weights), prior, chains, no_chains, trained, states
+        )
 
 
 def _unasked(name: str, asked: bool | None, loops: bool) -> str:
@@ -96,7 +107,7 @@ def _unasked(name: str, asked: bool | None, loops: bool) -> str:
     return f"particles are looped over: {name}=True" if loops and asked is None else ""
 
 
-def _discrete(sampler: ImportanceSampler) -> tuple[str, ...]:
-    sites = [t.site for t in sampler.reference.runs[0].terms if t.in_guide]
+def _discrete(weights: Weights) -> tuple[str, ...]:
+    sites = [t.site for t in weights.reference.runs[0].terms if t.in_guide]
     drawn = {s["name"]: known_support(s["fn"]) for s in sites if is_random(s)}
     return tuple(name for name, support in drawn.items() if support.is_discrete)

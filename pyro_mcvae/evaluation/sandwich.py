@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_mcvae.chains.annealing import anneal_back
 from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, Annealing
 from pyro_mcvae.evaluation.arguments import check_function
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler, importance_sampler
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.simulation import (
     Simulation,
@@ -22,6 +22,9 @@ from pyro_mcvae.evaluation.simulation import (
     guide_values,
     simulate,
 )
+from pyro_mcvae.evaluation.state_sandwich import both_ways_of_states
+from pyro_mcvae.evaluation.state_weights import StateWeights
+from pyro_mcvae.evaluation.weights_of import has_states, weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import log_mean_exp
 from pyro_mcvae.programs.errors import NoCoordinateError
@@ -51,10 +54,10 @@ class Sandwich:
 
     :ivar lower: by chains from the guide's draws, shape ``[num_simulations, *plates]``.
     :ivar upper: by chains from the exact posterior draw that the data came from.
-    :ivar num_particles: chains per datum in each direction.
+    :ivar num_particles: chains (or weights) per datum in each direction.
     :ivar plates: the names of the plates.
     :ivar given: latents that were held; see :class:`LogEvidence`.
-    :ivar step_size: of the kernel.
+    :ivar step_size: of the kernel; None without chains.
     """
 
     lower: Tensor
@@ -62,7 +65,7 @@ class Sandwich:
     num_particles: int
     plates: tuple[str, ...]
     given: tuple[str, ...]
-    step_size: Tensor
+    step_size: Tensor | None
 
     @property
     def gap(self) -> Tensor:
@@ -83,11 +86,12 @@ class Sandwich:
 
     def __str__(self) -> str:
         given = f", given {', '.join(self.given)}" if self.given else ""
+        what = "weights" if self.step_size is None else "chains"
         return (
             f"log evidence of simulated data between {float(self.lower.mean()):.3f} and "
             f"{float(self.upper.mean()):.3f} nats per weight; gap {float(self.mean_gap):.3f} ± "
             f"{float(self.standard_error):.3f} ({self.gap.numel()} simulated, "
-            f"{self.num_particles} chains each way{given})"
+            f"{self.num_particles} {what} each way{given})"
         )
 
 
@@ -98,6 +102,7 @@ def sandwich(
     *,
     num_simulations: int = 1,
     to_args: ToArgs | None = None,
+    num_search_steps: int = 50,
 ) -> Sandwich:
     r"""
     Bound the log evidence of data simulated from the model from both sides [1].
@@ -113,6 +118,10 @@ def sandwich(
     A small gap says that :func:`log_evidence` with this schedule and kernel is right on data like
     the model's. Global latents that the guide draws are simulated as well, and latents that it
     holds as point masses stay as they are.
+
+    A :class:`TruncatedPosterior` has no chains: its states are searched anew for the simulated
+    data, and both bounds are of the weights that :func:`log_evidence` takes, with :math:`z^*` among
+    them for the upper one. The gap is then also that of a search of ``num_search_steps``.
 
     How the simulated data reach the programs: observed sites are conditioned on them, and the
     arguments that hold an observed tensor (itself, views of it, or what it is a copy of or, as
@@ -132,6 +141,8 @@ def sandwich(
     :param Kernel kernel: an adjusted one; by default :class:`HMC` with 3 leapfrog steps.
     :param to_args: maps the simulated observations, a dict by site, to the programs' arguments (a
         tuple, a dict of keyword arguments, or the only argument).
+    :param int num_search_steps: E-steps of a :class:`TruncatedPosterior` for each simulated data
+        set.
     {options}
     :returns: a :class:`Sandwich`.
 
@@ -159,7 +170,40 @@ def sandwich(
     """
     num_simulations = check_count("num_simulations", num_simulations)
     check_function("to_args", to_args)
+    num_search_steps = check_count("num_search_steps", num_search_steps, 0)
+    if is_messenger(programs):
+        raise ValueError(
+            f"the guide {type(programs.guide).__name__} runs its own model, which simulated "
+            f"data do not reach: use the AutoGuide that it stands for, such as AutoNormal"
+        )
+    with weights_of(programs, options, _annealing(programs, options)) as weights:
+        pairs = []
+        for turn in range(num_simulations):
+            if isinstance(weights, StateWeights):
+                pairs.append(both_ways_of_states(weights, options, to_args, num_search_steps))
+                continue
+            assert isinstance(weights, ImportanceSampler)
+            simulation = simulate(weights.programs, weights.reference, weights.held, to_args)
+            if not turn:
+                _warn(weights, simulation)
+            pairs.append(_both_ways(weights, simulation, options.num_particles))
+        lower, upper = zip(*pairs, strict=True)
+        annealing = weights.annealing
+        return Sandwich(
+            torch.stack(lower),
+            torch.stack(upper),
+            options.num_particles,
+            weights.reference.plate_names,
+            weights.given,
+            None if annealing is None else annealing.kernel.step_size().detach().clone(),
+        )
+
+
+def _annealing(programs: Programs, options: Options) -> Annealing | None:
+    """The chains; none of a guide of states, unless they were asked for."""
     if options.schedule is None and options.kernel is None:
+        if has_states(programs):
+            return None
         options = replace(options, schedule=DEFAULT_STEPS)
     annealing = options.annealing(_WITHOUT_CHAINS)
     assert annealing is not None
@@ -168,27 +212,7 @@ def sandwich(
             f"a chain of {type(annealing.kernel).__name__} cannot be run backwards: use a kernel "
             f"that leaves its target invariant, HMC, MALA or RandomWalk"
         )
-    if is_messenger(programs):
-        raise ValueError(
-            f"the guide {type(programs.guide).__name__} runs its own model, which simulated "
-            f"data do not reach: use the AutoGuide that it stands for, such as AutoNormal"
-        )
-    with importance_sampler(programs, options, annealing) as sampler:
-        pairs = []
-        for turn in range(num_simulations):
-            simulation = simulate(sampler.programs, sampler.reference, sampler.held, to_args)
-            if not turn:
-                _warn(sampler, simulation)
-            pairs.append(_both_ways(sampler, simulation, annealing, options.num_particles))
-        lower, upper = zip(*pairs, strict=True)
-        return Sandwich(
-            torch.stack(lower),
-            torch.stack(upper),
-            options.num_particles,
-            sampler.reference.plate_names,
-            sampler.given,
-            annealing.kernel.step_size().detach().clone(),
-        )
+    return annealing
 
 
 def _warn(sampler: ImportanceSampler, simulation: Simulation) -> None:
@@ -201,9 +225,10 @@ def _warn(sampler: ImportanceSampler, simulation: Simulation) -> None:
 
 
 def _both_ways(
-    user: ImportanceSampler, simulation: Simulation, annealing: Annealing, num_particles: int
+    user: ImportanceSampler, simulation: Simulation, num_particles: int
 ) -> tuple[Tensor, Tensor]:
-    sampler = user.on(simulation.programs)
+    sampler, annealing = user.on(simulation.programs), user.annealing
+    assert annealing is not None
     values = guide_values(simulation.programs, sampler.reference, simulation.latents)
     _choose_coordinates(sampler, annealing, values)
     lower, upper = [], []

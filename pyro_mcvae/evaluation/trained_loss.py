@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from pyro_mcvae.compiled.elbo import CompiledELBO
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.tables import number
+from pyro_mcvae.evaluation.weights import Weights
 
 __all__ = ["TrainedLoss", "trained_loss"]
 
@@ -35,7 +35,7 @@ class TrainedLoss:
         return f"{number(self.bound, self.standard_error)} ({self.num_particles} particles)"
 
 
-def trained_loss(sampler: ImportanceSampler, loss: Any) -> TrainedLoss:
+def trained_loss(sampler: Weights, loss: Any) -> TrainedLoss:
     """
     Some values of a loss on the programs that are judged.
 

@@ -41,6 +41,7 @@ class Report:
     :ivar chains: those by chains from the guide's draws, the longest last.
     :ivar no_chains: why there are none, or no longer ones, though the guide's weights leave doubt.
     :ivar trained: the loss that the guide was trained by, if it was given, and its bound.
+    :ivar states: how many a datum has, if the guide is a :class:`TruncatedPosterior`.
     """
 
     evidence: LogEvidence
@@ -50,6 +51,7 @@ class Report:
     chains: tuple[LogEvidence, ...] = ()
     no_chains: str = ""
     trained: TrainedLoss | None = None
+    states: int | None = None
 
     @property
     def bound(self) -> Tensor:
@@ -166,13 +168,19 @@ class Report:
         head = "nats per weight; quantiles 5, 25, 50, 75, 95 %"
         return "\n".join([head, *lines, self._trust(), self.advice, self._unseen()])
 
+    @property
+    def _how(self) -> str:
+        if self.states is None:
+            return "importance sampling"
+        return f"{self.states} states exactly, the rest by draws near them"
+
     def _rows_of_the_guide(self) -> list[tuple[str, str]]:
         guide, n = self.guide, self.gap.numel()
         what = f"{n} in {', '.join(guide.plates)}" if guide.plates else f"{n}"
         return [
             ("weights", f"{what}; {guide.num_particles} particles each"),
             ("guide: ELBO", f"{float(self.bound.mean()):.3f}"),
-            ("guide: log evidence", f"{_mean(guide)} (importance sampling)"),
+            ("guide: log evidence", f"{_mean(guide)} ({self._how})"),
             (
                 "guide: Pareto k",
                 f"{_k_hat(guide)}; above 0.7: {int(guide.unreliable.sum())} of {n}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from pyro import poutine
@@ -11,8 +12,7 @@ from torch import nn
 
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["find_modules"]
-
+__all__ = ["evaluation_modules", "find_modules"]
 
 # How far a program's closures, attributes and lists are followed to the modules that it uses.
 _DEPTH = 4
@@ -61,3 +61,16 @@ def _parts(value: object) -> Iterator[object]:
     yield from (getattr(value, name, None) for name in ("__self__", "__func__", "__wrapped__"))
     if type(value).__module__ not in ("builtins", "types"):
         yield from vars(value).values() if hasattr(value, "__dict__") else ()
+
+
+@contextmanager
+def evaluation_modules(roots: list[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode inside, and as they were afterwards."""
+    modes = [(m, m.training) for root in roots for m in root.modules()]
+    try:
+        for root in roots:
+            root.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -62,6 +62,11 @@ class StateBuffers(nn.Module):
         self._agreed: set[str] = set()
         self._shards: Shards = {}
 
+    @property
+    def has_states(self) -> bool:
+        """Whether there are states: since the first call, or since they were loaded."""
+        return bool(self._shapes())
+
     def agree(self, runs: JointRuns) -> None:
         """Take the first states of rank 0: each rank of a distributed run has drawn others."""
         for _, layout in runs.layouts.searched:
@@ -191,7 +196,7 @@ class StateBuffers(nn.Module):
                 f"plate '{layout.plates[-1].name}' has {wanted[0]} data, and states are kept "
                 f"for {found[0]}. For minibatches pass their indices, pyro.plate("
                 f"'{layout.plates[-1].name}', {found[0]}, subsample=index); for other data "
-                f"(held out, say) make another TruncatedPosterior"
+                f"(held out, say) make their guide by guide.for_data(...)"
             )
         if found != wanted:
             raise ValueError(

@@ -52,7 +52,7 @@ def _check_size(name: str, full: int, frame: CondIndepStackFrame) -> None:
         raise StatesError(
             f"plate '{name}' has {now} data, and states are kept for {full}. For minibatches pass "
             f"their indices, pyro.plate('{name}', {full}, subsample=index); for other data (held "
-            f"out, say) make another TruncatedPosterior"
+            f"out, say) make their guide by guide.for_data(...)"
         )
 
 

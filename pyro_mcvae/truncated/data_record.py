@@ -102,9 +102,9 @@ class DataRecord:
             f"{names} observed with other values than before at datum {datum} of plate "
             f"'{layout.plates[-1].name}': states belong to a datum by its index, and these were "
             f"searched for other observations. For minibatches pass their indices, "
-            f"pyro.plate(..., N, subsample=index); for held-out data make another "
-            f"TruncatedPosterior, or search for them first, by fit(...); for data that are drawn "
-            f"anew in the same places pass fixed_data=False"
+            f"pyro.plate(..., N, subsample=index); for held-out data make their "
+            f"guide by guide.for_data(...); for data that are drawn anew in the same places pass "
+            f"fixed_data=False"
         )
         if not searched:
             raise StatesError(message)

@@ -18,7 +18,9 @@ from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.posterior import StatePosterior
 from pyro_mcvae.truncated.searched_sites import GuideDraws
 
-__all__ = ["apart", "sample_states"]
+__all__ = ["apart", "drawn_from_states", "sample_states"]
+
+_MARK = "_pyro_mcvae_states_of"
 
 # Given draws of the other guide, the posterior of the discrete sites.
 Ask = Callable[[GuideDraws], StatePosterior]
@@ -66,7 +68,7 @@ def sample_states(ask: Ask, guide_trace: Trace, nesting: int) -> dict[str, Tenso
             index = pyro.sample(
                 f"_{layout.name}_state",
                 dist.Categorical(logits=weights.log().reshape(*outer, *inner, weights.shape[-1])),
-                infer={"is_auxiliary": True},
+                infer={"is_auxiliary": True, _MARK: tuple(layout.sites)},
             )
         for name in layout.sites:
             site = posteriors[0].first_site(name)
@@ -76,6 +78,12 @@ def sample_states(ask: Ask, guide_trace: Trace, nesting: int) -> dict[str, Tenso
                 point = dist.Delta(value, event_dim=site["fn"].event_dim)
                 values[name] = pyro.sample(name, point)
     return values
+
+
+def drawn_from_states(site: Site) -> tuple[str, ...]:
+    """The sites whose states a guide's site is the index of; nothing where it is no such index."""
+    found: tuple[str, ...] = site["infer"].get(_MARK, ())
+    return found
 
 
 def _per_particle(

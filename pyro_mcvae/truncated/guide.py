@@ -10,26 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.coordinates import chain_density
-from pyro_mcvae.ops import ranks
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.buffers import StateBuffers
 from pyro_mcvae.truncated.data_record import DataRecord
 from pyro_mcvae.truncated.draws import apart, sample_states
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
+from pyro_mcvae.truncated.found_layouts import FoundLayouts
 from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.posterior import StatePosterior
 from pyro_mcvae.truncated.proposals import PriorDraws, Proposals, propose
 from pyro_mcvae.truncated.search import Populations, evaluate, evolve
-from pyro_mcvae.truncated.searched_sites import GuideDraws, Layouts, find_layouts, run_guide
+from pyro_mcvae.truncated.searched_sites import GuideDraws, Layouts, run_guide
 from pyro_mcvae.truncated.shards import check_names
 
 __all__ = ["TruncatedPosterior"]
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
+
+_SETTINGS = "evolution guide proposals shard fixed_data vectorize max_plate_nesting"
 
 
 class TruncatedPosterior(StateBuffers):
@@ -57,7 +60,7 @@ class TruncatedPosterior(StateBuffers):
 
     States belong to a datum by its index, and were searched for its observations. A search that
     meets other observations there warns, once; whatever else is asked of the guide is refused for
-    them: search for them by :meth:`fit`, or make another guide. What was searched for is not saved
+    them: :meth:`for_data` makes the guide of other data. What was searched for is not saved
     with the states, and not compared where all states are kept or Pyro's validation is off.
 
     As a function of the model's arguments it is a Pyro guide like others, which draws from q_n,
@@ -145,17 +148,12 @@ class TruncatedPosterior(StateBuffers):
         # In tuples: a model that is a module would become a part of this one.
         self._model = (model,)
         self.evolution = EvolutionaryUpdate() if evolution is None else evolution
-        self.guide = guide
-        self.proposals = proposals
+        self.guide, self.proposals = guide, proposals
         self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
-        self._found: list[tuple[object, Layouts]] = []
+        self._found = FoundLayouts()
         self.fixed_data = fixed_data
         self._record = DataRecord()
         self._own = ParticleSampler(2, vectorize, max_plate_nesting)
-
-    def __getstate__(self) -> dict[str, object]:
-        # Of a copy or a pickle the structure is found again.
-        return {**self.__dict__, "_found": []}
 
     @property
     def model(self) -> Program:
@@ -197,27 +195,13 @@ class TruncatedPosterior(StateBuffers):
             populations = propose(runs, populations, self.proposals)
         return evolve(runs, populations, self.evolution)
 
-    def searches_little(self, runs: JointRuns) -> bool:
-        r"""
-        Whether a step had best keep the graph of all S + C states that it looks at.
-
-        A pass backward costs two passes forward: at once that makes 3 (S + C), and one more pass
-        through the S best alone, after a search without a graph, S + C + 3 S. The first needs a
-        look at whether all densities are finite, for which another device than the CPU would have
-        to be waited for.
-        """
-        count = self.evolution.num_evaluations if self.training else 0
-        known = self.proposals is None and not runs.layouts.masked
-        read = all(x is None or chain_density.costs_nothing_to_read(x) for x in runs.layouts.bank)
-        return known and read and 2 * count <= self.num_states
-
     def store(self, runs: JointRuns, populations: Populations, shared: bool = False) -> None:
         super().store(runs, populations, shared)
         self._record.keep(runs)
 
     def fit(self, *args: object, num_steps: int = 1, **kwargs: object) -> Tensor:
         """
-        E-steps alone: the states improve, the parameters stay (for held-out data, say).
+        E-steps alone: the states improve, the parameters stay.
 
         :param args: the model's arguments.
         :param int num_steps: how many.
@@ -229,6 +213,38 @@ class TruncatedPosterior(StateBuffers):
                 populations, _ = self.evaluate(runs, searched=True)
                 self.store(runs, self.search(runs, populations))
         return self.posterior(*args, **kwargs).free_energy
+
+    def for_data(self, *args: object, num_steps: int = 50, **kwargs: object) -> TruncatedPosterior:
+        """
+        The truncated posterior of other data, held out say, under the same model as it is now: with
+        states of its own, searched for ``num_steps`` E-steps and kept as they then are
+        (evaluation mode). Modules are in evaluation mode meanwhile, and this guide stays as it is.
+
+        :param args: the model's arguments on these data.
+        :param int num_steps: how many.
+        :raises ValueError: as at a first call; and if ``guide`` cannot be called with other data,
+            as an AutoGuide of latents inside of the data's plates.
+
+        Example::
+
+            >>> def model(x):
+            ...     with pyro.plate("data", len(x)):
+            ...         k = pyro.sample("k", dist.Categorical(torch.ones(5) / 5))
+            ...         pyro.sample("x", dist.Normal(k, 1.0), obs=x)
+            >>> guide, x_test = TruncatedPosterior(model, num_states=2), torch.tensor([0.5, 3.0])
+            >>> log_evidence(model, guide.for_data(x_test), x_test).log_evidence.shape
+            torch.Size([2])
+        """
+        num_steps = check_count("num_steps", num_steps, 0)
+        other = self.anew(self.model)
+        with evaluation_modules(find_modules(self.model, other)):
+            other.fit(*args, num_steps=num_steps, **kwargs)
+        return other.eval()
+
+    def anew(self, model: Program) -> TruncatedPosterior:
+        """One with the same settings for another model, which has no states yet."""
+        settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS.split()}
+        return TruncatedPosterior(model, self.num_states, **settings)
 
     def posterior(self, *args: object, **kwargs: object) -> StatePosterior:
         """
@@ -261,34 +277,19 @@ class TruncatedPosterior(StateBuffers):
         return sample_states(partial(self._posterior, args, kwargs), guide_trace, nesting)
 
     def _layouts(
-        self,
-        model: Program,
-        sampler: ParticleSampler,
-        args: Args,
-        kwargs: Kwargs,
+        self, model: Program, sampler: ParticleSampler, args: Args, kwargs: Kwargs
     ) -> Layouts:
-        # A guide may have been called before its process joined others.
-        key = (
-            model,
-            self.guide,
-            sampler,
-            *((ranks.rank(), ranks.num_ranks()) if self.shard else ()),
-        )
-        for known, layouts in self._found:
-            if known == key:
-                return layouts
-        layouts = find_layouts(sampler, model, self.guide, args, kwargs)
-        check_names(self.shard, [layout for _, layout in layouts.searched])
-        for b, layout in layouts.searched:
-            self._prepare(layout, layouts.bank[b])
-        # An objective's and one's own questions; others come and go.
-        self._found = [(key, layouts), *self._found[:3]]
-        return layouts
+        def prepare(layouts: Layouts) -> None:
+            check_names(self.shard, [layout for _, layout in layouts.searched])
+            for b, layout in layouts.searched:
+                self._prepare(layout, layouts.bank[b])
+
+        return self._found.of(model, self.guide, sampler, (args, kwargs), bool(self.shard), prepare)
 
     def forget(self) -> None:
         """Drop all states, as if the guide had never been called; the next call makes others."""
         super().forget()
-        self._found = []
+        self._found.forget()
         self._record.forget()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -296,4 +297,4 @@ class TruncatedPosterior(StateBuffers):
         self._record.forget()
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if before != self._shapes():
-            self._found = []
+            self._found.forget()

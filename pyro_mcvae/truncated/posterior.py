@@ -75,7 +75,14 @@ class StatePosterior:
     @property
     def free_energy(self) -> Tensor:
         """The bound on log p(x_n) of each datum: ``[*plates]``."""
-        return self.log_joint.logsumexp(0)
+        # A block without discrete sites has one draw, the same in every row.
+        parts = [
+            own[:1] if population is None else own.logsumexp(0, keepdim=True)
+            for own, population in zip(
+                self.weighted.split(self.log_joint), self.populations, strict=True
+            )
+        ]
+        return self.weighted.join(parts)[0]
 
     def entropy(self) -> Tensor:
         """The entropy of q_n in nats: ``[*plates]``."""

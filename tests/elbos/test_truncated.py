@@ -19,6 +19,7 @@ from pyro_mcvae import (
     TruncatedPosterior,
     UniformFlips,
 )
+from pyro_mcvae.elbos import truncated
 
 N = 6
 X = torch.tensor([1.9, 0.3, -1.1, 2.5, -0.4, 1.4])
@@ -286,8 +287,8 @@ def test_one_graph_of_all_candidates_has_the_gradient_of_a_pass_through_the_best
     found, passes = [], []
     elbo.loss(model, guide)
     before = {n: b.clone() for n, b in guide.named_buffers()}
-    for little in (guide.searches_little, lambda runs: False):
-        monkeypatch.setattr(guide, "searches_little", little)
+    for little in (truncated._searches_little, lambda guide, runs: False):
+        monkeypatch.setattr(truncated, "_searches_little", little)
         guide.load_state_dict(before)
         pyro.set_rng_seed(1)
         loss = elbo.loss_and_grads(model, guide)

@@ -1,0 +1,123 @@
+"""Weights of mean p(x) per datum, drawn again and again: what every judge asks."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from pyro_mcvae.programs.contract import nonfinite_sites
+
+if TYPE_CHECKING:
+    from pyro_mcvae.evaluation.annealing import Annealing
+    from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+    from pyro_mcvae.evaluation.progress import Progress
+    from pyro_mcvae.evaluation.weight_summary import WeightSummary
+    from pyro_mcvae.particles.weighted import WeightedParticles
+    from pyro_mcvae.programs.execution import Programs
+    from pyro_mcvae.programs.run import Run
+
+__all__ = ["Weighed", "Weights"]
+
+
+class Weighed(NamedTuple):
+    """
+    :ivar log_weight: ``[count, *plates]``.
+    :ivar runs: of the programs, to tell where a weight is not a number.
+    :ivar acceptance: of each transition, where chains were moved.
+    """
+
+    log_weight: Tensor
+    runs: list[Run]
+    acceptance: Tensor | None = None
+
+
+class Weights(ABC):
+    """
+    The weights of one minibatch.
+
+    :ivar programs: those that are weighed.
+    :ivar reference: a run of both, for its plates.
+    :ivar given: latents whose values are held: point masses, and globals that were drawn once.
+    :ivar annealing: chains, where these weigh.
+    """
+
+    programs: Programs
+    reference: WeightedParticles
+    given: tuple[str, ...]
+    progress: Progress
+    annealing: Annealing | None = None
+
+    @property
+    @abstractmethod
+    def chunk_size(self) -> int:
+        """How many particles fit one chunk."""
+
+    @abstractmethod
+    def weigh(self, count: int) -> Weighed:
+        """So many weights of each datum, independent of each other."""
+
+    @abstractmethod
+    def shared(self) -> Tensor:
+        """What belongs to no single datum: the factors outside of the blocks, without the draws."""
+
+    @abstractmethod
+    def annealed(self, annealing: Annealing) -> ImportanceSampler:
+        """The same, by chains."""
+
+    @abstractmethod
+    def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
+        """
+        Of other programs, on the same minibatch.
+
+        :param joint: weigh everything together, also where this one does not.
+        """
+
+    @property
+    @abstractmethod
+    def holds_draws(self) -> bool:
+        """Whether posterior draws share latents, until :meth:`renew` draws them anew."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Draw the latents that are held anew, on the same minibatch."""
+
+    def bound(self, summary: WeightSummary) -> Tensor:
+        """The guide's bound on the log evidence, after these weights were drawn."""
+        return summary.mean_log.to(self.reference.log_weight.dtype)
+
+    @property
+    def plates(self) -> tuple[str, ...]:
+        """The names of the weights' plates."""
+        return self.reference.plate_names
+
+    @property
+    def scale(self) -> float | Tensor:
+        """N/B of each weight."""
+        return self.reference.scale
+
+    @property
+    def elements(self) -> int:
+        """How many weights one particle has."""
+        return math.prod(self.reference.log_weight.shape[1:])
+
+    def chunks(self, count: int) -> Iterator[int]:
+        """The sizes of the chunks that ``count`` particles are drawn in."""
+        self.progress.expect(count)
+        while count > 0:
+            size = min(self.chunk_size, count)
+            yield size
+            if self.annealing is None:  # whose transitions are counted
+                self.progress.step(size)
+            count -= size
+
+    def check(self, log_weight: Tensor, runs: list[Run]) -> None:
+        """
+        :raises ValueError: naming the sites, where a log weight is NaN or plus infinity.
+        """
+        if bool((log_weight.isnan() | log_weight.isposinf()).any()):
+            lines = nonfinite_sites(runs) or ["every site is finite: their sum overflows"]
+            raise ValueError("a log weight is not a number, because of\n  " + "\n  ".join(lines))
