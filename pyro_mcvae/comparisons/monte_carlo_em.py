@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel, State, Target
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
+from pyro_mcvae.comparisons.calls import Call, call_of, is_same
 from pyro_mcvae.comparisons.chain_states import ChainStates
 from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.elbos.base import ELBOOptions
@@ -25,21 +25,13 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import SampleFn
-from pyro_mcvae.programs.types import Message, Program
+from pyro_mcvae.programs.progress import shown
+from pyro_mcvae.programs.types import Message
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["MonteCarloEM"]
-
-
-class _Call(NamedTuple):
-    """What a step was called with; a tensor that was written to has another version."""
-
-    model: Program
-    guide: Program
-    leaves: list[object]
-    versions: list[int | None]
 
 
 @dataclass
@@ -52,7 +44,7 @@ class _Draw:
     """
 
     sample: WeightedParticles
-    call: _Call
+    call: Call
     left: int
 
 
@@ -103,6 +95,8 @@ class MonteCarloEM(ChainELBO):
         trained, and ``"noise"`` otherwise.
     :param bool joint: move global latents together with local ones; without subsampled plates
         only.
+    :param progress: show a bar of a draw's transitions, as :func:`log_evidence` does; None for
+        draws of more than two seconds.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance and step size of the last draw, a
@@ -146,12 +140,14 @@ class MonteCarloEM(ChainELBO):
         persistent: bool = False,
         coordinates: ChainCoordinates | None = None,
         joint: bool = False,
+        progress: bool | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
         num_steps = check_count("num_steps", num_steps)
         updates_per_draw = check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)
         check_flag("joint", joint)
+        check_flag("progress", progress, or_none=True)
         if kernel is None:
             kernel = HMC(AdaptiveStepSize(target_acceptance=0.9), num_leapfrog=10, jitter=0.3)
         if coordinates is None:
@@ -168,7 +164,7 @@ class MonteCarloEM(ChainELBO):
             False,
             **options,
         )
-        self.updates_per_draw = updates_per_draw
+        self.updates_per_draw, self.progress = updates_per_draw, progress
         self.states = ChainStates() if persistent else None
         self._draw: _Draw | None = None
 
@@ -182,7 +178,8 @@ class MonteCarloEM(ChainELBO):
 
     def estimate(self, programs: Programs) -> Estimate:
         draw = self._draw
-        if torch.is_grad_enabled() and draw is not None and _same_call(draw, programs):
+        served = draw is not None and draw.left > 0 and is_same(call_of(programs), draw.call)
+        if torch.is_grad_enabled() and draw is not None and served:
             sample = self.sampler.replay_at_rest(programs, draw.sample)
             if sample is not None:
                 return self._update_again(programs, draw, sample)
@@ -224,7 +221,8 @@ class MonteCarloEM(ChainELBO):
         target = Target(density, log_weight.new_ones(()), density.log_weight.movable)
         state, infos = start, []
         with torch.no_grad():
-            for _ in range(self.num_steps):
+            steps = range(self.num_steps)
+            for _ in shown(steps, "posterior draw", self.progress, "transition"):
                 state, info = self.kernel.step(state, target)
                 infos.append(info)
         self.last_step = ChainRecord(
@@ -244,7 +242,7 @@ class MonteCarloEM(ChainELBO):
             self.states.keep(sample, chain.state.position)
         self._draw = None
         if self.updates_per_draw > 1:
-            self._draw = _Draw(sample, _call(log_weight.programs), self.updates_per_draw - 1)
+            self._draw = _Draw(sample, call_of(log_weight.programs), self.updates_per_draw - 1)
 
     def _wrong_kernel(self, name: str) -> str:
         return (
@@ -268,33 +266,3 @@ def _leave_to_pyro(msg: Message) -> None:
 def _model_log_prob(sample: WeightedParticles) -> Tensor:
     """log p(x, z) of the local latents, shape ``[K, *plates]``."""
     return sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
-
-
-def _call(programs: Programs) -> _Call:
-    leaves = tree_leaves((programs.args, programs.kwargs))
-    versions = [_version(leaf) for leaf in leaves]
-    return _Call(programs.model, programs.guide, leaves, versions)
-
-
-def _version(leaf: object) -> int | None:
-    # A tensor that was written to holds other data.
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
-
-
-def _same_call(draw: _Draw, programs: Programs) -> bool:
-    if draw.left < 1:
-        return False
-    now, old = _call(programs), draw.call
-    return (
-        now.model == old.model
-        and now.guide == old.guide
-        and now.versions == old.versions
-        and len(now.leaves) == len(old.leaves)
-        and all(_same_leaf(a, b) for a, b in zip(now.leaves, old.leaves, strict=True))
-    )
-
-
-def _same_leaf(a: object, b: object) -> bool:
-    if a is b:
-        return True
-    return type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b

@@ -16,11 +16,11 @@ from pyro_mcvae.evaluation.contestant import Batches, Contestant, Rehearsal, con
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import estimate, guide_and_chains
 from pyro_mcvae.evaluation.options import Options, judge
-from pyro_mcvae.evaluation.progress import Progress
 from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive
 from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.progress import Progress
 
 __all__ = ["compare"]
 

@@ -10,9 +10,9 @@ import torch
 
 from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains
 from pyro_mcvae.evaluation.options import make_options, shows_options
-from pyro_mcvae.evaluation.progress import Progress
 from pyro_mcvae.evaluation.tables import number, table
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.progress import Progress
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -19,14 +19,15 @@ from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation import preconditions
 from pyro_mcvae.evaluation.annealing import Annealing
+from pyro_mcvae.evaluation.counted import Counted
 from pyro_mcvae.evaluation.options import Options
-from pyro_mcvae.evaluation.progress import Counted, Progress
 from pyro_mcvae.evaluation.weights import Weighed, Weights
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_plates
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.progress import Progress
 
 __all__ = ["ImportanceSampler"]
 

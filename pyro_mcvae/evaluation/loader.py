@@ -14,11 +14,11 @@ from pyro_mcvae.evaluation.arguments import as_arguments, check_call, check_func
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.options import make_options, shows_options
-from pyro_mcvae.evaluation.progress import shown
 from pyro_mcvae.evaluation.weights import Weights
 from pyro_mcvae.evaluation.weights_of import make_weights
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.progress import shown
 from pyro_mcvae.programs.types import Program
 
 __all__ = ["log_evidence_loader"]

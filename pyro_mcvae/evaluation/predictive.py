@@ -10,9 +10,9 @@ from torch import Tensor
 
 from pyro_mcvae.evaluation.draws import PosteriorDraws, site_dims
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
-from pyro_mcvae.evaluation.progress import Progress
 from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.sites import is_scored
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.programs.unconditioned import Unconditioned

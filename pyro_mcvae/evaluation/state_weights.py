@@ -15,11 +15,11 @@ from pyro_mcvae.evaluation import preconditions
 from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options
-from pyro_mcvae.evaluation.progress import Progress
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.evaluation.weights import Weighed, Weights
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent
 from pyro_mcvae.programs.terms import guide_term, scored

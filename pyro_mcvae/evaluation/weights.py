@@ -14,10 +14,10 @@ from pyro_mcvae.programs.contract import nonfinite_sites
 if TYPE_CHECKING:
     from pyro_mcvae.evaluation.annealing import Annealing
     from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
-    from pyro_mcvae.evaluation.progress import Progress
     from pyro_mcvae.evaluation.weight_summary import WeightSummary
     from pyro_mcvae.particles.weighted import WeightedParticles
     from pyro_mcvae.programs.execution import Programs
+    from pyro_mcvae.programs.progress import Progress
     from pyro_mcvae.programs.run import Run
 
 __all__ = ["Weighed", "Weights"]

@@ -13,10 +13,10 @@ from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options
-from pyro_mcvae.evaluation.progress import Progress
 from pyro_mcvae.evaluation.state_weights import StateWeights
 from pyro_mcvae.evaluation.weights import Weights
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 __all__ = ["has_states", "importance_sampler", "make_weights", "weights_of"]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from pyro_mcvae import (
+    MonteCarloEM,
     compare_models,
     log_evidence,
     log_evidence_loader,
@@ -14,7 +15,7 @@ from pyro_mcvae import (
     report,
     sandwich,
 )
-from pyro_mcvae.evaluation import progress
+from pyro_mcvae.programs import progress
 from tests.models import ConjugateGaussian
 
 
@@ -55,6 +56,7 @@ CALLS = {
     "density": lambda m, g, **o: low_dimensional_evidence(
         m, g, num_transitions=3, num_draws=2, **o
     ),
+    "draws of EM": lambda m, g, **o: MonteCarloEM(5, **o).loss_and_grads(m, g),
     "models": lambda m, g, **o: compare_models({"a": (m, g), "b": (m, g)}, num_particles=20, **o),
 }
 
@@ -78,7 +80,10 @@ def test_none_waits_and_leaves_files_alone(bars):
     assert bars[0].options["disable"] is None
     assert bars[0].options["delay"] == 2
     log_evidence(exact.model, exact.guide, num_particles=5, progress=False)
+    MonteCarloEM(5, progress=False).loss_and_grads(exact.model, exact.guide)
     assert len(bars) == 1
+    with pytest.raises(ValueError, match="progress must be True, False or None, got 'no'"):
+        MonteCarloEM(progress="no")
 
 
 def test_without_tqdm_there_is_none(monkeypatch):

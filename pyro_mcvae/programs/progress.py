@@ -6,11 +6,9 @@ from collections.abc import Iterable, Iterator, Sized
 from types import TracebackType
 from typing import Any
 
-from pyro_mcvae.chains.annealing import Transition
-from pyro_mcvae.chains.kernel import Info, State, Target
 from pyro_mcvae.ops.checks import check_flag
 
-__all__ = ["Counted", "Progress", "shown"]
+__all__ = ["Progress", "shown"]
 
 # Seconds before a bar that nobody asked for is seen.
 _PATIENCE = 2.0
@@ -74,22 +72,11 @@ def _bar(text: str, show: bool | None, unit: str) -> Any:
     )
 
 
-class Counted:
-    """Transitions of chains, each of which is so much of the work."""
-
-    def __init__(self, inner: Transition, progress: Progress, amount: float) -> None:
-        self.adjusted = inner.adjusted
-        self._inner, self._progress, self._amount = inner, progress, amount
-
-    def step(self, state: State, target: Target) -> tuple[State, Info]:
-        moved = self._inner.step(state, target)
-        self._progress.step(self._amount)
-        return moved
-
-
-def shown(items: Iterable[object], text: str, show: bool | None) -> Iterator[object]:
+def shown(
+    items: Iterable[object], text: str, show: bool | None, unit: str = "it"
+) -> Iterator[object]:
     """The items, with a bar."""
-    with Progress(text, show) as bar:
+    with Progress(text, show, unit) as bar:
         if isinstance(items, Sized):
             bar.expect(len(items))
         for item in items:
