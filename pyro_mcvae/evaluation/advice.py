@@ -11,10 +11,14 @@ __all__ = ["advise"]
 
 # Nats per weight that are close enough, and shares of weights with heavy tails.
 _CLOSE, _FEW, _SOME = 0.1, 0.05, 0.25
+# Nats that a bound of many draws may leave, and those of the ELBO that such a bound halves at best
+# (docs/choose.md, measured on eight posteriors).
+_MANY, _TENS = 5.0, 15.0
 # Losses whose advice would be to use them: the ELBO, and the bounds of several draws.
 _ELBOS = "TraceSGVB_ELBO", "Trace_ELBO", "TraceMeanField_ELBO", "TraceGraph_ELBO"
 _WEIGHTED = "TraceIWAE_ELBO", "RenyiELBO", "TraceRenyi_ELBO"
 _CHAINS = "TraceSIS_ELBO", "TraceAIS_ELBO"
+_SWAP = "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)"
 
 
 def advise(report: Report) -> str:
@@ -28,10 +32,11 @@ def advise(report: Report) -> str:
     heavy = float(report.guide.unreliable.double().mean())
     if report.discrete:
         return _discrete(report, heavy)
-    open_ = (report.guide.pareto_k - 0.7).abs() < report.guide.pareto_k_error
-    if report.gap.numel() == 1 and bool(open_):
-        return f"{_weighted(report)} {_undecided(report)}"
-    return _weighted(report) if heavy <= _SOME else _heavy(report)
+    if _was(report, _CHAINS):
+        return _after_chains(report, heavy)
+    return " ".join(
+        filter(None, (_by_gap(report, heavy), _undecided(report), _too_low(report, heavy)))
+    )
 
 
 def _of_states(report: Report) -> str:
@@ -90,19 +95,48 @@ def _discrete(report: Report, heavy: float) -> str:
     return f"TraceIWAE_ELBO(num_particles=10) tightens the bound; {quieter}"
 
 
-def _weighted(report: Report) -> str:
-    if report.trained is not None and not _was(report, _ELBOS):
-        left = float(report.evidence.mean) - report.trained.bound
-        if left < _CLOSE:
+def _by_gap(report: Report, heavy: float) -> str:
+    """
+    The rule of ``docs/choose.md``: what a bound of many draws leaves decides, and of the ELBO's gap
+    how much these are likely to leave.
+    """
+    trained = report.trained
+    if trained is None or _was(report, _ELBOS):
+        gap = float(report.gap.mean())
+        if gap > _TENS:
+            return f"{gap:.0f} nats are more than draws alone make up for: take {_SWAP}."
+        count = 100 if report.gap.numel() == 1 else 10
+        if heavy <= _SOME:
             return (
-                f"The bound of {_name(report)} is within {_CLOSE} nats of the evidence: it will do."
+                f"{_covers(report)}: TraceIWAE_ELBO(num_particles={count}) gains most of the gap."
             )
-        if _was(report, _WEIGHTED):
-            return f"{_covers(report)}: {_more(report)}, or a richer guide ({_richer(report)})."
         return (
-            f"{_covers(report)}: next to {_name(report)}, try a richer guide ({_richer(report)})."
+            f"The weights' tails are heavy, and the gap is small: train on with "
+            f"TraceIWAE_ELBO(num_particles={count}), and judge again (loss=...). Where more than "
+            f"{_MANY:.0f} nats are left then, {_SWAP}."
         )
-    return f"{_covers(report)}: TraceIWAE_ELBO(num_particles=10) gains most of the gap."
+    left = float(report.evidence.mean) - trained.bound
+    if left < _CLOSE:
+        return f"The bound of {_name(report)} is within {_CLOSE} nats of the evidence: it will do."
+    richer = f"a richer guide ({_richer(report)})"
+    if not _was(report, _WEIGHTED):
+        return f"{_covers(report)}: next to {_name(report)}, try {richer}."
+    if left > _MANY:
+        return (
+            f"{_name(report)} leaves {left:.0f} nats, which more draws hardly make up for: take "
+            f"{_SWAP}, or {richer}."
+        )
+    return f"{_covers(report)}: {_more(report)}, or {richer}."
+
+
+def _after_chains(report: Report, heavy: float) -> str:
+    assert report.trained is not None
+    if float(report.evidence.mean) - report.trained.bound < _CLOSE:
+        return f"The bound of {_name(report)} is within {_CLOSE} nats of the evidence: it will do."
+    richer = f"a richer guide ({_richer(report)})"
+    if heavy > _SOME:
+        return f"The weights' tails are heavy: more steps than {_name(report)} has, or {richer}."
+    return f"{_covers(report)}: next to {_name(report)}, try {richer}."
 
 
 def _more(report: Report) -> str:
@@ -111,25 +145,19 @@ def _more(report: Report) -> str:
     return f"{name} with {count} particles tightens the bound"
 
 
-def _heavy(report: Report) -> str:
-    again = ""
-    if report.evidence is report.guide:
-        again = " This evidence is an underestimate: pass schedule=10 for one by chains."
-    if _was(report, _CHAINS):
-        next_ = f"more steps than {_name(report)} has, or a richer guide ({_richer(report)})"
-    else:
-        next_ = (
-            f"TraceSIS_ELBO(5, UnderdampedLangevin(), gradient_estimator='reweighted') after "
-            f"training with the ELBO, or a richer guide ({_richer(report)})"
-        )
-    return (
-        f"The weights' tails are heavy: importance sampling will not repair this guide. Try "
-        f"{next_}.{again}"
-    )
+def _too_low(report: Report, heavy: float) -> str:
+    if heavy <= _SOME or report.evidence is not report.guide:
+        return ""
+    return "This evidence is an underestimate: pass schedule=10 for one by chains."
 
 
 def _undecided(report: Report) -> str:
+    """Of a single weight whose k-hat may be on either side of 0.7."""
+    if report.gap.numel() > 1:
+        return ""
     k, error = float(report.guide.pareto_k), float(report.guide.pareto_k_error)
+    if not abs(k - 0.7) < error:
+        return ""
     return (
         f"Whether weights can repair this guide is open (Pareto k {k:.2f} ± {error:.2f}): "
         f"num_particles={10 * report.guide.num_particles} tells more."
