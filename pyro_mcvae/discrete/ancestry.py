@@ -10,43 +10,24 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
 from pyro_mcvae.structure import dependencies
-from pyro_mcvae.structure.cache import StructureCache
 from pyro_mcvae.structure.independence import find_dependent_plates
 
-__all__ = ["Ancestry", "CoupledSlotsError", "ancestors_of"]
+__all__ = ["CoupledSlotsError", "ancestors_of", "find_ancestors"]
 
 
 class CoupledSlotsError(ValueError):
+    """Elements of a site meet in a factor, so that each of their combinations is a value."""
+
+
+def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
     """
-    Elements of a site meet in a factor, so that each of their combinations is a value.
-
-    :ivar reason: where.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-
-class Ancestry:
-    """
-    Finds out what depends on what, once for each structure that the programs show.
+    The random guide sites behind each factor: its ancestors, and itself.
 
     Factors for which that cannot be found out count as depending on everything.
+
+    :raises LeadingDimsError: for programs that sum or average over the slots.
+    :raises CoupledSlotsError: for sites whose elements meet in a factor.
     """
-
-    def __init__(self) -> None:
-        self._cache: StructureCache[Mapping[FactorKey, frozenset[str]]] = StructureCache()
-
-    def of(self, programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
-        """The random guide sites behind each factor: its ancestors, and itself."""
-        if not slot_run.scored:
-            return {}
-        run = slot_run.run
-        return self._cache.of(programs, run.signature, lambda: _derive(programs, slot_run))
-
-
-def _derive(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
     run = slot_run.run
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
     found = dependencies.find_dependencies(programs, names, run.subsamples)

@@ -11,11 +11,13 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.discrete.site_options import SiteOptions
-from pyro_mcvae.discrete.slots import SLOTS, SiteSlots
+from pyro_mcvae.discrete.slot_choice import SiteSlots
+from pyro_mcvae.discrete.slots import SLOTS
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.state_sums import StateFactor, inside_sum, pack, sum_states
+from pyro_mcvae.programs.support import Choice
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
@@ -69,6 +71,11 @@ class ScoredSite:
     dim_of: dict[str, int]
 
     @property
+    def dim(self) -> int | None:
+        """The batch dim of the slots; None where there is one slot."""
+        return None if self.symbol is None else self.dim_of[self.symbol]
+
+    @property
     def order(self) -> str:
         """The symbols of the dims of ``weight``."""
         return self.weight._pyro_dims  # type: ignore[attr-defined]
@@ -79,16 +86,13 @@ class ScoredSite:
 
     def sampled(self) -> Tensor:
         """Which slots are draws, ``[S, *batch]``."""
-        if self.slots.sampled is None or self.slots.dim is None:
-            return torch.ones_like(self.first(self.score), dtype=torch.bool)
-        return self.first(_slots_to(self.slots.sampled, self.slots.dim))
+        sampled = self.slots.choice.sampled
+        return sampled if self.dim is None else self.first(_slots_to(sampled, self.dim))
 
     def values(self) -> Tensor:
         """The slots' values, ``[S, *batch, *event]``."""
-        value = self.site["value"].unsqueeze(0)
-        if self.slots.dim is None:
-            return value
-        return value.transpose(0, self.slots.dim - self.site["fn"].event_dim)
+        value, event_dim = self.site["value"].unsqueeze(0), self.site["fn"].event_dim
+        return value if self.dim is None else value.transpose(0, self.dim - event_dim)
 
     def slots_first(self, value: Tensor) -> Tensor:
         """A packed tensor as ``[S, *batch]``."""
@@ -100,7 +104,7 @@ class ScoredSite:
     def first(self, value: Tensor) -> Tensor:
         """A tensor in the layout of ``score`` as ``[S, *batch]``, with 1 in place of the slots."""
         value = value.unsqueeze(0)
-        return value if self.slots.dim is None else value.transpose(0, self.slots.dim)
+        return value if self.dim is None else value.transpose(0, self.dim)
 
 
 @dataclass
@@ -179,16 +183,14 @@ def _scored(term: Term, plates: frozenset[str]) -> ScoredSite:
     site, score = term.site, torch.as_tensor(term.score)
     slots = site["infer"].get(SLOTS)
     if slots is None:
-        slots = SiteSlots(SiteOptions(0, 1), None, None)
+        one = torch.ones_like(score).unsqueeze(0)
+        slots = SiteSlots(SiteOptions(0, 1), None, Choice(site["value"], one, one > 0))
     if sites.is_masked(site["fn"]) and slots.support is not None:
         # A mask takes density out of the cost, not out of the draw.
         score = slots.support.fn.log_prob(site["value"])
-    if slots.weight is None:
-        weight, symbol = torch.ones_like(score), None
-    else:
-        assert slots.dim is not None
-        weight = _slots_to(slots.weight.to(score.dtype), slots.dim)
-        symbol = site["infer"]["_enumerate_symbol"]
+    weight, dim = slots.choice.weight.to(score.dtype), site["infer"].get("_enumerate_dim")
+    weight = weight[0] if dim is None else _slots_to(weight, dim)
+    symbol = site["infer"].get("_enumerate_symbol")
     dim_of = {s: d for d, s in site["infer"]["_dim_to_symbol"].items()}
     weight = _pack(term, weight.detach())
     return ScoredSite(term.key.name, site, slots, score, weight, symbol, plates, dim_of)

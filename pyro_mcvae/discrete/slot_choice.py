@@ -1,42 +1,101 @@
-"""The values and weights of one discrete site's slots."""
+"""The slots of one discrete site: values, weights, and the gradient of its distribution."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
+import pyro
 import torch
+from torch import Tensor
 
+from pyro_mcvae.discrete.control_variates import LearnedBaseline, SiteSignal, no_baseline
 from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotError
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.joined_support import JoinedSupport
 from pyro_mcvae.programs.precision import site_in_full_precision
 from pyro_mcvae.programs.relaxed import relaxed_sample
 from pyro_mcvae.programs.sites import RELAXED, is_random, known_support, reparameterized
 from pyro_mcvae.programs.support import Choice, Support
 from pyro_mcvae.programs.supports import Categories, support_of
-from pyro_mcvae.programs.types import Message
+from pyro_mcvae.programs.types import Distribution, Message, Site
 
-__all__ = ["Chosen", "choose", "is_discrete", "single"]
+__all__ = ["SiteSlots", "check_count", "choose", "is_discrete", "single"]
 
+# How many slots of a datum the slots of several sites may lead to.
+_MAX_SLOTS = 10_000
 _PLAINLY = "{'mcvae': {'num_categories': 0, 'num_samples': 1}}"
 
 
-class Chosen(NamedTuple):
+@dataclass(frozen=True)
+class SiteSlots:
     """
-    The slots of a site.
+    What the slots of one site are, wherever they stand: in a dim of their own, or in rows.
 
-    :ivar support: its values; None where they cannot be listed.
-    :ivar slots: without weights where there is one slot.
+    :ivar support: the site's values; None where they cannot be listed, and for single rows.
+    :ivar choice: the slots' values, weights, and which are draws.
     :ivar extra: whether the last slot is an independent draw.
     :ivar exact: whether the slots are all values.
     """
 
     options: SiteOptions
     support: Support | None
-    slots: Choice
+    choice: Choice
     extra: bool = False
     exact: bool = False
+
+    def __len__(self) -> int:
+        return len(self.choice.value)
+
+    def spread(self, fn: Distribution, joined: tuple[int, ...] = ()) -> SiteSlots:
+        """The same, of each batch element; weights have size 1 in the dims of joined plates."""
+        (value, weight, sampled), size = self.choice, (len(self),)
+        dims = range(-len(fn.batch_shape), 0)
+        batch = [1 if d in joined else n for d, n in zip(dims, fn.batch_shape, strict=True)]
+        value = value.expand((*size, *fn.batch_shape, *fn.event_shape))
+        choice = Choice(value, weight.expand(*size, *batch), sampled.expand(*size, *batch))
+        return replace(self, choice=choice)
+
+    def padded(self, count: int) -> SiteSlots:
+        """With slots without weight in front, so that there are as many as elsewhere."""
+        missing = count - len(self)
+        if not missing:
+            return self
+        value, *others = self.choice
+        first = value[:1].expand(missing, *value.shape[1:])
+        none = [torch.zeros_like(t[:1]).expand(missing, *t.shape[1:]) for t in others]
+        rest = [torch.cat(pair) for pair in zip(none, others, strict=True)]
+        return replace(self, choice=Choice(torch.cat([first, value]), *rest))
+
+    def at(self, index: tuple[Tensor | int, ...]) -> SiteSlots:
+        """Some of them, one in each row."""
+        return replace(self, support=None, choice=Choice(*(t[index] for t in self.choice)))
+
+    def surrogate(self, site: Site, programs: Programs, **tensors: Tensor) -> Tensor:
+        """
+        A scalar with the gradient of the site's distribution, and of learned parts.
+
+        :param tensors: the fields of a :class:`SiteSignal`, with the slots first.
+        """
+        baseline = self.options.baseline
+        signal = SiteSignal(
+            name=site["name"],
+            support=self.support,
+            exact=self.exact,
+            extra=self.extra,
+            input=site["infer"].get("mcvae", {}).get("baseline_input"),
+            programs=programs,
+            **tensors,
+        )
+        if baseline is None:
+            return no_baseline(signal)
+        if isinstance(baseline, LearnedBaseline):
+            # So that SVI's optimizer sees its parameters, also where they were loaded into the
+            # store.
+            pyro.module(baseline.param_name, baseline, update_module_params=True)
+        found: Tensor = baseline.surrogate(signal)
+        return found
 
 
 def is_discrete(msg: Message) -> bool:
@@ -44,12 +103,26 @@ def is_discrete(msg: Message) -> bool:
     return is_random(msg) and not reparameterized(msg) and known_support(msg["fn"]).is_discrete
 
 
+def check_count(name: str, count: int) -> None:
+    """
+    :raises SlotError: for a site whose slots, times those of the sites before, are too many.
+    """
+    if count > _MAX_SLOTS:
+        raise SlotError(
+            f"guide site '{name}' would take {count} slots of each datum, because every slot of "
+            f"the sites before it has slots of its own: sum the sites of a sequence exactly, under "
+            f"pyro.markov (num_categories=math.inf), or in the model (infer={{'enumerate': "
+            f"'parallel'}}), draw them in one vectorised plate, or sample some of them plainly by "
+            f"infer={_PLAINLY}"
+        )
+
+
 def choose(
     msg: Message,
     options: SiteOptions,
     tell: Callable[[str], object],
     joined: tuple[int, ...] = (),
-) -> Chosen | None:
+) -> SiteSlots | None:
     """
     Choose the slots of a site of the guide; None for a site that has none.
 
@@ -106,7 +179,7 @@ def _support(msg: Message, joined: tuple[int, ...]) -> Support | None:
     return JoinedSupport(support, joined) if isinstance(support, Categories) else None
 
 
-def _relaxed(msg: Message, options: SiteOptions) -> Chosen:
+def _relaxed(msg: Message, options: SiteOptions) -> SiteSlots:
     value = relaxed_sample(msg["fn"], options.baseline.temperature, options.baseline.hard)
     if value is None:
         raise SlotError(
@@ -115,19 +188,22 @@ def _relaxed(msg: Message, options: SiteOptions) -> Chosen:
             f"OneHotCategorical in both programs, or another baseline"
         )
     msg["infer"] = {**msg["infer"], RELAXED: True}
-    nothing = value.new_empty(0)
-    return Chosen(options, support_of(msg["fn"]), Choice(value.unsqueeze(0), nothing, nothing))
+    return _one(msg, options, value)
 
 
-def single(msg: Message, options: SiteOptions) -> Chosen:
+def single(msg: Message, options: SiteOptions) -> SiteSlots:
     """One draw."""
     with torch.no_grad():
-        value = msg["fn"].sample().unsqueeze(0)
-    nothing = value.new_empty(0)
-    return Chosen(options, support_of(msg["fn"]), Choice(value, nothing, nothing))
+        return _one(msg, options, msg["fn"].sample())
 
 
-def _slots(msg: Message, options: SiteOptions, support: Support) -> Chosen:
+def _one(msg: Message, options: SiteOptions, value: Tensor) -> SiteSlots:
+    weight = torch.ones([1] * (1 + len(msg["fn"].batch_shape)), device=value.device)
+    choice = Choice(value.unsqueeze(0), weight, weight > 0)
+    return SiteSlots(options, support_of(msg["fn"]), choice)
+
+
+def _slots(msg: Message, options: SiteOptions, support: Support) -> SiteSlots:
     with torch.no_grad():
         if options.budget is not None and options.budget < support.size:
             choice = support.budget(options.budget, options.min_samples)
@@ -138,7 +214,7 @@ def _slots(msg: Message, options: SiteOptions, support: Support) -> Chosen:
                     f"many values to list, got num_categories={options.num_categories}: "
                     f"pass a finite one and num_samples >= 1"
                 )
-            return Chosen(options, support, support.all_values(), exact=True)
+            return SiteSlots(options, support, support.all_values(), exact=True)
         else:
             if options.num_samples == 0:
                 raise SlotError(
@@ -148,11 +224,11 @@ def _slots(msg: Message, options: SiteOptions, support: Support) -> Chosen:
                 )
             choice = support.top_k(int(options.num_categories), options.num_samples)
         if not options.extra_draw:
-            return Chosen(options, support, choice)
+            return SiteSlots(options, support, choice)
         none = torch.zeros_like(choice.weight[:1])
         wider = Choice(
             torch.cat([choice.value, support.draw().to(choice.value)]),
             torch.cat([choice.weight, none]),
             torch.cat([choice.sampled, none.bool()]),
         )
-        return Chosen(options, support, wider, extra=True)
+        return SiteSlots(options, support, wider, extra=True)

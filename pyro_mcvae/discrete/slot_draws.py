@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pyro_mcvae.discrete.site_options import SiteOptions, SlotError
-from pyro_mcvae.discrete.slot_choice import Chosen, choose, single
+from pyro_mcvae.discrete.slot_choice import SiteSlots, choose, single
 from pyro_mcvae.discrete.slot_plan import SlotPlan, SlotSite
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.sites import changed_draw, reparameterized
-from pyro_mcvae.programs.support import Choice
 from pyro_mcvae.programs.types import Message
 
-__all__ = ["Made", "SlotDraws", "SlotsChangedError"]
+__all__ = ["SlotDraws", "SlotsChangedError"]
 
 # The number of one row, or of several.
 Row = TypeVar("Row", int, Tensor)
@@ -30,20 +29,6 @@ class SlotsChangedError(SiteError):
     def __init__(self, name: str, count: int | None) -> None:
         super().__init__(f"guide site '{name}' has changed between two runs")
         self.name, self.count = name, count
-
-
-class Made(NamedTuple):
-    """
-    What a discrete site has in the rows of one run.
-
-    :ivar weight: the slot's weight, with size 1 in the dims of joined plates.
-    :ivar sampled: where the value is a draw.
-    """
-
-    value: Tensor
-    weight: Tensor
-    sampled: Tensor
-    chosen: Chosen
 
 
 class SlotDraws:
@@ -71,8 +56,8 @@ class SlotDraws:
         self.count = plan.num_slots * num_particles
         self.names = frozenset(plan.sites)
         self._options, self._tell = options, tell
-        self._chosen: dict[tuple[str, int], Chosen] = {}
-        self._made: dict[str, dict[int, Made]] = {name: {} for name in plan.sites}
+        self._chosen: dict[tuple[str, int], SiteSlots] = {}
+        self._made: dict[str, dict[int, SiteSlots]] = {name: {} for name in plan.sites}
         self._drawn: dict[tuple[str, int], Tensor] = {}
 
     def draw(self, msg: Message, rows: range) -> Tensor | None:
@@ -86,15 +71,14 @@ class SlotDraws:
         site = self.plan.sites.get(name)
         if site is None:
             return None
-        chosen = self._choose(msg, site, rows)
-        row = self._rows(rows, chosen.slots[0].device)
+        slots = self._choose(msg, site, rows)
+        row = self._rows(rows, slots.choice.value.device)
         digit = row // self.num_particles // self.plan.stride(name) % self.plan.counts[name]
         at = (digit, self._first(name, row)) if isinstance(row, Tensor) else (digit,)
-        value, weight, sampled = (t[at] for t in chosen.slots)
         if rows.start == 0:
             self._made[name].clear()
-        self._made[name][rows.start] = Made(value, weight, sampled, chosen)
-        return value
+        made = self._made[name][rows.start] = slots.at(at)
+        return made.choice.value
 
     def sample_fn(self, rows: range) -> SampleFn:
         """
@@ -140,18 +124,18 @@ class SlotDraws:
         if made is None:
             return None
         if rows.start in made and (len(rows) > 1) == (len(made) == 1):
-            return made[rows.start].value
+            return made[rows.start].choice.value
         if self.count == 1:
-            return made[0].value
-        one_by_one = [m.value for m in made.values()]
+            return made[0].choice.value
+        one_by_one = [m.choice.value for m in made.values()]
         value = one_by_one[0][rows.start] if len(rows) == 1 else torch.stack(one_by_one)
         return as_shape(value, msg["fn"].shape())
 
-    def made(self, name: str) -> dict[int, Made]:
+    def made(self, name: str) -> dict[int, SiteSlots]:
         """What a discrete site has, by the first row of each run."""
         return self._made[name]
 
-    def _choose(self, msg: Message, site: SlotSite, rows: range) -> Chosen:
+    def _choose(self, msg: Message, site: SlotSite, rows: range) -> SiteSlots:
         """A choice of the slots, of which each row takes that of the first in common."""
         name, batch = msg["name"], msg["fn"].batch_shape
         if len(rows) > 1:
@@ -163,28 +147,14 @@ class SlotDraws:
             self._chosen[name, first] = self._new(msg, site)
         return self._chosen[name, first]
 
-    def _new(self, msg: Message, site: SlotSite) -> Chosen:
-        chosen = choose(msg, self._options, self._tell, site.joined)
-        chosen = single(msg, self._options) if chosen is None else chosen
-        (value, weight, sampled), fn = chosen.slots, msg["fn"]
+    def _new(self, msg: Message, site: SlotSite) -> SiteSlots:
+        slots = choose(msg, self._options, self._tell, site.joined)
+        slots = single(msg, self._options) if slots is None else slots
         count = self.plan.counts[msg["name"]]
-        if len(value) > count:
-            raise SlotsChangedError(msg["name"], len(value))
-        batch = [*fn.batch_shape]
-        for d in site.joined:
-            batch[d] = 1
-        if not weight.numel():
-            weight = torch.ones((count, *batch), device=value.device)
-            sampled = torch.ones_like(weight, dtype=torch.bool)
-        value = value.expand((len(value), *fn.batch_shape, *fn.event_shape))
-        found = value, weight.expand(len(value), *batch), sampled.expand(len(value), *batch)
-        # A support may depend on the sites before: what is missing are slots without weight.
-        missing = count - len(value)
-        padded = [
-            torch.cat([torch.zeros_like(t[:1]).expand(missing, *t.shape[1:]), t]) for t in found[1:]
-        ]
-        first = value[:1].expand(missing, *value.shape[1:])
-        return chosen._replace(slots=Choice(torch.cat([first, value]), *padded))
+        if len(slots) > count:
+            raise SlotsChangedError(msg["name"], len(slots))
+        # A support may depend on the sites before, and have fewer values.
+        return slots.spread(msg["fn"], site.joined).padded(count)
 
     def _rows(self, rows: range, device: torch.device) -> Tensor | int:
         """The numbers of all rows, or that of one."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pyro_mcvae.discrete.ancestry import ancestors_of
 from pyro_mcvae.discrete.relaxed_control_variates import RELAX
 from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotError
-from pyro_mcvae.discrete.slot_choice import choose, is_discrete
+from pyro_mcvae.discrete.slot_choice import check_count, choose, is_discrete
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.sites import LEADING, is_random
@@ -17,9 +17,6 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.dependencies import find_dependencies
 
 __all__ = ["SlotPlan", "SlotSite", "make_plan"]
-
-# How many slots of a datum the slots of several sites may lead to.
-_MAX_SLOTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -71,10 +68,7 @@ class SlotPlan:
 
     def fits(self, other: SlotPlan | None) -> bool:
         """Whether another plan has the same sites."""
-        if other is None:
-            return False
-        mine, others = (self.sites, self.others, self.common), (other.sites, other.others)
-        return mine == (*others, other.common)
+        return other is not None and replace(other, counts=self.counts) == self
 
 
 def make_plan(
@@ -108,7 +102,7 @@ def make_plan(
             continue
         sites[name] = SlotSite(block, before, _joined(term, sample.blocks[block].dims))
         counts[name] = _count(term, options, sites[name].joined, tell)
-        _check_size(name, math.prod(counts[n] for n in (*before, name)))
+        check_count(name, math.prod(counts[n] for n in (*before, name)))
     if not sites:
         return None
     for observed in sample.runs[0].guide_data:
@@ -139,18 +133,8 @@ def _count(
             f"stand among the particles: use IndependentDraw, LeaveOneOut, SummedMean or NVIL, or, "
             f"for programs that run with several of its values at once, TraceRaoBlackwell_ELBO"
         )
-    chosen = choose(term.site, options, tell, joined)
-    return 1 if chosen is None else int(chosen.slots.value.shape[0])
-
-
-def _check_size(name: str, count: int) -> None:
-    if count > _MAX_SLOTS:
-        raise SlotError(
-            f"guide site '{name}' would take {count} slots of each datum, because every slot of "
-            f"the discrete sites before it has slots of its own: sample some of them plainly by "
-            f"infer={{'mcvae': {{'num_categories': 0, 'num_samples': 1}}}}, or sum them in the "
-            f"model, by infer={{'enumerate': 'parallel'}}"
-        )
+    slots = choose(term.site, options, tell, joined)
+    return 1 if slots is None else len(slots)
 
 
 def _look_at_global(term: Term, tell: Callable[[str], object]) -> None:

@@ -89,7 +89,9 @@ class SlotPlanner:
                     found, sample = make(draws)
                     shown = self._plan_of(programs, sample)
                 except SlotsChangedError as changed:
-                    shown = _changed(plan, changed)
+                    assert plan is not None
+                    counts = {**plan.counts, changed.name: changed.count or 0}
+                    shown = None if changed.count is None else replace(plan, counts=counts)
                 else:
                     if shown is plan is None or (shown is not None and shown.fits(plan)):
                         plans.setdefault(programs.flags, None)
@@ -121,9 +123,3 @@ def _check_scores(sample: WeightedParticles, draws: SlotDraws) -> None:
                 f"reparameterized, beside discrete sites that are summed: use a distribution with "
                 f"rsample, or leave out num_categories, num_samples and budget"
             )
-
-
-def _changed(plan: SlotPlan | None, changed: SlotsChangedError) -> SlotPlan | None:
-    if plan is None or changed.count is None:
-        return None
-    return replace(plan, counts={**plan.counts, changed.name: changed.count})

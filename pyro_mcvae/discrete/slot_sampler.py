@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 from pyro import poutine
 from pyro.poutine.enum_messenger import EnumMessenger
 
 from pyro_mcvae.checks.leading_dims import SLOTS
-from pyro_mcvae.discrete.ancestry import Ancestry, CoupledSlotsError
+from pyro_mcvae.discrete.ancestry import CoupledSlotsError, find_ancestors
 from pyro_mcvae.discrete.enumerated import SlotRun, take_apart
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slots import SlotMessenger
@@ -18,12 +18,13 @@ from pyro_mcvae.particles.layout import Execution, Layout
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs, entered
+from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.structure.cache import PairCache
+from pyro_mcvae.structure.cache import PairCache, StructureCache
 
 __all__ = ["SlotSampler"]
 
@@ -42,7 +43,7 @@ class SlotSampler:
 
     def __init__(self, sampler: ParticleSampler, options: SiteOptions) -> None:
         self.sampler, self.options = sampler, options
-        self.ancestry = Ancestry()
+        self._ancestors: StructureCache[Mapping[FactorKey, frozenset[str]]] = StructureCache()
         self._tell = WarnOnce(_logger)
         # Whether the slots of a pair of programs share a run.
         self._together: PairCache[dict[Hashable, bool]] = PairCache(dict)
@@ -64,13 +65,22 @@ class SlotSampler:
                     raise
                 self._tell(
                     f"the slots of all discrete sites of a datum are summed together, each with "
-                    f"all of its weight: {error.reason}"
+                    f"all of its weight: {getattr(error, 'reason', error)}"
                 )
                 known[programs.flags] = False
                 rewind()
                 return None
         known[programs.flags] = True
         return found
+
+    def ancestors(
+        self, programs: Programs, slot_run: SlotRun
+    ) -> Mapping[FactorKey, frozenset[str]]:
+        """The random guide sites behind each factor, found once for each structure."""
+        if not slot_run.scored:
+            return {}
+        signature = slot_run.run.signature
+        return self._ancestors.of(programs, signature, lambda: find_ancestors(programs, slot_run))
 
     def _runs(self, programs: Programs) -> list[Run]:
         subsamples, runner = Minibatch(), self.sampler.runner
@@ -80,7 +90,7 @@ class SlotSampler:
             return self._execute(programs, SubstituteMessenger(subsamples), layout)
 
         def check(run: Run) -> None:
-            self.ancestry.of(programs, take_apart(run))
+            self.ancestors(programs, take_apart(run))
 
         execution = Execution(programs, execute, subsamples, name=SLOTS, several=True, check=check)
         if count > 1 or runner.ways.of(programs) in (Way.MAPPED, Way.BOTH_MAPPED):

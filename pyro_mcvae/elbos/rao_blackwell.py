@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from pyro_mcvae.discrete.control_variates import Baseline, SiteSignal
-from pyro_mcvae.discrete.enumerated import ScoredSite, SlotRun
+from pyro_mcvae.discrete.control_variates import Baseline
+from pyro_mcvae.discrete.enumerated import SlotRun
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_planner import SlotPlanner
 from pyro_mcvae.discrete.slot_sampler import SlotSampler
@@ -22,8 +22,8 @@ from pyro_mcvae.elbos.elbo_terms import (
     local_estimate,
 )
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, as_scalar
-from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage, site_surrogate
-from pyro_mcvae.elbos.slot_sums import SiteSums, SlotSums
+from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
+from pyro_mcvae.elbos.slot_sums import SlotSums
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.factors import FactorKey
@@ -152,13 +152,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             if not torch.is_grad_enabled():
                 value = value + sums.value()
                 continue
-            part, path, sites = sums.differentiate()
+            part, path = sums.differentiate(programs)
             value, surrogate = value + part, surrogate + path
-            for name, site_sums in sites.items():
-                signal = _signal(slot_run.scored[name], site_sums, programs)
-                surrogate = surrogate + site_surrogate(
-                    signal, slot_run.scored[name].slots.options.baseline
-                )
         return Estimate(
             as_scalar(value) / self.num_particles,
             as_scalar(surrogate) / self.num_particles,
@@ -213,7 +208,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         return estimate
 
     def _sums(self, programs: Programs, slot_run: SlotRun) -> SlotSums:
-        return SlotSums(slot_run, self._slots.ancestry.of(programs, slot_run))
+        return SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
 
     def _without_slots(self, programs: Programs) -> list[Run]:
         runs = self.sampler.independent(programs)
@@ -225,20 +220,3 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
                     f"once: write the guide as a function or module of its own"
                 )
         return runs
-
-
-def _signal(site: ScoredSite, sums: SiteSums, programs: Programs) -> SiteSignal:
-    return SiteSignal(
-        name=site.name,
-        weight=sums.weight,
-        sampled=site.sampled(),
-        score=site.first(site.score),
-        cost=sums.cost,
-        upstream=sums.upstream,
-        support=site.slots.support,
-        value=site.values(),
-        exact=site.slots.exact,
-        extra=site.slots.extra,
-        input=site.site["infer"].get("mcvae", {}).get("baseline_input"),
-        programs=programs,
-    )

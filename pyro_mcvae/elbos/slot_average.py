@@ -5,18 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import pyro
 import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain
-from pyro_mcvae.discrete.control_variates import (
-    Baseline,
-    LearnedBaseline,
-    SiteSignal,
-    no_baseline,
-)
-from pyro_mcvae.discrete.slot_choice import Chosen
 from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.elbos.estimate import Sum
 from pyro_mcvae.ops.importance import normalized_weights
@@ -26,9 +18,8 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.sites import is_masked
 from pyro_mcvae.programs.supports import unmasked
 from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.programs.types import Site
 
-__all__ = ["OneSlot", "SlotAverage", "site_surrogate"]
+__all__ = ["OneSlot", "SlotAverage"]
 
 
 class OneSlot:
@@ -168,55 +159,43 @@ class SlotAverage(OneSlot):
         parts = self._sample.split(folded * self._sample.scale)
         total: Sum = 0.0
         for name, site in self._plan.sites.items():
-            signal = self._signal(name, parts[site.block], programs)
-            total = total + site_surrogate(signal, self._chosen(name).options.baseline)
+            total = total + self._surrogate(name, parts[site.block], programs)
         return surrogate + total / len(folded)
 
-    def _signal(self, name: str, cost: Tensor, programs: Programs) -> SiteSignal:
+    def _surrogate(self, name: str, cost: Tensor, programs: Programs) -> Tensor:
         """
-        What a baseline sees of a site. Shapes are ``[slots, P, slots of sites before, *plates]``.
+        Of a site's distribution. Shapes are ``[slots, P, slots of sites before, *plates]``.
 
         :param cost: of the site's block, ``[P, S, *plates]``.
         """
-        plan, site, chosen = self._plan, self._plan.sites[name], self._chosen(name)
+        plan, site = self._plan, self._plan.sites[name]
         beside = [n for n, other in plan.sites.items() if other.block == site.block and n != name]
         others = self._product([self._weights[n] for n in beside], cost)
         upstream = self._product([self._weights[n] for n in site.before], cost)
         weight, sampled = self._weights[name], self._made(name, "sampled")
-        return SiteSignal(
-            name=name,
+        node = self._sample.runs[0].guide_trace.nodes[name]
+        return self._draws.made(name)[0].surrogate(
+            node,
+            programs,
             weight=self._by_slot(name, self._few(weight))[:, :, 0],
             sampled=self._by_slot(name, self._few(sampled))[:, :, 0] > 0,
-            score=self._by_slot(name, self._few(self._score(name)))[:, :, 0],
+            score=self._by_slot(name, self._few(self._of_block(name, _score)))[:, :, 0],
             cost=self._by_slot(name, _times(others, cost)).sum(2),
             upstream=self._by_slot(name, upstream)[:1, :, 0],
-            support=None,
             value=self._by_slot(name, self._few(self._values(name)))[:, :, 0],
-            exact=chosen.exact,
-            extra=chosen.extra,
-            input=self._site(name)["infer"].get("mcvae", {}).get("baseline_input"),
-            programs=programs,
         )
-
-    def _site(self, name: str) -> Site:
-        return self._sample.runs[0].guide_trace.nodes[name]
-
-    def _chosen(self, name: str) -> Chosen:
-        return self._draws.made(name)[0].chosen
 
     def _values(self, name: str) -> Tensor:
         """``[rows, *batch, *event]``."""
-        values = [m.value for m in self._draws.made(name).values()]
+        values = [m.choice.value for m in self._draws.made(name).values()]
         return values[0] if self._sample.runs[0].leading is not None else torch.stack(values)
 
     def _made(self, name: str, field: str) -> Tensor:
         """The weights of a site, or which are draws: of its block, ``[rows, *plates]``."""
         made = self._draws.made(name)
-        return self._of_block(name, lambda t, i: getattr(made[i], field).to(t.log_prob.dtype))
-
-    def _score(self, name: str) -> Tensor:
-        """log q of a site with its gradient: of its block, ``[rows, *plates]``."""
-        return self._of_block(name, _score)
+        return self._of_block(
+            name, lambda t, i: getattr(made[i].choice, field).to(t.log_prob.dtype)
+        )
 
     def _of_block(self, name: str, pick: Callable[[Term, int], Tensor]) -> Tensor:
         key = FactorKey("guide", name)
@@ -250,16 +229,6 @@ class SlotAverage(OneSlot):
         size = self._plan.size(self._plan.sites[name].block)
         shape = -1, self._plan.counts[name], self._plan.stride(name)
         return value[:, :size].unflatten(1, shape).movedim(2, 0)
-
-
-def site_surrogate(signal: SiteSignal, baseline: Baseline | None) -> Tensor:
-    """A scalar with the gradient of one site's distribution, and of learned parts."""
-    if baseline is None:
-        return no_baseline(signal)
-    if isinstance(baseline, LearnedBaseline):
-        # So that SVI's optimizer sees its parameters, also where they were loaded into the store.
-        pyro.module(baseline.param_name, baseline, update_module_params=True)
-    return baseline.surrogate(signal)
 
 
 def _score(term: Term, i: int) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,30 +11,16 @@ from torch import Tensor
 
 from pyro_mcvae.discrete.enumerated import ScoredSite, SlotCost, SlotRun
 from pyro_mcvae.elbos.estimate import Sum, as_scalar
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 
-__all__ = ["SiteSums", "SlotSums"]
+__all__ = ["SlotSums"]
 
 
 class _Key(NamedTuple):
     dims: frozenset[str]
     members: frozenset[str]
     plates: frozenset[str]
-
-
-@dataclass(frozen=True)
-class SiteSums:
-    """
-    What one scored site multiplies: its slots first, ``[S, *batch]``, detached.
-
-    :ivar weight: the weight of each slot given those of the sites that it depends on.
-    :ivar cost: the expected costs behind each slot, times ``upstream``.
-    :ivar upstream: the joint weight of the slots that the site depends on.
-    """
-
-    weight: Tensor
-    cost: Tensor
-    upstream: Tensor
 
 
 class SlotSums:
@@ -80,8 +65,8 @@ class SlotSums:
                 found.append(packed.unpack(_named(total, kept), {s: d for d, s in symbols}))
         return found
 
-    def differentiate(self) -> tuple[Tensor, Sum, dict[str, SiteSums]]:
-        """V; a scalar with the gradient of the costs; and the sums of each scored site."""
+    def differentiate(self, programs: Programs) -> tuple[Tensor, Sum]:
+        """V, and a scalar with the gradient of the costs and of all sites' distributions."""
         leaves = list(self._leaves.values())
         with torch.enable_grad():
             for leaf in leaves:
@@ -94,19 +79,29 @@ class SlotSums:
             if isinstance(c.path, Tensor)
         )
         if not value.requires_grad:
-            return value, path, {}
+            return value, path
         behind = torch.autograd.grad(value, leaves, allow_unused=True)
-        sums = {}
+        for (name, leaf), grad in zip(self._leaves.items(), behind, strict=True):
+            path = path + self._surrogate(self._scored[name], leaf.detach(), grad, programs)
+        return value.detach(), path
+
+    def _surrogate(
+        self, site: ScoredSite, weight: Tensor, cost: Tensor | None, programs: Programs
+    ) -> Tensor:
+        """Of a site's distribution; ``cost`` is what its slots' weights multiply."""
+        cost = torch.zeros_like(weight) if cost is None else cost
         with torch.no_grad():
-            for (name, leaf), grad in zip(self._leaves.items(), behind, strict=True):
-                site = self._scored[name]
-                cost = torch.zeros_like(leaf) if grad is None else grad
-                sums[name] = SiteSums(
-                    site.slots_first(_named(leaf.detach(), site.order)),
-                    site.slots_first(_named(cost, site.order)),
-                    site.slots_first(self._upstream(site)),
-                )
-        return value.detach(), path, sums
+            upstream = self._upstream(site)
+        return site.slots.surrogate(
+            site.site,
+            programs,
+            weight=site.slots_first(_named(weight, site.order)),
+            sampled=site.sampled(),
+            score=site.first(site.score),
+            cost=site.slots_first(_named(cost, site.order)),
+            upstream=site.slots_first(upstream),
+            value=site.values(),
+        )
 
     def _key(self, cost: SlotCost) -> _Key:
         """Costs of the same dims, sites and plates share the weights that multiply them."""
