@@ -11,9 +11,11 @@ from pyro.infer import SVI
 from pyro_mcvae import (
     MALA,
     NVIL,
+    REBAR,
     RELAX,
     ULA,
     CompiledELBO,
+    GumbelSoftmax,
     IndependentDraw,
     LeaveOneOut,
     RandomWalk,
@@ -456,6 +458,8 @@ def relaxing():
         (observing, {}, "the guide observes site 't', whose density"),
         (whole, {}, "site 'y' is shared by all data, so that it is drawn once a step"),
         (None, {"baseline": relaxing()}, "RELAX relaxes guide site 'y', whose slots"),
+        (None, {"baseline": REBAR(lambda y, x: y)}, "REBAR relaxes guide site 'y', whose slots"),
+        (None, {"baseline": GumbelSoftmax()}, "GumbelSoftmax relaxes guide site 'y', whose slots"),
         (None, {"num_samples": 0}, "site 'y' has 3 values, of which num_categories=1 are summed"),
     ],
 )
