@@ -83,8 +83,9 @@ def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]
         )
     if not sample.blocks:
         raise ValueError(
-            "no latent of the guide can be weighed by itself, because a subsampled plate does "
-            "not enclose them: pass the full data, or use TraceSGVB_ELBO"
+            f"no latent of the guide ({', '.join(points) or 'it has none'}) can be weighed by "
+            f"itself, because a subsampled plate does not enclose them: pass the full data, or "
+            f"use TraceSGVB_ELBO"
         )
     packing = packing_of(sample, records[0])
     if points and not (packing.sites or held):

@@ -141,6 +141,7 @@ def test_arguments(groups):
         to_inference_data(draws, exact.model, num_prior=-1)
 
 
+@pytest.mark.clients
 def test_arviz_plots_and_compares_what_is_written():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -287,6 +287,7 @@ def arviz():
         yield pytest.importorskip("arviz")
 
 
+@pytest.mark.clients
 def test_arviz_gets_every_group(arviz):
     exact = NestedGaussian()
     draws = refine(exact.model, exact.guide, num_samples=100, schedule=3, kernel=MALA())
@@ -308,6 +309,7 @@ def test_arviz_gets_every_group(arviz):
     assert math.isfinite(float(loo.elpd_loo if hasattr(loo, "elpd_loo") else loo.elpd))
 
 
+@pytest.mark.clients
 def test_arviz_of_the_next_major_version_gets_every_group(monkeypatch):
     """ArviZ 1.x is made of parts, whose from_dict takes the groups in a dict."""
     with warnings.catch_warnings():

@@ -33,6 +33,7 @@ def test_a_run_under_torchrun_goes_on_on_fewer_processes(tmp_path):
     assert losses[1] < losses[0] - 3
 
 
+@pytest.mark.clients
 @pytest.mark.filterwarnings("default")
 def test_the_lightning_module_trains():
     pytest.importorskip("lightning")
