@@ -29,7 +29,7 @@ def test_a_file_goes_on_where_it_was(tmp_path):
     assert again.all == rows.all
     assert again.has(key, "SGVB")
     assert not again.has(key, "SIS-5")
-    # Each estimate is a lower bound: the largest counts.
+    # Each estimate is a lower bound: the largest counts, but for its error.
     assert "| schools, AutoNormal | -3.00 ± 0.20 | 1.00 ± 0.10 |" in tables(
         [*again.posteriors(10, 5)]
     )

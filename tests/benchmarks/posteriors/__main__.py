@@ -43,7 +43,7 @@ def run(name: str, kind: type, objectives: list[str], seed: int, settings: Setti
         for each in wanted:
             bar.set_postfix_str(each)
             if each == EVIDENCE:
-                rows.add(Row(*key, each, *judged(model, guide, settings, seed)))
+                rows.add(Row(*key, each, *judged(POSTERIORS[name], model, guide, settings, seed)))
             elif each in OTHERS:
                 rows.add(Row.of(key, each, trained_by_numpyro(name, each, settings, seed)))
             else:

@@ -17,11 +17,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Posterior:
-    """A model, and where its data are from."""
+    """
+    A model, and where its data are from.
 
-    make: Callable[[], Callable[[], Any]]
+    :ivar white: whether it can be made with a standard normal in the place of a Gaussian process,
+        which changes nothing but the coordinates: for the judge.
+    :ivar evidence: computes the log evidence, where that is easy.
+    """
+
+    make: Callable[..., Callable[[], Any]]
     source: str
     guides: tuple[type, ...] = (AutoNormal,)
+    white: bool = False
+    evidence: Callable[[], float] | None = None
 
 
 def statsmodels_data(name: str) -> Any:
@@ -68,13 +76,22 @@ def simulated_returns(size: int) -> tuple[Tensor, Tensor]:
     return y.to(torch.get_default_dtype()), autoregressive_precision(size, phi, scale)
 
 
-def simulated_volatility(size: int) -> Callable[[], None]:
+def gaussian(name: str, factor: Tensor, white: bool) -> Tensor:
+    """A draw from N(0, factor factor^T), or of the standard normal that makes it."""
+    if white:
+        normal = dist.Normal(0.0, 1.0).expand([len(factor)]).to_event(1)
+        return pyro.sample(name, normal) @ factor.T
+    prior = dist.MultivariateNormal(torch.zeros(len(factor)), scale_tril=factor)
+    return pyro.sample(name, prior)
+
+
+def simulated_volatility(size: int, white: bool = False) -> Callable[[], None]:
     """Log variances h of returns; autoregression and scale are known."""
     y, precision = simulated_returns(size)
     prior = dist.MultivariateNormal(torch.zeros(size), precision_matrix=precision)
 
     def model() -> None:
-        h = pyro.sample("h", prior)
+        h = gaussian("h", prior.scale_tril, True) if white else pyro.sample("h", prior)
         pyro.sample("y", dist.Normal(0.0, (h / 2).exp()).to_event(1), obs=y)
 
     return model
@@ -110,13 +127,13 @@ def sunspot_counts() -> tuple[Tensor, Tensor]:
     return count, gaussian_process(year.unsqueeze(-1), amplitude=1.5, length=2.0, noise=0.01)
 
 
-def sunspots() -> Callable[[], None]:
+def sunspots(white: bool = False) -> Callable[[], None]:
     """A log-Gaussian Cox process."""
     count, factor = sunspot_counts()
 
     def model() -> None:
         mean = pyro.sample("mean", dist.Normal(3.0, 1.0))
-        f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(len(count)), scale_tril=factor))
+        f = gaussian("f", factor, white)
         rate = (mean.unsqueeze(-1) + f).exp()
         pyro.sample("count", dist.Poisson(rate).to_event(1), obs=count)
 
@@ -211,6 +228,19 @@ def eight_schools() -> Callable[[], None]:
     return model
 
 
+def schools_evidence() -> float:
+    """By quadrature over the mean and the logarithm of the spread."""
+    y, error = schools_data()
+    grids = torch.linspace(-40, 40, 1601), torch.linspace(-14, 9, 4001)
+    mean, log_spread = torch.meshgrid(*grids, indexing="ij")
+    spread = log_spread.exp()
+    log_prob = dist.Normal(0.0, 5.0).log_prob(mean) + dist.HalfCauchy(5.0).log_prob(spread)
+    for one, its_error in zip(y, error, strict=True):
+        log_prob = log_prob + dist.Normal(mean, (spread**2 + its_error**2).sqrt()).log_prob(one)
+    cell = math.prod(float(g[1] - g[0]) for g in grids)
+    return float((log_prob + log_spread).logsumexp((0, 1))) + math.log(cell)
+
+
 def flowers() -> tuple[Tensor, Tensor]:
     """Versicolor or virginica, and the factor of a covariance by their sepals."""
     from sklearn.datasets import load_iris
@@ -220,12 +250,12 @@ def flowers() -> tuple[Tensor, Tensor]:
     return y, gaussian_process(x, amplitude=2.0, length=1.0)
 
 
-def iris_process() -> Callable[[], None]:
+def iris_process(white: bool = False) -> Callable[[], None]:
     """A Gaussian process classifier of 100 flowers."""
     y, factor = flowers()
 
     def model() -> None:
-        f = pyro.sample("f", dist.MultivariateNormal(torch.zeros(len(y)), scale_tril=factor))
+        f = gaussian("f", factor, white)
         pyro.sample("y", dist.Bernoulli(logits=f).to_event(1), obs=y)
 
     return model
@@ -256,14 +286,16 @@ def diabetes_network() -> Callable[[], None]:
 
 BOTH = (AutoNormal, AutoMultivariateNormal)
 POSTERIORS = {
-    "volatility": Posterior(partial(simulated_volatility, 200), "simulated"),
-    "volatility-1000": Posterior(partial(simulated_volatility, 1000), "simulated"),
+    "volatility": Posterior(partial(simulated_volatility, 200), "simulated", white=True),
+    "volatility-1000": Posterior(partial(simulated_volatility, 1000), "simulated", white=True),
     "inflation": Posterior(inflation_volatility, "statsmodels.datasets.macrodata"),
-    "sunspots": Posterior(sunspots, "statsmodels.datasets.sunspots"),
+    "sunspots": Posterior(sunspots, "statsmodels.datasets.sunspots", white=True),
     "logistic": Posterior(breast_cancer, "sklearn.datasets.load_breast_cancer", BOTH),
     "investment": Posterior(investment, "statsmodels.datasets.grunfeld", BOTH),
     "items": Posterior(item_response, "sklearn.datasets.load_breast_cancer"),
-    "schools": Posterior(eight_schools, "Rubin (1981)", BOTH),
-    "process": Posterior(iris_process, "sklearn.datasets.load_iris", BOTH),
+    "schools": Posterior(eight_schools, "Rubin (1981)", BOTH, evidence=schools_evidence),
+    "process": Posterior(iris_process, "sklearn.datasets.load_iris", BOTH, white=True),
+    "volatility-white": Posterior(partial(simulated_volatility, 200, True), "simulated"),
+    "process-white": Posterior(partial(iris_process, True), "sklearn.datasets.load_iris"),
     "network": Posterior(diabetes_network, "sklearn.datasets.load_diabetes"),
 }

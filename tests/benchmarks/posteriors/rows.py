@@ -60,12 +60,9 @@ class Rows(GrowingFile[Row]):
         return any((r.key, r.objective) == (key, objective) for r in self.all)
 
     def evidence(self, model: str) -> Row | None:
-        """
-        The largest estimate: each is a lower bound in expectation, and exceeds the evidence by t
-        nats with a probability of at most exp(-t).
-        """
+        """Of all estimates, by whichever guides, the surest."""
         found = [r for r in self.all if (r.model, r.objective) == (model, EVIDENCE)]
-        return max(found, key=lambda row: row.bound, default=None)
+        return max(found, key=lambda row: row.bound - 2 * row.error, default=None)
 
     def posteriors(self, elbo_steps: int, steps: int) -> Iterator[tuple[str, dict[str, Row]]]:
         """Each model and guide, with the mean of its seeds by objective, and the evidence."""
