@@ -85,10 +85,10 @@ class ReadingMode(TorchFunctionMode):
     """
     Watches a step that is being recorded for tensors whose values it looks at.
 
-    :param backward: what ``loss.backward()`` does.
+    :param backward: what ``loss.backward()`` does, with its arguments.
     """
 
-    def __init__(self, backward: Callable[[Tensor], None]) -> None:
+    def __init__(self, backward: Callable[..., None]) -> None:
         super().__init__()
         self._backward = backward
         self.refused: NotRecordable | None = None
@@ -101,7 +101,7 @@ class ReadingMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         if func is Tensor.backward:
-            return self._backward(args[0])
+            return self._backward(*args, **(kwargs or {}))
         if func is Tensor.register_hook:
             return func(args[0], self._watched(args[1]))
         if func is Tensor.item and not _in_a_program():

@@ -178,11 +178,13 @@ class _Step:
         self.outputs = [t.detach() for part in parts for t in part]
         return self.outputs
 
-    def _backward(self, loss: Tensor) -> None:
+    def _backward(
+        self, loss: Tensor, gradient: Tensor | None = None, *_: object, **__: object
+    ) -> None:
         leaves = list(_leaves(loss))
         if not leaves:
             return
-        found = torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(loss, leaves, gradient, retain_graph=True, allow_unused=True)
         for leaf, gradient in zip(leaves, found, strict=True):
             if gradient is None:
                 continue

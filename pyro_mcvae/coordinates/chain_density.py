@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -63,7 +63,7 @@ class ChainDensity:
             return self(self.log_weight.coordinates)
         with torch.set_grad_enabled(bool(self.gradient)):
             state = self._state(self.log_weight.coordinates, self.log_weight.first)
-            if not (_may_read(state.position) and _are_finite(_gradients(state))):
+            if not (_may_read(state.position) and _are_finite(state, values=False)):
                 state, _ = _mended(state)
             return self._kept(state)
 
@@ -92,8 +92,7 @@ class ChainDensity:
             own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
             state = self._at(position, own)
             # Where no graph is kept nothing but gradients is mended.
-            asked = state[1:] if self._full else _gradients(state)
-            if not (all_near and _are_finite(asked)):
+            if not (all_near and _are_finite(state, values=self._full)):
                 state = self._mended(state, near, reads)
             return self._kept(state)
 
@@ -154,14 +153,15 @@ def costs_nothing_to_read(value: Tensor) -> bool:
     return not value.is_cuda
 
 
-def _gradients(state: State) -> tuple[Tensor | None, ...]:
-    return state.grad_base, state.grad_weight
-
-
-def _are_finite(found: Iterable[Tensor | None]) -> bool:
-    """Whether everything is finite; a sum that overflows is taken for what is not."""
-    sums = [t.detach().sum() for t in found if t is not None]
-    return not sums or holds(sum(sums[1:], sums[0]).isfinite())
+def _are_finite(state: State, values: bool) -> bool:
+    """Whether the gradients are, and the ``values``; a sum that overflows is taken for not so."""
+    with torch.no_grad():
+        sums = [(state.log_base + state.log_weight).sum()] if values else []
+        if state.grad_base is not None and state.grad_weight is not None:
+            sums.append((state.grad_base + state.grad_weight).sum())
+        total = sum(sums[1:], sums[0]) if sums else None
+        # isfinite() takes twice the operations.
+        return total is None or holds(total - total == 0)
 
 
 def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:

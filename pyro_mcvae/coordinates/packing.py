@@ -121,9 +121,10 @@ class Packing:
             value = _permuted(value, place.order)
             shape = (value.shape[0], *self._shapes[site.block], place.end - place.begin)
             parts[site.block].append(as_shape(value, shape))
-        like = next(p[0] for p in parts if p)
-        empty = [[like.new_zeros((len(like), *shape, 0))] for shape in self._shapes]
-        parts = [p or e for p, e in zip(parts, empty, strict=True)]
+        if not all(parts):
+            like = next(p[0] for p in parts if p)
+            empty = [[like.new_zeros((len(like), *shape, 0))] for shape in self._shapes]
+            parts = [p or e for p, e in zip(parts, empty, strict=True)]
         blocks = [p[0] if len(p) == 1 else torch.cat(p, dim=-1) for p in parts]
         return blocks[0] if len(blocks) == 1 else self._side_by_side(blocks)
 

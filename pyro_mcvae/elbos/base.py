@@ -194,14 +194,15 @@ class MonteCarloELBO(ELBO):
         estimate = self._step(Programs(model, guide, args, kwargs))
         loss = finite_loss(estimate)
         if estimate.surrogate.requires_grad:
-            self._backward(-estimate.surrogate)
+            self._backward(estimate.surrogate)
         if estimate.finish is not None:
             estimate.finish()
         return loss
 
-    def _backward(self, loss: Tensor) -> None:
+    def _backward(self, surrogate: Tensor) -> None:
+        """Accumulate the gradient of the loss, minus that of the surrogate."""
         with without_autocast():
-            loss.backward(retain_graph=self.retain_graph)
+            surrogate.backward(surrogate.new_full((), -1.0), retain_graph=self.retain_graph)
 
     def bounds(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Bounds:
         """

@@ -253,9 +253,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             gradient = concat_over_ranks(gradient.reshape(-1, gradient.shape[-1]))
         return acceptance, gradient
 
-    def _backward(self, loss: Tensor) -> None:
+    def _backward(self, surrogate: Tensor) -> None:
         try:
-            super()._backward(loss)
+            super()._backward(surrogate)
         except RuntimeError as error:
             if not _NO_DOUBLE_BACKWARD.search(str(error)):
                 raise

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from pyro_mcvae.ops.shapes import as_shape
 
 __all__ = ["dreg_share"]
 
@@ -38,35 +42,40 @@ def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
     :param ~torch.Tensor log_weight: log p - log q of all sites, shape ``[K, *plates]``, detached.
     :param ~torch.Tensor log_q: of the sites whose gradient is mixed, of that shape, detached.
     :param float alpha: the order of the Rényi bound whose gradient it is.
-    :returns: :math:`\lambda` between 0 and 1, shape ``[K, *plates]``.
+    :returns: :math:`\lambda` between 0 and 1, shape ``[*plates]``; ``[K, *plates]`` for one datum.
     """
-    shape = log_weight.shape
-    pair = torch.stack([log_q, log_weight]).reshape(2, shape[0], -1)
-    count = pair.shape[2]
-    if count == 1:  # the even particles, and the odd ones
-        pair = pair[:, : shape[0] // 2 * 2].reshape(2, -1, 2)
-    rows, columns = pair.shape[1:]
+    shape, num_particles = log_weight.shape, log_weight.shape[0]
+    count = math.prod(shape[1:])
+    q, w = _in_columns(log_q, count), _in_columns(log_weight, count)
+    rows, columns = w.shape
     # Of the points of every second column, a mean of each and one slope are spent.
     freedom = columns // 2 * (rows - 1) - 1
     if freedom < 1:
-        return torch.zeros(shape, dtype=log_q.dtype, device=log_q.device)
-    # The sum of the squared weights of all K particles, but for a factor, from those of a column.
-    squares = ((1 - alpha) * pair[1]).softmax(0).square().sum(0)
-    pair = pair - pair.mean(1, keepdim=True)
-    moments = (pair.unsqueeze(0) * pair.unsqueeze(1)).sum(2).flatten(0, 1)
-    # A datum some of whose weights are zero has no slope: NaN, which is left out of the sums.
-    sums = torch.cat([moments + 0 * moments[3], squares.unsqueeze(0)]).nan_to_num(0.0)
+        return torch.zeros(shape[1:], dtype=log_q.dtype, device=log_q.device)
+    # Exactly 0 where the density is constant, and NaN where a weight is zero: such a datum has no
+    # slope, and is left out of the sums.
+    q = torch.add(q - q[0], w, alpha=0)
+    weight = (w if alpha == 0 else (1 - alpha) * w).softmax(0)
+    variances = torch.stack([q, w, q + w, weight]).var(1).nan_to_num(0.0)
     # Over the odd columns, for the even ones, and the other way around.
-    others = torch.stack([sums[:, 1::2].sum(1), sums[:, ::2].sum(1)], 1)
-    qq, qw, _, ww, squares = others.unbind()
-    pq = qq + qw
-    plain = pq / qq
-    # One, and four times the slope's squared relative error (pp qq / pq^2 - 1) / freedom, apart.
-    noise = _STANDARD_ERRORS**2 / freedom
-    kept = torch.rsub((pq + qw + ww) / (pq * plain), 1 + noise, alpha=noise).clamp(min=0)
-    slope = (plain * kept).clamp(0, 1)
-    factor = alpha + (1 - alpha) * rows / shape[0] / (columns // 2) * squares
-    share = (slope / torch.addcmul(slope, 1 - slope, factor)).nan_to_num(0.0)
+    qq, ww, pp, spread = variances.reshape(4, -1, 2).sum(1).flip(1).unbind()
+    # Twice the covariance of log q and log p. A slope b = pq / 2 qq has the squared relative error
+    # (4 pp qq / pq^2 - 1) / freedom, of which it loses four times as much; all in units of b.
+    pq, noise = (qq + pp - ww).clamp(min=0), _STANDARD_ERRORS**2 / freedom
+    one = 2 / (1 + noise)
+    slope = torch.addcdiv(pq / qq, pp, pq, value=-2 * noise * one).clamp(0, one)
+    # The mean factor is alpha + (1 - alpha) sum_k w_k^2 over all K, and the sum over the weights of
+    # a column is (rows - 1) of their variances and 1 / rows.
+    unit = (1 - alpha) * rows * (rows - 1) / (num_particles * (columns // 2))
+    factor = spread + (alpha + (1 - alpha) / num_particles) / unit
+    share = (slope / torch.addcmul(slope, one - slope, factor, value=unit)).nan_to_num(0.0)
+    length = num_particles if count == 1 else count
+    share = share.repeat((length + 1) // 2)
+    return as_shape(share[:length] if length % 2 else share, shape if count == 1 else shape[1:])
+
+
+def _in_columns(value: Tensor, count: int) -> Tensor:
+    """An even number of columns: the data, or the even particles and the odd ones of one datum."""
     if count == 1:
-        return share.repeat((shape[0] + 1) // 2)[: shape[0]].reshape(shape)
-    return share.repeat((count + 1) // 2)[:count].reshape(shape[1:]).expand(shape)
+        return value.flatten()[: len(value) // 2 * 2].reshape(-1, 2)
+    return value.flatten(1)[:, :-1] if count % 2 else value.flatten(1)

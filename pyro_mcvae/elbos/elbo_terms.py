@@ -14,7 +14,7 @@ import torch
 from pyro.infer.util import MultiFrameTensor
 from torch import Tensor
 
-from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, as_scalar
+from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, add_up, as_scalar, times
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
@@ -54,8 +54,10 @@ def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
     costs = []
     for t in terms:
         if t.in_guide:
-            path = 0 if not isinstance(t.entropy, Tensor) else -t.entropy
-            costs.append(Cost(t, -t.log_prob, path))
+            value, path = -t.log_prob, t.entropy
+            if isinstance(path, Tensor):
+                path = value if path is t.log_prob else -path
+            costs.append(Cost(t, value, path))
         else:
             costs.append(Cost(t, t.log_prob, t.log_prob))
     return costs
@@ -63,9 +65,8 @@ def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
 
 def total_cost(costs: Iterable[Cost]) -> Sum:
     """The ELBO of one run: detached, summed, with N/B."""
-    return sum(
-        c.value.detach().sum() * c.term.plate_scale for c in costs if isinstance(c.value, Tensor)
-    )
+    values = ((c.value, c.term.plate_scale) for c in costs)
+    return add_up(times(v.detach().sum(), scale) for v, scale in values if isinstance(v, Tensor))
 
 
 def elbo_estimate(
@@ -81,21 +82,18 @@ def elbo_estimate(
     :param costs: the costs of each run.
     :param coupled: for factors across whose plates latents meet, these plates.
     """
-    value: Sum = 0.0
-    surrogate: Sum = 0.0
-    for run_costs in costs:
-        value = value + total_cost(run_costs)
-        if torch.is_grad_enabled():
-            surrogate = surrogate + elbo_surrogate(run_costs, coupled)
-    value, surrogate = as_scalar(value) / num_particles, as_scalar(surrogate) / num_particles
+    each, wanted = 1 / num_particles, torch.is_grad_enabled()
+    value = add_up(total_cost(c) for c in costs)
+    surrogate = add_up(elbo_surrogate(c, coupled) for c in costs) if wanted else 0.0
+    value, surrogate = times(as_scalar(value), each), times(as_scalar(surrogate), each)
     return Estimate(value, surrogate, runs, scored=True)
 
 
 def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
     """The plain ELBO per datum, averaged over the particles."""
     values = [{c.term.key: c.value for c in run_costs} for run_costs in costs]
-    shared = sum(
-        c.value.sum() * c.term.plate_scale
+    shared = add_up(
+        times(c.value.sum(), c.term.plate_scale)
         for i, run_costs in enumerate(costs)
         for c in run_costs
         if sample.block_of[i].get(c.term.key) is None and isinstance(c.value, Tensor)
@@ -125,27 +123,16 @@ def local_estimate(
     :param surrogate: a tensor of that shape with the gradient of the bound.
     :param bool scored: whether it has the score-function terms of the local draws already.
     """
-    local, terms = sample.scale * bound, sample.global_terms()
+    local, shared = times(bound, sample.scale), elbo_costs(sample.global_terms())
     observed, observed_path = guide_data(sample)
-    value = as_scalar(local.sum() + observed)
-    shared = elbo_costs(terms) if terms else []
-    if shared:
-        value = as_scalar(total_cost(shared) + value)
+    value = as_scalar(add_up((local.sum(), observed, total_cost(shared))))
     if not torch.is_grad_enabled():
         return Estimate(value, value, sample.runs)
-    if not scored:
-        surrogate = surrogate + bound.detach() * _local_score(sample)
-    path = (sample.scale * surrogate).sum() + observed_path
-    if shared:
-        path = path + _shared_surrogate(sample, shared, local)
-    return Estimate(value, path, sample.runs, scored=True)
-
-
-def _local_score(sample: WeightedParticles) -> Sum:
-    """log q of the local draws without reparameterization, of all particles; 0 for none."""
-    if not sample.has_local_scores:
-        return 0
-    return sample.local_sum(lambda t, i: t.score).sum(0)
+    if not scored and sample.has_local_scores:
+        surrogate = surrogate + bound.detach() * sample.local_sum(lambda t, i: t.score).sum(0)
+    around = _shared_surrogate(sample, shared, local) if shared else 0.0
+    path = add_up((times(surrogate, sample.scale).sum(), observed_path, around))
+    return Estimate(value, as_scalar(path), sample.runs, scored=True)
 
 
 def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
@@ -205,10 +192,11 @@ def elbo_surrogate(
     :param extra: further detached costs with their plates, downstream of every site, that enter
         the score-function terms only.
     """
-    paths = sum(c.path.sum() * c.term.plate_scale for c in costs if isinstance(c.path, Tensor))
+    pairs = ((c.path, c.term.plate_scale) for c in costs)
+    paths = add_up(times(p.sum(), scale) for p, scale in pairs if isinstance(p, Tensor))
     if not any(isinstance(c.term.score, Tensor) for c in costs):
         return paths
-    return paths + score_function_term(costs, coupled, extra)
+    return add_up((paths, score_function_term(costs, coupled, extra)))
 
 
 def score_function_term(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.run import Run
 
-__all__ = ["Bounds", "Estimate", "Sum", "as_scalar", "finite_loss"]
+__all__ = ["Bounds", "Estimate", "Sum", "add_up", "as_scalar", "finite_loss", "times"]
 
 # A sum of tensors, or a number where it had no summands.
 Sum: TypeAlias = Tensor | float
@@ -76,6 +76,17 @@ class Estimate:
     scored: bool = False
     overflow: str = "every site is finite: their sum overflows"
     finish: Callable[[], None] | None = None
+
+
+def add_up(summands: Iterable[Sum]) -> Sum:
+    """Their sum, without the operations that adding the number of no summands would cost."""
+    tensors = [s for s in summands if isinstance(s, Tensor)]
+    return sum(tensors[1:], tensors[0]) if tensors else 0.0
+
+
+def times(value: Tensor, factor: float | Tensor) -> Tensor:
+    """Their product, without an operation where the factor is the number 1."""
+    return value if not isinstance(factor, Tensor) and factor == 1 else value * factor
 
 
 def as_scalar(value: Sum) -> Tensor:

@@ -22,6 +22,7 @@ from pyro_mcvae.programs.sites import (
 )
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution
+from pyro_mcvae.programs.validation import unvalidated
 
 __all__ = ["PathGradient"]
 
@@ -98,7 +99,7 @@ class PathGradient:
         fixed = slots.fold(sample.log_weight.detach())
         if not any(chosen):
             return slots.sum(renyi_bound(slots.fold(sample.log_weight), self.alpha))
-        weight = normalized_weights((1 - self.alpha) * fixed)
+        weight = normalized_weights(fixed if self.alpha == 0 else (1 - self.alpha) * fixed)
         whole = weight if outer is None else outer * weight
         factor = whole if self.alpha == 0 else 1 - (1 - self.alpha) * (1 - whole)
 
@@ -175,7 +176,8 @@ def _log_q(term: Term) -> Tensor:
 def _score(term: Term) -> Tensor:
     """log q(z), with its gradient through the parameters alone."""
     value = term.site["value"].detach()
-    return masked(term.site, unscaled_log_prob(term.site, "guide", value))
+    with unvalidated(term.site["fn"]):  # which the term has been
+        return masked(term.site, unscaled_log_prob(term.site, "guide", value))
 
 
 def _second_factor(term: Term, weight: Tensor) -> Tensor:

@@ -78,9 +78,8 @@ def normalized_weights(log_weight: Tensor, dim: int = 0) -> Tensor:
         >>> normalized_weights(torch.tensor([0.0, -float("inf")]))
         tensor([1., 0.])
     """
-    total = log_weight.logsumexp(dim, keepdim=True)
-    # -inf - (-inf) is NaN: a datum whose particles all have weight zero carries no gradient.
-    return (log_weight - total.clamp_min(torch.finfo(total.dtype).min)).exp()
+    # NaN where all are zero: a datum whose particles all have weight zero carries no gradient.
+    return log_weight.softmax(dim).masked_fill(log_weight == -math.inf, 0.0)
 
 
 def effective_sample_size(log_weight: Tensor, dim: int = 0) -> Tensor:

@@ -72,11 +72,12 @@ class WeightedParticles:
         same = self.runs if count == self.num_particles else []
         return itertools.chain((run.noise for run in same), itertools.repeat(None))
 
-    def local_sum(self, pick: Callable[[Term, int], Tensor | int]) -> Tensor:
+    def local_sum(self, pick: Callable[[Term, int], Tensor | int], signed: bool = False) -> Tensor:
         """
         Sum a quantity of the local terms per particle and datum.
 
         :param pick: maps a term and its run's index to a batch-shaped tensor, or 0 to leave out.
+        :param bool signed: whether the guide's terms are subtracted.
         :returns: shape ``[K, *plates]`` (or ``[K, elements]``).
         """
         dims = [b.dims for b in self.blocks]
@@ -86,8 +87,8 @@ class WeightedParticles:
                 b = block_of[term.key]
                 value = 0 if b is None else pick(term, i)
                 if b is not None and isinstance(value, Tensor):
-                    part, total = run.sum_to(value, dims[b]), totals[b][i]
-                    totals[b][i] = part if total is None else total + part
+                    part, minus = run.sum_to(value, dims[b]), signed and term.in_guide
+                    totals[b][i] = _plus(totals[b][i], part, minus)
         return self.join(
             [self._stack(t, shape) for t, shape in zip(totals, self.shapes, strict=True)]
         )
@@ -95,7 +96,7 @@ class WeightedParticles:
     @cached_property
     def log_weight(self) -> Tensor:
         r"""log p(x_n, z_n) - log q(z_n | x_n), without subsampling's N/B: ``[K, *plates]``."""
-        return self.local_sum(lambda t, i: -t.log_prob if t.in_guide else t.log_prob)
+        return self.local_sum(lambda t, i: t.log_prob, signed=True)
 
     @cached_property
     def scale(self) -> float | Tensor:
@@ -177,11 +178,10 @@ class WeightedParticles:
 
     def _stack(self, parts: list[Tensor | None], sizes: tuple[int, ...]) -> Tensor:
         shape = (self.runs[0].leading or 1, *sizes)
-        like = next((p for p in parts if p is not None), torch.zeros(()))
-        full = [
-            like.new_zeros(shape) if p is None else p if p.shape == shape else p.expand(shape)
-            for p in parts
-        ]
+        if any(p is None for p in parts):
+            like = next((p for p in parts if p is not None), torch.zeros(()))
+            parts = [like.new_zeros(shape) if p is None else p for p in parts]
+        full = [p if p.shape == shape else p.expand(shape) for p in parts if p is not None]
         return full[0] if len(full) == 1 else torch.cat(full)
 
     def join(self, parts: list[Tensor]) -> Tensor:
@@ -197,3 +197,9 @@ class WeightedParticles:
         lead = value.shape[:-1]
         parts = value.split([math.prod(s) for s in self.shapes], dim=-1)
         return [p.reshape(lead + s) for p, s in zip(parts, self.shapes, strict=True)]
+
+
+def _plus(total: Tensor | None, part: Tensor, minus: bool) -> Tensor:
+    if total is None:
+        return -part if minus else part
+    return total - part if minus else total + part

@@ -33,6 +33,7 @@ __all__ = [
 ]
 
 _FLAGS = (bool, str, type(None))
+_LEAVES = (Tensor, *_FLAGS)
 
 T = TypeVar("T")
 
@@ -86,11 +87,12 @@ def _no_program(role: str, found: object) -> ValueError:
 
 
 def _flags(programs: Programs) -> Iterator[object]:
-    # None is no leaf of a tree for some versions of torch.
-    for value in tree_leaves((list(programs.args), programs.kwargs)):
-        # A recording has a tensor without dims in the place of a float.
-        number = isinstance(value, Tensor) and value.dim() == 0
-        yield value if isinstance(value, _FLAGS) else float if number else type(value)
+    for argument in (*programs.args, *programs.kwargs.values()):
+        # Looking into trees is slow; None is no leaf of one for some versions of torch.
+        for value in (argument,) if isinstance(argument, _LEAVES) else tree_leaves(argument):
+            # A recording has a tensor without dims in the place of a float.
+            number = isinstance(value, Tensor) and value.dim() == 0
+            yield value if isinstance(value, _FLAGS) else float if number else type(value)
     yield tuple(programs.kwargs)
     for program in programs.pair:
         function = poutine.unwrap(program)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import replace
 
-import torch
 from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
 from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
 from pyro_mcvae.programs.run import Run, collect
-from pyro_mcvae.programs.sites import known_support
 from pyro_mcvae.programs.state_sums import summed_terms
 from pyro_mcvae.programs.terms import (
     Term,
@@ -21,7 +19,8 @@ from pyro_mcvae.programs.terms import (
     scored,
     site_form,
 )
-from pyro_mcvae.programs.types import Constraint, Distribution, Site, SiteChanges
+from pyro_mcvae.programs.types import Site, SiteChanges
+from pyro_mcvae.programs.validation import unvalidated, was_checked
 
 __all__ = ["replay_model"]
 
@@ -69,8 +68,8 @@ def _again(before: list[Term], model_trace: Trace) -> list[Term] | None:
 
 
 def _term_again(old: Term, site: Site) -> Term:
-    checked = _was_checked(old.site, site)
-    with _unvalidated(site["fn"]) if checked else nullcontext():
+    checked = was_checked(old.site, site)
+    with unvalidated(site["fn"]) if checked else nullcontext():
         return model_term(site, old.key)
 
 
@@ -86,41 +85,3 @@ def _shown(term: Term) -> Hashable:
 def _guide_again(old: Term, guide_trace: Trace) -> Term:
     term = guide_term(guide_trace.nodes[old.key.name], old.key)
     return term.without_density() if old.left_out else term
-
-
-def _was_checked(old: Site, site: Site) -> bool:
-    """
-    Whether a value has passed Pyro's validation before: the same tensor, as an observation is, with
-    the same support. Parameters are validated as always, when a distribution is made.
-    """
-    same = site["value"] is old["value"]
-    return same and _same_support(known_support(old["fn"]), known_support(site["fn"]))
-
-
-@contextmanager
-def _unvalidated(fn: Distribution) -> Iterator[None]:
-    while isinstance(fn, torch.distributions.Independent):
-        fn = fn.base_dist
-    own = vars(fn).get("_validate_args")
-    fn._validate_args = False
-    try:
-        yield
-    finally:
-        if own is None:
-            del fn._validate_args
-        else:
-            fn._validate_args = own
-
-
-def _same_support(a: Constraint, b: Constraint) -> bool:
-    while isinstance(a, _INDEPENDENT) and isinstance(b, _INDEPENDENT):
-        if a.reinterpreted_batch_ndims != b.reinterpreted_batch_ndims:
-            return False
-        a, b = a.base_constraint, b.base_constraint
-    # Constraints with parameters (an interval) are new objects each time: to be checked again.
-    return a is b
-
-
-_INDEPENDENT = type(
-    torch.distributions.constraints.independent(torch.distributions.constraints.real, 1)
-)

@@ -95,7 +95,7 @@ class Run:
 
     def sum_to(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
         """Sum a batch-shaped tensor over all plates but ``dims``: ``[leading, *dims]``."""
-        needed = max((-d for d in dims), default=0)
+        needed = -min(dims, default=0)
         if value.dim() < needed:
             value = value.reshape((1,) * (needed - value.dim()) + value.shape)
         lead = -self.nesting - 1
