@@ -67,14 +67,16 @@ class ParticleSampler:
         if count < 2:
             return False
         way = self.runner.ways.of(programs)
-        if way is not None:
-            return way is not Way.LOOPED
+        return self._may_vectorize(programs) if way is None else way is not Way.LOOPED
 
-        def find_shared(run: Run) -> GlobalSites:
-            self._latest = self.structures.of(programs, run, renew=False)
-            return self._latest.global_sites
-
+    def _may_vectorize(self, programs: Programs) -> bool:
+        find_shared = partial(self._shared_sites, programs, renew=False)
         return self.runner.together(Execution(programs, never, find_shared=find_shared))
+
+    def _shared_sites(self, programs: Programs, run: Run, renew: bool = True) -> GlobalSites:
+        """What all particles of a run share."""
+        self._latest = self.structures.of(programs, run, renew)
+        return self._latest.global_sites
 
     def independent(self, programs: Programs, detach_latents: bool = False) -> list[Run]:
         """
@@ -124,31 +126,21 @@ class ParticleSampler:
             handler = None if inside is None else inside(shared.guide)
             return SubstituteMessenger(subsamples, fixed, sample_fn, attached), handler
 
-        def find_shared(run: Run) -> GlobalSites:
-            self._latest = self.structures.of(programs, run)
-            return self._latest.global_sites
-
         def execute(layout: Layout) -> Run:
             made = make(layout.shared, {}, range(layout.count or 1))
             return self._execute(programs, *made, layout)
 
-        count = count or self.num_particles
-        vectorized = self.vectorizes(programs, count)
-        shared = _NONE if self._latest is None else self._latest.global_sites
-        rewinds = self._latest is None
-        execution = Execution(programs, execute, subsamples, shared, find_shared, rewinds)
-        first = self.runner.run_together(execution, count) if vectorized else None
-        vectorized = first is not None
-        if first is None:
-            depends = inside is not None or detach_latents
-            once = execution if depends else replace(execution, find_shared=None, rewinds=False)
-            first = self.runner.run(once, None)
-            if not depends:
-                find_shared(first)
+        count, latest = count or self.num_particles, self._latest
+        shared = _NONE if latest is None else latest.global_sites
+        find_shared = partial(self._shared_sites, programs)
+        execution = Execution(programs, execute, subsamples, shared, find_shared, latest is None)
+        together = self.vectorizes(programs, count)
+        run = self.runner.run_together(execution, count) if together else None
+        first = run or self._first(execution, inside is not None or detach_latents)
         structure = self._latest
         assert structure is not None
         sample = WeightedParticles([first], [structure.block_of], structure)
-        if not vectorized and count > 1:
+        if run is None and count > 1:
             fixed, shared = sample.global_values(), structure.global_sites
             rows = [range(k, k + 1) for k in range(1, count)]
             runs = [self._run(programs, *make(shared, fixed, row)) for row in rows]
@@ -156,6 +148,14 @@ class ParticleSampler:
         if structure.collapsed and (count > 1 or make_sample_fn is not None):
             check_not_collapsed(structure)
         return sample
+
+    def _first(self, execution: Execution, depends: bool) -> Run:
+        """A run of one particle; ``depends`` if it depends on what particles share."""
+        if depends:
+            return self.runner.run(execution, None)
+        run = self.runner.run(replace(execution, find_shared=None, rewinds=False), None)
+        self._shared_sites(execution.programs, run)
+        return run
 
     def single(
         self, programs: Programs, subsamples: Minibatch, values: Mapping[str, Tensor] | None = None

@@ -105,16 +105,7 @@ class StructureFinder:
             found = dependencies.dependencies_of(programs, names, run)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
             masked_by = {k.name: f for k, f in found.masks.items() if f and k.program == "guide"}
-            _check_broadcast(
-                run,
-                {
-                    t.key: found.distributions.get(t.key, frozenset())
-                    if _data_lead(t, run)
-                    else found.observed.get(t.key, found.distributions.get(t.key, frozenset()))
-                    for term in run.terms
-                    for t in term.sites
-                },
-            )
+            _check_broadcast(run, found)
         elif len(names) == 1:
             factors = {
                 key: Factor(f, names if key.program == "guide" else None)
@@ -128,30 +119,40 @@ class StructureFinder:
         # What lies in no plate is what a model may integrate for all data at once.
         alone = frozenset(n for n in names if not frames[FactorKey("guide", n)])
         collapsed = find_collapsed(programs, run, names, found) if alone else None
-        paths = {t.key.name for t in random if reparameterized(t.site)}
-        roots = {
-            name
-            for name in names
-            if (parents := factors[FactorKey("guide", name)].parents) is not None
-            and not (parents & paths) - {name}
-        }
-        # The second factor of a draw's gradient must not meet a score function behind the draw.
-        for t in run.terms:
-            if t.in_guide and isinstance(t.score, Tensor):
-                behind = factors[t.key].parents
-                roots -= names if behind is None else behind
-        # Nor the gradient of what has no weight.
-        for t in run.guide_data:
-            roots -= names if found is None else found.factors.get(t.key, names)
         return replace(
             structure,
             block_of=block_of,
-            roots=frozenset(roots),
+            roots=_roots(run, random, factors, found),
             mean_field=_mean_field(factors, names),
             masked_by=masked_by,
             coupled=coupled,
             collapsed=collapsed,
         )
+
+
+def _roots(
+    run: Run,
+    random: list[Term],
+    factors: Mapping[FactorKey, Factor],
+    found: dependencies.Dependencies | None,
+) -> frozenset[str]:
+    """The guide's random sites that depend on no other reparameterized draw."""
+    names = {t.key.name for t in random}
+    paths = {t.key.name for t in random if reparameterized(t.site)}
+    roots = set()
+    for name in names:
+        parents = factors[FactorKey("guide", name)].parents
+        if parents is not None and not (parents & paths) - {name}:
+            roots.add(name)
+    # The second factor of a draw's gradient must not meet a score function behind the draw.
+    for t in run.terms:
+        if t.in_guide and isinstance(t.score, Tensor):
+            behind = factors[t.key].parents
+            roots -= names if behind is None else behind
+    # Nor the gradient of what has no weight.
+    for t in run.guide_data:
+        roots -= names if found is None else found.factors.get(t.key, names)
+    return frozenset(roots)
 
 
 def _coupled(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
@@ -222,11 +223,14 @@ def _data_lead(term: Term, run: Run) -> bool:
     )
 
 
-def _check_broadcast(run: Run, parents: Mapping[FactorKey, frozenset[str]]) -> None:
+def _check_broadcast(run: Run, found: dependencies.Dependencies) -> None:
     """Refuse programs that average over the particles, as z.mean() in a model does."""
     batched = {t.key.name for t in run.terms if t.in_guide and _leads(t)}
-    for term in (t for found in run.terms for t in found.sites):
-        lost = (parents.get(term.key, frozenset()) & batched) - {term.key.name}
+    for term in (t for whole in run.terms for t in whole.sites):
+        parents = found.distributions.get(term.key, frozenset())
+        if not _data_lead(term, run):
+            parents = found.observed.get(term.key, parents)
+        lost = (parents & batched) - {term.key.name}
         if term.key in run.unbatched and lost:
             raise LeadingDimsError(
                 f"site '{term.key.name}' of the {term.key.program} depends on "
