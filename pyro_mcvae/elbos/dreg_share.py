@@ -69,6 +69,8 @@ def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
     unit = (1 - alpha) * rows * (rows - 1) / (num_particles * (columns // 2))
     factor = spread + (alpha + (1 - alpha) / num_particles) / unit
     share = (slope / torch.addcmul(slope, one - slope, factor, value=unit)).nan_to_num(0.0)
+    if alpha < 0:  # f may be negative, and the mixture of least noise far from both
+        share = share.clamp(0, 1)
     length = num_particles if count == 1 else count
     share = share.repeat((length + 1) // 2)
     return as_shape(share[:length] if length % 2 else share, shape if count == 1 else shape[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import pyro
 import torch
@@ -26,12 +26,16 @@ def isolated() -> Iterator[None]:
             pyro.util.set_rng_state(state)
 
 
+def rewindable(active: bool) -> AbstractContextManager[Callable[[], bool]]:
+    """
+    A function that sets the random number generators back to where an active block began, and says
+    whether it did.
+    """
+    return _rewinding() if active else nullcontext(lambda: False)
+
+
 @contextmanager
-def rewindable(active: bool) -> Iterator[Callable[[], bool]]:
-    """A function that sets the random number generators back to where an active block began."""
-    if not active:
-        yield lambda: False
-        return
+def _rewinding() -> Iterator[Callable[[], bool]]:
     state = pyro.util.get_rng_state()
     device = torch.cuda.is_initialized() and torch.cuda.get_rng_state()
 
