@@ -57,6 +57,12 @@ def copy_notebooks() -> None:
     (target / "index.md").write_text(f"{introduction}\n{hidden}\n", encoding="utf-8")
 
 
+def read_in_place(app, docname: str, source: list[str]) -> None:
+    """Links lead to the tutorials' own folder, as the repository has them; pages to the copies."""
+    text = source[0].replace("](../tutorials/README.md)", "](tutorials/index.md)")
+    source[0] = re.sub(r"\]\((\.\./)?\.\./tutorials/(?=\w+\.ipynb)", r"](\1tutorials/", text)
+
+
 def summary(value: object) -> str:
     """The first sentence of a docstring, without its citations, as Markdown."""
     text = (inspect.getdoc(value) or "").split("\n\n")[0]
@@ -101,3 +107,4 @@ def setup(app) -> None:
     copy_notebooks()
     list_names()
     app.connect("autodoc-process-docstring", separate_references)
+    app.connect("source-read", read_in_place)

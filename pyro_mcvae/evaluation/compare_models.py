@@ -21,6 +21,8 @@ __all__ = ["ModelComparison", "compare_models"]
 
 # Differences within so many standard errors are none.
 _ERRORS = 2.0
+# Share of the weights whose k-hat may be too high, so that chance alone explains it.
+_FEW = 0.05
 
 
 class ModelComparison(dict[str, LogEvidence]):
@@ -43,8 +45,11 @@ class ModelComparison(dict[str, LogEvidence]):
 
     @property
     def doubtful(self) -> list[str]:
-        r"""Models whose :math:`\hat k` is above 0.7 somewhere: their evidence is underestimated."""
-        return [n for n, e in self.items() if bool(e.unreliable.any())]
+        r"""
+        Models whose :math:`\hat k` is above 0.7 somewhere, or within two of its errors for more
+        than a twentieth of the weights: their evidence is underestimated, or may be.
+        """
+        return [n for n, e in self.items() if _is_doubtful(e)]
 
     @property
     def best(self) -> list[str]:
@@ -72,14 +77,14 @@ class ModelComparison(dict[str, LogEvidence]):
             said.append(f"{top} has the highest evidence.")
         if low:
             said.append(
-                f"Pareto k of {', '.join(low)} is above 0.7: a lower bound on the evidence, and it "
-                f"may be the highest. Annealed chains (schedule=10, and more) or a better guide "
-                f"come closer."
+                f"Pareto k of {', '.join(low)} is above 0.7, or may be: a lower bound on the "
+                f"evidence, and it may be the highest. Annealed chains (schedule=10, and more) or "
+                f"a better guide come closer."
             )
         if top in self.doubtful and not close and not low:
             said.append(
-                f"Pareto k of {top} is above 0.7, so that its evidence is underestimated: its lead "
-                f"can only be larger."
+                f"Pareto k of {top} is above 0.7, or may be: if its evidence is underestimated, "
+                f"its lead can only be larger."
             )
         return " ".join(said)
 
@@ -128,6 +133,11 @@ class ModelComparison(dict[str, LogEvidence]):
         return figure
 
 
+def _is_doubtful(evidence: LogEvidence) -> bool:
+    near = evidence.pareto_k + 2 * evidence.pareto_k_error > 0.7
+    return bool(evidence.unreliable.any()) or float(near.double().mean()) > _FEW
+
+
 @shows_options
 def compare_models(
     models: Mapping[str, tuple[Any, ...]],
@@ -142,9 +152,9 @@ def compare_models(
 
     Each model's evidence is estimated with its own guide, as :func:`log_evidence` does it: by
     importance sampling, or by chains with a ``schedule`` or a ``kernel``. Estimates are too low
-    where a guide is too narrow: a model whose :math:`\hat k` is above 0.7 is never said to be
-    worse. Parameters of a model that were fitted to the same data favour the larger model; let them
-    be latent, with priors, or judge held-out data.
+    where a guide is too narrow: a model whose :math:`\hat k`, with its error, may be above 0.7 is
+    never said to be worse. Parameters of a model that were fitted to the same data favour the
+    larger model; let them be latent, with priors, or judge held-out data.
 
     For predictive accuracy by ArviZ's ``compare``, see :func:`to_inference_data`.
 

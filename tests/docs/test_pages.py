@@ -86,3 +86,31 @@ def test_images_are_shown():
     for path in (DOCS / "images").iterdir():
         assert f"images/{path.name})" in text, path.name
         assert path.stat().st_size < 1_000_000
+
+
+ROOT = DOCS.parent
+PAGES = [*ROOT.glob("*.md"), *DOCS.glob("*.md"), *(DOCS / "api").glob("*.md")]
+# Made by Sphinx, which is not asked here.
+MADE = ("names.md",)
+
+
+def links(path):
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = [c for c in json.loads(text)["cells"] if c["cell_type"] == "markdown"]
+        text = "\n".join("".join(c["source"]) for c in cells)
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [t for t in found if not t.startswith(("http", "#", "mailto:", "attachment:"))]
+
+
+def test_links_lead_somewhere_in_the_repository():
+    """Before Sphinx has run, as a reader of the repository follows them."""
+    paths = [p for p in PAGES if p.name not in MADE]
+    paths += [*(ROOT / "tutorials").glob("*.ipynb"), ROOT / "tutorials" / "README.md"]
+    found = [(p, t) for p in paths for t in links(p)]
+    assert len(found) > 60
+    broken = [
+        f"{p.relative_to(ROOT)}: {t}" for p, t in found if not (p.parent / t.split("#")[0]).exists()
+    ]
+    assert not broken

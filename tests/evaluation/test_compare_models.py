@@ -68,6 +68,7 @@ def judged(totals, k):
             log_evidence=torch.tensor(total),
             standard_error=torch.tensor(0.1),
             pareto_k=torch.tensor(k.get(n, 0.2)),
+            num_particles=1000,
         )
         for n, total in totals.items()
     }
@@ -85,6 +86,8 @@ def test_what_k_hat_allows_to_say():
     assert low.best == ["a", "b"]
     assert "it may be the highest" in low.verdict
     assert "a has the highest" not in low.verdict
+    chance = judged({"a": 0.0, "b": -3.0}, {"b": 0.6})  # 0.16 is the error of k-hat
+    assert chance.best == ["a", "b"]
     lead = judged({"a": 0.0, "b": -3.0}, {"a": 0.9})
     assert lead.best == ["a"]
     assert "its lead can only be larger" in lead.verdict
