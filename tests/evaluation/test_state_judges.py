@@ -72,17 +72,18 @@ def fitted(model, num_states=4, num_steps=3, **options):
 @pytest.mark.parametrize("model", [binary, mixed])
 def test_refined_draws_follow_the_posterior(model):
     wanted = TruncatedPosterior(model, num_states=32 if model is binary else 12).posterior()
-    draws = refine(model, fitted(model), num_samples=1500, num_particles=30)
+    draws = refine(model, fitted(model), num_samples=800, num_particles=15)
     assert set(draws) == set(wanted.values)
     error = (draws["z"].mean(0) - wanted.marginals()["z"]).abs().max()
-    # 20 entries, standard error 0.013 at most, and a bias of about the weights' error over 30.
-    assert float(error) < 0.05
+    # 20 entries, standard error 0.018 at most, and a bias of about the weights' error over 15.
+    assert float(error) < 0.07
     assert draws.plates == ("data",)
-    assert draws.log_weight.shape == (1500, 4)
-    assert draws.log_likelihood["x"].shape == (1500, 4)
+    assert draws.log_weight.shape == (800, 4)
+    assert draws.log_likelihood["x"].shape == (800, 4)
     state = draws["z"][7]
     if model is binary:
-        assert Predictive(binary, posterior_samples=draws)()["x"].shape[0] == 1500
+        few = {n: v[:3] for n, v in draws.items()}
+        assert Predictive(binary, posterior_samples=few)()["x"].shape == (3, *X.shape)
         again = dist.Normal(state @ _loading(), 1.0).log_prob(X).sum(-1)
         assert torch.allclose(draws.log_likelihood["x"][7], again)
 
@@ -112,7 +113,7 @@ def test_draws_go_to_arviz():
 
 def test_the_gap_is_what_lies_outside_of_the_states():
     guide = fitted(binary)
-    found = report(binary, guide, num_particles=4000)
+    found = report(binary, guide, num_particles=1000)
     kl = exact(binary) - guide.posterior().free_energy
     assert bool(((found.gap - kl).abs() < 4.5 * found.evidence.standard_error).all())
     assert found.states == 4
