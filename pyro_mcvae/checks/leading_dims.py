@@ -43,7 +43,7 @@ ENUMERATED = LeadingDimsName(
     _EXPAND,
 )
 SLOTS = LeadingDimsName(
-    "slots (several values of a discrete site) and of vectorised particles",
+    "slots of discrete sites and vectorised particles",
     "Pass num_categories=0, num_samples=1 and vectorize_particles=False, or",
     _EXPAND,
 )

@@ -145,10 +145,11 @@ def digits(dim):
 
 
 def test_slots_are_a_leading_dim():
-    for elbo in (TraceRaoBlackwell_ELBO(2), TraceRaoBlackwell_ELBO(1, 1)):
-        with pytest.raises(RuntimeError, match=r"slots.*num_categories=0"):
-            elbo.loss(*digits(1))
-        assert math.isfinite(elbo.loss(*digits(-1)))
+    """Where the model takes their dim for another they stand in rows, unless that is forbidden."""
+    found = [TraceRaoBlackwell_ELBO(2).loss(*digits(dim)) for dim in (1, -1)]
+    assert found[0] == pytest.approx(found[1])
+    with pytest.raises(RuntimeError, match=r"slots.*num_categories=0"):
+        TraceRaoBlackwell_ELBO(2, vectorize_particles=True).loss(*digits(1))
 
 
 def test_states_are_a_leading_dim():
