@@ -47,7 +47,7 @@ from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
 from pyro_mcvae.evaluation.compare import compare
 from pyro_mcvae.evaluation.compare_models import ModelComparison, compare_models
-from pyro_mcvae.evaluation.comparison import Comparison, TrainedCopy
+from pyro_mcvae.evaluation.comparison import Comparison
 from pyro_mcvae.evaluation.draws import PosteriorDraws
 from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence
 from pyro_mcvae.evaluation.inference_data import to_inference_data
@@ -59,6 +59,7 @@ from pyro_mcvae.evaluation.low_dimensional import (
 from pyro_mcvae.evaluation.refine import refine
 from pyro_mcvae.evaluation.report import report
 from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
+from pyro_mcvae.evaluation.trained_copy import TrainedCopy
 from pyro_mcvae.evaluation.verdict import Report
 from pyro_mcvae.training.batches import RankBatches
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pyro_mcvae.evaluation.verdict import Report
+from pyro_mcvae.evaluation.findings import Findings
 
 __all__ = ["advise"]
 
@@ -24,7 +21,7 @@ _SWAP = (
 )
 
 
-def advise(report: Report) -> str:
+def advise(report: Findings) -> str:
     """A sentence or two."""
     if report.states is not None:
         return _of_states(report)
@@ -32,7 +29,7 @@ def advise(report: Report) -> str:
         return _missed(report)
     if _is_close(report):
         return _close(report)
-    heavy = float(report.guide.unreliable.double().mean())
+    heavy = _heavy(report)
     if report.discrete:
         return _discrete(report, heavy)
     if _was(report, _CHAINS):
@@ -42,10 +39,10 @@ def advise(report: Report) -> str:
     )
 
 
-def _of_states(report: Report) -> str:
+def _of_states(report: Findings) -> str:
     assert report.states is not None
     n, gap = report.states, float(report.gap.mean())
-    heavy = bool(report.guide.unreliable.double().mean() > _FEW)
+    heavy = _heavy(report) > _FEW
     if report.misses:
         return (
             f"Draws of the prior find more than the {n} states: the search misses a part of the "
@@ -61,7 +58,7 @@ def _of_states(report: Report) -> str:
     )
 
 
-def _missed(report: Report) -> str:
+def _missed(report: Findings) -> str:
     where = f"for {int(report.missed.sum())} of {report.gap.numel()}"
     return (
         f"The chains find more than the guide's weights "
@@ -71,19 +68,18 @@ def _missed(report: Report) -> str:
     )
 
 
-def _is_close(report: Report) -> bool:
-    heavy = float(report.guide.unreliable.double().mean())
-    return heavy <= _FEW and float(report.gap.mean()) < _CLOSE
+def _is_close(report: Findings) -> bool:
+    return _heavy(report) <= _FEW and float(report.gap.mean()) < _CLOSE
 
 
-def _close(report: Report) -> str:
+def _close(report: Findings) -> str:
     trained = report.trained
     if trained is None:
         return "The guide is close to the posterior: the ELBO (TraceSGVB_ELBO) is tight enough."
     return f"The guide is close to the posterior: no loss gains on {_name(report)}."
 
 
-def _discrete(report: Report, heavy: float) -> str:
+def _discrete(report: Findings, heavy: float) -> str:
     sites = ", ".join(report.discrete)
     if heavy > _SOME:
         return (
@@ -98,13 +94,12 @@ def _discrete(report: Report, heavy: float) -> str:
     return f"TraceIWAE_ELBO(num_particles=10) tightens the bound; {quieter}"
 
 
-def _by_gap(report: Report, heavy: float) -> str:
+def _by_gap(report: Findings, heavy: float) -> str:
     """
     The rule of ``docs/choose.md``: what a bound of many draws leaves decides, and of the ELBO's gap
     how much these are likely to leave.
     """
-    trained = report.trained
-    if trained is None or _was(report, _ELBOS):
+    if report.trained is None or _was(report, _ELBOS):
         gap = float(report.gap.mean())
         if gap > _TENS:
             return f"{gap:.0f} nats are more than draws alone make up for: take {_SWAP}."
@@ -118,9 +113,9 @@ def _by_gap(report: Report, heavy: float) -> str:
             f"TraceIWAE_ELBO(num_particles={count}), and judge again (loss=...). Where more than "
             f"{_MANY:.0f} nats are left then, {_SWAP}."
         )
-    left = float(report.evidence.mean) - trained.bound
+    left = _left(report)
     if left < _CLOSE:
-        return f"The bound of {_name(report)} is within {_CLOSE} nats of the evidence: it will do."
+        return _tight(report)
     richer = f"a richer guide ({_richer(report)})"
     if not _was(report, _WEIGHTED):
         return f"{_covers(report)}: next to {_name(report)}, try {richer}."
@@ -132,29 +127,38 @@ def _by_gap(report: Report, heavy: float) -> str:
     return f"{_covers(report)}: {_more(report)}, or {richer}."
 
 
-def _after_chains(report: Report, heavy: float) -> str:
-    assert report.trained is not None
-    if float(report.evidence.mean) - report.trained.bound < _CLOSE:
-        return f"The bound of {_name(report)} is within {_CLOSE} nats of the evidence: it will do."
+def _after_chains(report: Findings, heavy: float) -> str:
+    if _left(report) < _CLOSE:
+        return _tight(report)
     richer = f"a richer guide ({_richer(report)})"
     if heavy > _SOME:
         return f"The weights' tails are heavy: more steps than {_name(report)} has, or {richer}."
     return f"{_covers(report)}: next to {_name(report)}, try {richer}."
 
 
-def _more(report: Report) -> str:
+def _left(report: Findings) -> float:
+    """What the bound of the loss that was trained by leaves."""
+    assert report.trained is not None
+    return float(report.evidence.mean) - report.trained.bound
+
+
+def _tight(report: Findings) -> str:
+    return f"The bound of {_name(report)} is within {_CLOSE} nats of the evidence: it will do."
+
+
+def _more(report: Findings) -> str:
     assert report.trained is not None
     name, count = report.trained.name, 4 * report.trained.num_particles
     return f"{name} with {count} particles tightens the bound"
 
 
-def _too_low(report: Report, heavy: float) -> str:
+def _too_low(report: Findings, heavy: float) -> str:
     if heavy <= _SOME or report.evidence is not report.guide:
         return ""
     return "This evidence is an underestimate: pass schedule=10 for one by chains."
 
 
-def _undecided(report: Report) -> str:
+def _undecided(report: Findings) -> str:
     """Of a single weight whose k-hat may be on either side of 0.7."""
     if report.gap.numel() > 1:
         return ""
@@ -167,21 +171,26 @@ def _undecided(report: Report) -> str:
     )
 
 
-def _covers(report: Report) -> str:
+def _covers(report: Findings) -> str:
     if not report.looked or not report.trusted:
         return "Where the guide draws, it follows the posterior, but not closely"
     return "The guide covers the posterior, but not closely"
 
 
-def _was(report: Report, names: tuple[str, ...]) -> bool:
+def _heavy(report: Findings) -> float:
+    """The share of weights with heavy tails."""
+    return float(report.guide.unreliable.double().mean())
+
+
+def _was(report: Findings, names: tuple[str, ...]) -> bool:
     return report.trained is not None and report.trained.name in names
 
 
-def _name(report: Report) -> str:
+def _name(report: Findings) -> str:
     assert report.trained is not None
     return f"{report.trained.name}({report.trained.num_particles})"
 
 
-def _richer(report: Report) -> str:
+def _richer(report: Findings) -> str:
     one = report.gap.dim() == 0
     return "AutoMultivariateNormal or a flow" if one else "full covariances or a flow"

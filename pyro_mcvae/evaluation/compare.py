@@ -11,11 +11,12 @@ import torch
 from pyro.optim import PyroOptim
 
 from pyro_mcvae.evaluation.arguments import check_function
-from pyro_mcvae.evaluation.comparison import Comparison, Curve, TrainedCopy
+from pyro_mcvae.evaluation.comparison import Comparison
 from pyro_mcvae.evaluation.contestant import Batches, Contestant, Rehearsal, contestants
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import estimate, guide_and_chains
 from pyro_mcvae.evaluation.options import Options, judge
+from pyro_mcvae.evaluation.trained_copy import Curve, TrainedCopy
 from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive
 from pyro_mcvae.programs.errors import first_line

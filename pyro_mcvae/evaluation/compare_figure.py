@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from pyro_mcvae.evaluation.trained_copy import TrainedCopy
 
+if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from pyro_mcvae.evaluation.compare import Comparison, TrainedCopy
 
 __all__ = ["draw"]
 
@@ -18,7 +17,7 @@ __all__ = ["draw"]
 _POINTS = 200
 
 
-def draw(found: Comparison) -> Figure:
+def draw(found: Mapping[str, TrainedCopy]) -> Figure:
     """Each loss's own bound, and the evidence of the judged data, over time."""
     from matplotlib.figure import Figure
 
@@ -51,13 +50,8 @@ def _draw_bounds(axes: Axes, name: str, copy: TrainedCopy, color: str) -> None:
 def _draw_evidence(axes: Axes, copy: TrainedCopy, color: str) -> None:
     at = [seconds for seconds, _ in copy.curve.values()]
     means = [float(e.mean) for _, e in copy.curve.values()]
-    errors = [_error(copy, step) for step in copy.curve]
+    errors = [2 * float(e.mean_standard_error) for _, e in copy.curve.values()]
     axes.errorbar(at, means, errors, color=color, marker="o", markersize=3.5, linewidth=1)
-
-
-def _error(copy: TrainedCopy, step: int) -> float:
-    error = copy.curve[step][1].standard_error
-    return 2 * float(error.square().sum().sqrt()) / error.numel()
 
 
 def _look_at_the_end(axes: Axes, curves: Sequence[Sequence[float]]) -> None:

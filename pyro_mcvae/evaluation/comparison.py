@@ -3,55 +3,24 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 
-from pyro_mcvae.evaluation import compare_figure
+from pyro_mcvae.evaluation.compare_figure import draw
 from pyro_mcvae.evaluation.contestant import Contestant
-from pyro_mcvae.evaluation.evidence import LogEvidence
 from pyro_mcvae.evaluation.tables import number, table
+from pyro_mcvae.evaluation.trained_copy import TrainedCopy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Comparison", "Curve", "TrainedCopy"]
-
-Curve: TypeAlias = dict[int, tuple[float, LogEvidence]]
+__all__ = ["Comparison"]
 
 # Differences within so many standard errors are none.
 _ERRORS = 2.0
 # Effective sample sizes within a factor of e to this, likewise.
 _ALIKE = 0.1
-
-
-@dataclass(frozen=True)
-class TrainedCopy:
-    """
-    What came of one loss, made by :func:`compare`, whose example shows some.
-
-    :ivar bounds: its own bound at every step, in nats per weight.
-    :ivar seconds: of training.
-    :ivar curve: by step, the seconds until then and the :class:`LogEvidence` of that moment, by
-        importance sampling with few particles.
-    :ivar guide: the :class:`LogEvidence` by importance sampling after training.
-    :ivar evidence: that by chains, if they were asked for; else the same.
-    :ivar failed: what stopped it, if anything; its evidence is then the last one of the curve.
-    """
-
-    bounds: list[float]
-    seconds: float
-    curve: Curve
-    guide: LogEvidence
-    evidence: LogEvidence
-    failed: str = ""
-
-    @property
-    def last_bound(self) -> float:
-        """The mean of its own bound over the last tenth of the steps."""
-        last = self.bounds[-max(1, len(self.bounds) // 10) :]
-        return sum(last) / len(last) if last else math.nan
 
 
 class Comparison(dict[str, TrainedCopy]):
@@ -175,4 +144,4 @@ class Comparison(dict[str, TrainedCopy]):
 
         :returns: a ``matplotlib`` figure, which belongs to no window.
         """
-        return compare_figure.draw(self)
+        return draw(self)

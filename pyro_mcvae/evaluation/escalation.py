@@ -33,14 +33,14 @@ def settled(short: LogEvidence, long: LogEvidence) -> bool:
     return bool((long.mean - short.mean).abs() <= torch.clamp(2 * error, min=_SMALL))
 
 
-def climb(sampler: Weights, options: Options) -> tuple[tuple[LogEvidence, ...], str]:
+def climb(weights: Weights, options: Options) -> tuple[tuple[LogEvidence, ...], str]:
     """
     Chains from the guide's draws, four times as long where the first leave doubt.
 
-    :param sampler: that of the guide.
+    :param weights: those of the guide.
     :returns: what they found, and why there are none.
     """
-    count = min(options.num_particles, max(_FEWEST, _CHAINS // max(1, sampler.elements)))
+    count = min(options.num_particles, max(_FEWEST, _CHAINS // max(1, weights.elements)))
     found: list[LogEvidence] = []
     kernel = options.kernel
     try:
@@ -49,7 +49,7 @@ def climb(sampler: Weights, options: Options) -> tuple[tuple[LogEvidence, ...], 
             for steps in _RUNGS:
                 annealing = make_annealing(steps, kernel, options.coordinates, options.warmup)
                 assert annealing is not None
-                found.append(estimate(sampler.annealed(annealing), count))
+                found.append(estimate(weights.annealed(annealing), count))
                 if is_sure(found[-1]):
                     break
                 kernel = annealing.kernel  # with the step size that it has found

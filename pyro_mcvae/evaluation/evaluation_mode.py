@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import pyro
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.types import Program
+from pyro_mcvae.training.generators import rng_state, set_rng_state
 
 __all__ = ["evaluation_mode"]
-
-# The states of Pyro's generators, by library, and those of each GPU.
-Generators: TypeAlias = tuple[dict[str, object], list[Tensor] | None]
 
 # What Pyro's parameter store consists of.
 _TABLES = "_params", "_param_to_name", "_constraints"
@@ -44,7 +41,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     # at the first.
     tables = [getattr(store, name) for name in _TABLES]
     before = [dict(table) for table in tables]
-    generators = _generators() if seed is not None else None
+    generators = rng_state() if seed is not None else None
     try:
         with evaluation_modules(roots):
             if seed is not None:
@@ -55,7 +52,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
             table.clear()
             table.update(kept)
         if generators is not None:
-            _set_generators(generators)
+            set_rng_state(generators)
 
 
 def _check_seed(seed: int | None) -> None:
@@ -73,14 +70,3 @@ def _refuse_lazy(roots: list[nn.Module]) -> None:
                     f"parameter '{name}' of {type(root).__name__} has no shape yet: the module "
                     f"never ran. Run it once on data (as training does) before it is evaluated"
                 )
-
-
-def _generators() -> Generators:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    return pyro.util.get_rng_state(), cuda
-
-
-def _set_generators(state: Generators) -> None:
-    pyro.util.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state_all(state[1])

@@ -16,7 +16,7 @@ from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.pareto import tail_length
 from pyro_mcvae.programs.execution import Programs
 
-__all__ = ["LogEvidence", "log_evidence"]
+__all__ = ["LogEvidence", "estimate", "guide_and_chains", "log_evidence"]
 
 # Weights, below which k-hat says little of their tail.
 _ENOUGH = 500

@@ -21,7 +21,7 @@ from pyro_mcvae.evaluation import preconditions
 from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.counted import Counted
 from pyro_mcvae.evaluation.options import Options
-from pyro_mcvae.evaluation.weights import Weighed, Weights
+from pyro_mcvae.evaluation.weights import Weighed, Weights, shared_factors
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -50,11 +50,10 @@ class ImportanceSampler(Weights):
         self,
         programs: Programs,
         options: Options,
+        progress: Progress,
         annealing: Annealing | None = None,
-        progress: Progress | None = None,
     ) -> None:
-        self.programs, self.annealing = programs, annealing
-        self.progress = progress or Progress("judging", show=False)
+        self.programs, self.progress, self.annealing = programs, progress, annealing
         self._options, self._joint = options, bool(options.joint)
         self._samplers: dict[int, ParticleSampler] = {}
         with untrained_guide(programs.guide) as before:
@@ -209,13 +208,7 @@ class ImportanceSampler(Weights):
         return chain, density
 
     def shared(self) -> Tensor:
-        """What belongs to no single datum: the factors outside of the blocks, without the draws."""
-        total = self.reference.log_weight.new_zeros(())
-        for term in self.reference.global_terms():
-            if term.key.name not in self._drawn:
-                sign = -1.0 if term.in_guide else 1.0
-                total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
-        return total
+        return shared_factors(self.reference, self._drawn)
 
     def _sampler(self, count: int) -> ParticleSampler:
         if count not in self._samplers:

@@ -24,7 +24,7 @@ _CHAINS, _FEWEST, _WARMUP = 200, 50, 4
 _FIRST_STEP = 0.5
 
 
-def look_from_prior(sampler: Weights, num_particles: int) -> LogEvidence | str:
+def look_from_prior(weights: Weights, num_particles: int) -> LogEvidence | str:
     """
     The evidence by chains that are annealed from draws of the model's own prior.
 
@@ -32,20 +32,20 @@ def look_from_prior(sampler: Weights, num_particles: int) -> LogEvidence | str:
     beyond its error, the guide has missed something; where the prior is far from the posterior it
     finds less, and tells nothing. Discrete latents are drawn from the prior and weighed.
 
-    :param sampler: that of the guide, whose minibatch is taken.
+    :param weights: those of the guide, whose minibatch is taken.
     :param num_particles: the most chains of each datum.
     :returns: the evidence, or why there is none.
     """
-    missing = _why_not(sampler)
+    missing = _why_not(weights)
     if missing:
         return missing
-    programs = replace(sampler.programs, guide=_prior(sampler.programs.model))
+    programs = replace(weights.programs, guide=_prior(weights.programs.model))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            prior = sampler.on(programs, joint=sampler.elements == 1)
+            prior = weights.on(programs, joint=weights.elements == 1)
             if not any(map(_is_discrete, prior.reference.runs[0].guide_trace.nodes.values())):
-                num_particles = min(num_particles, max(_FEWEST, _CHAINS // sampler.elements))
+                num_particles = min(num_particles, max(_FEWEST, _CHAINS // weights.elements))
                 kernel = HMC(AdaptiveStepSize(_FIRST_STEP), num_leapfrog=2)
                 prior.annealing = make_annealing(DEFAULT_STEPS, kernel, "noise", _WARMUP)
             return estimate(prior, num_particles)
@@ -54,10 +54,10 @@ def look_from_prior(sampler: Weights, num_particles: int) -> LogEvidence | str:
         return first_line(error)
 
 
-def _why_not(sampler: Weights) -> str:
-    run = sampler.reference.runs[0]
-    if sampler.given:
-        return f"{', '.join(sampler.given)} are held, and the prior draws them"
+def _why_not(weights: Weights) -> str:
+    run = weights.reference.runs[0]
+    if weights.given:
+        return f"{', '.join(weights.given)} are held, and the prior draws them"
     latents = [n for n, s in run.model_trace.nodes.items() if is_latent(s)]
     summed = [n for n in latents if n not in run.guide_trace]
     return f"the guide does not draw {', '.join(summed)}" if summed else ""

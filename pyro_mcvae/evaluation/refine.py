@@ -16,6 +16,7 @@ from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.refined_states import RefinedStates
+from pyro_mcvae.evaluation.resampling import choose, take_chosen
 from pyro_mcvae.evaluation.state_weights import StateWeights
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.evaluation.weights import Weights
@@ -105,21 +106,21 @@ def refine(
 
 
 def _collect(
-    sampler: Weights, num_samples: int, candidates: int, transitions: int
+    weights: Weights, num_samples: int, candidates: int, transitions: int
 ) -> PosteriorDraws:
     summary = WeightSummary(num_samples * candidates)
     parts, done = [], 0
     # A draw needs all of its candidates at once.
-    size = 1 if sampler.holds_draws else max(1, sampler.chunk_size // candidates)
-    sampler.progress.expect(num_samples * candidates)
+    size = 1 if weights.holds_draws else max(1, weights.chunk_size // candidates)
+    weights.progress.expect(num_samples * candidates)
     while done < num_samples:
-        if sampler.holds_draws and done:
-            sampler.renew()
+        if weights.holds_draws and done:
+            weights.renew()
         count = min(size, num_samples - done)
-        parts.append(_refined(sampler, count, candidates, transitions, summary))
+        parts.append(_refined(weights, count, candidates, transitions, summary))
         done += count
-        if sampler.annealing is None:
-            sampler.progress.step(count * candidates)
+        if weights.annealing is None:
+            weights.progress.step(count * candidates)
     sites = [part.sites for part in parts]
     draws = PosteriorDraws({n: torch.cat([s.latents[n] for s in sites]) for n in sites[0].latents})
     draws.log_weight = torch.cat([part.log_weight for part in parts])
@@ -129,10 +130,10 @@ def _collect(
     accepted = [part.acceptance for part in parts if part.acceptance is not None]
     draws.acceptance = torch.cat(accepted) if accepted else None
     draws.step_size = None
-    if sampler.annealing is not None:
-        draws.step_size = sampler.annealing.kernel.step_size().detach().clone()
+    if weights.annealing is not None:
+        draws.step_size = weights.annealing.kernel.step_size().detach().clone()
     draws.observed, draws.dims, draws.coords = sites[0].observed, sites[0].dims, sites[0].coords
-    draws.plates = sampler.reference.plate_names
+    draws.plates = weights.reference.plate_names
     draws.pareto_k = draws.log_weight.new_full(draws.log_weight.shape[1:], math.nan)
     if summary.count:
         draws.pareto_k = summary.pareto_k.to(draws.log_weight.dtype)
@@ -180,33 +181,16 @@ class _Refined:
             position, runs = chain.state.position, density.runs
         sampler.check(log_weight, runs)
         summary.add(log_weight)
-        chosen = _choose(log_weight.reshape(count, candidates, *log_weight.shape[1:]))
-        position = _take(position, chosen)
-        self.log_weight = _take(log_weight, chosen)
+        chosen = choose(log_weight.reshape(count, candidates, *log_weight.shape[1:]))
+        position = take_chosen(position, chosen)
+        self.log_weight = take_chosen(log_weight, chosen)
         if infos:
             acceptance = sum(info.acceptance for info in infos) / len(infos)
-            self.acceptance = _take(torch.as_tensor(acceptance), chosen)
+            self.acceptance = take_chosen(torch.as_tensor(acceptance), chosen)
         if transitions and density is not None:
             position = _move(density, sampler, position, chosen, transitions)
         sample = at(position.detach()).sample
         self.sites = site_draws(sampler.with_drawn_states(sample))
-
-
-def _choose(log_weight: Tensor) -> Tensor:
-    """The index of one candidate per draw and datum, ``[count, *plates]``."""
-    # Where every candidate has weight zero, none is better than another.
-    hopeless = log_weight.isneginf().all(1, keepdim=True)
-    logits = torch.where(hopeless, 0.0, log_weight)
-    noise = -torch.empty_like(logits).exponential_().log()
-    return (logits + noise).argmax(1)
-
-
-def _take(value: Tensor, chosen: Tensor) -> Tensor:
-    """Of ``[count * candidates, *plates, ...]`` the chosen ones, ``[count, *plates, ...]``."""
-    grouped = value.unflatten(0, (len(chosen), -1))
-    index = chosen.unsqueeze(1)
-    index = index.reshape(index.shape + (1,) * (grouped.dim() - index.dim()))
-    return grouped.gather(1, index.expand(-1, -1, *grouped.shape[2:])).squeeze(1)
 
 
 def _move(
@@ -219,7 +203,7 @@ def _move(
     """Further transitions that leave the posterior invariant."""
     assert sampler.annealing is not None
     movable = density.log_weight.movable
-    movable = None if movable is None else _take(movable, chosen)
+    movable = None if movable is None else take_chosen(movable, chosen)
     target = Target(density, position.new_ones(()), movable)
     state = density(position)
     transition = sampler.annealing.transition(sampler.programs, transitions)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.evaluation.draws import SiteDraws, site_draws
+from pyro_mcvae.evaluation.resampling import choose, take_chosen
 from pyro_mcvae.evaluation.state_weights import StateWeights, look_outside
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.truncated.search import Population, take_rows
@@ -41,11 +42,10 @@ class RefinedStates:
             outside = outside - math.log(others)
         whole = bound.expand(count, 1, *bound.shape)
         log_weight = torch.cat([whole, outside.reshape(count, others, *bound.shape)], 1)
-        noise = -torch.empty_like(log_weight).exponential_().log()
-        chosen = (log_weight + noise).argmax(1, keepdim=True)
-        self.log_weight = log_weight.gather(1, chosen).squeeze(1)
+        chosen = choose(log_weight)
+        self.log_weight = take_chosen(log_weight.flatten(0, 1), chosen)
         states: list[Tensor | None] = [None] * len(posterior.populations)
-        for b, own in enumerate(posterior.weighted.split(chosen.squeeze(1))):
+        for b, own in enumerate(posterior.weighted.split(chosen)):
             population = posterior.populations[b]
             if population is not None:
                 states[b] = _taken(population, proposed[b], own.flatten(1).t(), others)

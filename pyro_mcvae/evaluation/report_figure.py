@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from pyro_mcvae.evaluation.evidence import LogEvidence
+from pyro_mcvae.evaluation.findings import Findings
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from pyro_mcvae.evaluation.evidence import LogEvidence
-    from pyro_mcvae.evaluation.verdict import Report
 
 __all__ = ["draw"]
 
 
-def draw(report: Report) -> Figure:
+def draw(report: Findings) -> Figure:
     """The gaps' histogram, and k-hat and effective sample size of each datum; or one weight's."""
     from matplotlib.figure import Figure
 
@@ -50,7 +51,7 @@ def draw(report: Report) -> Figure:
     return figure
 
 
-def _found(report: Report) -> dict[str, LogEvidence]:
+def _found(report: Findings) -> dict[str, LogEvidence]:
     """What was estimated, by who did."""
     found = {"the guide's weights": report.guide}
     for chains in report.chains:
@@ -59,7 +60,7 @@ def _found(report: Report) -> dict[str, LogEvidence]:
     return found
 
 
-def _draw_evidences(axes: Axes, report: Report) -> None:
+def _draw_evidences(axes: Axes, report: Findings) -> None:
     """One weight: the ELBO, and each estimate of the evidence with two of its errors."""
     found = _found(report)
     names = ["ELBO", *found]
@@ -74,7 +75,7 @@ def _draw_evidences(axes: Axes, report: Report) -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_tails(axes: Axes, report: Report) -> None:
+def _draw_tails(axes: Axes, report: Findings) -> None:
     """One weight: k-hat with two of its errors."""
     found = _found(report)
     for i, evidence in enumerate(found.values()):

@@ -38,7 +38,7 @@ def both_ways_of_states(
     simulation = simulate(user.programs, user.reference, frozenset(user.given), to_args)
     near = _searched(user, simulation, options, num_steps)
     count = options.num_particles
-    lower, upper = (torch.cat([near.weigh(n).log_weight for n in near.chunks(count)]) for _ in "ab")
+    lower, upper = _weigh(near, count), _weigh(near, count)
     given = {n: v.unsqueeze(0) for n, v in simulation.latents.items()}
     bound = near.posterior.free_energy.unsqueeze(0)
     _, outside, runs = look_outside(near.posterior, 1, given)
@@ -46,6 +46,15 @@ def both_ways_of_states(
     inside = outside.isneginf()
     exact = torch.where(inside, upper[:1], torch.logaddexp(bound, outside))
     return log_mean_exp(lower), log_mean_exp(torch.cat([exact, upper[1:]]))
+
+
+def _weigh(weights: StateWeights, num_particles: int) -> Tensor:
+    found = []
+    for count in weights.chunks(num_particles):
+        log_weight, runs, _ = weights.weigh(count)
+        weights.check(log_weight, runs)
+        found.append(log_weight)
+    return torch.cat(found)
 
 
 def _searched(

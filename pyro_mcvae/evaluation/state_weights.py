@@ -16,8 +16,7 @@ from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
-from pyro_mcvae.evaluation.weights import Weighed, Weights
-from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.evaluation.weights import Weighed, Weights, shared_factors
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Run
@@ -63,7 +62,7 @@ class StateWeights(Weights):
             preconditions.check_no_minibatch(self.reference.runs[0], latents.common)
         held = latents.common if options.joint is False else ()
         self.given = (*latents.points, *held)
-        self._held, self._drawn = frozenset(held), frozenset(latents.common) - {*held}
+        self._held, self._drawn = held, frozenset(latents.common) - {*held}
         # Whether each weight has other latents of its own.
         self._renews = bool(self._drawn or latents.own)
         self._bound = WeightSummary(options.num_particles)
@@ -100,7 +99,7 @@ class StateWeights(Weights):
         for _ in range(count):
             posterior = self._ask()
             log_weight, latest = _near(posterior, 1)
-            bound, shared = posterior.free_energy, _shared(posterior.weighted, frozenset())
+            bound, shared = posterior.free_energy, shared_factors(posterior.weighted, ())
             if self._drawn:
                 # What all data share is weighed with all of them.
                 log_weight, bound = (w.flatten().sum() + shared for w in (log_weight[0], bound))
@@ -119,7 +118,7 @@ class StateWeights(Weights):
     def shared(self) -> Tensor:
         if self._drawn:
             return self.reference.log_weight.new_zeros(())
-        return _shared(self.reference, self._held)
+        return shared_factors(self.reference, self._held)
 
     def annealed(self, annealing: Annealing) -> ImportanceSampler:
         raise ValueError(
@@ -129,7 +128,7 @@ class StateWeights(Weights):
 
     def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
         options = replace(self._options, joint=joint or self._options.joint)
-        found = ImportanceSampler(programs, options, progress=self.progress)
+        found = ImportanceSampler(programs, options, self.progress)
         mine, theirs = self.reference.subsamples, found.reference.subsamples
         for name in mine.keys() & theirs.keys():
             if not torch.equal(mine[name], theirs[name]):
@@ -142,16 +141,6 @@ class StateWeights(Weights):
 
     def renew(self) -> None:
         self.posterior = self._ask()
-
-
-def _shared(sample: WeightedParticles, without: frozenset[str]) -> Tensor:
-    """The factors outside of the blocks."""
-    total = sample.log_weight.new_zeros(())
-    for term in sample.global_terms():
-        if term.key.name not in without:
-            sign = -1.0 if term.in_guide else 1.0
-            total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
-    return total
 
 
 def _near(posterior: StatePosterior, count: int) -> tuple[Tensor, list[Run]]:
@@ -174,12 +163,12 @@ def look_outside(
     rest: list[Tensor | None] = [None] * len(posterior.populations)
     states = list(rest)
     for b, layout in runs.layouts.searched:
-        population, rows = posterior.populations[b], runs.block(b)[1]
+        population, data_index = posterior.populations[b], runs.block(b)[1]
         assert population is not None
         if given is None:
             states[b], log_proposal, known = _propose(population, count)
         else:
-            states[b] = at = layout.states(given, rows)
+            states[b] = at = layout.states(given, data_index)
             log_proposal, known = _proposal_of(population, at)
         rest[b] = (-log_proposal).masked_fill(known, -math.inf).t()
     sample = runs.run(states, count)

@@ -35,7 +35,7 @@ class TrainedLoss:
         return f"{number(self.bound, self.standard_error)} ({self.num_particles} particles)"
 
 
-def trained_loss(sampler: Weights, loss: Any) -> TrainedLoss:
+def trained_loss(weights: Weights, loss: Any) -> TrainedLoss:
     """
     Some values of a loss on the programs that are judged.
 
@@ -47,10 +47,10 @@ def trained_loss(sampler: Weights, loss: Any) -> TrainedLoss:
             f"loss must be the loss that the guide was trained by, such as Trace_ELBO(), got "
             f"{loss!r}"
         )
-    programs, weights = sampler.programs, float(sampler.reference.num_weights)
+    programs, num_weights = weights.programs, float(weights.reference.num_weights)
     values = torch.tensor(
         [
-            -float(plain.loss(*programs.pair, *programs.args, **programs.kwargs)) / weights
+            -float(plain.loss(*programs.pair, *programs.args, **programs.kwargs)) / num_weights
             for _ in range(_REPEATS)
         ],
         dtype=torch.float64,

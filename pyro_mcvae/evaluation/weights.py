@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pyro_mcvae.programs.contract import nonfinite_sites
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from pyro_mcvae.programs.progress import Progress
     from pyro_mcvae.programs.run import Run
 
-__all__ = ["Weighed", "Weights"]
+__all__ = ["Weighed", "Weights", "shared_factors"]
 
 
 class Weighed(NamedTuple):
@@ -121,3 +122,13 @@ class Weights(ABC):
         if bool((log_weight.isnan() | log_weight.isposinf()).any()):
             lines = nonfinite_sites(runs) or ["every site is finite: their sum overflows"]
             raise ValueError("a log weight is not a number, because of\n  " + "\n  ".join(lines))
+
+
+def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tensor:
+    """The factors outside of the blocks, but for those of some sites."""
+    total = sample.log_weight.new_zeros(())
+    for term in sample.global_terms():
+        if term.key.name not in without:
+            sign = -1.0 if term.in_guide else 1.0
+            total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
+    return total

@@ -45,7 +45,7 @@ def make_weights(
     """The weights of programs that are being evaluated."""
     progress = progress or Progress("judging", show=False)
     if not has_states(programs):
-        return ImportanceSampler(programs, options, annealing, progress)
+        return ImportanceSampler(programs, options, progress, annealing)
     weights = StateWeights(programs, options, progress)
     return weights if annealing is None else weights.annealed(annealing)
 

@@ -181,10 +181,7 @@ class JointRuns:
 
     def frozen(self, sample: WeightedParticles, b: int) -> Tensor:
         """The entries of a block that are masked out in each state, ``[E, C, D]``."""
-        layout, data_index = self.layouts.blocks[b], self.data_index[b]
-        assert layout is not None
-        assert data_index is not None
-        return frozen_entries(layout, data_index, sample)
+        return frozen_entries(*self.block(b), sample)
 
     def mask_impossible(self, sample: WeightedParticles, log_weight: Tensor) -> Tensor:
         """``log_weight``, minus infinity at the states that do not exist."""

@@ -76,9 +76,7 @@ def evaluate(
     packed: list[Tensor | None] = [None] * len(runs.layouts.blocks)
 
     def load(b: int) -> Tensor:
-        layout, data_index = runs.layouts.blocks[b], runs.data_index[b]
-        assert layout is not None
-        assert data_index is not None
+        layout, data_index = runs.block(b)
         packed[b] = at = stored(layout, data_index)
         return layout.space.unpack(at)
 

@@ -102,7 +102,7 @@ def test_topics_are_those_that_trace_elbo_finds(client, by_pyro, loss):
     # Other losses leave other guides: one nat of some 230.
     (found, error), (expected, other_error) = bound_of(model), by_pyro["bound"]
     assert found > expected - 4 * (error**2 + other_error**2) ** 0.5 - 1.0
-    # Ours is the bound of its own perplexity: at its get_elbo it returns the loss.
+    # More particles tighten the bound of what was trained.
     x = torch.tensor(simulated()[0])
     tighter = TraceIWAE_ELBO(20).loss(model.module.model, model.module.guide, x, x.sum(1), CELLS)
     assert -tighter / CELLS > found - 4 * error - 0.5

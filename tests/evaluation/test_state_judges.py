@@ -22,7 +22,7 @@ from pyro_mcvae import (
     sandwich,
     to_inference_data,
 )
-from tests.evaluation.test_truncated_evidence import X, binary, exact, mixed
+from tests.evaluation.test_truncated_evidence import LOADING, X, binary, exact, mixed
 
 THETA = torch.linspace(-4, 4, 801)
 
@@ -84,14 +84,8 @@ def test_refined_draws_follow_the_posterior(model):
     if model is binary:
         few = {n: v[:3] for n, v in draws.items()}
         assert Predictive(binary, posterior_samples=few)()["x"].shape == (3, *X.shape)
-        again = dist.Normal(state @ _loading(), 1.0).log_prob(X).sum(-1)
+        again = dist.Normal(state @ LOADING, 1.0).log_prob(X).sum(-1)
         assert torch.allclose(draws.log_likelihood["x"][7], again)
-
-
-def _loading():
-    from tests.evaluation.test_truncated_evidence import LOADING
-
-    return LOADING
 
 
 def test_a_single_candidate_is_a_draw_of_q():
@@ -162,7 +156,7 @@ def test_both_bounds_hold_on_simulated_data():
     states = torch.cartesian_prod(*[torch.arange(2.0)] * 5)
     prior = dist.Bernoulli(0.3).log_prob(states).sum(-1)
     x = seen[-1].unsqueeze(1)
-    evidence = (prior + dist.Normal(states @ _loading(), 1.0).log_prob(x).sum(-1)).logsumexp(-1)
+    evidence = (prior + dist.Normal(states @ LOADING, 1.0).log_prob(x).sum(-1)).logsumexp(-1)
     assert float(x.std()) > 0.5
     for below, above in ((found.lower[0], evidence), (evidence, found.upper[0])):
         gain = above - below
@@ -286,7 +280,7 @@ def test_batches_lie_side_by_side():
     def model(x, index):
         with pyro.plate("data", 4, subsample=index):
             z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(5)).to_event(1))
-            pyro.sample("x", dist.Normal(z @ _loading(), 1.0).to_event(1), obs=x)
+            pyro.sample("x", dist.Normal(z @ LOADING, 1.0).to_event(1), obs=x)
 
     guide = TruncatedPosterior(model, num_states=32)
     batches = [(X[i], i) for i in torch.arange(4).split(3)]
@@ -295,7 +289,7 @@ def test_batches_lie_side_by_side():
 
 
 def test_losses_of_states_compare():
-    weight = torch.nn.Parameter(0.1 * _loading())
+    weight = torch.nn.Parameter(0.1 * LOADING)
 
     def model(x):
         pyro.param("weight", weight)
