@@ -154,7 +154,7 @@ def costs_nothing_to_read(value: Tensor) -> bool:
 
 
 def _are_finite(state: State, values: bool) -> bool:
-    """Whether the gradients are, and the ``values``; a sum that overflows is taken for not so."""
+    """Whether gradients, and with ``values`` densities, are finite; sums that overflow are not."""
     with torch.no_grad():
         sums = [(state.log_base + state.log_weight).sum()] if values else []
         if state.grad_base is not None and state.grad_weight is not None:

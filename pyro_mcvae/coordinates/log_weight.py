@@ -8,10 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from pyro_mcvae.coordinates.coordinate import (
-    Coordinates,
-    UnconstrainedCoordinate,
-)
+from pyro_mcvae.coordinates.coordinate import Coordinates, UnconstrainedCoordinate
 from pyro_mcvae.coordinates.derivatives import (
     base_gradient,
     coordinate_gradient,
@@ -21,11 +18,7 @@ from pyro_mcvae.coordinates.derivatives import (
 from pyro_mcvae.coordinates.evaluation import Evaluation, evaluate
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.held import HeldDraws, holding
-from pyro_mcvae.coordinates.masks import (
-    all_coordinates,
-    unmasked_coordinates,
-    without_sites,
-)
+from pyro_mcvae.coordinates.masks import all_coordinates, unmasked_coordinates, without_sites
 from pyro_mcvae.coordinates.placing import (
     Placed,
     Record,

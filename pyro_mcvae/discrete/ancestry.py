@@ -12,7 +12,7 @@ from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_k
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.independence import find_dependent_plates
 
-__all__ = ["CoupledSlotsError", "ancestors_of", "find_ancestors"]
+__all__ = ["CoupledSlotsError", "find_ancestors"]
 
 
 class CoupledSlotsError(ValueError):
@@ -33,7 +33,7 @@ def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, 
     found = dependencies.find_dependencies(programs, names, run.subsamples)
     _check_slots(slot_run, found)
     direct = {t.key: found.factors.get(t.key, names) for t in run.summands}
-    closed = ancestors_of(found, names)
+    closed = found.ancestors(names)
     # A factor of the guide with a score function stands for draws that are not seen: anything may
     # depend on them.
     unseen = {t.key.name for t in run.terms if t.in_guide and t.site["is_observed"]}
@@ -41,20 +41,6 @@ def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, 
     ancestors = {key: hidden.union(*(closed[p] for p in ps)) for key, ps in direct.items()}
     _check_uncoupled(slot_run, ancestors, find_dependent_plates(programs, run.subsamples))
     return ancestors
-
-
-def ancestors_of(
-    found: dependencies.Dependencies, names: frozenset[str]
-) -> dict[str, frozenset[str]]:
-    """Each of some guide sites with those that it depends on, directly or through others."""
-    keys = {name: FactorKey("guide", name) for name in names}
-    closed = {name: found.factors.get(key, names) | {name} for name, key in keys.items()}
-    for _ in names:
-        wider = {n: frozenset().union(*(closed[p] for p in ps)) for n, ps in closed.items()}
-        if wider == closed:
-            break
-        closed = wider
-    return closed
 
 
 def _check_uncoupled(

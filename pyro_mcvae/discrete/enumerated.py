@@ -205,11 +205,8 @@ def _slots_to(value: Tensor, dim: int) -> Tensor:
 
 
 def _exact_entropy(term: Term) -> Tensor | None:
-    slots = term.site["infer"].get(SLOTS)
-    fn = term.site["fn"]
-    if slots is None or not slots.options.exact_entropy or sites.is_masked(fn) or term.left_out:
-        return None
-    entropy = None if slots.support is None else slots.support.entropy()
+    slots: SiteSlots | None = term.site["infer"].get(SLOTS)
+    entropy = None if slots is None or term.left_out else slots.entropy(term.site["fn"])
     return None if entropy is None else sites.masked(term.site, entropy)
 
 

@@ -16,7 +16,13 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.joined_support import JoinedSupport
 from pyro_mcvae.programs.precision import site_in_full_precision
 from pyro_mcvae.programs.relaxed import relaxed_sample
-from pyro_mcvae.programs.sites import RELAXED, is_random, known_support, reparameterized
+from pyro_mcvae.programs.sites import (
+    RELAXED,
+    is_masked,
+    is_random,
+    known_support,
+    reparameterized,
+)
 from pyro_mcvae.programs.support import Choice, Support
 from pyro_mcvae.programs.supports import Categories, support_of
 from pyro_mcvae.programs.types import Distribution, Message, Site
@@ -71,6 +77,20 @@ class SiteSlots:
     def at(self, index: tuple[Tensor | int, ...]) -> SiteSlots:
         """Some of them, one in each row."""
         return replace(self, support=None, choice=Choice(*(t[index] for t in self.choice)))
+
+    def entropy(self, fn: Distribution) -> Tensor | None:
+        """The distribution's, over all values, where that is asked for and known; batch-shaped."""
+        if not self.options.exact_entropy or self.support is None or is_masked(fn):
+            return None
+        return self.support.entropy()
+
+    def tell_entropy(self, name: str, why: str, tell: Callable[[str], object]) -> None:
+        """Say that an entropy over all values is asked for, and taken at slots that are not all."""
+        if self.options.exact_entropy and not self.exact:
+            tell(
+                f"the entropy of guide site '{name}' is taken at its slots, not summed over all of "
+                f"its values as entropy='exact' asks, because {why}"
+            )
 
     def surrogate(self, site: Site, programs: Programs, **tensors: Tensor) -> Tensor:
         """

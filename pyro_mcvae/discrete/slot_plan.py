@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from pyro_mcvae.discrete.ancestry import ancestors_of
 from pyro_mcvae.discrete.relaxed_control_variates import RELAX
 from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotError
 from pyro_mcvae.discrete.slot_choice import check_count, choose, is_discrete
@@ -134,7 +133,11 @@ def _count(
             f"for programs that run with several of its values at once, TraceRaoBlackwell_ELBO"
         )
     slots = choose(term.site, options, tell, joined)
-    return 1 if slots is None else len(slots)
+    if slots is None:
+        return 1
+    why = "its slots stand in rows, each with all of its weight, of which log q is a part"
+    slots.tell_entropy(term.key.name, why, tell)
+    return len(slots)
 
 
 def _look_at_global(term: Term, tell: Callable[[str], object]) -> None:
@@ -167,5 +170,5 @@ def _common(
         return frozenset(sites)
     names = frozenset(order)
     found = find_dependencies(programs, names, sample.subsamples)
-    above = ancestors_of(found, names)
+    above = found.ancestors(names)
     return frozenset(sites).union(*(above[n] for n in sites)) & (before | sites.keys())

@@ -90,7 +90,7 @@ class SlotSampler:
             return self._execute(programs, SubstituteMessenger(subsamples), layout)
 
         def check(run: Run) -> None:
-            self.ancestors(programs, take_apart(run))
+            self._check(programs, take_apart(run))
 
         execution = Execution(programs, execute, subsamples, name=SLOTS, several=True, check=check)
         if count > 1 or runner.ways.of(programs) in (Way.MAPPED, Way.BOTH_MAPPED):
@@ -105,6 +105,15 @@ class SlotSampler:
             if run is None:
                 raise
             return [run]
+
+    def _check(self, programs: Programs, slot_run: SlotRun) -> None:
+        """Look at a run of a structure that is not known."""
+        self.ancestors(programs, slot_run)
+        for name, scored in slot_run.scored.items():
+            fn = scored.site["fn"]
+            if scored.slots.entropy(fn) is None:
+                why = f"that of {type(fn).__name__} has no closed form here"
+                scored.slots.tell_entropy(name, why, self._tell)
 
     def _execute(self, programs: Programs, substitute: SubstituteMessenger, layout: Layout) -> Run:
         """Run the guide with slots, then the model on its values."""

@@ -223,7 +223,8 @@ def score_function_term(
                 if f not in apart and f.dim is not None and value.dim() >= -f.dim:
                     value = value.sum(f.dim, keepdim=True)
             downstream.add((tuple(apart), value))
-    return sum((downstream.sum_to(t.site["cond_indep_stack"]) * t.score).sum() for t in scored)
+    parts = ((downstream.sum_to(t.site["cond_indep_stack"]) * t.score).sum() for t in scored)
+    return add_up(parts)
 
 
 def _padded(value: Tensor, term: Term) -> Tensor:

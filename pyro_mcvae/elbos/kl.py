@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributions import kl_divergence
 
-from pyro_mcvae.discrete.ancestry import ancestors_of
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
@@ -54,7 +53,7 @@ def sites_apart(programs: Programs, run: Run) -> frozenset[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what cannot be looked at is sampled
         found = dependencies_of(programs, names, run)
-    above = ancestors_of(found, names)
+    above = found.ancestors(names)
     priors = {n: found.factors.get(FactorKey("model", n), names) - {n} for n in names}
     return frozenset(n for n in names if not any(n in above[p] for p in priors[n]))
 

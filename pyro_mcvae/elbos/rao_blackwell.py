@@ -21,7 +21,7 @@ from pyro_mcvae.elbos.elbo_terms import (
     local_bounds,
     local_estimate,
 )
-from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, as_scalar
+from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, add_up, as_scalar, times
 from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
 from pyro_mcvae.elbos.slot_sums import SlotSums
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -83,7 +83,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         variance is then never more than that of N draws.
     :param baseline: a :class:`~pyro_mcvae.Baseline`, or None.
     :param entropy: ``"exact"`` sums the entropy of each discrete site over all of its values;
-        ``"sampled"`` takes it at the slots.
+        ``"sampled"`` takes it at the slots, as do rows, masked distributions and supports without
+        end whatever is asked for, which a log message says.
     :param int num_particles: independent repetitions to average over.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
@@ -145,21 +146,15 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         slot_runs = self._slot_runs(programs)
         if slot_runs is None:
             return self._estimate_by_rows(programs)
-        value: Sum = 0.0
-        surrogate: Sum = 0.0
+        found: list[tuple[Sum, Sum]] = []
         for slot_run in slot_runs:
             sums = self._sums(programs, slot_run)
-            if not torch.is_grad_enabled():
-                value = value + sums.value()
-                continue
-            part, path = sums.differentiate(programs)
-            value, surrogate = value + part, surrogate + path
-        return Estimate(
-            as_scalar(value) / self.num_particles,
-            as_scalar(surrogate) / self.num_particles,
-            [r.run for r in slot_runs],
-            scored=True,
-        )
+            wanted = torch.is_grad_enabled()
+            found.append(sums.differentiate(programs) if wanted else (sums.value(), 0.0))
+        value, surrogate = map(as_scalar, map(add_up, zip(*found, strict=True)))
+        each = 1 / self.num_particles
+        value, surrogate = times(value, each), times(surrogate, each)
+        return Estimate(value, surrogate, [r.run for r in slot_runs], scored=True)
 
     def bounds_of(self, programs: Programs) -> Bounds:
         if is_messenger(programs):
@@ -194,7 +189,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         return sample, SlotAverage.of(sample, draws, common=False)
 
     def _estimate_by_rows(self, programs: Programs) -> Estimate:
-        """The same sum over whole weights, for programs of which each slot has a run of its own."""
+        """The same sum over whole weights, for programs whose slots cannot stand in dims."""
         sample, slots = self._row_sample(programs)
         if slots.weight is None:
             costs, coupled = [elbo_costs(r.summands) for r in sample.runs], sample.structure.coupled

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.discrete.slot_draws import SlotDraws
-from pyro_mcvae.elbos.estimate import Sum
+from pyro_mcvae.elbos.estimate import add_up
 from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
@@ -157,10 +157,9 @@ class SlotAverage(OneSlot):
     ) -> Tensor:
         folded = cost().unsqueeze(0) if self._is_common else self.fold(cost())
         parts = self._sample.split(folded * self._sample.scale)
-        total: Sum = 0.0
-        for name, site in self._plan.sites.items():
-            total = total + self._surrogate(name, parts[site.block], programs)
-        return surrogate + total / len(folded)
+        sites = self._plan.sites.items()
+        scores = (self._surrogate(name, parts[site.block], programs) for name, site in sites)
+        return surrogate + add_up(scores) / len(folded)
 
     def _surrogate(self, name: str, cost: Tensor, programs: Programs) -> Tensor:
         """

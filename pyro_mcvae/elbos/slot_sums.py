@@ -10,7 +10,7 @@ from pyro.ops import packed
 from torch import Tensor
 
 from pyro_mcvae.discrete.enumerated import ScoredSite, SlotCost, SlotRun
-from pyro_mcvae.elbos.estimate import Sum, as_scalar
+from pyro_mcvae.elbos.estimate import Sum, add_up, as_scalar, times
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 
@@ -73,7 +73,7 @@ class SlotSums:
                 leaf.requires_grad_()
             masses = self._masses()
             value = self._sum(masses)
-        path = sum(
+        path = add_up(
             _path(c, masses[k].detach())
             for c, k in zip(self._costs, self._keys, strict=True)
             if isinstance(c.path, Tensor)
@@ -81,9 +81,11 @@ class SlotSums:
         if not value.requires_grad:
             return value, path
         behind = torch.autograd.grad(value, leaves, allow_unused=True)
-        for (name, leaf), grad in zip(self._leaves.items(), behind, strict=True):
-            path = path + self._surrogate(self._scored[name], leaf.detach(), grad, programs)
-        return value.detach(), path
+        scores = [
+            self._surrogate(self._scored[name], leaf.detach(), grad, programs)
+            for (name, leaf), grad in zip(self._leaves.items(), behind, strict=True)
+        ]
+        return value.detach(), add_up((path, *scores))
 
     def _surrogate(
         self, site: ScoredSite, weight: Tensor, cost: Tensor | None, programs: Programs
@@ -172,10 +174,10 @@ class SlotSums:
         return _named(site.weight.new_ones(()), "") if found is None else found
 
     def _sum(self, masses: dict[_Key, Tensor]) -> Tensor:
-        total: Sum = 0.0
-        for cost, key in zip(self._costs, self._keys, strict=True):
-            total = total + (masses[key] * _known(cost, masses[key])).sum() * cost.scale
-        return as_scalar(total)
+        pairs = ((c, masses[k]) for c, k in zip(self._costs, self._keys, strict=True))
+        return as_scalar(
+            add_up(times((mass * _known(c, mass)).sum(), c.scale) for c, mass in pairs)
+        )
 
 
 def _product(left: Tensor | None, right: Tensor, kept: str) -> Tensor:
@@ -211,4 +213,4 @@ def _known(cost: SlotCost, mass: Tensor) -> Tensor:
 
 def _path(cost: SlotCost, mass: Tensor) -> Tensor:
     path = _aligned(cost.path, cost.dims)
-    return (mass * torch.where(mass > 0, path, 0.0)).sum() * cost.scale
+    return times((mass * torch.where(mass > 0, path, 0.0)).sum(), cost.scale)

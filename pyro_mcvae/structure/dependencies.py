@@ -48,6 +48,17 @@ class Dependencies(NamedTuple):
     masks: dict[FactorKey, frozenset[str]]
     parameters: dict[FactorKey, frozenset[int]]
 
+    def ancestors(self, names: frozenset[str]) -> dict[str, frozenset[str]]:
+        """Each of some guide sites with those that it depends on, directly or through others."""
+        keys = {name: FactorKey("guide", name) for name in names}
+        closed = {name: self.factors.get(key, names) | {name} for name, key in keys.items()}
+        for _ in names:
+            wider = {n: frozenset().union(*(closed[p] for p in ps)) for n, ps in closed.items()}
+            if wider == closed:
+                break
+            closed = wider
+        return closed
+
     def with_sums(self, terms: Iterable[Term]) -> Dependencies:
         """What is known of sums over enumerated sites too, which depend as their members do."""
         sums = {t.key: [m.key for m in t.members] for t in terms if t.members}

@@ -179,6 +179,36 @@ def test_a_loop_is_told_once(caplog):
     assert len(told) == 1, told
 
 
+@pytest.mark.parametrize(("name", "count"), [("gru", 1), ("gru", ALL), ("softmax", 1)])
+def test_an_entropy_at_slots_in_rows_is_told_once_for_each_site(name, count, caplog):
+    program = PROGRAMS[name]
+    elbo = TraceRaoBlackwell_ELBO(count, entropy="exact")
+    for _ in range(2):
+        elbo.loss(program.model, program.guide)
+    told = [r.getMessage() for r in caplog.records if "entropy" in r.getMessage()]
+    # The sum over all values has it exactly.
+    assert len(told) == (name == "gru" and count == 1), told
+    assert all("'y'" in t and "rows" in t for t in told)
+
+
+@pytest.mark.parametrize("kind", ["poisson", "masked", "plain"])
+def test_an_entropy_without_closed_form_is_told_once(kind, caplog):
+    def program(guide):
+        with pyro.plate("data", 2):
+            rate = param("rate", 2).exp() if guide else torch.ones(2).double()
+            fn = dist.Poisson(rate) if kind == "poisson" else dist.Bernoulli(rate / (1 + rate))
+            z = pyro.sample("z", fn.mask(True) if kind == "masked" else fn)
+            if not guide:
+                pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(2).double())
+
+    elbo = TraceRaoBlackwell_ELBO(1, entropy="exact")
+    for _ in range(2):
+        elbo.loss_and_grads(lambda: program(False), lambda: program(True))
+    told = [r.getMessage() for r in caplog.records if "entropy" in r.getMessage()]
+    assert len(told) == (kind != "plain"), told
+    assert all("'z'" in t and "closed form" in t for t in told)
+
+
 def test_training_by_svi():
     program = PROGRAMS["softmax"]
     svi = SVI(
