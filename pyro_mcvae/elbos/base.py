@@ -202,7 +202,8 @@ class MonteCarloELBO(ELBO):
     def _backward(self, surrogate: Tensor) -> None:
         """Accumulate the gradient of the loss, minus that of the surrogate."""
         with without_autocast():
-            surrogate.backward(surrogate.new_full((), -1.0), retain_graph=self.retain_graph)
+            minus = surrogate.new_full(surrogate.shape, -1.0)
+            surrogate.backward(minus, retain_graph=self.retain_graph)
 
     def bounds(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Bounds:
         """
