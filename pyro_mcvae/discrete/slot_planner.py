@@ -16,7 +16,7 @@ from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.isolation import rewindable
+from pyro_mcvae.programs.isolation import isolated, rewindable
 from pyro_mcvae.structure.cache import PairCache
 
 __all__ = ["SlotPlanner"]
@@ -125,7 +125,9 @@ class SlotPlanner:
         """The plan of a structure, which is made once."""
         notes = sample.structure.notes
         if make_plan not in notes:
-            notes[make_plan] = make_plan(programs, sample, self.options, self.common, self._tell)
+            with isolated():  # slots are chosen to be counted, and draws with them
+                plan = make_plan(programs, sample, self.options, self.common, self._tell)
+            notes[make_plan] = plan
         found: SlotPlan | None = notes[make_plan]
         return found
 

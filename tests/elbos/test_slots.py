@@ -502,6 +502,19 @@ def test_sums_within_the_importance_weighted_bound_refuse(options, message):
         TraceIWAE_ELBO(2, num_categories=1, **options)
 
 
+def test_a_second_look_at_the_programs_draws_nothing(monkeypatch):
+    def losses():
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        svi = SVI(program.model, program.guide, pyro.optim.Adam({"lr": 0.01}), elbo())
+        return [svi.step() for _ in range(20)]
+
+    program, elbo = PROGRAMS["labels"], lambda: TraceSIS_ELBO(1, num_categories=0, num_samples=1)
+    found = losses()
+    monkeypatch.setattr("pyro_mcvae.structure.cache._AGAIN", 1000)
+    assert found == losses()
+
+
 def test_chains_begin_at_the_density_of_the_guide_at_each_slot():
     """Draws before a site are common to its slots, and log q(y | z) is part of the base density."""
     program, elbo = PROGRAMS["around"], TraceSIS_ELBO(2, ULA(0.1), num_particles=2)
