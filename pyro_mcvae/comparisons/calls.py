@@ -29,7 +29,6 @@ def call_of(programs: Programs) -> Call:
 
 
 def _version(leaf: object) -> int | None:
-    # A tensor that was written to holds other data.
     return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
 
 

@@ -41,17 +41,16 @@ def coordinate_gradient(
     """
     names = list(packing.sites)
     inputs = [record[n].at for record in records for n in names]
-    found: Sequence[Tensor | None] = []
+    moving = [i for i in inputs if i.requires_grad]  # discrete values do not
+    found: Sequence[Tensor | None] = ()
     if value.requires_grad:
-        moving = [i for i in inputs if i.requires_grad]  # discrete values do not
         # The backward pass of an operator computes in the precision that its forward pass had.
         with without_autocast():
             found = torch.autograd.grad(
                 value.sum(), moving, None, retain_graph, create_graph, allow_unused=True
             )
-    given = iter(found)
-    grads = (next(given, None) if i.requires_grad else None for i in inputs)
-    full = iter(torch.zeros_like(i) if g is None else g for i, g in zip(inputs, grads, strict=True))
+    grads = {id(i): g for i, g in zip(moving, found, strict=False) if g is not None}
+    full = (grads[id(i)] if id(i) in grads else torch.zeros_like(i) for i in inputs)
     packed = packing.pack_runs([{n: next(full) for n in names} for _ in records])
     return as_shape(packed, value.shape + packed.shape[-1:])
 

@@ -18,7 +18,7 @@ from pyro_mcvae.coordinates.derivatives import (
 from pyro_mcvae.coordinates.evaluation import Evaluation, evaluate
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.held import HeldDraws, holding
-from pyro_mcvae.coordinates.masks import all_coordinates, unmasked_coordinates, without_sites
+from pyro_mcvae.coordinates.masks import all_coordinates, unmasked_coordinates
 from pyro_mcvae.coordinates.placing import (
     Placed,
     Record,
@@ -163,14 +163,14 @@ class LogWeight:
 
         :raises ValueError: if a mask depends on a latent that moves, so that it would change.
         """
-        if not self.plan.discrete:
+        discrete = self.plan.discrete
+        if not discrete:
             return self._unmasked
-        return without_sites(self.valid, self.plan.discrete, self._records, self.packing)
+        return self.valid * all_coordinates(self._records, self.packing, without=discrete)
 
     @cached_property
     def _unmasked(self) -> Tensor | None:
-        moving = self.plan.moving
-        return unmasked_coordinates(self.first.sample, self._records, self.packing, moving)
+        return unmasked_coordinates(self.first.sample, self._records, self.plan)
 
     @cached_property
     def valid(self) -> Tensor:

@@ -2,47 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Set
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Placed, Record
+from pyro_mcvae.coordinates.plan import Plan
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.sites import masked_entries
 
-__all__ = ["all_coordinates", "unmasked_coordinates", "without_sites"]
+__all__ = ["all_coordinates", "unmasked_coordinates"]
 
 
 def unmasked_coordinates(
-    sample: WeightedParticles, records: list[Record], packing: Packing, moving: Set[str]
+    sample: WeightedParticles, records: list[Record], plan: Plan
 ) -> Tensor | None:
     """
     1 for coordinates that are part of the weight, 0 for masked ones; None where nothing is masked.
 
-    :param moving: the sites that move.
     :returns: shape ``[K, *plates, D]``.
     :raises ValueError: if a mask depends on a latent that moves, so that it would change.
     """
     for name, draws in sample.structure.masked_by.items():
-        if not draws.isdisjoint(moving):
+        if not draws.isdisjoint(plan.moving):
             raise _moving(name, draws)
+    sites = plan.packing.sites
     masks = [
-        {n: m for n in packing.sites if (m := masked_entries(run.guide_trace.nodes[n])) is not None}
+        {n: m for n in sites if (m := masked_entries(run.guide_trace.nodes[n])) is not None}
         for run in sample.runs
     ]
-    return _packed(masks, records, packing) if any(masks) else None
-
-
-def without_sites(
-    coordinates: Tensor, names: Collection[str], records: list[Record], packing: Packing
-) -> Tensor:
-    """The same, ``[K, *plates, D]``, with 0 at the coordinates of some sites."""
-    kept = [
-        {n: torch.full_like(r[n].at, float(n not in names)) for n in packing.sites} for r in records
-    ]
-    return coordinates * packing.pack_runs(kept)
+    return _packed(masks, records, plan.packing) if any(masks) else None
 
 
 def _packed(masks: list[dict[str, Tensor]], records: list[Record], packing: Packing) -> Tensor:
@@ -53,10 +44,13 @@ def _packed(masks: list[dict[str, Tensor]], records: list[Record], packing: Pack
     return packing.pack_runs(packed)
 
 
-def all_coordinates(records: list[Record], packing: Packing) -> Tensor:
-    """1 for coordinates, 0 for what fills up shorter vectors: ``[K, *plates, D]``."""
+def all_coordinates(
+    records: list[Record], packing: Packing, without: Collection[str] = ()
+) -> Tensor:
+    """1 for coordinates, 0 for those of some sites and for padding: ``[K, *plates, D]``."""
+    ones = {n: float(n not in without) for n in packing.sites}
     return packing.pack_runs(
-        [{n: torch.ones_like(record[n].at) for n in packing.sites} for record in records]
+        [{n: torch.full_like(record[n].at, one) for n, one in ones.items()} for record in records]
     )
 
 

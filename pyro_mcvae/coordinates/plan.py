@@ -39,7 +39,7 @@ class Plan:
     packing: Packing
     normal: bool
     entangled: bool
-    discrete: tuple[str, ...] = ()
+    discrete: tuple[str, ...]
     looked: set[Hashable] = field(default_factory=set)
 
     @property

@@ -25,8 +25,6 @@ _logger = logging.getLogger(__name__)
 
 # How often a step is begun again when its discrete sites turn out to be others than assumed.
 _MAX_ATTEMPTS = 4
-# Of programs that have not been run yet; None of those without slots.
-_UNKNOWN = object()
 
 T = TypeVar("T")
 
@@ -80,21 +78,6 @@ class SlotPlanner:
         :returns: that, and its draws; None for programs without discrete local sites.
         :raises SlotError: naming a site that cannot have the slots that are asked for.
         """
-        plans = self._plans.of(programs)
-        if plans.get(programs.flags, _UNKNOWN) is None:
-            found, sample = make(None)
-            plans[programs.flags] = self._plan_of(programs, sample)
-            if plans[programs.flags] is None:
-                return found, None
-        return self._found(programs, num_particles, make)
-
-    def _found(
-        self,
-        programs: Programs,
-        num_particles: int,
-        make: Callable[[SlotDraws | None], tuple[T, WeightedParticles]],
-    ) -> tuple[T, SlotDraws | None]:
-        """The same where there are slots, or nothing is known."""
         plans = self._plans.of(programs)
         with rewindable(programs.flags not in plans) as rewind:
             for _ in range(_MAX_ATTEMPTS):

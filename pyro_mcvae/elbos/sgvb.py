@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -102,6 +102,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         if not self.analytic_kl:
             return costs
 
+        @cache
         def find_apart() -> frozenset[str]:
             find = partial(sites_apart, programs, run)
             return self._apart.of(programs, run.signature, find)

@@ -13,7 +13,7 @@ from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, make_annealing
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.weights import Weights
 from pyro_mcvae.programs.errors import first_line
-from pyro_mcvae.programs.sites import is_latent, is_random, known_support
+from pyro_mcvae.programs.sites import is_latent
 from pyro_mcvae.programs.types import Program, Site
 
 __all__ = ["look_from_prior"]
@@ -44,7 +44,7 @@ def look_from_prior(weights: Weights, num_particles: int) -> LogEvidence | str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             prior = weights.on(programs, joint=weights.elements == 1)
-            if not any(map(_is_discrete, prior.reference.runs[0].guide_trace.nodes.values())):
+            if not prior.discrete:
                 num_particles = min(num_particles, max(_FEWEST, _CHAINS // weights.elements))
                 kernel = HMC(AdaptiveStepSize(_FIRST_STEP), num_leapfrog=2)
                 prior.annealing = make_annealing(DEFAULT_STEPS, kernel, "noise", _WARMUP)
@@ -69,7 +69,3 @@ def _prior(model: Program) -> Program:
 
 def _is_observed(site: Site) -> bool:
     return site["type"] == "sample" and bool(site["is_observed"])
-
-
-def _is_discrete(site: Site) -> bool:
-    return is_latent(site) and is_random(site) and known_support(site["fn"]).is_discrete

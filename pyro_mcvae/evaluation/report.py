@@ -9,11 +9,9 @@ from pyro_mcvae.evaluation.prior_look import look_from_prior
 from pyro_mcvae.evaluation.state_weights import StateWeights
 from pyro_mcvae.evaluation.trained_loss import trained_loss
 from pyro_mcvae.evaluation.verdict import Report
-from pyro_mcvae.evaluation.weights import Weights
 from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.sites import is_random, known_support
 
 __all__ = ["report"]
 
@@ -95,9 +93,8 @@ def report(
         evidence = chains[-1] if chains else plain
         prior = prior or look_from_prior(weights, options.num_particles)
         trained = None if loss is None else trained_loss(weights, loss)
-        return Report(
-            evidence, plain, _discrete(weights), prior, chains, no_chains, trained, states
-        )
+        discrete = weights.discrete
+        return Report(evidence, plain, discrete, prior, chains, no_chains, trained, states)
 
 
 def _unasked(name: str, asked: bool | None, loops: bool) -> str:
@@ -105,9 +102,3 @@ def _unasked(name: str, asked: bool | None, loops: bool) -> str:
     if asked is False:
         return f"{name}=False"
     return f"particles are looped over: {name}=True" if loops and asked is None else ""
-
-
-def _discrete(weights: Weights) -> tuple[str, ...]:
-    sites = [t.site for t in weights.reference.runs[0].terms if t.in_guide]
-    drawn = {s["name"]: known_support(s["fn"]) for s in sites if is_random(s)}
-    return tuple(name for name, support in drawn.items() if support.is_discrete)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.programs.contract import nonfinite_sites
+from pyro_mcvae.programs.sites import is_random, known_support
 
 if TYPE_CHECKING:
     from pyro_mcvae.evaluation.annealing import Annealing
@@ -94,6 +95,12 @@ class Weights(ABC):
     def plates(self) -> tuple[str, ...]:
         """The names of the weights' plates."""
         return self.reference.plate_names
+
+    @property
+    def discrete(self) -> tuple[str, ...]:
+        """The guide's discrete sites."""
+        sites = (t.site for t in self.reference.runs[0].terms if t.in_guide and is_random(t.site))
+        return tuple(s["name"] for s in sites if known_support(s["fn"]).is_discrete)
 
     @property
     def scale(self) -> float | Tensor:
