@@ -95,3 +95,30 @@ def test_bad_arguments(argv: list[str], message: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         mnist.main(argv)
     assert message in capsys.readouterr().err
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
+    argv = ["--objectives", "IWAE-5,SIS-5-default", "--limit", "200", "--test-images", "20"]
+    whole = mnist.main([*argv, "--epochs", "2", "--out", str(tmp_path / "whole")])
+
+    stopped = tmp_path / "stopped"
+    (first,) = mnist.main([*argv, "--epochs", "2", "--out", str(stopped), "--objectives", "IWAE-5"])
+    save, calls = mnist.save_checkpoint, []
+
+    def stop(*args: object, **extra: object) -> None:
+        save(*args, **extra)
+        calls.append(args)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mnist, "save_checkpoint", stop)
+        with pytest.raises(KeyboardInterrupt):
+            mnist.main([*argv, "--epochs", "2", "--out", str(stopped)])
+    again = mnist.main([*argv, "--epochs", "2", "--out", str(stopped)])
+
+    assert len(calls) == 1  # the finished row was not trained again
+    assert again[0].bound == first.bound
+    for a, b in zip(whole, again, strict=True):
+        assert (a.bound, a.nll_chain, a.nll_iwae) == (b.bound, b.nll_chain, b.nll_iwae)
+    with pytest.raises(SystemExit, match=r"results with epochs = 2\.0, and now it is 3\.0"):
+        mnist.main([*argv, "--epochs", "3", "--out", str(stopped)])
