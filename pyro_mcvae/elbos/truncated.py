@@ -18,6 +18,7 @@ from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
+from pyro_mcvae.truncated.e_step import EStep
 from pyro_mcvae.truncated.guide import TruncatedPosterior
 from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.search import take_rows
@@ -90,15 +91,15 @@ class TraceTruncated_ELBO(MonteCarloELBO):
 
     def estimate(self, programs: Programs) -> Estimate:
         guide = _truncated(programs.guide)
-        runs = guide.begin(programs.model, self.sampler, programs.args, programs.kwargs)
-        training = torch.is_grad_enabled()
+        step = EStep(guide, programs, self.sampler)
+        training, runs = torch.is_grad_enabled(), step.runs
         if training and guide.training:
-            guide.agree(runs)
+            step.agree()
         at_once = training and self.num_gradient_states is None and _searches_little(guide, runs)
         with torch.set_grad_enabled(at_once):
-            populations, sample = guide.evaluate(runs, searched=training and guide.training)
+            populations, sample = step.evaluate(searched=training and guide.training)
             if guide.training:
-                populations = guide.search(runs, populations)
+                populations = step.search(populations)
         log_joint = [None if p is None else p.log_joint.detach() for p in populations]
         bound = _joined(sample, log_joint)
         if not training:
@@ -121,15 +122,15 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         self.num_runs, self.num_evaluations = runs.num_runs, runs.num_states
         estimate = local_estimate(sample, bound, surrogate, scored=True)
         if training and guide.training:
-            estimate.finish = partial(guide.store, runs, populations, shared=True)
+            estimate.finish = partial(step.keep, populations, shared=True)
         return estimate
 
     def bounds_of(self, programs: Programs) -> Bounds:
         guide = _truncated(programs.guide)
-        runs = guide.begin(programs.model, self.sampler, programs.args, programs.kwargs)
-        populations, sample = guide.evaluate(runs)
+        step = EStep(guide, programs, self.sampler)
+        populations, sample = step.evaluate()
         if guide.training:
-            populations = guide.search(runs, populations)
+            populations = step.search(populations)
         joint = [None if p is None else p.log_joint for p in populations]
         return local_bounds(sample, _joined(sample, joint))
 

@@ -33,7 +33,7 @@ class RefinedStates:
     ) -> None:
         posterior, others = weights.posterior, candidates - 1
         bound = posterior.free_energy
-        proposed: list[Tensor | None] = [None] * len(posterior.populations)
+        proposed: list[Tensor | None] = [None] * len(posterior.states.populations)
         outside = bound.new_full((0, *bound.shape), -math.inf)
         if others:
             proposed, outside, runs = look_outside(posterior, count * others)
@@ -44,12 +44,12 @@ class RefinedStates:
         log_weight = torch.cat([whole, outside.reshape(count, others, *bound.shape)], 1)
         chosen = choose(log_weight)
         self.log_weight = take_chosen(log_weight.flatten(0, 1), chosen)
-        states: list[Tensor | None] = [None] * len(posterior.populations)
-        for b, own in enumerate(posterior.weighted.split(chosen)):
-            population = posterior.populations[b]
+        states: list[Tensor | None] = [None] * len(posterior.states.populations)
+        for b, own in enumerate(posterior.states.sample.split(chosen)):
+            population = posterior.states.populations[b]
             if population is not None:
                 states[b] = _taken(population, proposed[b], own.flatten(1).t(), others)
-        self.sites: SiteDraws = site_draws(posterior.runs.run(states, count))
+        self.sites: SiteDraws = site_draws(posterior.states.runs.run(states, count))
 
 
 def _taken(population: Population, proposed: Tensor | None, chosen: Tensor, others: int) -> Tensor:

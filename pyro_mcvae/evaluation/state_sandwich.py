@@ -11,6 +11,7 @@ from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.evaluation.simulation import Simulation, ToArgs, check_density, simulate
 from pyro_mcvae.evaluation.state_weights import StateWeights, look_outside
 from pyro_mcvae.ops.importance import log_mean_exp
+from pyro_mcvae.truncated.guide import new_posterior
 
 __all__ = ["both_ways_of_states"]
 
@@ -61,6 +62,6 @@ def _searched(
     user: StateWeights, simulation: Simulation, options: Options, num_steps: int
 ) -> StateWeights:
     programs = simulation.programs
-    guide = user.guide.anew(programs.model)
+    guide = new_posterior(user.guide, programs.model)
     guide.fit(*programs.args, num_steps=num_steps, **programs.kwargs)
     return StateWeights(replace(programs, guide=guide.eval()), options, user.progress)

@@ -22,7 +22,7 @@ from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent
 from pyro_mcvae.programs.terms import guide_term, scored
-from pyro_mcvae.truncated.guide import TruncatedPosterior
+from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
 from pyro_mcvae.truncated.posterior import StatePosterior
 from pyro_mcvae.truncated.search import Population, take_rows
 from pyro_mcvae.truncated.searched_sites import SearchMessenger
@@ -56,7 +56,7 @@ class StateWeights(Weights):
         self.guide, self.programs = _asked(programs), programs
         self.progress, self._options = progress, options
         self.posterior = self._ask()
-        self.reference = self.posterior.weighted
+        self.reference = self.posterior.states.sample
         self._latents = latents = _other_latents(self.posterior, programs, self.guide)
         if options.joint is not False and latents.common:
             preconditions.check_no_minibatch(self.reference.runs[0], latents.common)
@@ -87,7 +87,7 @@ class StateWeights(Weights):
         return self._options.chunk(
             max(
                 p.keys.numel() + p.packed.shape[0] * len(p.space)
-                for p in self.posterior.populations
+                for p in self.posterior.states.populations
                 if p is not None
             )
         )
@@ -99,7 +99,7 @@ class StateWeights(Weights):
         for _ in range(count):
             posterior = self._ask()
             log_weight, latest = _near(posterior, 1)
-            bound, shared = posterior.free_energy, shared_factors(posterior.weighted, ())
+            bound, shared = posterior.free_energy, shared_factors(posterior.states.sample, ())
             if self._drawn:
                 # What all data share is weighed with all of them.
                 log_weight, bound = (w.flatten().sum() + shared for w in (log_weight[0], bound))
@@ -159,11 +159,11 @@ def look_outside(
     :returns: states ``[E, count, D]`` for each block; log p / r, minus infinity at states that are
         kept, ``[count, *plates]``; and the runs at them.
     """
-    runs = posterior.runs
-    rest: list[Tensor | None] = [None] * len(posterior.populations)
+    runs = posterior.states.runs
+    rest: list[Tensor | None] = [None] * len(posterior.states.populations)
     states = list(rest)
     for b, layout in runs.layouts.searched:
-        population, data_index = posterior.populations[b], runs.block(b)[1]
+        population, data_index = posterior.states.populations[b], runs.block(b)[1]
         assert population is not None
         if given is None:
             states[b], log_proposal, known = _propose(population, count)
@@ -241,7 +241,7 @@ def _asked(programs: Programs) -> TruncatedPosterior:
             "the TruncatedPosterior is of another model than the one that is judged: pass the "
             "model that it was made with"
         )
-    return guide if guide.has_states else guide.anew(guide.model).eval()
+    return guide if guide.has_states else new_posterior(guide, guide.model).eval()
 
 
 class _OtherLatents(NamedTuple):
@@ -261,10 +261,10 @@ class _OtherLatents(NamedTuple):
 def _other_latents(
     posterior: StatePosterior, programs: Programs, guide: TruncatedPosterior
 ) -> _OtherLatents:
-    sites = [s for s in scored(posterior.runs.guide_trace) if is_latent(s)]
+    sites = [s for s in scored(posterior.states.runs.guide_trace) if is_latent(s)]
     if not sites:
         return _OtherLatents()
-    sample = posterior.weighted
+    sample = posterior.states.sample
     run = replace(sample.runs[0], terms=tuple(map(guide_term, sites)))
     pair = replace(programs, guide=SearchMessenger(guide.model, guide.guide))
     points = preconditions.find_points(pair, run)

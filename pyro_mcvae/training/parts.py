@@ -20,6 +20,7 @@ from pyro_mcvae.ops.ranks import num_ranks, rank
 from pyro_mcvae.training.store import Part, PyroOptimPart, Saved, Undo
 from pyro_mcvae.truncated.closed_form import ClosedForm
 from pyro_mcvae.truncated.guide import TruncatedPosterior
+from pyro_mcvae.truncated.saved_shards import put_whole_states, shards_undo
 
 __all__ = ["ModulePart", "as_parts"]
 
@@ -101,7 +102,7 @@ class ModulePart(Part):
         state: dict[str, Saved] = self.module.state_dict()
         for path, module in self.module.named_modules(remove_duplicate=False):
             if isinstance(module, TruncatedPosterior):
-                module.gather_into(state, f"{path}." if path else "")
+                put_whole_states(module, state, f"{path}." if path else "")
         return state
 
     def _check(self, state: Mapping[str, Saved]) -> None:
@@ -136,10 +137,10 @@ class ModulePart(Part):
 
     def undo(self) -> Undo:
         kept: list[tuple[dict[str, Tensor | None], ...]] = []
-        shards = []
+        undos: list[Undo] = []
         for module in self.module.modules():
             if isinstance(module, TruncatedPosterior):
-                shards.append((module, module.copy_shards()))
+                undos.append(shards_undo(module))
             for held in (module._parameters, module._buffers):
                 tensors = cast("dict[str, Tensor | None]", held)
                 values = {n: None if t is None else t.detach().clone() for n, t in tensors.items()}
@@ -153,8 +154,8 @@ class ModulePart(Part):
                     for name, value in values.items():
                         if value is not None:
                             cast("Tensor", before[name]).copy_(value)
-            for module, states in shards:
-                module.restore_shards(states)
+            for undo in undos:
+                undo()
 
         return restore
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from pyro_mcvae.truncated.shards import (
     as_names,
     check_owned,
     check_same,
-    gather_states,
     key_of,
     parse_key,
     shard_of,
@@ -31,15 +30,6 @@ __all__ = ["StateBuffers"]
 
 # The data of a chunk of the first states, so that unpacked ones never fill the memory.
 _CHUNK = 1 << 24
-
-
-class _Copied(NamedTuple):
-    """States that are dealt out, and what they were."""
-
-    name: str
-    shard: Shard
-    kept: Tensor
-    value: Tensor
 
 
 class StateBuffers(nn.Module):
@@ -67,7 +57,7 @@ class StateBuffers(nn.Module):
         """Whether there are states: since the first call, or since they were loaded."""
         return bool(self._shapes())
 
-    def agree(self, runs: JointRuns) -> None:
+    def _agree(self, runs: JointRuns) -> None:
         """Take the first states of rank 0: each rank of a distributed run has drawn others."""
         for _, layout in runs.layouts.searched:
             name = self._buffer(layout)
@@ -80,7 +70,7 @@ class StateBuffers(nn.Module):
         kept = self._states(layout)
         return kept.index_select(0, self._place(layout, data_index).to(kept.device))
 
-    def store(self, runs: JointRuns, populations: Populations, shared: bool = False) -> None:
+    def _store(self, runs: JointRuns, populations: Populations, shared: bool) -> None:
         """
         Keep the states of a minibatch.
 
@@ -101,34 +91,6 @@ class StateBuffers(nn.Module):
                 index, packed = _settle(index, packed)
                 with torch.no_grad():
                     kept.index_copy_(0, index, packed)
-
-    def gather_states(self) -> dict[str, Tensor]:
-        """
-        All states of the plates that are dealt out, on rank 0 and in its CPU's memory. Every rank
-        of a distributed run must call this.
-
-        :returns: by the name that their buffer has in a single process, ``[N, S, bytes]``; nothing
-            on the other ranks.
-        :raises ValueError: if the ranks keep states of different plates.
-        """
-        return gather_states(self._shards)
-
-    def gather_into(self, state: dict[str, Tensor], prefix: str) -> None:
-        """Put all states into a module's ``state_dict``, in the place of those of one rank."""
-        whole = self.gather_states()
-        for name, (shard, _) in self._shards.items():
-            del state[prefix + key_of(name, shard)]
-        state.update({prefix + name: kept for name, kept in whole.items()})
-
-    def copy_shards(self) -> list[_Copied]:
-        """What is kept of the plates that are dealt out, for :meth:`restore_shards`."""
-        return [_Copied(name, *found, found[1].clone()) for name, found in self._shards.items()]
-
-    def restore_shards(self, copied: list[_Copied]) -> None:
-        """Keep it again, in the tensors in which it was."""
-        self._shards = {name: (shard, kept) for name, shard, kept, _ in copied}
-        for _, _, kept, value in copied:
-            kept.copy_(value)
 
     def _buffer(self, layout: StateLayout) -> str:
         return f"states_{layout.name}"

@@ -12,22 +12,22 @@ from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.buffers import StateBuffers
 from pyro_mcvae.truncated.data_record import DataRecord
 from pyro_mcvae.truncated.draws import apart, sample_states
+from pyro_mcvae.truncated.e_step import EStep
+from pyro_mcvae.truncated.evaluated_states import EvaluatedStates
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
 from pyro_mcvae.truncated.found_layouts import FoundLayouts
-from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.posterior import StatePosterior
-from pyro_mcvae.truncated.proposals import PriorDraws, Proposals, propose
-from pyro_mcvae.truncated.search import Populations, evaluate, evolve
+from pyro_mcvae.truncated.proposals import PriorDraws, Proposals
 from pyro_mcvae.truncated.searched_sites import GuideDraws, Layouts, run_guide
 from pyro_mcvae.truncated.shards import check_names
 
-__all__ = ["TruncatedPosterior"]
+__all__ = ["TruncatedPosterior", "new_posterior"]
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -159,46 +159,6 @@ class TruncatedPosterior(StateBuffers):
     def model(self) -> Program:
         return self._model[0]
 
-    def begin(
-        self,
-        model: Program,
-        sampler: ParticleSampler,
-        args: Args,
-        kwargs: Kwargs,
-        given: GuideDraws | None = None,
-    ) -> JointRuns:
-        """
-        A step's joint density; finds the structure and makes the first states if need be.
-
-        :param given: draws of ``guide`` that are made already.
-        """
-        layouts = self._layouts(model, sampler, args, kwargs)
-        return JointRuns(sampler, layouts, model, self.guide, args, kwargs, given)
-
-    def evaluate(
-        self, runs: JointRuns, searched: bool = False
-    ) -> tuple[Populations, WeightedParticles]:
-        """
-        The states of a minibatch as they are, with their log joint.
-
-        :param searched: whether states will be searched for these data, and kept.
-        :raises ValueError: where states are kept for other data, and are not searched for these.
-        """
-        populations, sample = evaluate(runs, self._minibatch, self.num_states)
-        if self.fixed_data:
-            self._record.compare(runs, sample, self.num_states, searched)
-        return populations, sample
-
-    def search(self, runs: JointRuns, populations: Populations) -> Populations:
-        """One E-step, which is not stored."""
-        if self.proposals is not None:
-            populations = propose(runs, populations, self.proposals)
-        return evolve(runs, populations, self.evolution)
-
-    def store(self, runs: JointRuns, populations: Populations, shared: bool = False) -> None:
-        super().store(runs, populations, shared)
-        self._record.keep(runs)
-
     def fit(self, *args: object, num_steps: int = 1, **kwargs: object) -> Tensor:
         """
         E-steps alone: the states improve, the parameters stay.
@@ -209,9 +169,9 @@ class TruncatedPosterior(StateBuffers):
         """
         for _ in range(num_steps):
             with apart(), torch.no_grad():
-                runs = self.begin(self.model, self._own, args, kwargs)
-                populations, _ = self.evaluate(runs, searched=True)
-                self.store(runs, self.search(runs, populations))
+                step = self._begin(args, kwargs)
+                populations, _ = step.evaluate(searched=True)
+                step.keep(step.search(populations))
         return self.posterior(*args, **kwargs).free_energy
 
     def for_data(self, *args: object, num_steps: int = 50, **kwargs: object) -> TruncatedPosterior:
@@ -236,15 +196,10 @@ class TruncatedPosterior(StateBuffers):
             torch.Size([2])
         """
         num_steps = check_count("num_steps", num_steps, 0)
-        other = self.anew(self.model)
+        other = new_posterior(self, self.model)
         with evaluation_modules(find_modules(self.model, other)):
             other.fit(*args, num_steps=num_steps, **kwargs)
         return other.eval()
-
-    def anew(self, model: Program) -> TruncatedPosterior:
-        """One with the same settings for another model, which has no states yet."""
-        settings: dict[str, Any] = {name: getattr(self, name) for name in _SETTINGS.split()}
-        return TruncatedPosterior(model, self.num_states, **settings)
 
     def posterior(self, *args: object, **kwargs: object) -> StatePosterior:
         """
@@ -256,12 +211,14 @@ class TruncatedPosterior(StateBuffers):
         return self._posterior(args, kwargs)
 
     def _posterior(
-        self, args: tuple[object, ...], kwargs: dict[str, object], given: GuideDraws | None = None
+        self, args: Args, kwargs: Kwargs, given: GuideDraws | None = None
     ) -> StatePosterior:
         with apart(), torch.no_grad():
-            runs = self.begin(self.model, self._own, args, kwargs, given)
-            populations, sample = self.evaluate(runs)
-        return StatePosterior(runs, populations, sample)
+            step = self._begin(args, kwargs, given)
+            return StatePosterior(EvaluatedStates(step.runs, *step.evaluate()))
+
+    def _begin(self, args: Args, kwargs: Kwargs, given: GuideDraws | None = None) -> EStep:
+        return EStep(self, Programs(self.model, self, args, kwargs), self._own, given)
 
     def forward(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """
@@ -298,3 +255,9 @@ class TruncatedPosterior(StateBuffers):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if before != self._shapes():
             self._found.forget()
+
+
+def new_posterior(guide: TruncatedPosterior, model: Program) -> TruncatedPosterior:
+    """One with the same settings for another model, which has no states yet."""
+    settings: dict[str, Any] = {name: getattr(guide, name) for name in _SETTINGS.split()}
+    return TruncatedPosterior(model, guide.num_states, **settings)

@@ -11,6 +11,7 @@ from pyro_mcvae import EvolutionaryUpdate, TraceTruncated_ELBO, TruncatedPosteri
 from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.shards import Shard
 from pyro_mcvae.training.parts import ModulePart
+from pyro_mcvae.truncated.saved_shards import put_whole_states
 
 N, D, H = 7, 3, 4
 WEIGHT = torch.linspace(-1, 1, H * D, dtype=torch.float64).sin().reshape(H, D)
@@ -246,7 +247,7 @@ def test_ranks_that_keep_different_plates_do_not_save(on, monkeypatch):
     guide.posterior(X[own], own)
     monkeypatch.setattr(ranks, "gather", lambda value: [value, {}])
     with pytest.raises(ValueError, match=r"rank 1 keeps states of \[\], and rank 0 of \['states_"):
-        guide.gather_states()
+        put_whole_states(guide, {}, "")
 
 
 @pytest.mark.parametrize("shard", [("a", "b"), ["a"], "b"])
