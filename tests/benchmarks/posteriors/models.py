@@ -287,7 +287,6 @@ def diabetes_network() -> Callable[[], None]:
 BOTH = (AutoNormal, AutoMultivariateNormal)
 POSTERIORS = {
     "volatility": Posterior(partial(simulated_volatility, 200), "simulated", white=True),
-    "volatility-1000": Posterior(partial(simulated_volatility, 1000), "simulated", white=True),
     "inflation": Posterior(inflation_volatility, "statsmodels.datasets.macrodata"),
     "sunspots": Posterior(sunspots, "statsmodels.datasets.sunspots", white=True),
     "logistic": Posterior(breast_cancer, "sklearn.datasets.load_breast_cancer", BOTH),
@@ -298,4 +297,5 @@ POSTERIORS = {
     "volatility-white": Posterior(partial(simulated_volatility, 200, True), "simulated"),
     "process-white": Posterior(partial(iris_process, True), "sklearn.datasets.load_iris"),
     "network": Posterior(diabetes_network, "sklearn.datasets.load_diabetes"),
+    "volatility-1000": Posterior(partial(simulated_volatility, 1000), "simulated", white=True),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,18 +18,21 @@ COLORS = {"SGVB": "black", "IWAE": "tab:blue", "SIS": "tab:red", "AIS": "tab:gre
 COLORS |= {"SIS-ULA": "tab:orange", "AIS-MALA": "tab:olive", "AutoDAIS": "tab:purple"}
 
 
-# Model, guide, seed, steps of the ELBO, and of the objective.
-Key = tuple[str, str, int, int, int]
+# Commit, model, guide, seed, steps of the ELBO, and of the objective.
+Key = tuple[str, str, str, int, int, int]
 
 
 @dataclass(frozen=True)
 class Row:
     """
+    :ivar commit: of the repository: rows of another one are another run's.
     :ivar elbo_steps: of the ELBO, before the ``steps`` of the objective.
-    :ivar bound: in nats, with its standard error.
+    :ivar bound: in nats, with its standard error; NaN where a step was too dear.
     :ivar milliseconds: CPU time of a step; ``seconds`` that of all, recordings included.
+    :ivar plain: how many times as long a step takes that is not recorded.
     """
 
+    commit: str
     model: str
     guide: str
     seed: int
@@ -39,15 +43,16 @@ class Row:
     error: float
     milliseconds: float = 0.0
     seconds: float = 0.0
+    plain: float = math.nan
 
     @property
     def key(self) -> Key:
-        return self.model, self.guide, self.seed, self.elbo_steps, self.steps
+        return self.commit, self.model, self.guide, self.seed, self.elbo_steps, self.steps
 
     @classmethod
     def of(cls, key: Key, objective: str, found: Trained) -> Row:
         """A row of a trial."""
-        return cls(*key, objective, found.bound, found.error, found.milliseconds, found.seconds)
+        return cls(*key, objective, **asdict(found))
 
 
 class Rows(GrowingFile[Row]):
@@ -64,12 +69,14 @@ class Rows(GrowingFile[Row]):
         found = [r for r in self.all if (r.model, r.objective) == (model, EVIDENCE)]
         return max(found, key=lambda row: row.bound - 2 * row.error, default=None)
 
-    def posteriors(self, elbo_steps: int, steps: int) -> Iterator[tuple[str, dict[str, Row]]]:
-        """Each model and guide, with the mean of its seeds by objective, and the evidence."""
-        of_length = [r for r in self.all if (r.elbo_steps, r.steps) == (elbo_steps, steps)]
-        of_length = [r for r in of_length if r.objective != EVIDENCE]
-        for model, guide in dict.fromkeys((r.model, r.guide) for r in of_length):
-            rows = [r for r in of_length if (r.model, r.guide) == (model, guide)]
+    def posteriors(
+        self, commit: str, elbo_steps: int, steps: int
+    ) -> Iterator[tuple[str, dict[str, Row]]]:
+        """Of one run each model and guide: the mean of its seeds by objective, and the evidence."""
+        run = [r for r in self.all if r.objective != EVIDENCE]
+        run = [r for r in run if (r.commit, *r.key[-2:]) == (commit, elbo_steps, steps)]
+        for model, guide in dict.fromkeys((r.model, r.guide) for r in run):
+            rows = [r for r in run if (r.model, r.guide) == (model, guide)]
             names = dict.fromkeys(r.objective for r in rows)
             means = {name: _mean([r for r in rows if r.objective == name]) for name in names}
             if judge := self.evidence(model):
@@ -79,29 +86,29 @@ class Rows(GrowingFile[Row]):
 def _mean(rows: list[Row]) -> Row:
     """Of seeds; the error is that of the mean, by the draws."""
     count, mean = len(rows), {}
-    for name in ("bound", "milliseconds", "seconds"):
+    for name in ("bound", "milliseconds", "seconds", "plain"):
         mean[name] = sum(getattr(r, name) for r in rows) / count
     error = sum(r.error**2 for r in rows) ** 0.5 / count
     return Row(**{**asdict(rows[0]), **mean, "error": error})
 
 
 def tables(found: Found) -> str:
-    """Markdown: the gap of each objective in nats, and its milliseconds of a step."""
+    """Markdown: gaps in nats, milliseconds of a step, and how much longer a plain one takes."""
     names = list(dict.fromkeys(n for _, by_name in found for n in by_name if n != EVIDENCE))
     parts = ["Gaps to the evidence, in nats:", _table(found, names, _gap)]
     parts += [
         "Milliseconds of a step:",
         _table(found, names, lambda row, _: f"{row.milliseconds:.1f}"),
+        "A plain step, in recorded ones:",
+        _table(found, names, lambda row, _: "" if math.isnan(row.plain) else f"{row.plain:.1f}"),
     ]
     return "\n\n".join(parts)
 
 
 def _gap(row: Row, evidence: Row) -> str:
+    if math.isnan(row.bound):
+        return f"too dear: {row.milliseconds / 1e3:.1f} s a step"
     return f"{evidence.bound - row.bound:.2f} ± {row.error:.2f}"
-
-
-def _time(row: Row, _: Row) -> str:
-    return f"{row.milliseconds:.1f}"
 
 
 def _table(found: Found, names: list[str], cell: Any) -> str:
@@ -128,6 +135,7 @@ def figure(found: Found, path: Path) -> None:
         panel.set_visible(False)
     for panel, (posterior, by_name) in zip(axes.flat, found, strict=False):
         evidence = by_name[EVIDENCE]
+        by_name = {n: row for n, row in by_name.items() if not math.isnan(row.bound)}
         for (family, chains), points in _families(by_name).items():
             points.sort(key=lambda row: int(re.sub(r"x.*|\D", "", row.objective) or 0))
             x = [row.milliseconds for row in points]
