@@ -101,6 +101,7 @@ class MonteCarloEM(ChainELBO):
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance and step size of the last draw, a
         :class:`~pyro_mcvae.elbos.chain_record.ChainRecord`; its ``log_weight`` is the guide's.
+    :ivar states: where persistent chains stand; None without.
     :raises ValueError: for counts below 1, an unadjusted kernel; at the first step for discrete
         latents, for programs in which no latent can be weighed by itself, and with ``persistent``
         for several separate plates of data or sequential ones.

@@ -55,6 +55,8 @@ class MonteCarloELBO(ELBO):
     :param bool retain_graph: passed on to ``backward``.
     :param bool ignore_jit_warnings: accepted as by Pyro's losses, and without an effect.
     :param dict jit_options: likewise; nothing is compiled by ``torch.jit``.
+    :ivar sampler: for subclasses: the :class:`~pyro_mcvae.particles.sampler.ParticleSampler` of the
+        weights of a step.
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
 
     Example, an objective of one's own: the bound of the best of K particles, which takes

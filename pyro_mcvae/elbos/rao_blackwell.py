@@ -131,13 +131,13 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         if entropy not in ("sampled", "exact"):
             raise ValueError(f"entropy must be 'sampled' or 'exact', got {entropy!r}")
         self.baseline = baseline
-        self.site_options = SiteOptions.of_arguments(
+        self._site_options = SiteOptions.of_arguments(
             num_categories, num_samples, budget, baseline, entropy == "exact"
         )
         # A site that is marked for enumeration has all of its values for slots.
         self.sampler.runner.checks.strict_enumeration = False
-        self._slots = SlotSampler(self.sampler, self.site_options)
-        self._rows = SlotPlanner(self.site_options, common=False)
+        self._slots = SlotSampler(self.sampler, self._site_options)
+        self._rows = SlotPlanner(self._site_options, common=False)
 
     def estimate(self, programs: Programs) -> Estimate:
         if is_messenger(programs):

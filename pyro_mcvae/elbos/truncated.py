@@ -55,6 +55,8 @@ class TraceTruncated_ELBO(MonteCarloELBO):
     :param int num_sampled_states: how many of the rest; with ``num_gradient_states`` only.
     :param options: ``vectorize_particles`` (of the states), ``max_plate_nesting``,
         ``strict_enumeration_warning`` and ``retain_graph``; see :class:`MonteCarloELBO`.
+    :ivar num_runs: the last step's passes through the model.
+    :ivar num_evaluations: the states of a datum in all of them.
     :raises ValueError: for another guide, and for numbers that are no ints of at least 1.
 
     [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
@@ -86,7 +88,6 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         num_sampled_states = check_count("num_sampled_states", num_sampled_states)
         self.num_gradient_states = num_gradient_states
         self.num_sampled_states = num_sampled_states
-        #: The last step's passes through the model, and the states of a datum in all of them.
         self.num_runs, self.num_evaluations = 0, 0
 
     def estimate(self, programs: Programs) -> Estimate:

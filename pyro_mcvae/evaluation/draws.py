@@ -50,6 +50,7 @@ class PosteriorDraws(dict[str, Tensor]):
 
     @property
     def num_samples(self) -> int:
+        """How many draws there are."""
         return len(self.log_weight)
 
 

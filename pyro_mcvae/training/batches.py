@@ -57,6 +57,8 @@ class RankBatches:
     :param bool fixed: whether a datum stays with one rank.
     :param rank: which process this is; by default what :mod:`torch.distributed` says.
     :param num_ranks: of how many; likewise.
+    :ivar epoch: the number of epochs that are done.
+    :ivar position: how many indices of this one all ranks have had.
     :raises ValueError: for sizes that are no ints of at least 1, and for less data than ranks.
 
     Example, the second of three processes::

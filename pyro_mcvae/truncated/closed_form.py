@@ -31,6 +31,8 @@ class ClosedForm(ABC):
     :param str site: the name of the site.
     :param ~torch.Tensor parameter: what the model uses, changed in place; it must not be trained
         by an optimizer as well.
+    :ivar total: the sum over the minibatches of this epoch so far.
+    :ivar count: the number of its summands.
     :raises ValueError: if the parameter requires gradients.
     """
 

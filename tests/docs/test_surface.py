@@ -1,0 +1,85 @@
+"""The public names of every exported class: those that users are told of, and no others."""
+
+import ast
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import pyro_mcvae
+
+CLASSES = [n for n in sorted(pyro_mcvae.__all__) if inspect.isclass(getattr(pyro_mcvae, n))]
+KNOWN = Path(__file__).parent / "surface.txt"
+
+# Parameters and buffers: what a state_dict has by name, and what a docstring says of them together.
+STATE = {
+    "AdaptiveStepSize": {"base", "begun", "most", "power", "value"},
+    "LearnedMomentum": {"logit"},
+    "LearnedSchedule": {"logits"},
+    "LearnedStepSize": {"left", "log_value", "start"},
+    "LinearSchedule": {"betas"},
+    "SigmoidSchedule": {"log_slope"},
+}
+# What learned parts of an objective are called in Pyro's parameter store, and what other rooms ask.
+PARTS = {"param_name", "packing", "plan", "plain", "slots"}
+# Arguments that a class takes from its base, whose docstring has them, or that are one of its own.
+INHERITED = {
+    "MonteCarloEM": {"baseline", "gradient_estimator", "multi_sample", "recompute", "schedule"},
+    "REBAR": {"control", "log_temperature"},
+    "RELAX": {"log_temperature"},
+    "TraceIWAE_ELBO": {"alpha"},
+}
+
+
+def ours(cls: type) -> list[type]:
+    return [base for base in cls.__mro__ if base.__module__.startswith("pyro_mcvae")]
+
+
+def public(cls: type) -> set[str]:
+    """Of the classes of this package: their members, and what their methods set on ``self``."""
+    names: set[str] = set()
+    for base in ours(cls):
+        names |= {*vars(base), *vars(base).get("__annotations__", {})}
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id == "self":
+                    names.add(node.attr)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                registers = node.func.attr in ("register_buffer", "register_parameter")
+                if registers and isinstance(node.args[0], ast.Constant):
+                    names.add(str(node.args[0].value))
+    theirs = set().union(*(vars(base) for base in cls.__mro__ if base not in ours(cls)))
+    return {name for name in names if not name.startswith("_")} - theirs
+
+
+def explained(cls: type, name: str) -> bool:
+    """By a field of the class's docstring, or a docstring of its own or of what it overrides."""
+    text = "".join(inspect.getdoc(base) or "" for base in ours(cls))
+    if re.search(rf":(?:param|ivar|cvar)\b[^:]*\b{name}:", text):
+        return True
+    found = [vars(base)[name] for base in ours(cls) if name in vars(base)]
+    kinds = (property, classmethod, staticmethod)
+    told = [v for v in found if callable(v) or isinstance(v, kinds) or hasattr(v, "func")]
+    return any(inspect.getdoc(v) for v in told)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_name_is_explained(name: str) -> None:
+    cls = getattr(pyro_mcvae, name)
+    excused = PARTS.union(*(STATE.get(b.__name__, set()) for b in ours(cls)))
+    excused = excused.union(*(INHERITED.get(b.__name__, set()) for b in ours(cls)))
+    assert {n for n in public(cls) if not explained(cls, n)} - excused == set()
+
+
+def test_no_name_comes_unnoticed() -> None:
+    """``surface.txt`` has them all: who adds one to it has thought of whether users need it."""
+    found = [f"{n}: {' '.join(sorted(public(getattr(pyro_mcvae, n))))}".strip() for n in CLASSES]
+    assert KNOWN.read_text(encoding="utf-8").splitlines() == found
+
+
+def test_the_names_of_a_class_are_found() -> None:
+    found = public(pyro_mcvae.TruncatedPosterior)
+    assert {"fit", "for_data", "posterior", "evolution", "num_states"} <= found
+    assert not found & {"begin", "evaluate", "search", "agree", "anew", "store", "named_parameters"}
