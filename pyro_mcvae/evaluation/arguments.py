@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.programs.execution import Programs
 
-__all__ = ["as_arguments", "check_call", "check_function"]
+__all__ = ["as_arguments", "as_device", "check_call", "check_function"]
 
 
 def as_arguments(
@@ -33,6 +33,20 @@ def as_arguments(
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+def as_device(device: torch.device | str | int | None) -> torch.device | None:
+    """
+    A device, if one is given.
+
+    :raises ValueError: for what is none.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"device must be a torch.device, or what one is made of, such as 'cuda', got {device!r}"
+        ) from error
 
 
 def check_function(name: str, value: object) -> None:

@@ -10,7 +10,7 @@ import pyro
 import torch
 from pyro.optim import PyroOptim
 
-from pyro_mcvae.evaluation.arguments import check_function
+from pyro_mcvae.evaluation.arguments import as_device, check_function
 from pyro_mcvae.evaluation.comparison import Comparison
 from pyro_mcvae.evaluation.contestant import Batches, Contestant, Rehearsal, contestants
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
@@ -38,8 +38,10 @@ def compare(
     optim: PyroOptim | Mapping[str, PyroOptim],
     seconds: float | None = None,
     num_steps: int | None = None,
+    num_epochs: int | None = None,
     batches: Batches | None = None,
     to_args: Callable[..., object] | None = None,
+    device: torch.device | str | int | None = None,
     num_checks: int = 10,
     check_particles: int = 100,
 ) -> Comparison:
@@ -55,8 +57,9 @@ def compare(
     programs have the values that they began with; ``found.use(name)`` gives them a loss's. One
     step of each comes before and is thrown away, so that none pays for what a process does once.
 
-    Losses and optimizers are copied. A loss whose training fails on the way (no finite value, say)
-    is said so, and the others go on.
+    Losses and optimizers are copied. A :class:`CompiledELBO` records and compiles its steps within
+    the time that is counted; the median time of a step (``ms/step``) does not see that. A loss
+    whose training fails on the way (no finite value, say) is said so, and the others go on.
 
     :param model: a Pyro model.
     :param guide: its guide.
@@ -65,11 +68,14 @@ def compare(
     :param losses: the losses by name, any that ``SVI`` takes.
     :param optim: a Pyro optimizer, such as ``pyro.optim.Adam({"lr": 0.01})``, or one by name of
         the loss.
-    :param float seconds: of training, each; 30 if ``num_steps`` is left out.
+    :param float seconds: of training, each; 30 if nothing else is said.
     :param int num_steps: of training, each, in the place of seconds.
+    :param int num_epochs: likewise, passes over ``batches``; as many steps as the first pass has,
+        times their number.
     :param batches: the training data: a DataLoader or another iterable, whose batches are arguments
         as those of :func:`log_evidence_loader` are; or a function that returns one for each epoch.
     :param to_args: maps a batch to the programs' arguments.
+    :param device: where to move the tensors of each batch.
     :param int num_checks: how often all are judged on the way.
     :param int check_particles: by how many particles.
     {options}
@@ -93,14 +99,18 @@ def compare(
         >>> found.use(found.best[0])  # and go on with it
     """
     losses, optims = _losses(losses), _optims(optim, losses)
-    limits = _limits(seconds, num_steps)
+    given = {"seconds": seconds, "num_steps": num_steps, "num_epochs": num_epochs}
+    _check_budget({name: value for name, value in given.items() if value is not None})
     num_checks = check_count("num_checks", num_checks)
     quick = {"num_particles": check_count("check_particles", check_particles)}
     check_function("to_args", to_args)
-    data = Rehearsal(programs, batches, to_args)
+    data = Rehearsal(programs, batches, to_args, as_device(device))
     if options.seed is None:
         options = replace(options, seed=int(torch.randint(2**31, ())))
     checks = replace(options, schedule=None, kernel=None, **quick)  # type: ignore[arg-type]
+    if num_epochs is not None:
+        num_steps = num_epochs * data.length()
+    limits = seconds or (_SECONDS if num_steps is None else math.inf), num_steps or math.inf
     with contestants(programs, losses, optims, data, options.seed or 0) as copies:
         judged = _run(copies, limits, programs, checks, options, num_checks)
         return Comparison(copies, judged, _learns(programs))
@@ -147,8 +157,8 @@ def _judge(player: Contestant, curve: Curve, programs: Programs, options: Option
     if not player.failed:
         with player.playing():
             guide, evidence = guide_and_chains(programs, options)
-    bounds, seconds = player.bounds, player.seconds
-    return TrainedCopy(bounds, seconds, curve, guide, evidence, player.failed)
+    bounds, times = player.bounds, player.times
+    return TrainedCopy(bounds, player.seconds, times, curve, guide, evidence, player.failed)
 
 
 def _losses(losses: object) -> dict[str, object]:
@@ -174,15 +184,15 @@ def _optims(optim: object, losses: Mapping[str, object]) -> list[PyroOptim]:
     return found
 
 
-def _limits(seconds: float | None, num_steps: int | None) -> tuple[float, float]:
-    if num_steps is not None:
-        if seconds is not None:
-            raise ValueError(
-                f"losses are compared after an equal time or after equally many steps: pass "
-                f"seconds={seconds!r} or num_steps={num_steps!r}"
-            )
-        return math.inf, check_count("num_steps", num_steps)
-    return check_positive("seconds", _SECONDS if seconds is None else seconds), math.inf
+def _check_budget(given: dict[str, float]) -> None:
+    if len(given) > 1:
+        several = " or ".join(f"{name}={value!r}" for name, value in given.items())
+        raise ValueError(
+            f"losses are compared after an equal time, equally many steps or equally many epochs: "
+            f"pass {several}"
+        )
+    for name, value in given.items():
+        (check_positive if name == "seconds" else check_count)(name, value)
 
 
 def _learns(programs: Programs) -> bool:

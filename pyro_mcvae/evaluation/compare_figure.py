@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ from pyro_mcvae.evaluation.trained_copy import TrainedCopy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 __all__ = ["draw"]
 
@@ -17,15 +18,22 @@ __all__ = ["draw"]
 _POINTS = 200
 
 
-def draw(found: Mapping[str, TrainedCopy]) -> Figure:
+def draw(
+    found: Mapping[str, TrainedCopy],
+    figure: Figure | SubFigure | None = None,
+    over: str = "seconds",
+) -> Figure | SubFigure:
     """Each loss's own bound, and the evidence of the judged data, over time."""
-    from matplotlib.figure import Figure
+    if over not in ("seconds", "steps"):
+        raise ValueError(f"over must be 'seconds' or 'steps', got {over!r}")
+    if figure is None:
+        from matplotlib.figure import Figure as New
 
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
+        figure = New(figsize=(10, 3.6), layout="constrained")
     bounds, evidence = figure.subplots(1, 2)
     for i, (name, copy) in enumerate(found.items()):
-        _draw_bounds(bounds, name, copy, f"C{i}")
-        _draw_evidence(evidence, copy, f"C{i}")
+        _draw_bounds(bounds, name, copy, f"C{i}", over)
+        _draw_evidence(evidence, copy, f"C{i}", over)
     bounds.set(title="each loss's own bound (training)", ylabel="nats per weight")
     evidence.set(title="log evidence of the judged data, one estimator")
     _look_at_the_end(bounds, [c.bounds for c in found.values()])
@@ -33,22 +41,22 @@ def draw(found: Mapping[str, TrainedCopy]) -> Figure:
     _look_at_the_end(evidence, curves)
     bounds.legend(loc="lower right", fontsize="small")
     for axes in (bounds, evidence):
-        axes.set_xlabel("seconds of training")
+        axes.set_xlabel(f"{over} of training")
         axes.grid(alpha=0.3)
     return figure
 
 
-def _draw_bounds(axes: Axes, name: str, copy: TrainedCopy, color: str) -> None:
+def _draw_bounds(axes: Axes, name: str, copy: TrainedCopy, color: str, over: str) -> None:
     size = max(1, len(copy.bounds) // _POINTS)
-    means = [
-        sum(copy.bounds[i : i + size]) / size for i in range(0, len(copy.bounds) - size + 1, size)
-    ]
-    at = [(i + 1) / max(1, len(means)) * copy.seconds for i in range(len(means))]
+    ends = range(size, len(copy.bounds) + 1, size)
+    means = [sum(copy.bounds[end - size : end]) / size for end in ends]
+    passed = list(itertools.accumulate(copy.times))
+    at = list(ends) if over == "steps" else [passed[end - 1] for end in ends]
     axes.plot(at, means, color=color, linewidth=1, label=name)
 
 
-def _draw_evidence(axes: Axes, copy: TrainedCopy, color: str) -> None:
-    at = [seconds for seconds, _ in copy.curve.values()]
+def _draw_evidence(axes: Axes, copy: TrainedCopy, color: str, over: str) -> None:
+    at = [step if over == "steps" else seconds for step, (seconds, _) in copy.curve.items()]
     means = [float(e.mean) for _, e in copy.curve.values()]
     errors = [2 * float(e.mean_standard_error) for _, e in copy.curve.values()]
     axes.errorbar(at, means, errors, color=color, marker="o", markersize=3.5, linewidth=1)

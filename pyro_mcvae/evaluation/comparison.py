@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+import textwrap
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -13,7 +14,7 @@ from pyro_mcvae.evaluation.tables import number, table
 from pyro_mcvae.evaluation.trained_copy import TrainedCopy
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, SubFigure
 
 __all__ = ["Comparison"]
 
@@ -116,7 +117,16 @@ class Comparison(dict[str, TrainedCopy]):
 
     def __str__(self) -> str:
         first = next(iter(self))
-        head = ["loss", "steps", "seconds", "own bound", "ELBO", "log evidence", f"over {first}"]
+        head = [
+            "loss",
+            "steps",
+            "ms/step",
+            "seconds",
+            "own bound",
+            "ELBO",
+            "log evidence",
+            f"over {first}",
+        ]
         rows = [[*head, "ESS", "k > 0.7"]]
         for name, found in self.items():
             guide, evidence, n = found.guide, found.evidence, found.guide.pareto_k.numel()
@@ -124,6 +134,7 @@ class Comparison(dict[str, TrainedCopy]):
                 [
                     name,
                     str(len(found.bounds)),
+                    f"{1e3 * found.seconds_per_step:.1f}",
                     f"{found.seconds:.1f}",
                     f"{found.last_bound:.3f}",
                     f"{float(guide.bound.mean()):.3f}",
@@ -134,14 +145,27 @@ class Comparison(dict[str, TrainedCopy]):
                 ]
             )
         stopped = [f"{n} stopped at {f.failed}" for n, f in self.items() if f.failed]
-        count = self[first].guide.num_particles
-        units = f"nats per weight; ESS: effective sample size of {count} particles, median"
-        return "\n".join([units, table(rows), *stopped, self.verdict])
+        guide = self[first].guide
+        n = guide.pareto_k.numel()
+        units = (
+            f"nats per weight ({n}{' in ' if guide.plates else ''}{', '.join(guide.plates)}), "
+            f"± Monte Carlo error{', of differences over the weights, paired' if n > 1 else ''}; "
+            f"ESS: effective sample size of {guide.num_particles} particles, median"
+        )
+        said = [*stopped, self.verdict]
+        return "\n".join([units, table(rows), *(textwrap.fill(s, 100) for s in said)])
 
-    def plot(self) -> Figure:
+    def plot(
+        self,
+        figure: Figure | SubFigure | None = None,
+        over: Literal["seconds", "steps"] = "seconds",
+    ) -> Figure | SubFigure:
         """
         A figure: each loss's own bound, and the evidence of the judged data, over time.
 
-        :returns: a ``matplotlib`` figure, which belongs to no window.
+        :param figure: a ``matplotlib`` figure, or a part of one, to draw in.
+        :param str over: ``"seconds"`` of training, or ``"steps"``.
+        :returns: that figure; without one a new one, which belongs to no window.
+        :raises ValueError: for another ``over``.
         """
-        return draw(self)
+        return draw(self, figure, over)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,12 +64,18 @@ class Rehearsal:
     The training data, and how many weights a batch stands for, so that bounds are per weight.
 
     :param batches: None trains on the arguments of ``programs``.
+    :param device: where to move the tensors of each batch.
     """
 
     def __init__(
-        self, programs: Programs, batches: Batches | None, to_args: Callable[..., object] | None
+        self,
+        programs: Programs,
+        batches: Batches | None,
+        to_args: Callable[..., object] | None,
+        device: torch.device | None = None,
     ) -> None:
         self._programs, self._batches, self._to_args = programs, batches, to_args
+        self._device = device
         self._units: dict[object, float] = {}
         if batches is not None and not callable(batches) and iter(batches) is batches:
             raise ValueError(
@@ -84,13 +90,24 @@ class Rehearsal:
             return programs
         raise ValueError("there is no batch to train on: batches is empty")
 
+    def length(self) -> int:
+        """How many batches one pass has; counted, where they do not say."""
+        if self._batches is None or isinstance(self._batches, Sized):
+            return 1 if self._batches is None else len(self._batches)
+        generators = rng_state()
+        try:
+            return sum(1 for _ in self)
+        finally:
+            set_rng_state(generators)
+
     def __iter__(self) -> Iterator[Programs]:
         """One pass over the data."""
         if self._batches is None:
             yield self._programs
             return
         for batch in self._batches() if callable(self._batches) else self._batches:
-            args, kwargs = as_arguments(batch if self._to_args is None else self._to_args(batch))
+            batch = batch if self._to_args is None else self._to_args(batch)
+            args, kwargs = as_arguments(batch, self._device)
             yield replace(self._programs, args=args, kwargs=kwargs)
 
     def weights(self, programs: Programs) -> float:
@@ -118,7 +135,8 @@ class Contestant:
     One loss, and what came of training by it.
 
     :ivar bounds: the loss's own bound at each step, in nats per weight.
-    :ivar seconds: of training so far.
+    :ivar times: the seconds of each step, that of waiting for its batch included.
+    :ivar seconds: their sum.
     :ivar failed: what stopped it.
     """
 
@@ -129,6 +147,7 @@ class Contestant:
     put: Undo
     generators: RNGState
     bounds: list[float] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     seconds: float = 0.0
     failed: str = ""
     _epoch: Iterator[Programs] = field(default_factory=lambda: iter(()))
@@ -168,7 +187,8 @@ class Contestant:
             # What an unfinished step left in tensors that the next one's step would add to.
             zero_grads([p for _, p in pyro.get_param_store().named_parameters()])
             return
-        self.seconds += waited + time.perf_counter() - began
+        self.times.append(waited + time.perf_counter() - began)
+        self.seconds += self.times[-1]
         self.bounds.append(-loss / weights)
         if not math.isfinite(loss):
             self.failed = f"step {len(self.bounds)}: the loss is {loss}"

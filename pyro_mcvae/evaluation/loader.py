@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.coordinates.chain_density import outside_inference_mode
-from pyro_mcvae.evaluation.arguments import as_arguments, check_call, check_function
+from pyro_mcvae.evaluation.arguments import as_arguments, as_device, check_call, check_function
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.options import make_options, shows_options
@@ -74,7 +74,7 @@ def log_evidence_loader(
     given = make_options("log_evidence_loader", options)
     check_flag("keep_log_weight", keep_log_weight)
     check_function("to_args", to_args)
-    target = _device(device)
+    target = as_device(device)
     _check_loader(batches)
     annealing = given.annealing()
     found = []
@@ -90,15 +90,6 @@ def log_evidence_loader(
     if not found:
         raise ValueError("there was no batch: the loader is empty, or was used up before")
     return _side_by_side(found, plate)
-
-
-def _device(device: torch.device | str | int | None) -> torch.device | None:
-    try:
-        return None if device is None else torch.device(device)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"device must be a torch.device, or what one is made of, such as 'cuda', got {device!r}"
-        ) from error
 
 
 def _check_loader(batches: object) -> None:

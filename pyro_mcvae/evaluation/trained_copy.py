@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,6 +21,7 @@ class TrainedCopy:
 
     :ivar bounds: its own bound at every step, in nats per weight.
     :ivar seconds: of training.
+    :ivar times: of each step, in seconds.
     :ivar curve: by step, the seconds until then and the :class:`LogEvidence` of that moment, by
         importance sampling with few particles.
     :ivar guide: the :class:`LogEvidence` by importance sampling after training.
@@ -29,6 +31,7 @@ class TrainedCopy:
 
     bounds: list[float]
     seconds: float
+    times: list[float]
     curve: Curve
     guide: LogEvidence
     evidence: LogEvidence
@@ -39,3 +42,8 @@ class TrainedCopy:
         """The mean of its own bound over the last tenth of the steps."""
         last = self.bounds[-max(1, len(self.bounds) // 10) :]
         return sum(last) / len(last) if last else math.nan
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The median, so that what the first steps alone pay for does not count."""
+        return statistics.median(self.times) if self.times else math.nan

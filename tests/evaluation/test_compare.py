@@ -146,6 +146,36 @@ def test_it_trains_on_batches_and_judges_what_it_is_given():
         run((both.model, both.guide, (data,)), {"ELBO": Trace_ELBO()}, batches=[])
 
 
+def test_an_epoch_is_a_pass_over_the_batches():
+    both, data = Networks(), torch.randn(10, 3)
+    both.decoder = nn.Linear(2, 3)
+    programs = both.model, both.guide, (data[:3],)
+    epochs = {"num_steps": None, "num_epochs": 2, "num_checks": 4}
+    ways = [data.split(4), lambda: (data[torch.randperm(10)][:4] for _ in range(3))]
+    found = [run(programs, {"ELBO": Trace_ELBO()}, batches=way, **epochs)["ELBO"] for way in ways]
+    assert [len(f.bounds) for f in found] == [6, 6]
+    assert [len(f.times) for f in found] == [6, 6]
+    assert found[0].seconds == pytest.approx(sum(found[0].times))
+    # Counting the batches takes no random numbers from those that train.
+    again = run(programs, {"ELBO": Trace_ELBO()}, batches=ways[1], num_steps=6)["ELBO"]
+    assert again.bounds == found[1].bounds
+    (alone,) = run(programs, {"ELBO": Trace_ELBO()}, **epochs).values()
+    assert len(alone.bounds) == 2
+
+
+def test_batches_are_moved_to_the_device():
+    both, seen = Networks(), []
+
+    def guide(x):
+        seen.append(x.device.type)
+        raise RuntimeError("a batch on a device that no machine lacks, and nothing can be read of")
+
+    options = {"batches": [torch.randn(4, 3)], "device": "meta"}
+    with pytest.raises(RuntimeError, match="on a device that no machine lacks"):
+        run((both.model, guide, (torch.randn(2, 3),)), {"ELBO": Trace_ELBO()}, **options)
+    assert seen == ["meta"]
+
+
 class Fails(TraceSGVB_ELBO):
     """At its third step, the warm-up's not counted, with a gradient left behind."""
 
@@ -192,7 +222,7 @@ def judged(evidence, error, k, learns):
             effective_sample_size=torch.full((3,), 20.0 if name == "a" else 10.0),
         )
         copies.append(Contestant(name, *[None] * 5))
-        found.append(TrainedCopy([-1.0], 1.0, {1: (1.0, one)}, one, one))
+        found.append(TrainedCopy([-1.0], 1.0, [1.0], {1: (1.0, one)}, one, one))
     return Comparison(copies, found, learns)
 
 
@@ -222,6 +252,12 @@ def test_it_prints_and_plots(tmp_path):
     figure = found.plot()
     assert [a.get_xlabel() for a in figure.axes] == ["seconds of training"] * 2
     figure.savefig(tmp_path / "compare.png")
+    part = figure.subfigures(1, 2)[1]
+    assert found.plot(part, over="steps") is part
+    assert [a.get_xlabel() for a in part.axes] == ["steps of training"] * 2
+    assert list(part.axes[0].lines[0].get_xdata()) == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="over must be 'seconds' or 'steps', got 'epochs'"):
+        found.plot(over="epochs")
     with pytest.raises(ValueError, match="'SIS' was not compared: there are ELBO, IWAE"):
         found.use("SIS")
 
@@ -234,6 +270,9 @@ def test_it_prints_and_plots(tmp_path):
         ({"optim": torch.optim.Adam}, "optim must be one of pyro.optim"),
         ({"optim": {"b": Adam({})}}, "a dict of them by name; for 'a' got None"),
         ({"seconds": 3.0, "num_steps": 5}, "pass seconds=3.0 or num_steps=5"),
+        ({"num_steps": 5, "num_epochs": 2}, "pass num_steps=5 or num_epochs=2"),
+        ({"num_steps": None, "num_epochs": 0}, "num_epochs must be an int of at least 1, got 0"),
+        ({"device": "tpu0"}, "device must be a torch.device"),
         ({"seconds": 0.0, "num_steps": None}, "seconds must be a positive number"),
         ({"num_checks": 0}, "num_checks must be an int of at least 1"),
     ],
