@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,10 +15,13 @@ from pyro_mcvae.chains.schedules import Schedule, as_schedule
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.coordinates.coordinate import Coordinates
+from pyro_mcvae.coordinates.whitened import Whitening
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
 
-__all__ = ["DEFAULT_STEPS", "LEAVE_OUT", "Annealing", "make_annealing"]
+__all__ = ["DEFAULT_STEPS", "LEAVE_OUT", "Annealing", "JudgeCoordinates", "make_annealing"]
+
+JudgeCoordinates = Literal["noise", "latent", "whitened"]
 
 # Where a kernel is given without a schedule.
 DEFAULT_STEPS = 10
@@ -37,26 +41,30 @@ class Annealing:
 
     :param int warmup: chains that an adaptive step size is adapted with before the evaluation.
     :param str without: how the user does without chains, where the latents cannot be moved.
+    :ivar whitens: whether white coordinates are to be found; ``whitening`` is what was found.
     """
+
+    whitening: Whitening | None = None
 
     def __init__(
         self,
         kernel: Kernel,
         schedule: Schedule,
-        coordinates: Coordinates,
+        coordinates: JudgeCoordinates,
         warmup: int,
         without: str,
     ) -> None:
         with torch.inference_mode(False):  # a step size that adapts is changed in place
             self.kernel = copy.deepcopy(kernel)
             self.betas = schedule().detach().clone()
-        self.coordinates = coordinates
+        self.whitens = coordinates == "whitened"
+        self.coordinates: Coordinates = "noise" if coordinates == "whitened" else coordinates
         self._recorded: RecordedTransition | None = None
         self.warmup = warmup
         self.without = without
         step_size = self.kernel.step_size
         self._chooses = isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None
-        self.use(coordinates)
+        self.use(self.coordinates)
 
     def transition(self, programs: Programs, count: int | None = None) -> Transition:
         """
@@ -87,9 +95,10 @@ class Annealing:
         return isinstance(step_size, AdaptiveStepSize) and step_size.training and self.warmup > 0
 
     def adapt(self, turn: int, acceptance: Tensor, gradient: Tensor | None) -> None:
-        """Learn from one chain of the warm-up."""
+        """Learn from one chain of the warm-up, if there is something to learn."""
         step_size = self.kernel.step_size
-        assert isinstance(step_size, AdaptiveStepSize)
+        if not isinstance(step_size, AdaptiveStepSize):
+            return
         step_size.rate = _RATES[0] if turn < self.warmup // 2 else _RATES[1]
         step_size.update(acceptance, gradient)
 
@@ -101,7 +110,7 @@ class Annealing:
 def make_annealing(
     schedule: Schedule | Tensor | int | None,
     kernel: Kernel | None,
-    coordinates: Coordinates,
+    coordinates: JudgeCoordinates,
     warmup: int,
     without: str = LEAVE_OUT,
 ) -> Annealing | None:
@@ -113,9 +122,11 @@ def make_annealing(
     """
     if kernel is not None and not isinstance(kernel, Kernel):
         raise ValueError(f"kernel must be a Kernel such as HMC(), got {kernel!r}")
-    if coordinates not in ("noise", "latent"):
-        raise ValueError(f"coordinates must be 'noise' or 'latent', got {coordinates!r}")
-    warmup = check_count("warmup", warmup, 0)
+    if coordinates not in get_args(JudgeCoordinates):
+        raise ValueError(
+            f"coordinates must be 'noise', 'latent' or 'whitened', got {coordinates!r}"
+        )
+    warmup = check_count("warmup", warmup, int(coordinates == "whitened"))
     if schedule is None and kernel is None:
         return None
     schedule = as_schedule(schedule, DEFAULT_STEPS if schedule is None else None)

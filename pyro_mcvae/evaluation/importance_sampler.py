@@ -17,11 +17,13 @@ from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.coordinates.whitened import WhitenedDensity, Whitening
 from pyro_mcvae.evaluation import preconditions
 from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.counted import Counted
 from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.evaluation.weights import Weighed, Weights, shared_factors
+from pyro_mcvae.evaluation.whitening import population, whiten
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -30,6 +32,8 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
 
 __all__ = ["ImportanceSampler"]
+
+Density = ChainDensity | WhitenedDensity
 
 
 class ImportanceSampler(Weights):
@@ -148,7 +152,7 @@ class ImportanceSampler(Weights):
         """The same latents, and each enumerated site of the model drawn given these."""
         return with_drawn_states(self._sampler(1).runner, self.programs, sample)
 
-    def density(self, count: int, latents: dict[str, Tensor] | None = None) -> ChainDensity:
+    def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
         """What the chains of this judge move in, begun at new draws or at given latents."""
         assert self.annealing is not None
         gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
@@ -165,10 +169,15 @@ class ImportanceSampler(Weights):
                 f"{named(log_weight.plan.discrete)} discrete: {self.annealing.without}, or "
                 f"marginalise them in the model"
             )
-        return ChainDensity(log_weight)
+        density = ChainDensity(log_weight)
+        whitening = self.annealing.whitening
+        return density if whitening is None else WhitenedDensity(density, whitening, bool(latents))
 
-    def chain(self, count: int, last_transition: bool = False) -> tuple[Chain, ChainDensity]:
-        """Chains from the guide's draws along the schedule; the step size is found first."""
+    def chain(self, count: int, last_transition: bool = False) -> tuple[Chain, Density]:
+        """
+        Chains from the guide's draws along the schedule; the step size, and white coordinates, are
+        found first.
+        """
         self.warm_up()
         return self._chain(count, last_transition)
 
@@ -177,7 +186,9 @@ class ImportanceSampler(Weights):
         annealing = self.annealing
         if annealing is None:
             return
-        if annealing.adapts and annealing.num_steps > 0:
+        if annealing.whitens and annealing.whitening is None:
+            annealing.whitening = self._whitened(annealing)
+        elif annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains: some hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
             self.progress.expect(count * annealing.warmup)
@@ -191,7 +202,14 @@ class ImportanceSampler(Weights):
                 annealing.adapt(turn, chain.mean_acceptance, gradient)
         annealing.freeze()
 
-    def _chain(self, count: int, last_transition: bool) -> tuple[Chain, ChainDensity]:
+    def _whitened(self, annealing: Annealing) -> Whitening:
+        dim = self.density(1).log_weight.coordinates.shape[-1]
+        count = min(population(dim), self.chunk_size)
+        density = self.density(count)
+        assert isinstance(density, ChainDensity)
+        return whiten(density, annealing)
+
+    def _chain(self, count: int, last_transition: bool) -> tuple[Chain, Density]:
         assert self.annealing is not None
         density = self.density(count)
         start = density.start()

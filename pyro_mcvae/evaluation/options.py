@@ -14,8 +14,12 @@ from torch import Tensor, nn
 
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.schedules import Schedule
-from pyro_mcvae.coordinates.coordinate import Coordinates
-from pyro_mcvae.evaluation.annealing import LEAVE_OUT, Annealing, make_annealing
+from pyro_mcvae.evaluation.annealing import (
+    LEAVE_OUT,
+    Annealing,
+    JudgeCoordinates,
+    make_annealing,
+)
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
@@ -38,7 +42,9 @@ class Options:
         to 1, or the number of linear steps; 10 if only a kernel is given.
     :param Kernel kernel: for chains; :class:`HMC` with 3 leapfrog steps if only a schedule is
         given.
-    :param str coordinates: what chains move, ``"noise"`` or ``"latent"``.
+    :param str coordinates: what chains move, ``"noise"`` or ``"latent"``; ``"whitened"`` moves what
+        makes the posterior about a standard normal, from a normal fitted to it: for guides that are
+        far off. See :func:`log_evidence`.
     :param int warmup: annealed chains before the evaluation, from which an adaptive step size
         learns, one update each, and which are thrown away; 0 takes it as it is.
     :param int chunk_size: how many particles are run at once; by default as many as fit 64 MiB.
@@ -56,7 +62,7 @@ class Options:
     num_particles: int = 1000
     schedule: Schedule | Tensor | int | None = None
     kernel: Kernel | None = None
-    coordinates: Coordinates = "noise"
+    coordinates: JudgeCoordinates = "noise"
     warmup: int = 20
     chunk_size: int | None = None
     joint: bool | None = None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_mcvae.chains.kernel import Target
 from pyro_mcvae.coordinates.chain_density import ChainDensity
+from pyro_mcvae.coordinates.whitened import WhitenedDensity
 from pyro_mcvae.evaluation.annealing import LEAVE_OUT
 from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
@@ -189,12 +190,14 @@ class _Refined:
             self.acceptance = take_chosen(torch.as_tensor(acceptance), chosen)
         if transitions and density is not None:
             position = _move(density, sampler, position, chosen, transitions)
+        if isinstance(density, WhitenedDensity):
+            position = density.whitening.position(position)
         sample = at(position.detach()).sample
         self.sites = site_draws(sampler.with_drawn_states(sample))
 
 
 def _move(
-    density: ChainDensity,
+    density: ChainDensity | WhitenedDensity,
     sampler: ImportanceSampler,
     position: Tensor,
     chosen: Tensor,

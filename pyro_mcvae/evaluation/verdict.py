@@ -97,14 +97,14 @@ class Report(Findings):
             return rows
         *shorter, last = self.chains
         rows += [
-            (f"chains: log evidence, {_steps(c)} steps", f"{_mean(c)} ({c.num_particles} each)")
+            (f"chains: log evidence, {_steps(c)}", f"{_mean(c)} ({c.num_particles} each)")
             for c in shorter
         ]
         return [
             *rows,
             (
-                f"chains: log evidence, {_steps(last)} steps",
-                f"{_mean(last)} ({last.num_particles} each, annealed from the guide's draws)",
+                f"chains: log evidence, {_steps(last)}",
+                f"{_mean(last)} ({last.num_particles} each, annealed from {_begin(last)})",
             ),
             ("chains: Pareto k", _k_hat(last)),
             ("chains: effective sample size", _quantiles(last.effective_sample_size)),
@@ -161,5 +161,10 @@ def _k_hat(evidence: LogEvidence) -> str:
     )
 
 
-def _steps(chains: LogEvidence) -> int:
-    return 0 if chains.acceptance is None else len(chains.acceptance) + 1
+def _begin(chains: LogEvidence) -> str:
+    return "a normal fitted to the posterior" if chains.whitened else "the guide's draws"
+
+
+def _steps(chains: LogEvidence) -> str:
+    steps = 0 if chains.acceptance is None else len(chains.acceptance) + 1
+    return f"{steps} steps{', whitened' if chains.whitened else ''}"

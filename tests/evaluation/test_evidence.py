@@ -492,7 +492,7 @@ def test_what_is_no_number_is_named():
         ({"kernel": "hmc"}, "kernel must be a Kernel"),
         ({"schedule": torch.tensor([0.0, 0.5])}, "increase from 0 to 1"),
         ({"schedule": 0}, "num_steps must be an int of at least 1"),
-        ({"coordinates": "values", "schedule": 2}, "'noise' or 'latent', got 'values'"),
+        ({"coordinates": "values", "schedule": 2}, "'noise', 'latent' or 'whitened', got 'values'"),
         ({"warmup": -1}, "warmup must be an int of at least 0"),
     ],
 )
