@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,15 +69,14 @@ class Backend:
     def _compile(self, graph: GraphModule, example: list[Tensor]) -> Run:
         from torch._inductor import config
 
-        on_cpu = any(tensor.device.type == "cpu" for tensor in example)
+        run: Run
         # The random numbers of PyTorch's own operations: a compiled step draws those of the plain
         # one. Measured, they cost no more than Inductor's.
-        options = {"fallback_random": True, **(instructions() if on_cpu else {})}
-        with config.patch(options):
-            run: Run
+        with config.patch({"fallback_random": True}):
             if self.name == "inductor" and not self.options:
-                with in_one_file():
-                    run = compile_parts(graph, example, _inductor)
+                on_cpu = any(tensor.device.type == "cpu" for tensor in example)
+                with in_one_file(), instructions(on_cpu) as known:
+                    run = compile_parts(graph, example, partial(_inductor, known))
             else:
                 run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
             # The first call is the compilation of torch.compile.
@@ -92,13 +93,17 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def _inductor(part: GraphModule, example: list[Tensor]) -> Run:
+def _inductor(
+    instructions: Future[dict[str, object]], part: GraphModule, example: list[Tensor]
+) -> Run:
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     made: list[Callable[[list[Tensor]], list[Tensor]]] = []
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
-        made.append(compile_fx_inner(*args, **kwargs))
+        with config.patch(instructions.result()):
+            made.append(compile_fx_inner(*args, **kwargs))
         return made[-1]
 
     owns = owns_outputs(part.graph)

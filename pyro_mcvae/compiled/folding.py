@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -13,13 +11,6 @@ from torch.fx.node import map_arg
 from pyro_mcvae.compiled.operations import settled
 
 __all__ = ["fold"]
-
-_aten = torch.ops.aten
-# Their values are those of no input.
-_BY_SHAPE = {
-    getattr(_aten, name).default
-    for name in ("ones_like", "zeros_like", "full_like", "new_zeros", "new_ones", "new_full")
-}
 
 
 @torch.no_grad()
@@ -54,23 +45,11 @@ def fold(graph: Graph, constants: list[Tensor], fixed: list[bool]) -> list[Tenso
 def _computed(graph: Graph, known: dict[Node, Tensor]) -> dict[Node, Tensor]:
     values = dict(known)
     for node in settled(graph):
-        stand_ins = dict(_stand_ins(node))
-        if all(n in values or n in stand_ins for n in node.all_input_nodes):
-            at = {**values, **stand_ins}.__getitem__
-            args, kwargs = map_arg((node.args, node.kwargs), at)
+        if all(n in values for n in node.all_input_nodes):
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             assert callable(node.target)
             values[node] = node.target(*args, **kwargs)
     return values
-
-
-def _stand_ins(node: Node) -> Iterator[tuple[Node, Tensor]]:
-    """Inputs of which nothing but the shape matters."""
-    if node.target in _BY_SHAPE:
-        for source in node.all_input_nodes:
-            meta, device = source.meta.get("tensor_meta"), source.meta.get("device")
-            if meta is not None and isinstance(device, torch.device):
-                options = {"dtype": meta.dtype, "device": device}
-                yield source, torch.empty_strided(meta.shape, meta.stride, **options)
 
 
 def _erase(graph: Graph, nodes: list[Node]) -> None:

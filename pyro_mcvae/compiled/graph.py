@@ -29,6 +29,7 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     """
     graph = recorded.graph
     _remove_what_changes_nothing(graph)
+    _read_shapes(graph)
     _remove_dead(graph)
     constants = _lift(recorded)
     updated = _take_out_updates(graph)
@@ -67,6 +68,30 @@ _SAME: dict[object, Callable[[Node, bool], bool]] = {
     _aten.view.default: lambda node, own: True,
     _aten.clone.default: lambda node, own: own,
     _aten.pow.Tensor_Scalar: lambda node, own: own and node.args[1] in (1,),
+}
+
+
+def _read_shapes(graph: Graph) -> None:
+    # Ones like this tensor are ones like any other: a gradient begins with them at each transition,
+    # and what is computed of them is then computed once.
+    for node in graph.nodes:
+        value = _FILLED.get(node.target, lambda node: None)(node)
+        meta, device = node.meta.get("tensor_meta"), node.meta.get("device")
+        if value is None or meta is None or device is None:
+            continue
+        if meta.stride == torch.empty(meta.shape, device="meta").stride():
+            node.target, node.args = _aten.full.default, ([*meta.shape], value)
+            node.kwargs = {"dtype": meta.dtype, "device": device}
+
+
+# By which value they are filled, whatever the tensor whose shape or dtype they take.
+_FILLED: dict[object, Callable[[Node], object]] = {
+    _aten.zeros_like.default: lambda node: 0,
+    _aten.ones_like.default: lambda node: 1,
+    _aten.full_like.default: lambda node: node.args[1],
+    _aten.new_zeros.default: lambda node: 0,
+    _aten.new_ones.default: lambda node: 1,
+    _aten.new_full.default: lambda node: node.args[2],
 }
 
 

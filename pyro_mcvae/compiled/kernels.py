@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Protocol
@@ -64,20 +64,26 @@ class _Kernel:
         return (*self.types, self.source)
 
 
-def instructions() -> dict[str, object]:
+@contextmanager
+def instructions(on_cpu: bool) -> Iterator[Future[dict[str, object]]]:
     """
     Inductor's options by which it trusts the processor's smaller sets of vector instructions.
 
     It tries the C++ compiler on each of them, for two or three seconds, and takes the largest. A
-    compiler that knows the largest knows the others: they are asked for by the same headers.
+    compiler that knows the largest knows the others: they are asked for by the same headers. The
+    compiler is tried on the largest while graphs are prepared.
     """
-    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor import compile_fx, config, cpu_vec_isa  # noqa: F401, before the thread
 
-    if config.cpp.vec_isa_ok is not None:
-        return {}
-    flags = cpu_vec_isa.x86_isa_checker()
-    sets = [s for s in cpu_vec_isa.supported_vec_isa_list if set(str(s).split()) <= {*flags}]
-    return {"cpp.vec_isa_ok": True} if sets and bool(sets[0]) else {}
+    def find() -> dict[str, object]:
+        if not on_cpu or config.cpp.vec_isa_ok is not None:
+            return {}
+        flags = cpu_vec_isa.x86_isa_checker()
+        sets = [s for s in cpu_vec_isa.supported_vec_isa_list if set(str(s).split()) <= {*flags}]
+        return {"cpp.vec_isa_ok": True} if sets and bool(sets[0]) else {}
+
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(find)
 
 
 @contextmanager

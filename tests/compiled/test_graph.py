@@ -15,6 +15,7 @@ from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.merging import owns_outputs
 from pyro_mcvae.compiled.recording import record
 from pyro_mcvae.compiled.signature import Call
+from pyro_mcvae.compiled.tracing import trace
 from tests.compiled.programs import uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -22,7 +23,7 @@ x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 
 def count(function: Callable[[Tensor], Tensor], name: str) -> int:
     """How often an operation is computed; the function's values stay."""
-    graph, constants, _ = as_function(make_fx(lambda x: [function(x)])(x))
+    graph, constants, _ = as_function(trace(lambda x: [function(x)], [x]))
     torch.manual_seed(0)
     expected = function(x)
     torch.manual_seed(0)
@@ -72,6 +73,23 @@ MERGED: dict[str, tuple[Callable[[Tensor], Tensor], str, int]] = {
     ),
     "a first power": (lambda x: (x + 1).pow(1.0).exp(), "pow", 0),
     "of whole numbers": (lambda x: (x > 0).long().pow(1.0).exp(), "pow", 1),
+    "of what is one everywhere": (
+        lambda x: torch.ones_like(x).exp() * x + torch.ones_like(x + 1).exp() + x.new_ones(3).exp(),
+        "exp",
+        1,
+    ),
+    "of ones of other types": (
+        lambda x: (torch.ones_like(x).exp() + torch.ones_like(x.float()).exp()) * x,
+        "exp",
+        2,
+    ),
+    "of ones in another layout": (
+        lambda x: (
+            torch.ones_like((x + x[:, None]).t()).exp() + torch.ones_like(x + x[:, None]).exp()
+        ),
+        "exp",
+        2,
+    ),
     "draws": (lambda x: torch.randn_like(x) - torch.randn_like(x), "randn", 2),
     "what is written": (written, "zeros", 2),
     "what is written between": (read_before_and_after, "exp", 2),
