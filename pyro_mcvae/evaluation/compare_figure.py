@@ -36,7 +36,7 @@ def draw(
         _draw_evidence(evidence, copy, f"C{i}", over)
     bounds.set(title="each loss's own bound (training)", ylabel="nats per weight")
     evidence.set(title="log evidence of the judged data, one estimator")
-    _look_at_the_end(bounds, [c.bounds for c in found.values()])
+    _look_at_the_end(bounds, [line.get_ydata() for line in bounds.lines])
     curves = [[float(e.mean) for _, e in c.curve.values()] for c in found.values()]
     _look_at_the_end(evidence, curves)
     bounds.legend(loc="lower right", fontsize="small")
