@@ -7,11 +7,13 @@ particles'; :mod:`~pyro_mcvae.programs.state_sums` sums over them.
 
 from __future__ import annotations
 
+from types import TracebackType
+
 from pyro.poutine.enum_messenger import EnumMessenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.programs.errors import SiteError, first_line
 from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import Message, Site
 
@@ -27,11 +29,13 @@ class StateMessenger(EnumMessenger):
 
     :param guide_trace: the draws.
     :param int first_available_dim: the first batch dim that belongs to no plate and no particles.
+    :raises RuntimeError: as the model does, with the sites whose values it may not broadcast over.
     """
 
     def __init__(self, guide_trace: Trace, first_available_dim: int) -> None:
         super().__init__(first_available_dim)
         self._drawn = guide_trace.nodes
+        self._summed: list[str] = []
 
     def _pyro_sample(self, msg: Message) -> None:
         drawn = None if msg["is_observed"] else self._drawn.get(msg["name"])
@@ -44,6 +48,25 @@ class StateMessenger(EnumMessenger):
         if drawn is not None:
             msg["value"], msg["done"] = drawn["value"], True
             msg["infer"] = {k: v for k, v in drawn["infer"].items() if k not in _OF_A_RUN}
+        elif is_state(msg):
+            self._summed.append(f"'{msg['name']}'")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is RuntimeError and self._summed:
+            names = ", ".join(self._summed)
+            raise RuntimeError(
+                f"{first_line(error or kind())}: the model runs with all values of {names} side by "
+                f"side, in dims to the left of all plates, and has to broadcast over them: expand "
+                f"what is concatenated to one shape (torch.broadcast_shapes), index by "
+                f"Vindex(table)[..., y], and count batch dims from the right (dim=-1); or draw the "
+                f"site in the guide"
+            ) from error
 
 
 # What enumeration notes at a site.

@@ -20,7 +20,7 @@ def single_precision():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("page", ["extend.md", "migration.md"])
+@pytest.mark.parametrize("page", ["extend.md", "migration.md", "programs.md"])
 def test_examples_run(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     examples = EXAMPLE.findall(text)
@@ -38,19 +38,23 @@ def test_examples_run(page):
 @pytest.mark.parametrize("page", ["../README.md", "index.md"])
 def test_the_swap_runs(page):
     """On the program of the page on migration, as these pages speak of one that the reader has."""
-    (program, *_), (swap,) = (
+    (program, *_), (swap, *rest) = (
         EXAMPLE.findall((DOCS / name).read_text(encoding="utf-8"))
         for name in ("migration.md", page)
     )
     names = {"__name__": page}
     exec(compile(f"{program}\n{swap}", str(DOCS / page), "exec"), names)
     assert names["loss"].bounds(names["model"], names["guide"], names["x"]).per_datum.shape == (3,)
+    names |= {"x_test": names["x"], "loader": [names["x"]]}
+    for more in rest:  # on the programs of the swap, and data as a reader has them
+        exec(compile(more, str(DOCS / page), "exec"), names)
+    assert len(names["found"]["IWAE"].bounds) == 10 if rest else page == "index.md"
 
 
 def test_no_other_example():
     """What no test above runs: a page that begins to have examples belongs to one of them."""
     for page in (*DOCS.glob("*.md"), DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "CHANGELOG.md"):
-        if page.name not in ("extend.md", "migration.md", "index.md"):
+        if page.name not in ("extend.md", "migration.md", "programs.md", "index.md"):
             assert not EXAMPLE.search(page.read_text(encoding="utf-8")), page.name
 
 

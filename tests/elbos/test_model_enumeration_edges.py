@@ -118,6 +118,32 @@ def test_programs_that_do_not_broadcast_over_states_are_refused():
         TraceSGVB_ELBO().loss(model, guide, X)
 
 
+@pytest.mark.parametrize("expanded", [False, True])
+def test_what_fails_on_the_dims_of_states_names_the_sites(expanded):
+    """A decoder of y beside z, concatenated: z has no dim of y's values."""
+    z_dim, decoder = 2, torch.nn.Linear(5, 1)
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(3)), infer=PARALLEL)
+            z = pyro.sample("z", dist.Normal(torch.zeros(z_dim), 1.0).to_event(1))
+            if expanded:
+                shape = torch.broadcast_shapes(z.shape[:-1], y.shape[:-1])
+                y, z = y.expand(*shape, -1), z.expand(*shape, -1)
+            pyro.sample("x", dist.Normal(decoder(torch.cat([z, y], -1))[..., 0], 1.0), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(torch.zeros(z_dim), 1.0).to_event(1))
+
+    for elbo in (TraceSGVB_ELBO(), TraceIWAE_ELBO(3)):
+        if expanded:
+            assert math.isfinite(elbo.loss(model, guide, X))
+        else:
+            with pytest.raises(RuntimeError, match=r"same number of dim.* values of 'y' side by"):
+                elbo.loss(model, guide, X)
+
+
 def test_the_marks_of_the_user_stay_as_they_are():
     shared = {"enumerate": "parallel"}
     TraceIWAE_ELBO(2).loss(lambda x: mixture(x, shared), guide, X)
