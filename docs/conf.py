@@ -4,10 +4,14 @@ import importlib.metadata
 import inspect
 import re
 import shutil
+import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+sys.path.insert(0, str(HERE))
+
+from api_tables import summary, without_tables  # noqa: E402
 
 project = "pyro-mcvae"
 author = "the pyro-mcvae contributors"
@@ -59,17 +63,8 @@ def copy_notebooks() -> None:
 
 def read_in_place(app, docname: str, source: list[str]) -> None:
     """Links lead to the tutorials' own folder, as the repository has them; pages to the copies."""
-    text = source[0].replace("](../tutorials/README.md)", "](tutorials/index.md)")
+    text = without_tables(source[0]).replace("](../tutorials/README.md)", "](tutorials/index.md)")
     source[0] = re.sub(r"\]\((\.\./)?\.\./tutorials/(?=\w+\.ipynb)", r"](\1tutorials/", text)
-
-
-def summary(value: object) -> str:
-    """The first sentence of a docstring, without its citations, as Markdown."""
-    text = (inspect.getdoc(value) or "").split("\n\n")[0]
-    text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
-    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?([^`]*)`", r"`\1`", text)
-    text = re.sub(r"(?:, as in)? \[[\d, a-zA-Z]*\]", "", re.sub(r"\s+", " ", text))
-    return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0].rstrip(":., ")
 
 
 def list_names() -> None:

@@ -1,5 +1,6 @@
 """The pages of the documentation: every Python example runs, and every name exists."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -90,6 +91,22 @@ def test_images_are_shown():
     for path in (DOCS / "images").iterdir():
         assert f"images/{path.name})" in text, path.name
         assert path.stat().st_size < 1_000_000
+
+
+@pytest.mark.parametrize("name", [p.stem for p in (DOCS / "api").glob("*.md") if p.stem != "names"])
+def test_the_reference_is_readable_before_sphinx_has_run(name):
+    """A line and the source of each name: ``python docs/api_tables.py`` writes them."""
+    spec = importlib.util.spec_from_file_location("api_tables", DOCS / "api_tables.py")
+    tables = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tables)
+    text = (DOCS / "api" / f"{name}.md").read_text(encoding="utf-8")
+    assert tables.with_tables(text) == text
+    plain = tables.without_tables(text)
+    names = re.findall(r"auto(?:class|function):: (?:[\w.]+\.)?(\w+)\n", plain)
+    assert names
+    for one in names:
+        assert re.search(rf"^\| \[`{one}`\]\(\S+\.py\) \| \S.+ \|$", text, re.M), one
+        assert f"[`{one}`]" not in plain
 
 
 ROOT = DOCS.parent
