@@ -16,7 +16,7 @@ __all__ = ["isolated", "rewindable"]
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Hide a run from outer handlers, the random number generators and batch statistics."""
+    """Hide a run from outer handlers, random number generators, batch statistics and autocast."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
     with torch.random.fork_rng(devices), poutine.block(), FixedStatistics():
@@ -24,6 +24,8 @@ def isolated() -> Iterator[None]:
             yield
         finally:
             pyro.util.set_rng_state(state)
+            # torch 2.5 would go on with weights that were cast without gradients.
+            torch.clear_autocast_cache()
 
 
 def rewindable(active: bool) -> AbstractContextManager[Callable[[], bool]]:
