@@ -51,11 +51,15 @@ def of_transition(
     if num_transitions is None:
         return values
     if not -num_transitions <= transition < num_transitions:
-        raise ValueError(
-            f"the {name} has num_transitions={num_transitions} values, one per transition, but "
-            f"the chain makes transition {transition + 1}: give it num_transitions=num_steps"
-        )
+        raise _too_few(name, num_transitions, f"transition {transition + 1}")
     return values[transition]
+
+
+def _too_few(name: str, num_transitions: int, made: str) -> ValueError:
+    return ValueError(
+        f"the {name} has num_transitions={num_transitions} values, one per transition, but the "
+        f"chain makes {made}: give it num_transitions=num_steps"
+    )
 
 
 def check_transitions(name: str, num_transitions: int | None, num_steps: int) -> None:
@@ -63,7 +67,4 @@ def check_transitions(name: str, num_transitions: int | None, num_steps: int) ->
     :raises ValueError: unless a chain of ``num_steps`` transitions has a value for each.
     """
     if num_transitions is not None and num_transitions != num_steps:
-        raise ValueError(
-            f"the {name} has num_transitions={num_transitions} values, one per transition, but "
-            f"the chain makes num_steps={num_steps}: give both the same number"
-        )
+        raise _too_few(name, num_transitions, f"num_steps={num_steps}")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs, is_messenger, run_model, with_changes
 from pyro_mcvae.programs.masks import counted_values, hides_masks, with_mask
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale, is_latent, is_random, is_scored, layers
@@ -178,8 +178,8 @@ def _redrawn(programs: Programs, run: Run, other: Run, name: str) -> Trace | Non
     counted = counted_values(run.model_trace.nodes[name])
     assert counted is not None
     changed = with_changes(run.guide_trace, {name: {"value": torch.where(counted, old, new)}})
-    substitute = SubstituteMessenger(Minibatch(run.subsamples))
-    return run_model(programs, changed, substitute, None, run.state_dim)
+    substitutes = Substitutes(Minibatch(run.subsamples))
+    return run_model(programs, changed, substitutes, None, run.state_dim)
 
 
 def _is_unread(run: Run, redrawn: Trace | None) -> bool:

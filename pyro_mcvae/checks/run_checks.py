@@ -130,7 +130,8 @@ class RunChecks:
 
 def _shown(programs: Programs, run: Run, shared: GlobalSites) -> Hashable:
     """All of a run that guards look at; without leading dims that is the contract of programs."""
-    contract = _sites(run.guide_trace), _sites(run.model_trace), run.shapes, is_validation_enabled()
+    traces = _sites(run.guide_trace), _sites(run.model_trace)
+    contract = *traces, run.shapes, run.nesting, is_validation_enabled()
     if run.leading is None and not run.outer_sizes:
         return contract
     return contract, run.leading, run.signature, shared, programs.flags

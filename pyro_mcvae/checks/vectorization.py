@@ -24,7 +24,7 @@ from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.mapping import Way, particle_plates
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.probing import Probe, ProgramError, looking, probe
 from pyro_mcvae.programs.run import Run
@@ -231,7 +231,7 @@ def _check_reads(
     }
     try:
         with Watch().reading() as watch, TrackDraws(frozenset(latents)):
-            run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))
+            run_pair(programs, Substitutes(Minibatch(run.subsamples)))
         read = next((r for r in watch.reads if r.sites), None)
     except Exception:  # tensors that cannot be tracked
         read = Read(reads[0].line, frozenset(latents))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.masks import counted_values
-from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
+from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
@@ -41,7 +41,7 @@ def dream(programs: Programs, subsamples: Minibatch) -> Trace:
     :raises ValueError: if the model cannot be drawn from.
     """
     try:
-        with Recorder(SubstituteMessenger(Minibatch(subsamples))) as recorder, _Dreaming():
+        with Recorder(Substitutes(Minibatch(subsamples))) as recorder, _Dreaming():
             programs.model(*programs.args, **programs.kwargs)
     except NotImplementedError as error:
         raise ValueError(
@@ -85,7 +85,7 @@ def recognize(programs: Programs, dreamt: Trace, subsamples: Minibatch) -> Run:
     :param programs: with arguments that hold the dreamt data.
     :raises ValueError: naming a site that the guide cannot recognize.
     """
-    with Recorder(SubstituteMessenger(Minibatch(subsamples)), dreamt) as recorder:
+    with Recorder(Substitutes(Minibatch(subsamples)), dreamt) as recorder:
         programs.guide(*programs.args, **programs.kwargs)
     guide_trace = recorder.trace
     _check(guide_trace, dreamt)

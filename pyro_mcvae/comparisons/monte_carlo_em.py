@@ -24,9 +24,7 @@ from pyro_mcvae.elbos.slot_average import OneSlot
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.progress import shown
-from pyro_mcvae.programs.types import Message
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -189,9 +187,7 @@ class MonteCarloEM(ChainELBO):
     def _update_again(self, programs: Programs, draw: _Draw, sample: WeightedParticles) -> Estimate:
         """A step at earlier draws; its value is the guide's ELBO of the same minibatch, anew."""
         with torch.no_grad():
-            particles = sample.num_particles
-            free: list[SampleFn] = [_leave_to_pyro] * (particles if sample.runs[1:] else 1)
-            fresh = self.sampler.resample(programs, draw.sample, free, particles)
+            fresh = self.sampler.resample(programs, draw.sample, sample.num_particles)
             bound = fresh.log_weight.mean(0)
             estimate = local_estimate(fresh, bound, bound)
         local = (sample.scale * _model_log_prob(sample).mean(0)).sum()
@@ -258,10 +254,6 @@ class MonteCarloEM(ChainELBO):
                 f"MonteCarloEM runs its chains without a graph, so {', '.join(learned)} would get "
                 f"no gradient: use a fixed step size, or AdaptiveStepSize"
             )
-
-
-def _leave_to_pyro(msg: Message) -> None:
-    """Supplies no value."""
 
 
 def _model_log_prob(sample: WeightedParticles) -> Tensor:

@@ -65,7 +65,7 @@ class ChainDensity:
             state = self._state(self.log_weight.coordinates, self.log_weight.first)
             if not (_may_read(state.position) and _are_finite(state, values=False)):
                 state, _ = _mended(state)
-            return self._kept(state)
+            return state
 
     def __call__(self, position: Tensor) -> State:
         recomputed = GradientMode.RECOMPUTED in self.gradient
@@ -94,7 +94,7 @@ class ChainDensity:
             # Where no graph is kept nothing but gradients is mended.
             if not (all_near and _are_finite(state, values=self._full)):
                 state = self._mended(state, near, reads)
-            return self._kept(state)
+            return state
 
     def _mended(self, state: State, near: Tensor, reads: bool) -> State:
         """The state without what is not finite, and without what lies too far off."""
@@ -129,15 +129,11 @@ class ChainDensity:
         return state._replace(**fields)
 
     def _state(self, position: Tensor, at: Evaluation) -> State:
-        """What the programs say there, finite or not."""
-        if not self._kernel_gradient:
-            return State(position, at.log_base, at.log_weight)
-        retain = GradientMode.FIRST in self.gradient and at is self.log_weight.first
-        found = self.log_weight.gradients(at, create_graph=self._full, retain_graph=retain)
-        return State(position, at.log_base, at.log_weight, *found)
-
-    def _kept(self, state: State) -> State:
-        """With a graph only where the bound's gradient goes through it."""
+        """What the programs say there, finite or not; without a graph that the bound is not for."""
+        state = State(position, at.log_base, at.log_weight)
+        if self._kernel_gradient:
+            retain = GradientMode.FIRST in self.gradient and at is self.log_weight.first
+            state = State(*state[:3], *self.log_weight.gradients(at, self._full, retain))
         if self._full:
             return state
         return State(*(None if t is None else t.detach() for t in state))  # type: ignore[arg-type]

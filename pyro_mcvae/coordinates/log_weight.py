@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property, partial
 
 import torch
@@ -130,18 +130,12 @@ class LogWeight:
         detach = GradientMode.FIRST in self.gradient
         if within is None:
             count = None if self._held is None else self._held.count
-            sample = sampler.sample(self.programs, None, make_sample_fn, detach, count)
+            sample = sampler.sample(self.programs, None, make_sample_fn, detach, count, True)
         else:
-            sample = self._draw_within(within, make_sample_fn, detach)
+            given = within, sampler.num_particles, make_sample_fn, detach
+            sample = sampler.resample(self.programs, *given)
         # A step whose structure was new may have begun more than once.
         return sample, records[-len(sample.runs) :]
-
-    def _draw_within(
-        self, within: WeightedParticles, make_sample_fn: Callable[[range], SampleFn], detach: bool
-    ) -> WeightedParticles:
-        count = self._sampler.num_particles
-        sample_fns = [make_sample_fn(rows) for rows in self._rows(count)]
-        return self._sampler.resample(self.programs, within, sample_fns, count, detach)
 
     @property
     def unreparameterized(self) -> tuple[str, ...]:
@@ -226,8 +220,7 @@ class LogWeight:
 
         :param coordinates: shape ``[K, *plates, D]``.
         """
-        sample, _ = self._run(self._unpack(coordinates.detach()), len(coordinates), detach=True)
-        return sample
+        return self._run(coordinates.detach(), detach=True)[0]
 
     def __call__(self, coordinates: Tensor) -> Evaluation:
         """
@@ -238,48 +231,37 @@ class LogWeight:
         inner = self.coordinates.shape[1:]
         depth = coordinates.dim() - len(inner)
         if coordinates.shape[depth:] != inner:
-            raise ValueError(
-                f"coordinates must have shape [*leading, {', '.join(map(str, inner))}], got "
-                f"{tuple(coordinates.shape)}"
-            )
+            raise _other_shape(coordinates, inner)
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
-        sample, records = self._run(self._unpack(flat), len(flat))
+        sample, records = self._run(flat)
         found = evaluate(sample, records, self.packing, self._still)
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
-    def _unpack(self, flat: Tensor) -> list[dict[str, Tensor]]:
-        return [self.packing.unpack(flat[r.start : r.stop]) for r in self._rows(len(flat))]
-
-    def _run(
-        self, values: list[dict[str, Tensor]], count: int, detach: bool = False
-    ) -> tuple[WeightedParticles, list[Record]]:
+    def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
         first = self.first.sample
-        if not (first.structure.mean_field and count == first.num_particles):
-            return self._run_both(values, count, detach)
+        if not (first.structure.mean_field and len(flat) == first.num_particles):
+            return self._run_both(flat, detach)
+        parts = [flat] if len(first.runs) == 1 else flat.split(1)
         records = [
             {n: Placed(old[n].coordinate, as_shape(v, old[n].at.shape)) for n, v in at.items()}
-            for at, old in zip(values, self._records, strict=True)
+            for at, old in zip(map(self.packing.unpack, parts), self._records, strict=True)
         ]
         # One run at a time: a flow finds the density of the last value only that it made.
         latents = (latents_at(record, detach) for record in records)
         return self._sampler.replay(self.programs, first, latents), records
 
-    def _run_both(
-        self, values: list[dict[str, Tensor]], count: int, detach: bool
-    ) -> tuple[WeightedParticles, list[Record]]:
-        first, records = self.first.sample, [Record() for _ in values]
-        sample_fns = [placing_at(v, r, self._kind) for v, r in zip(values, records, strict=True)]
-        if self._held is not None:
-            pairs = zip(sample_fns, self._rows(count), strict=True)
-            sample_fns = [holding(self._held, fn, rows) for fn, rows in pairs]
-        sample = self._sampler.resample(self.programs, first, sample_fns, count, detach)
+    def _run_both(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
+        first, records = self.first.sample, list[Record]()
+
+        def make_sample_fn(rows: range) -> SampleFn:
+            records.append({})
+            values = self.packing.unpack(flat[rows.start : rows.stop])
+            place = placing_at(values, records[-1], self._kind)
+            return place if self._held is None else holding(self._held, place, rows)
+
+        sample = self._sampler.resample(self.programs, first, len(flat), make_sample_fn, detach)
         check_names(records, self.packing, first.structure.global_sites.guide)
         return sample, records
-
-    def _rows(self, count: int) -> list[range]:
-        if self._sampler.vectorizes(self.programs, count):
-            return [range(count)]
-        return [range(k, k + 1) for k in range(count)]
 
     def _draw(self, msg: Message, record: Record, rows: range) -> Tensor:
         differentiable = bool(self.gradient) and torch.is_grad_enabled()
@@ -291,3 +273,10 @@ class LogWeight:
             share = partial(self._held.shared, msg, rows=rows)
         record[msg["name"]] = drawn(msg, self._kind, differentiable, given, share)
         return value_at(msg, record[msg["name"]])
+
+
+def _other_shape(found: Tensor, inner: torch.Size) -> ValueError:
+    return ValueError(
+        f"coordinates must have shape [*leading, {', '.join(map(str, inner))}], got "
+        f"{tuple(found.shape)}"
+    )

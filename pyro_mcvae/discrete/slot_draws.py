@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -24,11 +25,15 @@ Row = TypeVar("Row", int, Tensor)
 
 
 class SlotsChangedError(SiteError):
-    """A site has more slots than planned, or None of its own."""
+    """
+    A site has other slots than planned.
 
-    def __init__(self, name: str, count: int | None) -> None:
+    :ivar plan: another plan; None to begin without one.
+    """
+
+    def __init__(self, name: str, plan: SlotPlan | None) -> None:
         super().__init__(f"guide site '{name}' has changed between two runs")
-        self.name, self.count = name, count
+        self.plan = plan
 
 
 class SlotDraws:
@@ -152,7 +157,8 @@ class SlotDraws:
         slots = single(msg, self._options) if slots is None else slots
         count = self.plan.counts[msg["name"]]
         if len(slots) > count:
-            raise SlotsChangedError(msg["name"], len(slots))
+            counts = {**self.plan.counts, msg["name"]: len(slots)}
+            raise SlotsChangedError(msg["name"], replace(self.plan, counts=counts))
         # A support may depend on the sites before, and have fewer values.
         return slots.spread(msg["fn"], site.joined).padded(count)
 

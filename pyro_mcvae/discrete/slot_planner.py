@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import TypeVar
 
 from torch import Tensor
@@ -82,37 +81,40 @@ class SlotPlanner:
         with rewindable(programs.flags not in plans) as rewind:
             for _ in range(_MAX_ATTEMPTS):
                 plan = plans.get(programs.flags)
-                draws = None
-                if plan is not None:
-                    draws = SlotDraws(plan, self.options, num_particles, self._tell)
+                draws = None if plan is None else self._draws(plan, num_particles)
                 try:
                     found, sample = make(draws)
                     shown = self._plan_of(programs, sample)
                 except SlotsChangedError as changed:
-                    assert plan is not None
-                    counts = {**plan.counts, changed.name: changed.count or 0}
-                    shown = None if changed.count is None else replace(plan, counts=counts)
+                    shown = changed.plan
                 else:
-                    if shown is plan is None or (shown is not None and shown.fits(plan)):
+                    if shown.fits(plan) if shown else plan is None:
                         plans.setdefault(programs.flags, None)
                         return found, draws
                 plans[programs.flags] = shown
                 rewind()
-        raise ValueError(
-            f"the guide shows other discrete sites in each of {_MAX_ATTEMPTS} runs, so that their "
-            f"values make no slots: draw them always, and mask them where they do not count, or "
-            f"weigh whole draws with TraceIWAE_ELBO"
-        )
+        raise _never_the_same()
+
+    def _draws(self, plan: SlotPlan, num_particles: int) -> SlotDraws:
+        return SlotDraws(plan, self.options, num_particles, self._tell)
 
     def _plan_of(self, programs: Programs, sample: WeightedParticles) -> SlotPlan | None:
         """The plan of a structure, which is made once."""
         notes = sample.structure.notes
         if make_plan not in notes:
             with isolated():  # slots are chosen to be counted, and draws with them
-                plan = make_plan(programs, sample, self.options, self.common, self._tell)
-            notes[make_plan] = plan
+                made = make_plan(programs, sample, self.options, self.common, self._tell)
+            notes[make_plan] = made
         found: SlotPlan | None = notes[make_plan]
         return found
+
+
+def _never_the_same() -> ValueError:
+    return ValueError(
+        f"the guide shows other discrete sites in each of {_MAX_ATTEMPTS} runs, so that their "
+        f"values make no slots: draw them always, and mask them where they do not count, or "
+        f"weigh whole draws with TraceIWAE_ELBO"
+    )
 
 
 def _check_scores(sample: WeightedParticles, draws: SlotDraws) -> None:

@@ -21,7 +21,7 @@ from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.mapping import Way
-from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
+from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.cache import PairCache, StructureCache
@@ -87,7 +87,7 @@ class SlotSampler:
         count = self.sampler.num_particles
 
         def execute(layout: Layout) -> Run:
-            return self._execute(programs, SubstituteMessenger(subsamples), layout)
+            return self._execute(programs, Substitutes(subsamples), layout)
 
         def check(run: Run) -> None:
             self._check(programs, take_apart(run))
@@ -115,7 +115,7 @@ class SlotSampler:
                 why = f"that of {type(fn).__name__} has no closed form here"
                 scored.slots.tell_entropy(name, why, self._tell)
 
-    def _execute(self, programs: Programs, substitute: SubstituteMessenger, layout: Layout) -> Run:
+    def _execute(self, programs: Programs, substitutes: Substitutes, layout: Layout) -> Run:
         """Run the guide with slots, then the model on its values."""
         nesting = layout.nesting
         assert nesting is not None
@@ -124,15 +124,14 @@ class SlotSampler:
         # Under vmap a program sees the value of one slot as it would see a draw.
         expand = layout.way is not Way.BATCHED
         slots = SlotMessenger(self.options, first_dim, self._tell, expand)
-        with Recorder(substitute) as recorder, slots, entered(plates[0]):
+        with Recorder(substitutes) as recorder, slots, entered(plates[0]):
             programs.guide(*programs.args, **programs.kwargs)
         # The second one goes on where the first stopped to give dims away.
         with (
-            substitute,
-            poutine.trace() as tracer,
+            Recorder(substitutes) as tracer,
             poutine.replay(trace=recorder.trace),
             EnumMessenger(),
             entered(plates[1]),
         ):
             programs.model(*programs.args, **programs.kwargs)
-        return layout.collect(recorder.trace, tracer.trace, plates, substitute)
+        return layout.run_of(recorder.trace, tracer.trace, plates, substitutes)

@@ -17,7 +17,7 @@ from pyro_mcvae.elbos.notices import Notices, refuse_scores
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs, run_pair
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.types import Program
 
@@ -151,9 +151,7 @@ class MonteCarloELBO(ELBO):
         kwargs: dict[str, object],
     ) -> tuple[Trace, Trace]:
         # Pyro's hook for one particle, abstract in ELBO; its helpers may still call it.
-        guide_trace, model_trace = run_pair(
-            Programs(model, guide, args, kwargs), SubstituteMessenger()
-        )
+        guide_trace, model_trace = run_pair(Programs(model, guide, args, kwargs), Substitutes())
         return model_trace, guide_trace
 
     def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:

@@ -22,7 +22,7 @@ from pyro_mcvae.evaluation.arguments import as_arguments
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.execution import Programs, run_pair
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.training.generators import RNGState, rng_state, set_rng_state
@@ -217,7 +217,7 @@ def contestants(
     pyro.set_rng_seed(seed)
     try:
         with torch.no_grad(), evaluation_modules(find_modules(*programs.pair)):
-            run_pair(first, SubstituteMessenger())
+            run_pair(first, Substitutes())
         # A first run may have drawn what a later one does not.
         pyro.set_rng_seed(seed)
         state, generators = TrainedState(programs.model, programs.guide), rng_state()

@@ -97,8 +97,7 @@ class ImportanceSampler(Weights):
     def _draw(self, count: int) -> WeightedParticles:
         """Independent draws of the guide, without gradients."""
         sampler = self._sampler(count)
-        runs = 1 if sampler.vectorizes(self.programs, count) else count
-        return sampler.resample(self.programs, self.reference, [lambda msg: None] * runs, count)
+        return sampler.resample(self.programs, self.reference, count)
 
     def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
         """

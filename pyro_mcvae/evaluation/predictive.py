@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.evaluation.draws import PosteriorDraws, site_dims
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
-from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
+from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.sites import is_scored
@@ -75,8 +75,7 @@ def _run(
     coords: Mapping[str, Tensor],
     values: Mapping[str, Tensor],
 ) -> dict[str, Site]:
-    minibatch = SubstituteMessenger(Minibatch(coords), values)
-    with Recorder(minibatch) as recorder, Unconditioned():
+    with Recorder(Substitutes(Minibatch(coords), values)) as recorder, Unconditioned():
         model(*args, **kwargs)
     nodes = recorder.trace.nodes.items()
     return {n: s for n, s in nodes if is_scored(s) or _is_deterministic(s)}

@@ -17,7 +17,7 @@ from pyro_mcvae.evaluation.arguments import as_arguments
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
+from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import (
@@ -70,8 +70,7 @@ def simulate(
         if is_scored(site):
             _check_generative(name, site)
     values = {n: nodes[n]["value"] for n in held if n in nodes}
-    minibatch = SubstituteMessenger(reference.subsamples, values)
-    with Recorder(minibatch) as recorder, Unconditioned():
+    with Recorder(Substitutes(reference.subsamples, values)) as recorder, Unconditioned():
         programs.model(*programs.args, **programs.kwargs)
     drawn = {n: s["value"] for n, s in recorder.trace.nodes.items() if is_scored(s)}
     data = {n: drawn[n] for n, s in nodes.items() if is_scored(s) and s["is_observed"]}
@@ -120,11 +119,11 @@ def follows_data(programs: Programs, simulation: Simulation, subsamples: Minibat
 
     :param subsamples: the minibatch of both.
     """
-    with Recorder(SubstituteMessenger(subsamples)) as here:
+    with Recorder(Substitutes(subsamples)) as here:
         programs.guide(*programs.args, **programs.kwargs)
     sites = {n: s for n, s in here.trace.nodes.items() if is_latent(s) and is_random(s)}
     values = {n: s["value"] for n, s in sites.items()}
-    with Recorder(SubstituteMessenger(subsamples, values)) as there:
+    with Recorder(Substitutes(subsamples, values)) as there:
         simulation.programs.guide(*simulation.programs.args, **simulation.programs.kwargs)
     return _all_same(sites, simulation.trace) or not _all_same(sites, there.trace)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.checks.leading_dims import PARTICLES, LeadingDimsName
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.mapping import Plates, Way, particle_plates, unbatched
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
-from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.structure.blocks import GlobalSites
 
 __all__ = ["Execution", "Layout", "never"]
@@ -53,29 +54,27 @@ class Layout:
             return None, None
         return particle_plates(self.way, self.count, -self.nesting - 1, self.shared)
 
-    def collect(
-        self,
-        guide_trace: Trace,
-        model_trace: Trace,
-        plates: Plates,
-        substitute: SubstituteMessenger,
+    def run(
+        self, programs: Programs, substitutes: Substitutes, inside: Messenger | None = None
     ) -> Run:
         """
-        The run that two traces are.
+        Run both programs.
 
-        :param plates: those of the particles that the programs ran in.
-        :param substitute: what gave the run its minibatch and values.
-        :raises ValueError: where the programs have more plates than there is room for.
+        :param substitutes: what they do not draw.
+        :param inside: a further handler around the guide.
         """
-        nesting = nesting_of(guide_trace, model_trace)
-        if self.nesting is not None:
-            if nesting > self.nesting:
-                # Plates without a declared dim have taken dims to the left of the particles'.
-                raise ValueError("the programs have more plates than max_plate_nesting says")
-            nesting = self.nesting
-        found = unbatched(plates)
-        shown = nesting, self.count, substitute.subsamples, found, self.state_dim, substitute.noise
-        return collect(guide_trace, model_trace, *shown)
+        plates = self.plates()
+        traces = run_pair(programs, substitutes, plates, inside, self.state_dim)
+        return self.run_of(*traces, plates, substitutes)
+
+    def run_of(
+        self, guide_trace: Trace, model_trace: Trace, plates: Plates, substitutes: Substitutes
+    ) -> Run:
+        """The run that two traces are, of programs that ran in these plates of the particles."""
+        nesting = nesting_of(guide_trace, model_trace) if self.nesting is None else self.nesting
+        shown = nesting, self.count, unbatched(plates), substitutes.subsamples, self.state_dim
+        terms = terms_of(guide_trace, model_trace, self.state_dim)
+        return Run(guide_trace, model_trace, terms, *shown, noise=substitutes.noise)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.nesting import checked_run, single_run
+from pyro_mcvae.programs.nesting import checked_run, nesting_of, single_run
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
 from pyro_mcvae.structure.blocks import GlobalSites
@@ -73,10 +73,7 @@ class Runner:
         :param execution: of the programs; its ``execute`` is not called.
         :raises LeadingDimsError: for programs that have to be looped over, if that is refused.
         """
-        way = self.ways.of(execution.key)
-        if way is None:
-            way = self._choose(execution, self._look(execution))
-        return way is not Way.LOOPED
+        return self._way(execution) is not Way.LOOPED
 
     def run_together(self, execution: Execution, count: int) -> Run | None:
         """One run for all of several particles; None where they are to be run one by one."""
@@ -201,14 +198,17 @@ class Runner:
 
     def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
         run = execution.execute(layout)
-        if layout.nesting is None:
-            self.check_nesting(run.nesting)
         known = self.checks.is_known(execution.key, run, layout.shared)
         if not known and execution.compared is None:
             self._check_contract(execution, layout, run)
         return run, known
 
     def _check_contract(self, execution: Execution, layout: Layout, run: Run) -> None:
+        if layout.nesting is None:
+            self.check_nesting(run.nesting)
+        elif nesting_of(run.guide_trace, run.model_trace) > layout.nesting:
+            # Plates without a declared dim have taken dims to the left of the particles'.
+            raise ValueError("the programs have more plates than max_plate_nesting says")
         if not (layout.sums or execution.several or is_messenger(execution.programs)):
             _look_for_states(run)
         depth = self.declared_nesting

@@ -13,10 +13,11 @@ from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.particles.layout import Execution, Layout, never
 from pyro_mcvae.particles.runner import Runner
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Programs, check_separate, run_pair, with_changes
+from pyro_mcvae.programs.execution import Programs, check_separate, with_changes
 from pyro_mcvae.programs.mapping import Way
-from pyro_mcvae.programs.messengers import SampleFn, SubstituteMessenger
+from pyro_mcvae.programs.messengers import SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.model_noise import ModelNoise
 from pyro_mcvae.programs.replay import replay_model
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent
@@ -27,8 +28,6 @@ from pyro_mcvae.structure.finder import StructureFinder
 __all__ = ["ParticleSampler"]
 
 _NONE = GlobalSites()
-# Makes what runs both programs in a layout: values for their sites, and a handler for the guide.
-_Made = tuple[SubstituteMessenger, Messenger | None]
 
 
 class ParticleSampler:
@@ -64,14 +63,10 @@ class ParticleSampler:
 
     def vectorizes(self, programs: Programs, count: int) -> bool:
         """Whether that many particles share one run."""
-        if count < 2:
-            return False
-        way = self.runner.ways.of(programs)
-        return self._may_vectorize(programs) if way is None else way is not Way.LOOPED
-
-    def _may_vectorize(self, programs: Programs) -> bool:
         find_shared = partial(self._shared_sites, programs, renew=False)
-        return self.runner.together(Execution(programs, never, find_shared=find_shared))
+        return count > 1 and self.runner.together(
+            Execution(programs, never, find_shared=find_shared)
+        )
 
     def _shared_sites(self, programs: Programs, run: Run, renew: bool = True) -> GlobalSites:
         """What all particles of a run share."""
@@ -86,13 +81,13 @@ class ParticleSampler:
         """
         if detach_latents:
             check_separate(programs)
-        substitute = SubstituteMessenger(attached=frozenset() if detach_latents else None)
+        substitutes = Substitutes(attached=frozenset() if detach_latents else None)
 
         def find_shared(run: Run) -> GlobalSites:
             self.structures.check_particles(programs, run)
             return _NONE
 
-        execution = self._execution(programs, substitute)
+        execution = _execution(programs, substitutes)
         if self.num_particles > 1:
             vectorized = replace(execution, find_shared=find_shared)
             run = self.runner.run_together(vectorized, self.num_particles)
@@ -107,6 +102,7 @@ class ParticleSampler:
         make_sample_fn: Callable[[range], SampleFn] | None = None,
         detach_latents: bool = False,
         count: int | None = None,
+        keep_noise: bool = False,
     ) -> WeightedParticles:
         """
         Draw global latents once and local ones once per particle.
@@ -115,35 +111,37 @@ class ParticleSampler:
         :param make_sample_fn: called for each run with its particles, returns what draws its sites.
         :param detach_latents: local ones reach the model without their gradient to the guide.
         :param count: another number of particles.
+        :param keep_noise: for runs at other latents, in which models draw the same numbers apart
+            from their sites.
         """
         if detach_latents:
             check_separate(programs)
         subsamples = Minibatch()
 
-        def make(shared: GlobalSites, fixed: Mapping[str, Tensor], rows: range) -> _Made:
+        def run_rows(fixed: Mapping[str, Tensor], rows: range | None, layout: Layout) -> Run:
+            shared, rows = layout.shared.guide, rows or range(layout.count or 1)
             sample_fn = None if make_sample_fn is None else make_sample_fn(rows)
-            attached = shared.guide if detach_latents else None
-            handler = None if inside is None else inside(shared.guide)
-            return SubstituteMessenger(subsamples, fixed, sample_fn, attached), handler
-
-        def execute(layout: Layout) -> Run:
-            made = make(layout.shared, {}, range(layout.count or 1))
-            return self._execute(programs, *made, layout)
+            attached, noise = (
+                shared if detach_latents else None,
+                ModelNoise() if keep_noise else None,
+            )
+            substitutes = Substitutes(subsamples, fixed, sample_fn, attached, noise)
+            return layout.run(programs, substitutes, None if inside is None else inside(shared))
 
         count, latest = count or self.num_particles, self._latest
         shared = _NONE if latest is None else latest.global_sites
-        find_shared = partial(self._shared_sites, programs)
+        execute, find_shared = partial(run_rows, {}, None), partial(self._shared_sites, programs)
         execution = Execution(programs, execute, subsamples, shared, find_shared, latest is None)
-        together = self.vectorizes(programs, count)
-        run = self.runner.run_together(execution, count) if together else None
+        run = self.runner.run_together(execution, count) if count > 1 else None
         first = run or self._first(execution, inside is not None or detach_latents)
         structure = self._latest
         assert structure is not None
         sample = WeightedParticles([first], [structure.block_of], structure)
         if run is None and count > 1:
-            fixed, shared = sample.global_values(), structure.global_sites
-            rows = [range(k, k + 1) for k in range(1, count)]
-            runs = [self._run(programs, *make(shared, fixed, row)) for row in rows]
+            fixed = sample.global_values()
+            others = (partial(run_rows, fixed, range(k, k + 1)) for k in range(1, count))
+            rest = Execution(programs, never, subsamples, structure.global_sites)
+            runs = [self.runner.run(replace(rest, execute=other), None) for other in others]
             sample = self.arrange(programs, [first, *runs])
         if structure.collapsed and (count > 1 or make_sample_fn is not None):
             check_not_collapsed(structure)
@@ -174,32 +172,35 @@ class ParticleSampler:
         values: Mapping[str, Tensor] | None = None,
     ) -> Run:
         """One run without leading dims."""
-        return self._run(programs, SubstituteMessenger(subsamples, values))
+        batch = Minibatch() if subsamples is None else subsamples
+        return self._run(programs, Substitutes(batch, values or {}))
 
     def resample(
         self,
         programs: Programs,
         sample: WeightedParticles,
-        sample_fns: list[SampleFn],
         count: int,
+        make_sample_fn: Callable[[range], SampleFn] | None = None,
         detach_latents: bool = False,
     ) -> WeightedParticles:
         """
         Run the programs again on the minibatch and the global latents of ``sample``.
 
-        :param sample_fns: give the local sites' values: one for all, or one for each run.
         :param count: the leading size, which need not be the sample's.
+        :param make_sample_fn: called for each run with its particles, returns what gives the local
+            sites their values; None to draw them anew.
         :param detach_latents: local ones reach the model without their gradient to the guide.
         """
         fixed = sample.global_values()
         attached: frozenset[str] | None = frozenset() if detach_latents else None
-        substitutes = [
-            SubstituteMessenger(sample.subsamples, fixed, sample_fn, attached, noise)
-            for sample_fn, noise in zip(sample_fns, sample.noise(count), strict=False)
-        ]
         together = self.vectorizes(programs, count)
         layout = (count, sample.structure.global_sites) if together else (None, _NONE)
-        runs = [self._run(programs, substitute, None, *layout) for substitute in substitutes]
+        parts = [range(count)] if together else [range(k, k + 1) for k in range(count)]
+        runs = []
+        for rows, noise in zip(parts, sample.noise(count), strict=False):
+            sample_fn = None if make_sample_fn is None else make_sample_fn(rows)
+            given = fixed, sample_fn, attached, noise
+            runs.append(self._run(programs, Substitutes(sample.subsamples, *given), None, *layout))
         return self.arrange(programs, runs)
 
     def replay(
@@ -269,30 +270,21 @@ class ParticleSampler:
     def _run(
         self,
         programs: Programs,
-        substitute: SubstituteMessenger,
+        substitutes: Substitutes,
         inside: Messenger | None = None,
         count: int | None = None,
         shared: GlobalSites = _NONE,
     ) -> Run:
-        return self.runner.run(self._execution(programs, substitute, inside, shared), count)
+        return self.runner.run(_execution(programs, substitutes, inside, shared), count)
 
-    def _execution(
-        self,
-        programs: Programs,
-        substitute: SubstituteMessenger,
-        inside: Messenger | None = None,
-        shared: GlobalSites = _NONE,
-    ) -> Execution:
-        execute = partial(self._execute, programs, substitute, inside)
-        return Execution(programs, execute, substitute.subsamples, shared)
 
-    def _execute(
-        self,
-        programs: Programs,
-        substitute: SubstituteMessenger,
-        inside: Messenger | None,
-        layout: Layout,
-    ) -> Run:
-        plates = layout.plates()
-        traces = run_pair(programs, substitute, plates, inside, layout.state_dim)
-        return layout.collect(*traces, plates, substitute)
+def _execution(
+    programs: Programs,
+    substitutes: Substitutes,
+    inside: Messenger | None = None,
+    shared: GlobalSites = _NONE,
+) -> Execution:
+    def execute(layout: Layout) -> Run:
+        return layout.run(programs, substitutes, inside)
+
+    return Execution(programs, execute, substitutes.subsamples, shared)

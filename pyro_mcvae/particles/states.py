@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pyro_mcvae.particles.layout import Layout
 from pyro_mcvae.particles.runner import Runner
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs, run_model
 from pyro_mcvae.programs.mapping import Way
-from pyro_mcvae.programs.messengers import SubstituteMessenger
-from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.programs.messengers import Substitutes
+from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.programs.state_draws import draw_states
 
 __all__ = ["with_drawn_states"]
@@ -28,9 +30,9 @@ def with_drawn_states(
 
     def with_states(run: Run) -> Run:
         _, plate = Layout(run.leading, run.nesting, shared, way).plates()
-        substitute = SubstituteMessenger(run.subsamples, draw_states(run.model_trace))
-        model_trace = run_model(programs, run.guide_trace, substitute, plate)
-        shown = run.nesting, run.leading, run.subsamples, run.unbatched
-        return collect(run.guide_trace, model_trace, *shown)
+        substitutes = Substitutes(run.subsamples, draw_states(run.model_trace))
+        model_trace = run_model(programs, run.guide_trace, substitutes, plate)
+        terms = terms_of(run.guide_trace, model_trace)
+        return replace(run, model_trace=model_trace, terms=terms, state_dim=None, noise=None)
 
     return sample.with_runs([with_states(run) for run in sample.runs])

@@ -67,10 +67,10 @@ class WeightedParticles:
     def num_particles(self) -> int:
         return self.runs[0].leading or len(self.runs)
 
-    def noise(self, count: int) -> Iterator[ModelNoise | None]:
-        """For further runs, of so many particles, what the models are to draw again."""
-        same = self.runs if count == self.num_particles else []
-        return itertools.chain((run.noise for run in same), itertools.repeat(None))
+    def noise(self, count: int) -> Iterator[ModelNoise]:
+        """For further runs, of so many particles, what the models are to draw apart from sites."""
+        known = [r.noise for r in self.runs if r.noise] if count == self.num_particles else []
+        return itertools.chain(known, iter(ModelNoise, None))
 
     def local_sum(self, pick: Callable[[Term, int], Tensor | int], signed: bool = False) -> Tensor:
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from types import CellType
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.enumeration import StateMessenger
-from pyro_mcvae.programs.messengers import ParticlePlate, Recorder, SubstituteMessenger
+from pyro_mcvae.programs.messengers import ParticlePlate, Recorder, Substitutes
 from pyro_mcvae.programs.types import Program, SiteChanges
 
 __all__ = [
@@ -145,7 +145,7 @@ def check_separate(programs: Programs) -> None:
 
 def run_pair(
     programs: Programs,
-    substitute: SubstituteMessenger,
+    substitutes: Substitutes,
     leading: tuple[ParticlePlate, ParticlePlate] | tuple[None, None] = (None, None),
     inside: Messenger | None = None,
     state_dim: int | None = None,
@@ -153,28 +153,28 @@ def run_pair(
     """
     Run the guide, then the model on its draws.
 
-    :param substitute: values and the minibatch; entered outermost.
+    :param substitutes: values and the minibatch.
     :param leading: the particles' plate for the guide and for the model.
-    :param inside: a further handler around the guide, inside of ``substitute``.
+    :param inside: a further handler around the guide, inside of what substitutes.
     :param state_dim: the first batch dim for the values of the model's enumerated sites; None to
         draw these.
     :returns: ``(guide_trace, model_trace)``
     """
     if is_messenger(programs):
-        return _run_messenger(programs, substitute, leading, inside)
-    with Recorder(substitute) as recorder, entered(inside, leading[0]):
+        return _run_messenger(programs, substitutes, leading, inside)
+    with Recorder(substitutes) as recorder, entered(inside, leading[0]):
         programs.guide(*programs.args, **programs.kwargs)
     messenger = _messenger(programs)
     # Its own trace also has what the program inside of it observes.
     drawn = guide_trace = recorder.trace if messenger is None else messenger.get_traces()[1]
-    if substitute.attached is not None:
-        drawn = _detached(drawn, substitute.attached | set(substitute.values))
-    return guide_trace, run_model(programs, drawn, substitute, leading[1], state_dim)
+    if substitutes.attached is not None:
+        drawn = _detached(drawn, substitutes.attached | set(substitutes.values))
+    return guide_trace, run_model(programs, drawn, substitutes, leading[1], state_dim)
 
 
 def _run_messenger(
     programs: Programs,
-    substitute: SubstituteMessenger,
+    substitutes: Substitutes,
     leading: tuple[ParticlePlate, ParticlePlate] | tuple[None, None],
     inside: Messenger | None,
 ) -> tuple[Trace, Trace]:
@@ -184,7 +184,7 @@ def _run_messenger(
         # One plate for one run: it leaves out the global sites of both programs.
         skip = guide_plate.skip | model_plate.skip
         both = ParticlePlate(guide_plate.size, guide_plate.depth, skip)
-    with substitute, entered(inside, both):
+    with Recorder(substitutes, records=()), entered(inside, both):
         programs.guide(*programs.args, **programs.kwargs)
     model_trace, guide_trace = poutine.unwrap(programs.guide).get_traces()
     for plate in leading:
@@ -196,15 +196,15 @@ def _run_messenger(
 def run_model(
     programs: Programs,
     guide_trace: Trace,
-    substitute: SubstituteMessenger,
+    substitutes: Substitutes,
     leading: ParticlePlate | None,
     state_dim: int | None = None,
 ) -> Trace:
     """Run the model on the draws of a guide's trace; ``state_dim`` as of :func:`run_pair`."""
     states = None if state_dim is None else StateMessenger(guide_trace, state_dim)
     drawn = guide_trace if states is None else None
-    noise = substitute.around_model()
-    with Recorder(substitute, drawn) as recorder, entered(states, leading), noise:
+    noise = None if substitutes.noise is None else substitutes.noise.of_run()
+    with Recorder(substitutes, drawn) as recorder, entered(states, leading, noise):
         programs.model(*programs.args, **programs.kwargs)
     return recorder.trace
 
@@ -227,7 +227,7 @@ def with_changes(trace: Trace, changes: SiteChanges) -> Trace:
     return changed
 
 
-def entered(*handlers: Messenger | None) -> ExitStack:
+def entered(*handlers: AbstractContextManager[object] | None) -> ExitStack:
     """Enter the handlers that there are, the first one outermost."""
     stack = ExitStack()
     for handler in handlers:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from pyro.poutine.broadcast_messenger import BroadcastMessenger
@@ -26,7 +26,7 @@ from pyro_mcvae.programs.sites import (
 )
 from pyro_mcvae.programs.types import Message, Site
 
-__all__ = ["ParticlePlate", "Recorder", "SampleFn", "ScoreFunctionSites", "SubstituteMessenger"]
+__all__ = ["ParticlePlate", "Recorder", "SampleFn", "ScoreFunctionSites", "Substitutes"]
 
 # Called for a random guide site of a run; returns its value, or None to let Pyro draw.
 SampleFn = Callable[[Message], Tensor | None]
@@ -57,54 +57,58 @@ class ParticlePlate(IndepMessenger):
         BroadcastMessenger._pyro_sample(msg)
 
 
-class SubstituteMessenger(Messenger):
+@dataclass(frozen=True)
+class Substitutes:
     """
-    Substitutes values at sites of a run, and keeps the minibatch that the run draws.
+    What a run of both programs takes, in the place of draws of its own.
 
-    Every further run of a step has the same minibatch.
-    Distributions that a network under autocast has made compute in single precision.
-
-    :param values: a value for each site to be fixed, by name.
-    :param sample_fn: called for the other random sites, returns a value or None to let Pyro draw.
-    :param attached: the guide's draws reach the model without their gradient to the guide, but for
+    :ivar subsamples: the minibatch, which every run of a step shares: the first one fills it.
+    :ivar values: a value for each site to be fixed, by name.
+    :ivar sample_fn: called for the other random sites, returns a value or None to let Pyro draw.
+    :ivar attached: the guide's draws reach the model without their gradient to the guide, but for
         the sites named here and in ``values``; None to let all through.
-    :param ModelNoise noise: what the model draws apart from its sites.
-    :ivar noise: the same; None where it was neither given nor, as without ``sample_fn``, looked at.
+    :ivar noise: what the model draws apart from its sites; None to let it draw.
+    """
+
+    subsamples: Minibatch = field(default_factory=Minibatch)
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+    sample_fn: SampleFn | None = None
+    attached: frozenset[str] | None = None
+    noise: ModelNoise | None = None
+
+
+class Recorder(Messenger):
+    """
+    Records the sites of one run, substitutes values at them, and keeps the minibatch that it draws.
+
+    What Pyro's ``trace`` and ``replay`` would do, at the cost of one handler: a model that runs
+    several times in a step, often on few data, shows every message to each handler. Distributions
+    that a network under autocast has made compute in single precision.
+
+    :param substitutes: what is not drawn.
+    :param drawn: of a model the run of the guide that it takes its draws from.
+    :param records: the types of the sites that are recorded; by default, of a guide its parameters
+        too: judges ask which of them its first run made.
+    :ivar trace: the sites.
     """
 
     def __init__(
         self,
-        subsamples: Minibatch | None = None,
-        values: Mapping[str, Tensor] | None = None,
-        sample_fn: SampleFn | None = None,
-        attached: frozenset[str] | None = None,
-        noise: ModelNoise | None = None,
+        substitutes: Substitutes,
+        drawn: Trace | None = None,
+        records: tuple[str, ...] | None = None,
     ) -> None:
         super().__init__()
-        self.subsamples = Minibatch() if subsamples is None else subsamples
-        self.values = values or {}
-        self.sample_fn = sample_fn
-        self.attached = attached
-        self.noise, self._holds = noise, noise is not None
-
-    @contextmanager
-    def around_model(self) -> Iterator[None]:
-        """The model runs within, with the noise that was given, or shows what it draws."""
-        if self.noise is not None and self._holds:
-            with self.noise.again():
-                yield
-        elif self.sample_fn is None:
-            yield
-        else:
-            self.noise = ModelNoise()
-            yield
-            self.noise.settle()
+        self.trace = Trace()
+        self._substitutes, self._drawn = substitutes, {} if drawn is None else drawn.nodes
+        by_default = ("sample", "param") if drawn is None else ("sample",)
+        self._records = by_default if records is None else records
 
     def _process_message(self, msg: Message) -> None:
         if msg["type"] != "sample":
             return
         if site_is_subsample(msg):
-            self.subsamples.fill(msg)
+            self._substitutes.subsamples.fill(msg)
             return
         site_in_full_precision(msg)
         if not msg["is_observed"]:
@@ -112,52 +116,32 @@ class SubstituteMessenger(Messenger):
 
     def _give(self, msg: Message) -> None:
         """Give a latent its value."""
-        if msg["done"] or msg["value"] is not None:
-            return
-        value = self.values.get(msg["name"])
-        if value is None and self.sample_fn is not None and is_random(msg):
-            with without_autocast():
-                value = self.sample_fn(msg)
-        if value is not None:
-            msg["value"], msg["done"] = value, True
+        drawn = self._drawn.get(msg["name"])
+        if drawn is not None:
+            _check_drawn(msg["name"], drawn)
+            msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
+        elif not msg["done"] and msg["value"] is None:
+            value = self._value_of(msg)
+            if value is not None:
+                msg["value"], msg["done"] = value, True
+
+    def _value_of(self, msg: Message) -> Tensor | None:
+        value, sample_fn = self._substitutes.values.get(msg["name"]), self._substitutes.sample_fn
+        if value is not None or sample_fn is None or not is_random(msg):
+            return value
+        with without_autocast():
+            return sample_fn(msg)
 
     def _postprocess_message(self, msg: Message) -> None:
         if msg["type"] == "sample" and site_is_subsample(msg):
-            self.subsamples.keep(msg)
-
-
-class Recorder(SubstituteMessenger):
-    """
-    Records the sites of one run, and may give a model the guide's draws.
-
-    What Pyro's ``trace`` and ``replay`` inside of the other do, at the cost of one handler: a model
-    that runs several times in a step, often on few data, shows every message to each handler.
-
-    :param substitute: what else is to be done; its minibatch is shared.
-    :param drawn: a run of the guide.
-    :ivar trace: the sites.
-    """
-
-    def __init__(self, substitute: SubstituteMessenger, drawn: Trace | None = None) -> None:
-        super().__init__(substitute.subsamples, substitute.values, substitute.sample_fn)
-        self.trace = Trace()
-        self._drawn = {} if drawn is None else drawn.nodes
-        # Of a guide its parameters too: judges ask which of them its first run made.
-        self._recorded = ("sample", "param") if drawn is None else ("sample",)
-
-    def _give(self, msg: Message) -> None:
-        drawn = self._drawn.get(msg["name"])
-        if drawn is None:
-            super()._give(msg)
-        elif drawn["type"] != "sample" or drawn["is_observed"]:
-            raise _no_draw(msg["name"], drawn)
-        else:
-            msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
-
-    def _postprocess_message(self, msg: Message) -> None:
-        super()._postprocess_message(msg)
-        if msg["type"] in self._recorded and not msg["infer"].get("_do_not_trace"):
+            self._substitutes.subsamples.keep(msg)
+        if msg["type"] in self._records and not msg["infer"].get("_do_not_trace"):
             self.trace.add_node(msg["name"], **msg)
+
+
+def _check_drawn(name: str, drawn: Site) -> None:
+    if drawn["type"] != "sample" or drawn["is_observed"]:
+        raise _no_draw(name, drawn)
 
 
 def _no_draw(name: str, drawn: Site) -> RuntimeError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.recording import refuse
@@ -13,34 +13,37 @@ __all__ = ["ModelNoise"]
 
 class ModelNoise:
     """
-    The numbers that one run of a model draws apart from its sites.
+    The numbers that a model draws apart from its sites: those of its first run, in every run.
 
     A chain is annealed along one density: with other numbers at each of its states the weight
     would be that of no density, and too small.
-
-    Made where the model begins; :meth:`settle` where it ends.
     """
 
     def __init__(self) -> None:
-        self._before = Generators()
-        self._draws = False
+        self._is_known = False
+        self._before: Generators | None = None  # of a run that drew some
 
-    def settle(self) -> None:
-        """See whether there are such numbers."""
-        self._draws = self._before.have_moved()
+    def of_run(self) -> AbstractContextManager[None]:
+        """Around a run of the model: the first one shows its numbers, which others then draw."""
+        if not self._is_known:
+            return self._shown()
+        return nullcontext() if self._before is None else self._again(self._before)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """A run of the model with the same numbers, which leaves the generators as they are."""
-        if not self._draws:
-            yield
-            return
+    def _shown(self) -> Iterator[None]:
+        before = Generators()
+        yield
+        self._is_known, self._before = True, before if before.have_moved() else None
+
+    @contextmanager
+    def _again(self, before: Generators) -> Iterator[None]:
+        """The same numbers, and the generators as they are."""
         now = Generators()
-        self._before.put_back()
+        before.put_back()
         try:
             yield
             # Not where the first run drew a minibatch only.
-            drew = self._before.have_moved()
+            drew = before.have_moved()
         finally:
             now.put_back()
         if drew:

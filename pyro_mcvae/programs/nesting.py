@@ -12,8 +12,9 @@ from pyro.poutine.util import site_is_subsample
 from pyro_mcvae.programs.contract import check_declared, check_run, check_sites
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.messengers import SubstituteMessenger
-from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.programs.messengers import Substitutes
+from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.programs.sites import LEADING
 
 __all__ = ["checked_run", "find_nesting", "nesting_of", "single_run"]
@@ -42,10 +43,10 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
     """
     state_dim = None if sums_in is None else -sums_in - 1
     with isolated(), torch.no_grad():
-        substitute = SubstituteMessenger()
-        traces = run_pair(programs, substitute, state_dim=state_dim)
-        found = substitute.subsamples
-        return collect(*traces, nesting_of(*traces), None, found, state_dim=state_dim)
+        batch = Minibatch()
+        traces = run_pair(programs, Substitutes(batch), state_dim=state_dim)
+        terms, nesting = terms_of(*traces, state_dim), nesting_of(*traces)
+        return Run(*traces, terms, nesting, None, subsamples=batch, state_dim=state_dim)
 
 
 def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
@@ -55,11 +56,10 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
     :raises ValueError: for programs that do not fit together, as without particles.
     """
     with isolated(), torch.no_grad():
-        substitute = SubstituteMessenger()
-        guide_trace, model_trace = run_pair(programs, substitute)
-        check_sites(guide_trace, model_trace, strict_enumeration, before_sums=True)
-        nesting = nesting_of(guide_trace, model_trace)
-        run = collect(guide_trace, model_trace, nesting, None, substitute.subsamples)
+        batch = Minibatch()
+        traces = run_pair(programs, Substitutes(batch))
+        check_sites(*traces, strict_enumeration, before_sums=True)
+        run = Run(*traces, terms_of(*traces), nesting_of(*traces), None, subsamples=batch)
         with warnings.catch_warnings():
             # What the model is to enumerate is in the model alone.
             warnings.filterwarnings("ignore", "Found vars in model but not guide")

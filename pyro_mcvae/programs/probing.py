@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.messengers import ParticlePlate, SampleFn, SubstituteMessenger
+from pyro_mcvae.programs.messengers import ParticlePlate, SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.terms import Term, guide_term, model_term, possible_terms
 
@@ -66,11 +66,11 @@ def probe(
     :param leading: the particles' plate for the guide and for the model.
     :raises ProgramError: from the programs' own error.
     """
-    substitute = SubstituteMessenger(Minibatch(subsamples), values, sample_fn)
+    substitutes = Substitutes(Minibatch(subsamples), values or {}, sample_fn)
     try:
-        guide_trace, model_trace = run_pair(programs, substitute, leading)
+        guide_trace, model_trace = run_pair(programs, substitutes, leading)
         found = [*possible_terms(model_term, model_trace)]
         found += possible_terms(guide_term, guide_trace)
     except Exception as error:
         raise ProgramError(f"{type(error).__name__}: {error}") from error
-    return Probe(guide_trace, model_trace, {t.key: t for t in found}, substitute.subsamples)
+    return Probe(guide_trace, model_trace, {t.key: t for t in found}, substitutes.subsamples)

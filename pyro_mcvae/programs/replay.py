@@ -9,8 +9,8 @@ from dataclasses import replace
 from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
-from pyro_mcvae.programs.messengers import ParticlePlate, SubstituteMessenger
-from pyro_mcvae.programs.run import Run, collect
+from pyro_mcvae.programs.messengers import ParticlePlate, Substitutes
+from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.programs.state_sums import summed_terms
 from pyro_mcvae.programs.terms import (
     Term,
@@ -44,17 +44,17 @@ def replay_model(
     :returns: the new execution, and whether it has the sites and plates of ``run``.
     """
     guide_trace = with_changes(run.guide_trace, changes)
-    substitute = SubstituteMessenger(run.subsamples, noise=run.noise)
-    model_trace = run_model(programs, guide_trace, substitute, leading, run.state_dim)
-    before = [t for t in run.terms if not t.in_guide]
+    substitutes = Substitutes(run.subsamples, noise=run.noise)
+    model_trace = run_model(programs, guide_trace, substitutes, leading, run.state_dim)
     again = _again if run.state_dim is None else _summed_again
-    terms = again(before, model_trace)
-    if terms is None:
-        shown = run.nesting, run.leading, run.subsamples, run.unbatched, run.state_dim
-        return collect(guide_trace, model_trace, *shown, run.noise), False
-    terms += [_guide_again(t, guide_trace) for t in run.terms if t.in_guide]
+    of_model = again([t for t in run.terms if not t.in_guide], model_trace)
+    if of_model is None:
+        terms = terms_of(guide_trace, model_trace, run.state_dim)
+    else:
+        of_guide = [_guide_again(t, guide_trace) for t in run.terms if t.in_guide]
+        terms = (*of_model, *of_guide)
     traces = {"guide_trace": guide_trace, "model_trace": model_trace}
-    return replace(run, **traces, terms=tuple(terms)), True
+    return replace(run, **traces, terms=terms), of_model is not None
 
 
 def _again(before: list[Term], model_trace: Trace) -> list[Term] | None:

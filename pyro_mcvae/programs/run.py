@@ -25,7 +25,7 @@ from pyro_mcvae.programs.terms import (
     site_signature,
 )
 
-__all__ = ["Run", "collect"]
+__all__ = ["Run", "terms_of"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Run:
     """
     The terms of one execution of both programs.
 
+    :ivar terms: by :func:`terms_of`, or without some of them.
     :ivar nesting: how many batch dims belong to plates.
     :ivar leading: the size of the leading dimension at ``-nesting - 1``, or None if there is none.
     :ivar unbatched: the factors whose distribution did not have that dimension by itself.
@@ -118,29 +119,13 @@ class Run:
         return weight.reshape(shape[max(0, len(shape) - value.dim()) :])
 
 
-def collect(
-    guide_trace: Trace,
-    model_trace: Trace,
-    nesting: int,
-    leading: int | None,
-    subsamples: Minibatch | None = None,
-    unbatched: frozenset[FactorKey] = frozenset(),
-    state_dim: int | None = None,
-    noise: ModelNoise | None = None,
-) -> Run:
+def terms_of(
+    guide_trace: Trace, model_trace: Trace, state_dim: int | None = None
+) -> tuple[Term, ...]:
     """
-    Compute the log density of every scored site of both traces.
+    The log density of every site of both traces that is a factor of the weight.
 
-    :param nesting: how many batch dims belong to plates.
-    :param leading: the size of the leading dimension, or None if there is none.
-    :param subsamples: the minibatch.
-    :param unbatched: the factors whose distribution did not have the leading dimension by itself.
-    :param state_dim: the first batch dim for the values of the model's enumerated sites, if these
-        have them.
-    :param noise: what the model drew apart from its sites.
+    :param state_dim: that of the run; None where the model drew its enumerated sites.
     """
     model = model_terms(model_trace) if state_dim is None else summed_terms(model_trace)
-    terms = (*model, *guide_terms(guide_trace))
-    subsamples = Minibatch() if subsamples is None else subsamples
-    batch = subsamples, state_dim, noise
-    return Run(guide_trace, model_trace, terms, nesting, leading, unbatched, *batch)
+    return (*model, *guide_terms(guide_trace))

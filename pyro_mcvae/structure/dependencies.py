@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_scored, masks_of
@@ -92,9 +92,7 @@ def find_dependencies(
         with isolated(), torch.enable_grad(), pyro.validation_enabled(False):
             escapes = Escapes()
             with tracker, escapes:
-                guide_trace, model_trace = run_pair(
-                    programs, SubstituteMessenger(Minibatch(subsamples))
-                )
+                guide_trace, model_trace = run_pair(programs, Substitutes(Minibatch(subsamples)))
             found = _trace_factors({"guide": guide_trace, "model": model_trace}, tracker)
     except Exception as error:
         warnings.warn(

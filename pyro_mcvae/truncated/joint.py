@@ -18,7 +18,7 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.messengers import SampleFn, SubstituteMessenger
+from pyro_mcvae.programs.messengers import Recorder, SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
@@ -83,7 +83,7 @@ class JointRuns:
         self.args, self.kwargs = args, kwargs
         given = GuideDraws() if given is None else given
         self.subsamples = Minibatch(given.subsamples)
-        with SubstituteMessenger(self.subsamples, given.values):
+        with Recorder(Substitutes(self.subsamples, given.values), records=()):
             self.guide_trace = run_guide(guide, args, kwargs)
         self._guide_terms = [
             shared_by_data(guide_term(s), layouts.plates) for s in scored(self.guide_trace)
@@ -233,8 +233,8 @@ class JointRuns:
                 guide_trace = with_changes(
                     guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}
                 )
-        substitute = SubstituteMessenger(self.subsamples, sample_fn=draw)
-        model_trace = run_model(self._programs, guide_trace, substitute, plate)
+        substitutes = Substitutes(self.subsamples, sample_fn=draw)
+        model_trace = run_model(self._programs, guide_trace, substitutes, plate)
         names = self.layouts.names
         gone = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
         if gone:

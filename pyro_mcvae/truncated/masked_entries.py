@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.messengers import Recorder, SubstituteMessenger
+from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent
@@ -59,8 +59,8 @@ def _another(site: Site, nesting: int) -> Tensor:
 
 
 def _log_probs(programs: Programs, run: Run, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    substitute = SubstituteMessenger(Minibatch(run.subsamples), values)
-    with isolated(), Recorder(substitute) as recorder:
+    substitutes = Substitutes(Minibatch(run.subsamples), values)
+    with isolated(), Recorder(substitutes) as recorder:
         programs.model(*programs.args, **programs.kwargs)
     trace = recorder.trace
     trace.compute_log_prob()

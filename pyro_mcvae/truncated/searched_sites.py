@@ -20,7 +20,7 @@ from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import (
@@ -215,7 +215,7 @@ def find_layouts(
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
         for _ in range(min(bank, -(-bank // batch)) - 1):
-            draws.append(run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1])
+            draws.append(run_pair(programs, Substitutes(Minibatch(run.subsamples)))[1])
     if not names:
         raise StatesError(
             "the model has no discrete site to search: every latent is continuous or drawn by "
@@ -259,7 +259,7 @@ def find_layouts(
 def _given_data(programs: Programs, run: Run) -> frozenset[str]:
     """The observed sites that show the same values in another run, and pass no gradient."""
     with torch.enable_grad():
-        again = run_pair(programs, SubstituteMessenger(Minibatch(run.subsamples)))[1]
+        again = run_pair(programs, Substitutes(Minibatch(run.subsamples)))[1]
     nodes = run.model_trace.nodes
     observed = [t.key.name for t in run.terms if not t.in_guide and t.site["is_observed"]]
     return frozenset(

@@ -11,9 +11,9 @@ from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs import replay as module
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
-from pyro_mcvae.programs.messengers import SubstituteMessenger
+from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.replay import replay_model
-from pyro_mcvae.programs.run import collect
+from pyro_mcvae.programs.run import Run, terms_of
 
 X = torch.tensor([0.0, 1.0, 1.0, 0.0])
 
@@ -42,8 +42,8 @@ def both(model, vectorised, x=X):
     )
     ours, same = replay_model(programs, run, changes, leading[0])
     changed = with_changes(run.guide_trace, changes)
-    trace = run_model(programs, changed, SubstituteMessenger(run.subsamples), leading[1])
-    return ours, same, collect(changed, trace, run.nesting, run.leading)
+    trace = run_model(programs, changed, Substitutes(run.subsamples), leading[1])
+    return ours, same, Run(changed, trace, terms_of(changed, trace), run.nesting, run.leading)
 
 
 @pytest.mark.parametrize("vectorised", [False, True])
