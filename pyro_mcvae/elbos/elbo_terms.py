@@ -123,15 +123,14 @@ def local_estimate(
     :param surrogate: a tensor of that shape with the gradient of the bound.
     :param bool scored: whether it has the score-function terms of the local draws already.
     """
-    local, shared = times(bound, sample.scale), elbo_costs(sample.global_terms())
-    observed, observed_path = guide_data(sample)
-    value = as_scalar(add_up((local.sum(), observed, total_cost(shared))))
+    local = times(bound, sample.scale)
+    values, paths = zip(guide_data(sample), _around(sample, local), strict=True)
+    value = as_scalar(add_up((local.sum(), *values)))
     if not torch.is_grad_enabled():
         return Estimate(value, value, sample.runs)
     if not scored and sample.has_local_scores:
         surrogate = surrogate + bound.detach() * sample.local_sum(lambda t, i: t.score).sum(0)
-    around = _shared_surrogate(sample, shared, local) if shared else 0.0
-    path = add_up((times(surrogate, sample.scale).sum(), observed_path, around))
+    path = add_up((times(surrogate, sample.scale).sum(), *paths))
     return Estimate(value, as_scalar(path), sample.runs, scored=True)
 
 
@@ -165,8 +164,17 @@ def _observed(sample: WeightedParticles) -> tuple[Sum, Sum]:
     return estimate.value, estimate.surrogate
 
 
-def _shared_surrogate(sample: WeightedParticles, shared: list[Cost], local: Tensor) -> Sum:
-    return elbo_surrogate(shared, sample.structure.coupled, _downstream(sample, local))
+def _around(sample: WeightedParticles, local: Tensor) -> tuple[Sum, Sum]:
+    """The same of everything global, around the scaled bounds of the data."""
+    terms = sample.global_terms()
+    return _plain(sample, elbo_costs(terms), local) if terms else (0, 0)
+
+
+def _plain(sample: WeightedParticles, costs: list[Cost], local: Tensor) -> tuple[Sum, Sum]:
+    path: Sum = 0
+    if torch.is_grad_enabled():
+        path = elbo_surrogate(costs, sample.structure.coupled, _downstream(sample, local))
+    return total_cost(costs), path
 
 
 def _downstream(sample: WeightedParticles, bound: Tensor) -> MultiFrameTensor:

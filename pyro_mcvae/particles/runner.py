@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -94,33 +93,34 @@ class Runner:
         :raises LeadingDimsError: for programs that cannot be run with leading dims, or are others
             with them, naming the remedy.
         """
-        before = Minibatch(execution.subsamples)
-        while True:
-            try:
-                return self._run(execution, count)
-            except LeadingDimsError as error:
-                _set_back(execution.subsamples, before)
-                self._change_way(execution, count, error)
-
-    def _run(self, execution: Execution, count: int | None) -> Run:
-        shared, before = execution.shared, Minibatch(execution.subsamples)
+        shared, before, attempt = execution.shared, Minibatch(execution.subsamples), 1
         with rewindable(execution.rewinds or not self._has_run) as rewind:
-            for attempt in itertools.count(1):
-                if attempt > 1 and rewind():
-                    # The generators draw the same minibatch again.
-                    _set_back(execution.subsamples, before)
+            while True:
                 try:
-                    run, known = self._attempt(execution, count, shared)
-                except _StatesFound:
-                    self._sums = True
-                    continue
-                found = shared if execution.find_shared is None else execution.find_shared(run)
-                if found == shared:
-                    break
-                if count is not None and attempt == _MAX_ATTEMPTS:
-                    raise not_settled(_MAX_ATTEMPTS, found.guide | found.model)
-                # Shared sites were drawn once per particle, or others once: run again.
-                shared = found
+                    return self._attempt(execution, count, shared)
+                except _UnsettledError as other:
+                    if count is not None and attempt == _MAX_ATTEMPTS:
+                        raise not_settled(attempt, other.names) from None
+                    shared, attempt = other.shared, attempt + 1
+                    if rewind():
+                        # The generators draw the same minibatch again.
+                        _set_back(execution.subsamples, before)
+                except LeadingDimsError as error:
+                    _set_back(execution.subsamples, before)
+                    self._change_way(execution, count, error)
+                    shared = execution.shared
+
+    def _attempt(self, execution: Execution, count: int | None, shared: GlobalSites) -> Run:
+        """A run that all guards have looked at, if it has the shared sites that were assumed."""
+        sums = self._sums and not execution.several
+        if count is None and not execution.several and not sums:
+            run, known = self._execute(execution, Layout(None, None, shared))
+        else:
+            run, known = self._leading(execution, count, shared, sums)
+        found = shared if execution.find_shared is None else execution.find_shared(run)
+        if found != shared:
+            # Shared sites were drawn once per particle, or others once: to be run again.
+            raise _UnsettledError(found)
         self._has_run = True
         settled = self.auxiliary.settle(execution.programs, run)
         if not known:
@@ -171,32 +171,24 @@ class Runner:
             execution.check(run)
         self.checks.remember(programs, run, shared)
 
-    def _attempt(
-        self, execution: Execution, count: int | None, shared: GlobalSites
-    ) -> tuple[Run, bool]:
-        """A run, and whether all guards have seen its like."""
-        sums = self._sums and not execution.several
-        if count is None and not execution.several and not sums:
-            return self._execute(execution, Layout(None, None, shared))
-        return self._attempt_leading(execution, count, shared, sums)
-
-    def _attempt_leading(
+    def _leading(
         self, execution: Execution, count: int | None, shared: GlobalSites, sums: bool
     ) -> tuple[Run, bool]:
-        """The same with leading dims; again, where plates or the way have changed."""
+        """A run with leading dims; again, where plates or the way have changed."""
         way = Way.BATCHED if count is None else self._way(execution)
         nesting = self._nesting(execution)
         before = Minibatch(execution.subsamples)
         while True:
             try:
                 return self._execute(execution, Layout(count, nesting, shared, way, sums))
-            except (SiteError, _StatesFound, _StopRecomputationError):
+            except (SiteError, _UnsettledError, _StopRecomputationError):
                 raise
             except Exception as error:
                 nesting, way = self._recovered(execution, count, nesting, way, error)
             _set_back(execution.subsamples, before)
 
     def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
+        """A run, and whether all guards have seen its like."""
         run = execution.execute(layout)
         known = self.checks.is_known(execution.key, run, layout.shared)
         if not known and execution.compared is None:
@@ -209,8 +201,10 @@ class Runner:
         elif nesting_of(run.guide_trace, run.model_trace) > layout.nesting:
             # Plates without a declared dim have taken dims to the left of the particles'.
             raise ValueError("the programs have more plates than max_plate_nesting says")
-        if not (layout.sums or execution.several or is_messenger(execution.programs)):
-            _look_for_states(run)
+        may_sum = not (layout.sums or execution.several or is_messenger(execution.programs))
+        if may_sum and shows_states(run.guide_trace, run.model_trace):
+            self._sums = True
+            raise _UnsettledError(layout.shared)
         depth = self.declared_nesting
         if layout.nesting is not None:
             depth = layout.nesting + (layout.count is not None)
@@ -284,13 +278,11 @@ class Runner:
         return checked_run(programs, self.checks.strict_enumeration)
 
 
-class _StatesFound(Exception):
-    """A model has drawn sites that are to be summed."""
+class _UnsettledError(Exception):
+    """Programs share other sites among particles than assumed, or have sites to be summed."""
 
-
-def _look_for_states(run: Run) -> None:
-    if shows_states(run.guide_trace, run.model_trace):
-        raise _StatesFound
+    def __init__(self, shared: GlobalSites) -> None:
+        self.shared, self.names = shared, shared.guide | shared.model
 
 
 def _set_back(subsamples: Minibatch, before: Minibatch) -> None:

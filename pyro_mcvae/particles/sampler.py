@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -121,10 +121,8 @@ class ParticleSampler:
         def run_rows(fixed: Mapping[str, Tensor], rows: range | None, layout: Layout) -> Run:
             shared, rows = layout.shared.guide, rows or range(layout.count or 1)
             sample_fn = None if make_sample_fn is None else make_sample_fn(rows)
-            attached, noise = (
-                shared if detach_latents else None,
-                ModelNoise() if keep_noise else None,
-            )
+            attached = shared if detach_latents else None
+            noise = ModelNoise() if keep_noise else None
             substitutes = Substitutes(subsamples, fixed, sample_fn, attached, noise)
             return layout.run(programs, substitutes, None if inside is None else inside(shared))
 
@@ -138,14 +136,24 @@ class ParticleSampler:
         assert structure is not None
         sample = WeightedParticles([first], [structure.block_of], structure)
         if run is None and count > 1:
-            fixed = sample.global_values()
-            others = (partial(run_rows, fixed, range(k, k + 1)) for k in range(1, count))
-            rest = Execution(programs, never, subsamples, structure.global_sites)
-            runs = [self.runner.run(replace(rest, execute=other), None) for other in others]
-            sample = self.arrange(programs, [first, *runs])
+            alone = [range(k, k + 1) for k in range(1, count)]
+            others = [partial(run_rows, sample.global_values(), row) for row in alone]
+            sample = self._with_others(execution, sample, others)
         if structure.collapsed and (count > 1 or make_sample_fn is not None):
             check_not_collapsed(structure)
         return sample
+
+    def _with_others(
+        self,
+        execution: Execution,
+        sample: WeightedParticles,
+        others: Sequence[Callable[[Layout], Run]],
+    ) -> WeightedParticles:
+        """The first particle and the others, which share what is global, one by one."""
+        settled = replace(execution, shared=sample.structure.global_sites, find_shared=None)
+        each = (replace(settled, execute=other, rewinds=False) for other in others)
+        runs = [*sample.runs, *(self.runner.run(e, None) for e in each)]
+        return self.arrange(execution.programs, runs)
 
     def _first(self, execution: Execution, depends: bool) -> Run:
         """A run of one particle; ``depends`` if it depends on what particles share."""

@@ -204,7 +204,9 @@ def run_model(
     states = None if state_dim is None else StateMessenger(guide_trace, state_dim)
     drawn = guide_trace if states is None else None
     noise = None if substitutes.noise is None else substitutes.noise.of_run()
-    with Recorder(substitutes, drawn) as recorder, entered(states, leading, noise):
+    # Parameters of a guide alone: judges ask which of them its first run made.
+    recorder = Recorder(substitutes, drawn, ("sample",))
+    with recorder, entered(states, leading, noise):
         programs.model(*programs.args, **programs.kwargs)
     return recorder.trace
 

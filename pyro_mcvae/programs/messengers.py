@@ -87,8 +87,7 @@ class Recorder(Messenger):
 
     :param substitutes: what is not drawn.
     :param drawn: of a model the run of the guide that it takes its draws from.
-    :param records: the types of the sites that are recorded; by default, of a guide its parameters
-        too: judges ask which of them its first run made.
+    :param records: the types of the sites that are recorded.
     :ivar trace: the sites.
     """
 
@@ -96,13 +95,11 @@ class Recorder(Messenger):
         self,
         substitutes: Substitutes,
         drawn: Trace | None = None,
-        records: tuple[str, ...] | None = None,
+        records: tuple[str, ...] = ("sample", "param"),
     ) -> None:
         super().__init__()
-        self.trace = Trace()
+        self.trace, self._records = Trace(), records
         self._substitutes, self._drawn = substitutes, {} if drawn is None else drawn.nodes
-        by_default = ("sample", "param") if drawn is None else ("sample",)
-        self._records = by_default if records is None else records
 
     def _process_message(self, msg: Message) -> None:
         if msg["type"] != "sample":
