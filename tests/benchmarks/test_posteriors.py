@@ -24,7 +24,7 @@ def test_names_say_what_the_objectives_are():
 def test_a_file_goes_on_where_it_was(tmp_path):
     key = ("abc", "schools", "AutoNormal", 0, 10, 5)
     rows = Rows(tmp_path / "rows.csv")
-    rows.add(Row(*key, EVIDENCE, -3.5, 0.1))
+    rows.add(Row(*key, EVIDENCE, -3.5, 0.3))
     rows.add(Row(*key, EVIDENCE, -3.0, 0.2))
     rows.add(Row(*key, "SGVB", -4.0, 0.1, 1.5, 2.0, 3.0))
     rows.add(Row("def", *key[1:], "SGVB", -5.0, 0.1, 1.5, 2.0, 3.0))
@@ -32,7 +32,7 @@ def test_a_file_goes_on_where_it_was(tmp_path):
     assert again.all[2:] == rows.all[2:]
     assert again.has(key, "SGVB")
     assert not again.has(key, "SIS-5")
-    # Each estimate is a lower bound: the largest counts, but for its error.
+    # Of several estimates the surest one counts.
     printed = tables([*again.posteriors("abc", 10, 5)])
     assert "| schools, AutoNormal | -3.00 ± 0.20 | 1.00 ± 0.10 |" in printed
 

@@ -7,9 +7,10 @@ Bounds, gaps and times of objectives on posteriors of models as Pyro users write
 
 For each model the ELBO trains an AutoGuide; then each objective trains a copy of it. A row has the
 bound at the end, its standard error over draws, and the CPU time of a step; the evidence, from
-which the gap is counted, is that of long annealed chains with HMC. The file grows by a row for each
-trial, and a run goes on with what the file lacks of this commit. Small models, double precision,
-one thread; run it on a machine that does nothing else, or believe the bounds and not the times.
+which the gap is counted, is that of annealed chains in white coordinates. The file grows by a row
+for each trial, and a run goes on with what the file lacks of this commit. Small models, double
+precision, one thread; run it on a machine that does nothing else, or believe the bounds and not the
+times.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from tests.benchmarks.posteriors.objectives import DEFAULT, objective
 from tests.benchmarks.posteriors.rows import EVIDENCE, Key, Row, Rows, figure, tables
 from tests.benchmarks.posteriors.trials import Settings, begin, continued, judged
 
-QUICK = Settings(elbo_steps=1500, steps=500, draws=100, judge_steps=100, judge_chains=16)
+QUICK = Settings(elbo_steps=1500, steps=500, draws=100, judge_steps=100, judge_chains=100)
 
 
 def commit() -> str:

@@ -20,15 +20,12 @@ class Posterior:
     """
     A model, and where its data are from.
 
-    :ivar white: whether it can be made with a standard normal in the place of a Gaussian process,
-        which changes nothing but the coordinates: for the judge.
     :ivar evidence: computes the log evidence, where that is easy.
     """
 
     make: Callable[..., Callable[[], Any]]
     source: str
     guides: tuple[type, ...] = (AutoNormal,)
-    white: bool = False
     evidence: Callable[[], float] | None = None
 
 
@@ -76,7 +73,7 @@ def simulated_returns(size: int) -> tuple[Tensor, Tensor]:
     return y.to(torch.get_default_dtype()), autoregressive_precision(size, phi, scale)
 
 
-def gaussian(name: str, factor: Tensor, white: bool) -> Tensor:
+def gaussian(name: str, factor: Tensor, white: bool = False) -> Tensor:
     """A draw from N(0, factor factor^T), or of the standard normal that makes it."""
     if white:
         normal = dist.Normal(0.0, 1.0).expand([len(factor)]).to_event(1)
@@ -127,13 +124,13 @@ def sunspot_counts() -> tuple[Tensor, Tensor]:
     return count, gaussian_process(year.unsqueeze(-1), amplitude=1.5, length=2.0, noise=0.01)
 
 
-def sunspots(white: bool = False) -> Callable[[], None]:
+def sunspots() -> Callable[[], None]:
     """A log-Gaussian Cox process."""
     count, factor = sunspot_counts()
 
     def model() -> None:
         mean = pyro.sample("mean", dist.Normal(3.0, 1.0))
-        f = gaussian("f", factor, white)
+        f = gaussian("f", factor)
         rate = (mean.unsqueeze(-1) + f).exp()
         pyro.sample("count", dist.Poisson(rate).to_event(1), obs=count)
 
@@ -286,16 +283,16 @@ def diabetes_network() -> Callable[[], None]:
 
 BOTH = (AutoNormal, AutoMultivariateNormal)
 POSTERIORS = {
-    "volatility": Posterior(partial(simulated_volatility, 200), "simulated", white=True),
+    "volatility": Posterior(partial(simulated_volatility, 200), "simulated"),
     "inflation": Posterior(inflation_volatility, "statsmodels.datasets.macrodata"),
-    "sunspots": Posterior(sunspots, "statsmodels.datasets.sunspots", white=True),
+    "sunspots": Posterior(sunspots, "statsmodels.datasets.sunspots"),
     "logistic": Posterior(breast_cancer, "sklearn.datasets.load_breast_cancer", BOTH),
     "investment": Posterior(investment, "statsmodels.datasets.grunfeld", BOTH),
     "items": Posterior(item_response, "sklearn.datasets.load_breast_cancer"),
     "schools": Posterior(eight_schools, "Rubin (1981)", BOTH, evidence=schools_evidence),
-    "process": Posterior(iris_process, "sklearn.datasets.load_iris", BOTH, white=True),
+    "process": Posterior(iris_process, "sklearn.datasets.load_iris", BOTH),
     "volatility-white": Posterior(partial(simulated_volatility, 200, True), "simulated"),
     "process-white": Posterior(partial(iris_process, True), "sklearn.datasets.load_iris"),
     "network": Posterior(diabetes_network, "sklearn.datasets.load_diabetes"),
-    "volatility-1000": Posterior(partial(simulated_volatility, 1000), "simulated", white=True),
+    "volatility-1000": Posterior(partial(simulated_volatility, 1000), "simulated"),
 }

@@ -65,9 +65,9 @@ class Rows(GrowingFile[Row]):
         return any((r.key, r.objective) == (key, objective) for r in self.all)
 
     def evidence(self, model: str) -> Row | None:
-        """Of all estimates, by whichever guides, the surest."""
+        """Of all estimates, from whichever guides, the surest."""
         found = [r for r in self.all if (r.model, r.objective) == (model, EVIDENCE)]
-        return max(found, key=lambda row: row.bound - 2 * row.error, default=None)
+        return min(found, key=lambda row: row.error, default=None)
 
     def posteriors(
         self, commit: str, elbo_steps: int, steps: int
