@@ -10,6 +10,7 @@ import torch
 
 from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains
 from pyro_mcvae.evaluation.options import make_options, shows_options
+from pyro_mcvae.evaluation.own_parameters import check_own_parameters, own_parameters
 from pyro_mcvae.evaluation.tables import number, table
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
@@ -156,6 +157,9 @@ def compare_models(
     never said to be worse. Parameters of a model that were fitted to the same data favour the
     larger model; let them be latent, with priors, or judge held-out data.
 
+    Guides that are modules of one class (two ``AutoNormal``) have parameters of the same names:
+    call ``pyro.clear_param_store()`` before each is trained. Each is then judged with its own.
+
     For predictive accuracy by ArviZ's ``compare``, see :func:`to_inference_data`.
 
     :param models: by name ``(model, guide)``; or ``(model, guide, args)``, with a tuple of the
@@ -164,7 +168,8 @@ def compare_models(
     :param model_kwargs: their keyword arguments, in a dict.
     {options}
     :returns: a :class:`ModelComparison`, to print and to :meth:`~ModelComparison.plot`.
-    :raises ValueError: for what is no such dict; and as :func:`log_evidence`.
+    :raises ValueError: for what is no such dict; for modules that hold the same parameters by the
+        same name, since the store was not cleared between them; and as :func:`log_evidence`.
 
     Example::
 
@@ -187,12 +192,14 @@ def compare_models(
     """
     given = make_options("compare_models", options)
     pairs = {n: _programs(n, pair, args, model_kwargs or {}) for n, pair in _items(models)}
+    check_own_parameters(pairs)
     found = {}
     with Progress("models", given.progress, "model") as bar:
         bar.expect(len(pairs))
         for name, programs in pairs.items():
             bar.say(name)
-            found[name] = guide_and_chains(programs, given)[1]
+            with own_parameters(programs):
+                found[name] = guide_and_chains(programs, given)[1]
             bar.step()
     _check_alike(found)
     return ModelComparison(sorted(found.items(), key=lambda item: -float(item[1].total)))

@@ -7,6 +7,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoNormal
 
 from pyro_mcvae import ModelComparison, compare_models, log_evidence
 from tests.models import ConjugateGaussian, HierarchicalGaussian
@@ -115,3 +116,43 @@ def test_arguments():
     exact = HierarchicalGaussian(N=5)
     with pytest.raises(ValueError, match="conditional on theta, which the guide holds"):
         compare_models({"a": (exact.model, exact.guide), "b": pair}, joint=False)
+
+
+def located(mean, cleared):
+    """A Gaussian latent of a given prior mean, and an AutoNormal at its posterior."""
+    if cleared:
+        pyro.clear_param_store()
+
+    def model(x):
+        z = pyro.sample("z", dist.Normal(mean, 1.0))
+        pyro.sample("x", dist.Normal(z, 0.5), obs=x)
+
+    guide = AutoNormal(model, init_loc_fn=lambda site: torch.tensor((mean + 4 * 3.0) / 5))
+    guide(torch.tensor(3.0))
+    guide.scales.z = torch.tensor(0.2**0.5)
+    return model, guide
+
+
+def test_guides_of_one_class_are_judged_with_their_own_parameters():
+    """Pyro's store has those of the last one by the same name."""
+    x, means = torch.tensor(3.0), {"near": 0.0, "far": 20.0}
+    pairs = {name: located(mean, cleared=True) for name, mean in means.items()}
+    store = pyro.get_param_store()
+    before = {name: value.clone() for name, value in store.items()}
+    objects = dict(store._params)
+    found = compare_models(pairs, x, num_particles=50, seed=0)
+    for name, mean in means.items():
+        exact = dist.Normal(mean, 1.25**0.5).log_prob(x)
+        assert float(found[name].total) == pytest.approx(float(exact), abs=1e-4)
+    assert {n: v.item() for n, v in before.items()} == {n: v.item() for n, v in store.items()}
+    assert all(store._params[n] is value for n, value in objects.items())
+
+
+def test_guides_that_share_the_store_are_refused():
+    pyro.clear_param_store()
+    pairs = {name: located(mean, cleared=False) for name, mean in {"a": 0.0, "b": 20.0}.items()}
+    with pytest.raises(ValueError, match=r"'AutoNormal.locs.z' is one and the same in modules of"):
+        compare_models(pairs, torch.tensor(3.0), num_particles=50, seed=0)
+    model, guide = pairs["a"]
+    found = compare_models({"a": (model, guide), "b": (model, guide)}, torch.tensor(3.0), seed=0)
+    assert found["a"].total == found["b"].total
