@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from pyro_mcvae.compiled.agreement import check_kernels
 from pyro_mcvae.compiled.calls import quick
 from pyro_mcvae.compiled.kernels import in_one_file, instructions
 from pyro_mcvae.compiled.merging import owns_outputs
@@ -79,13 +80,15 @@ class Backend:
                     run = compile_parts(graph, example, partial(_inductor, known))
             else:
                 run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
-            # The first call is the compilation of torch.compile.
+            # Its first call, which is the compilation of torch.compile.
             generators = Generators()
             found = run(*example)
             generators.put_back()
         (output,) = (n for n in graph.graph.nodes if n.op == "output")
         if len(found) != len(output.args[0]):
             raise RuntimeError(f"it returns {len(found)} of {len(output.args[0])} tensors")
+        if self.name == "inductor" and not self.options:
+            check_kernels(run, graph, example)
         return run
 
 

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
+from pyro_mcvae.compiled.agreement import is_close
 from pyro_mcvae.compiled.backends import Backend
 from pyro_mcvae.compiled.dependencies import Dependencies
 from pyro_mcvae.compiled.recording import NotUsable, Outcome, Recording, record
@@ -27,6 +27,8 @@ _PLAIN_STEPS = 2
 _MAX_RECORDINGS = 4
 # After so many comparisons that failed, or programs that changed at each step, it is given up.
 _MAX_FAILURES, _MAX_UNSTABLE = 3, 16
+# So many steps in a row that are not as it assumes, and it is recorded as they are now.
+_MAX_MISSED = 4
 # A recording is compiled at its third use: one that serves once or twice is not worth it.
 _COMPILED_FROM = 3
 _EVERY = 100
@@ -66,7 +68,7 @@ class Case:
     ) -> None:
         self._loss, self._side, self._backend, self._tell = loss, side, backend, tell
         self._recordings: list[Recording] = []
-        self._plain_steps = self._failures = self._unstable = self._unusable = 0
+        self._plain_steps = self._failures = self._unstable = self._unusable = self._uses = 0
         self._seen: Dependencies | None = None
         self.refused = ""
         # Why floats cannot be inputs of its recordings, if so.
@@ -128,6 +130,7 @@ class Case:
 
     def _replayed(self, recording: Recording, call: Call) -> object:
         recording.uses += 1
+        self._uses += 1
         generators = Generators()
         compared = is_due(recording.uses)
         try:
@@ -142,7 +145,11 @@ class Case:
             return self._compared(recording, outcome, call)
         if not outcome.is_usable():
             generators.put_back()
+            recording.missed += 1
+            if recording.missed == _MAX_MISSED:
+                self._failed(recording, "steps take another way now")
             return self._plain_instead(call)
+        recording.missed = 0
         recording.commit(outcome)
         return self._side.handed(recording, outcome)
 
@@ -157,7 +164,7 @@ class Case:
     def _plain_instead(self, call: Call) -> object:
         """For steps that are not finite, or take another way than the recorded one."""
         self._unusable += 1
-        if self._unusable >= 8 and 2 * self._unusable > sum(r.uses for r in self._recordings):
+        if self._unusable >= 8 and 2 * self._unusable > self._uses:
             self._refuse("more than half of its steps take another way than the recorded one")
         return self._side.plain(call)
 
@@ -187,22 +194,10 @@ class Case:
 def _agree(
     recording: Recording, outcome: Outcome, results: list[Tensor], gradients: list[Tensor]
 ) -> bool:
-    states = [recording.constants[i] for i in recording.updated]
+    updates = zip(recording.updates, outcome.updated, strict=True)
     pairs = [
         *zip(outcome.results, results, strict=True),
         *zip(outcome.gradients, gradients, strict=True),
-        *zip(outcome.updated, states, strict=True),
+        *(u.done(recording.constants[u.constant], new) for u, new in updates),
     ]
-    return all(_is_close(a, b) for a, b in pairs)
-
-
-def _is_close(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape:
-        return False
-    found, expected = found.detach().to(expected.dtype), expected.detach()
-    if not expected.is_floating_point():
-        return bool((found == expected).all())
-    # Rounding, which a long chain magnifies.
-    tolerance = 64 * torch.finfo(expected.dtype).eps ** 0.75
-    error, size = (found - expected).norm(), expected.norm()
-    return bool((error <= tolerance * (1 + size)) | ~(error + size).isfinite())
+    return all(is_close(a, b) for a, b in pairs)

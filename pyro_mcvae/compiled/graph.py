@@ -11,20 +11,20 @@ from torch.fx import GraphModule, Node
 from torch.fx.graph import Graph
 
 from pyro_mcvae.compiled.merging import merge_equal, own_outputs
-from pyro_mcvae.compiled.operations import is_pure, roots, settled, targets
-from pyro_mcvae.compiled.refusal import NotRecordable
+from pyro_mcvae.compiled.operations import is_pure, roots, settled
+from pyro_mcvae.compiled.updates import Update, take_out_updates
 
 __all__ = ["as_function"]
 
 _aten = torch.ops.aten
 
 
-def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[int]]:
+def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[Update]]:
     """
     Lift what a graph holds to its first inputs, and what it updates in place to its last outputs.
 
-    :returns: the graph ``(*constants, *inputs) -> (*outputs, *updated)``, the constants, and which
-        of them are updated. Its outputs share no memory, with each other or with inputs.
+    :returns: the graph ``(*constants, *inputs) -> (*outputs, *updates)``, the constants, and what
+        is updated of them. Its outputs share no memory, with each other or with inputs.
     :raises NotRecordable: if an input is written to.
     """
     graph = recorded.graph
@@ -32,12 +32,11 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     _read_shapes(graph)
     _remove_dead(graph)
     constants = _lift(recorded)
-    updated = _take_out_updates(graph)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    updates = take_out_updates(graph, inputs[: len(constants)])
     merge_equal(graph)
     own_outputs(graph)
-    order = [n for n in graph.nodes if n.op == "placeholder"][: len(constants)]
-    found = GraphModule(torch.nn.Module(), graph)
-    return found, constants, [order.index(node) for node in updated]
+    return GraphModule(torch.nn.Module(), graph), constants, updates
 
 
 def _remove_dead(graph: Graph) -> None:
@@ -116,26 +115,3 @@ def _lift(recorded: GraphModule) -> list[Tensor]:
         node.replace_all_uses_with(found[id(held)])
         graph.erase_node(node)
     return constants
-
-
-def _take_out_updates(graph: Graph) -> list[Node]:
-    """Let updates go to copies, which are returned; the constants that they were meant for."""
-    held = [n for n in targets(graph) if n.op == "placeholder"]
-    (output,) = (n for n in graph.nodes if n.op == "output")
-    copies = []
-    for node in held:
-        if not node.name.startswith("constant_"):
-            raise NotRecordable("a program writes to a tensor that it is called with")
-        with graph.inserting_after(_last_input(graph)):
-            copy = graph.call_function(_aten.clone.default, (node,))
-        node.replace_all_uses_with(copy)
-        copy.args = (node,)
-        copies.append(copy)
-    returned = output.args[0]
-    assert isinstance(returned, list | tuple)
-    output.args = ((*returned, *copies),)
-    return held
-
-
-def _last_input(graph: Graph) -> Node:
-    return [n for n in graph.nodes if n.op == "placeholder"][-1]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # names that other versions of PyTorch may not have
     from torch._C import Argument as SchemaArgument
     from torch._C import FunctionSchema
 
-__all__ = ["is_pure", "roots", "settled", "targets"]
+__all__ = ["is_pure", "roots", "settled", "targets", "written"]
 
 _aten = torch.ops.aten
 # Running statistics, which these update without saying so in their schema.

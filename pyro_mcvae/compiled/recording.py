@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 import pyro
 import torch
@@ -21,6 +22,7 @@ from pyro_mcvae.compiled.reading import Reading, ReadingMode
 from pyro_mcvae.compiled.refusal import NotRecordable, said_by
 from pyro_mcvae.compiled.signature import Call
 from pyro_mcvae.compiled.tracing import trace
+from pyro_mcvae.compiled.updates import Update
 from pyro_mcvae.compiled.writes import Slot, Spaces
 from pyro_mcvae.ops.recording import assumptions
 
@@ -42,14 +44,14 @@ class Outcome:
     :ivar assumed: whether what the recording assumes was so; None if it assumes nothing.
     :ivar gradients: one for each of the recording's leaves.
     :ivar written: the new values of each slot.
-    :ivar updated: the new values of the tensors that are updated in place.
+    :ivar updated: what each update in place writes.
     """
 
     results: list[Tensor]
     assumed: Tensor | None
     gradients: list[Tensor]
     written: list[list[Tensor]]
-    updated: list[Tensor]
+    updated: list[list[Tensor]]
 
     def is_usable(self) -> bool:
         """Whether the step is one that the plain loss would have taken, too; reads its values."""
@@ -67,11 +69,12 @@ class Recording:
     :ivar params: names of ``pyro.param`` statements and the parameters behind them.
     :ivar param_sites: these statements as Pyro's handlers see them, without values.
     :ivar dependencies: what the graph took for constant.
+    :ivar missed: how many steps in a row were not as it assumes.
     """
 
     graph: GraphModule
     constants: list[Tensor]
-    updated: list[int]
+    updates: list[Update]
     leaves: list[Tensor]
     params: list[tuple[str, Tensor]]
     param_sites: dict[str, dict[str, object]]
@@ -82,6 +85,7 @@ class Recording:
     assumes: bool
     dependencies: Dependencies
     uses: int = 0
+    missed: int = 0
     run: Run | None = None
     _sources: list[tuple[int, Slot]] = field(default_factory=list)
 
@@ -112,19 +116,18 @@ class Recording:
 
     def outcome(self, outputs: list[Tensor]) -> Outcome:
         """Sort a graph's outputs."""
-        parts, start = [], 0
-        for size in self.sizes:
-            parts.append(list(outputs[start : start + size]))
-            start += size
-        results, assumed, gradients, *written = parts
+        given = iter(outputs)
+        sizes = [*self.sizes, *(update.num_outputs for update in self.updates)]
+        results, assumed, gradients, *rest = [list(islice(given, size)) for size in sizes]
+        slots = len(self.slots)
         return Outcome(
-            results, assumed[0] if assumed else None, gradients, written, list(outputs[start:])
+            results, assumed[0] if assumed else None, gradients, rest[:slots], rest[slots:]
         )
 
     def commit(self, outcome: Outcome) -> None:
         """Write what the step writes besides gradients."""
-        for i, new in zip(self.updated, outcome.updated, strict=True):
-            self.constants[i].detach().copy_(new)
+        for update, new in zip(self.updates, outcome.updated, strict=True):
+            update.write(self.constants[update.constant], new)
         for slot, tensors in zip(self.slots, outcome.written, strict=True):
             slot.write(tensors)
 
@@ -218,7 +221,7 @@ def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
     try:
         traced = trace(step, call.inputs())
         check_unchanged(before, others, step.slots, names)
-        graph, constants, updated = as_function(traced)
+        graph, constants, updates = as_function(traced)
     except NotRecordable:
         spaces.put_back()
         raise
@@ -228,7 +231,7 @@ def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
     recording = Recording(
         graph,
         constants,
-        updated,
+        updates,
         step.leaves,
         step.params,
         step.param_sites,

@@ -168,13 +168,13 @@ def _record(
         return tensors
 
     try:
-        graph, constants, updated = as_function(trace(function, inputs))
+        graph, constants, updates = as_function(trace(function, inputs))
         check_unchanged(before, others, [], names)
     except NotRecordable:
         raise
     except Exception as error:
         raise NotRecordable(said_by(error)) from error
-    if updated:
+    if updates:
         raise NotRecordable("it updates tensors in place")
     tensors, fixed, assumes = made[0]
     about = _about(inputs)

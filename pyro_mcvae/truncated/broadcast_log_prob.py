@@ -139,7 +139,7 @@ def _all_ordinary(logits: Tensor) -> bool:
     if not chain_density.costs_nothing_to_read(logits) or not logits.numel():
         return False
     low, high = torch.aminmax(logits.detach())
-    return float(low) > -1e30 and float(high) <= 0.0
+    return bool((low > -1e30) & (high <= 0.0))
 
 
 def _product(value: Tensor, logits: Tensor, event: torch.Size) -> Tensor:

@@ -1,6 +1,7 @@
 """Seconds per epoch of truncated posteriors over N, H and S, beside the memory of the states.
 
     PYTHONPATH=. python tests/benchmarks/truncated.py            # settings with published figures
+    PYTHONPATH=. python tests/benchmarks/truncated.py --compiled # plain, replayed and compiled in turns
     PYTHONPATH=. python tests/benchmarks/truncated.py --scaling  # slopes over N, H and S
     PYTHONPATH=. python tests/benchmarks/truncated.py --figure scaling.png  # and a log-log plot
 
@@ -9,6 +10,7 @@ CPU seconds on one thread; the first epoch is not counted.
 
 import argparse
 import math
+import statistics
 import time
 
 import pyro
@@ -16,6 +18,7 @@ import pyro.distributions as dist
 import torch
 
 from pyro_mcvae import (
+    CompiledELBO,
     EvolutionaryUpdate,
     InformedFlips,
     TraceTruncated_ELBO,
@@ -25,9 +28,18 @@ from pyro_mcvae import (
 
 
 def measure(
-    N=500, H=64, S=64, update=(5, 4, 1), batch=32, mutation=None, gradient_states=None, epochs=3
+    N=500,
+    H=64,
+    S=64,
+    update=(5, 4, 1),
+    batch=32,
+    mutation=None,
+    gradient_states=None,
+    epochs=3,
+    backend=None,
+    warm=1,
 ):
-    """CPU seconds of an epoch, and the bytes of the states."""
+    """CPU seconds of an epoch, and the bytes of the states; recorded if a backend is given."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     decoder = torch.nn.Sequential(
@@ -45,11 +57,11 @@ def measure(
     evolution = EvolutionaryUpdate(*update, mutation=mutation or InformedFlips())
     guide = TruncatedPosterior(model, S, evolution)
     elbo = TraceTruncated_ELBO(num_gradient_states=gradient_states, max_plate_nesting=1)
-    module = elbo(model, guide)
+    module = (elbo if backend is None else CompiledELBO(elbo, backend))(model, guide)
     optimizer = torch.optim.Adam([*decoder.parameters(), logits, log_sigma], lr=1e-3)
     start = 0.0
-    for epoch in range(epochs + 1):
-        if epoch == 1:
+    for epoch in range(warm + epochs):
+        if epoch == warm:
             start = time.process_time()
         for index in torch.randperm(N).split(batch):
             optimizer.zero_grad()
@@ -57,6 +69,30 @@ def measure(
             optimizer.step()
     seconds = (time.process_time() - start) / epochs
     return seconds, sum(b.numel() * b.element_size() for b in guide.buffers())
+
+
+def sides(rounds=3):
+    """Seconds of an epoch: plain, replayed and compiled, in turns, with uniform flips."""
+    for settings in (
+        {"N": 500, "S": 200, "update": (10, 9, 4)},
+        {"N": 2000, "S": 64},
+        {"N": 2000, "S": 64, "batch": 512},
+    ):
+        found = {None: [], "eager": [], "inductor": []}
+        for _ in range(rounds):
+            for backend, seconds in found.items():
+                # Its first epochs record and compile, and the last minibatch is smaller.
+                epochs = 4 if "batch" in settings else 2
+                run = measure(
+                    mutation=UniformFlips(), backend=backend, epochs=epochs, **settings, warm=epochs
+                )
+                seconds.append(run[0])
+        plain, replay, inductor = (statistics.median(s) for s in found.values())
+        print(
+            f"{settings}: plain {plain:.3f} s, replay {replay:.3f} ({replay / plain:.2f}), "
+            f"Inductor {inductor:.3f} ({inductor / plain:.2f})",
+            flush=True,
+        )
 
 
 SCALES = {
@@ -122,8 +158,11 @@ if __name__ == "__main__":
     parser.add_argument("--figure", metavar="PNG", help="--scaling, drawn")
     torch.set_num_threads(1)
     pyro.enable_validation(False)
+    parser.add_argument("--compiled", action="store_true", help="plain, replayed and compiled")
     args = parser.parse_args()
-    if args.scaling or args.figure:
+    if args.compiled:
+        sides()
+    elif args.scaling or args.figure:
         found = {name: scaling(name) for name in SCALES}
         if args.figure:
             draw(found, args.figure)

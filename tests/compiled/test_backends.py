@@ -1,7 +1,10 @@
 """Ways to run a recording: its parts, compilers, and none."""
 
+import contextlib
+import itertools
 import logging
 import math
+from collections.abc import Callable
 
 import pyro
 import pytest
@@ -15,9 +18,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pyro_mcvae import ULA, CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.compiled import kernels, repeats
+from pyro_mcvae.compiled.agreement import check_kernels
 from pyro_mcvae.compiled.recording import record
 from pyro_mcvae.compiled.repeats import compile_parts, cuts
 from pyro_mcvae.compiled.signature import Call
+from pyro_mcvae.compiled.tracing import trace
 from tests.compiled.programs import Net, batches, make, train
 
 
@@ -129,6 +134,39 @@ def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFix
     assert "replayed without a compiler from now on" in lines[0]
 
 
+def _noisy(x: Tensor) -> list[Tensor]:
+    return [x.exp() + torch.randn_like(x), (x > 0).sum()]
+
+
+RUNS: dict[str, tuple[Callable[[list[Tensor], int], list[Tensor]], str]] = {
+    "the same": (lambda found, call: found, ""),
+    "rounded otherwise": (lambda found, call: [found[0] * (1 + 1e-6), found[1]], ""),
+    "another decision, once": (lambda found, call: [found[0] + (call == 1), found[1]], ""),
+    "wrong by a percent": (lambda found, call: [found[0] * 1.01, found[1]], "output 0 of 2"),
+    "miscounted": (lambda found, call: [found[0], found[1] + 1], "output 1 of 2"),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_compiled_kernels_are_compared_with_the_recording(kind: str) -> None:
+    change, wrong = RUNS[kind]
+    x, calls = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float32), itertools.count(1)
+    graph = trace(_noisy, [x])
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match=wrong) if wrong else contextlib.nullcontext():
+        check_kernels(lambda x: change(graph(x), next(calls)), graph, [x])
+    assert wrong or torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_are_as_exact_as_the_coarsest_type_of_the_recording(kind: torch.dtype) -> None:
+    x = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float32)
+    graph = trace(lambda x: [x.to(kind).exp().float()], [x])
+    passes = contextlib.nullcontext() if kind == torch.bfloat16 else pytest.raises(RuntimeError)
+    with passes:
+        check_kernels(lambda x: [graph(x)[0] * 1.01], graph, [x])
+
+
 def test_a_backend_of_torch_compile() -> None:
     losses, _ = train(make(), TraceSGVB_ELBO())
     found, _ = train(make(), CompiledELBO(TraceSGVB_ELBO(), backend="aot_eager"))
@@ -197,10 +235,10 @@ OPTIONS = [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}]
 
 
 @pytest.mark.slow
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_on_a_gpu(options: dict[str, str]) -> None:
-    # pytest -m 'slow or not slow' tests -k 'gpu or cuda'
     net: Net = make().to("cuda", torch.float32)
     plain = TraceSIS_ELBO(2, max_plate_nesting=1).to("cuda")
     loss = CompiledELBO(plain, **options)  # type: ignore[arg-type]
