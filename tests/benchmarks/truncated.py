@@ -1,7 +1,7 @@
 """Seconds per epoch of truncated posteriors over N, H and S, beside the memory of the states.
 
     PYTHONPATH=. python tests/benchmarks/truncated.py            # settings with published figures
-    PYTHONPATH=. python tests/benchmarks/truncated.py --compiled # plain, replayed and compiled in turns
+    PYTHONPATH=. python tests/benchmarks/truncated.py --compiled # plain, replayed, compiled
     PYTHONPATH=. python tests/benchmarks/truncated.py --scaling  # slopes over N, H and S
     PYTHONPATH=. python tests/benchmarks/truncated.py --figure scaling.png  # and a log-log plot
 
