@@ -21,6 +21,7 @@ from torch.distributions import biject_to
 
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
 from pyro_mcvae.programs.errors import NoCoordinateError
+from pyro_mcvae.programs.masks import with_mask
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.sites import is_masked, known_support, layers
 from pyro_mcvae.programs.types import Distribution
@@ -198,19 +199,14 @@ def _support(fn: Distribution) -> Any:
 
 def _without_masks(fn: Distribution) -> Any:
     """The distribution of what is drawn, with the density of masked entries, too."""
-    if not is_masked(fn):
-        return fn
-    if isinstance(fn, dist.torch_distribution.MaskedDistribution):
-        return _without_masks(fn.base_dist)
-    if isinstance(fn, torch.distributions.Independent):
-        base = _without_masks(fn.base_dist)
-        return dist.Independent(base, fn.reinterpreted_batch_ndims)
-    if isinstance(fn, dist.torch_distribution.ExpandedDistribution):
-        return _without_masks(fn.base_dist).expand(fn.batch_shape)
-    raise NoCoordinateError(
-        f"{type(fn).__name__} transforms a distribution that masks itself: mask the result, as in "
-        f"{type(fn).__name__}(...).mask(...)"
-    )
+    bare = with_mask(fn, None) if is_masked(fn) else fn
+    if bare is None or is_masked(bare):
+        name = type(bare).__name__
+        raise NoCoordinateError(
+            f"{name} transforms a distribution that masks itself: mask the result, as in "
+            f"{name}(...).mask(...)"
+        )
+    return bare
 
 
 class ValueCoordinate(Coordinate):

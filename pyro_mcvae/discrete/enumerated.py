@@ -10,6 +10,7 @@ from pyro.ops import packed
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_mcvae.discrete.score_function import score_of_draw
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_choice import SiteSlots
 from pyro_mcvae.discrete.slots import SLOTS
@@ -180,14 +181,11 @@ def _detached(path: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scored(term: Term, plates: frozenset[str]) -> ScoredSite:
-    site, score = term.site, torch.as_tensor(term.score)
+    site, score = term.site, score_of_draw(term)
     slots = site["infer"].get(SLOTS)
     if slots is None:
         one = torch.ones_like(score).unsqueeze(0)
         slots = SiteSlots(SiteOptions(0, 1), None, Choice(site["value"], one, one > 0))
-    if sites.is_masked(site["fn"]) and slots.support is not None:
-        # A mask takes density out of the cost, not out of the draw.
-        score = slots.support.fn.log_prob(site["value"])
     weight, dim = slots.choice.weight.to(score.dtype), site["infer"].get("_enumerate_dim")
     weight = weight[0] if dim is None else _slots_to(weight, dim)
     symbol = site["infer"].get("_enumerate_symbol")

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain
+from pyro_mcvae.discrete.score_function import score_of_draw
 from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.elbos.estimate import add_up
 from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.sites import is_masked
-from pyro_mcvae.programs.supports import unmasked
 from pyro_mcvae.programs.terms import Term
 
 __all__ = ["OneSlot", "SlotAverage"]
@@ -172,13 +171,14 @@ class SlotAverage(OneSlot):
         others = self._product([self._weights[n] for n in beside], cost)
         upstream = self._product([self._weights[n] for n in site.before], cost)
         weight, sampled = self._weights[name], self._made(name, "sampled")
+        score = self._of_block(name, lambda t, i: score_of_draw(t))
         node = self._sample.runs[0].guide_trace.nodes[name]
         return self._draws.made(name)[0].surrogate(
             node,
             programs,
             weight=self._by_slot(name, self._few(weight))[:, :, 0],
             sampled=self._by_slot(name, self._few(sampled))[:, :, 0] > 0,
-            score=self._by_slot(name, self._few(self._of_block(name, _score)))[:, :, 0],
+            score=self._by_slot(name, self._few(score))[:, :, 0],
             cost=self._by_slot(name, _times(others, cost)).sum(2),
             upstream=self._by_slot(name, upstream)[:1, :, 0],
             value=self._by_slot(name, self._few(self._values(name)))[:, :, 0],
@@ -228,14 +228,6 @@ class SlotAverage(OneSlot):
         size = self._plan.size(self._plan.sites[name].block)
         shape = -1, self._plan.counts[name], self._plan.stride(name)
         return value[:, :size].unflatten(1, shape).movedim(2, 0)
-
-
-def _score(term: Term, i: int) -> Tensor:
-    fn = term.site["fn"]
-    # A mask takes density out of the weight, not out of the draw.
-    return (
-        unmasked(fn).log_prob(term.site["value"]) if is_masked(fn) else torch.as_tensor(term.score)
-    )
 
 
 def _times(weight: Tensor, value: Tensor) -> Tensor:

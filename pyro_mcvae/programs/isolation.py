@@ -9,6 +9,7 @@ import pyro
 import torch
 from pyro import poutine
 
+from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.programs.batch_norm import FixedStatistics
 
 __all__ = ["isolated", "rewindable"]
@@ -38,13 +39,12 @@ def rewindable(active: bool) -> AbstractContextManager[Callable[[], bool]]:
 
 @contextmanager
 def _rewinding() -> Iterator[Callable[[], bool]]:
-    state = pyro.util.get_rng_state()
-    device = torch.cuda.is_initialized() and torch.cuda.get_rng_state()
+    # Of Python and NumPy, too.
+    host, generators = pyro.util.get_rng_state(), Generators()
 
     def rewind() -> bool:
-        pyro.util.set_rng_state(state)
-        if device is not False:
-            torch.cuda.set_rng_state(device)
+        pyro.util.set_rng_state(host)
+        generators.put_back()
         return True
 
     yield rewind

@@ -515,6 +515,33 @@ def test_a_second_look_at_the_programs_draws_nothing(monkeypatch):
     assert found == losses()
 
 
+@pytest.mark.parametrize("loss", [TraceRaoBlackwell_ELBO, TraceIWAE_ELBO, TraceSIS_ELBO])
+def test_a_mask_inside_of_an_event_takes_no_density_out_of_the_draw(loss):
+    """What is masked counts in no weight, and steers the model all the same."""
+    mask, x = torch.tensor([[True, True], [False, True]]), torch.tensor([0.5, 2.0])
+    logits, elbo = torch.tensor([[0.3, -0.2], [0.4, 0.1]]), loss(num_categories=ALL)
+
+    def draw(fn):
+        return pyro.sample("b", fn.mask(mask).to_event(1)).sum(-1)
+
+    def model():
+        with pyro.plate("data", 2):
+            pyro.sample("x", dist.Normal(draw(dist.Bernoulli(torch.full((2, 2), 0.3))), 1), obs=x)
+
+    def guide():
+        with pyro.plate("data", 2):
+            draw(dist.Bernoulli(logits=pyro.param("logits", logits)))
+
+    elbo.loss_and_grads(model, guide)
+    exact, free = 0.0, logits.detach().clone().requires_grad_()
+    for b in torch.cartesian_prod(torch.arange(2.0), torch.arange(2.0)):
+        log_q, log_p = dist.Bernoulli(logits=free).log_prob(b), dist.Bernoulli(0.3).log_prob(b)
+        log_weight = dist.Normal(b.sum(), 1).log_prob(x) + (mask * (log_p - log_q)).sum(-1)
+        exact = exact - (log_q.sum(-1).exp() * log_weight).sum()
+    exact.backward()
+    torch.testing.assert_close(pyro.param("logits").unconstrained().grad, free.grad)
+
+
 def test_chains_begin_at_the_density_of_the_guide_at_each_slot():
     """Draws before a site are common to its slots, and log q(y | z) is part of the base density."""
     program, elbo = PROGRAMS["around"], TraceSIS_ELBO(2, ULA(0.1), num_particles=2)
