@@ -102,7 +102,6 @@ class Term:
         shape ``[leading, *batch]``.
     :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through.
     :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.
-    :ivar plate_scale: N/B of the plates around the site.
     :ivar left_out: whether it is the draw of an auxiliary variable, whose density has no place in
         the weight.
     :ivar members: of a sum over enumerated sites of the model: the factors that were summed, not
@@ -112,7 +111,6 @@ class Term:
     key: FactorKey
     site: Site
     log_prob: Tensor
-    plate_scale: float = 1.0
     entropy: Tensor | int = 0
     score: Tensor | int = 0
     left_out: bool = False
@@ -121,6 +119,11 @@ class Term:
     @property
     def in_guide(self) -> bool:
         return self.key.program == "guide"
+
+    @cached_property
+    def plate_scale(self) -> float:
+        """N/B of the plates around the site."""
+        return sites.subsampling_scale(self.site["cond_indep_stack"])
 
     def without_density(self) -> Term:
         """A draw of the guide that was made, and has its score, but is no factor."""
@@ -170,8 +173,7 @@ def model_term(site: Site, key: FactorKey | None = None, log_prob: Tensor | None
     """The log density of a scored site of the model; ``key`` and density where they are known."""
     if log_prob is None:
         log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
-    key = key or FactorKey("model", site["name"])
-    return Term(key, site, log_prob, sites.subsampling_scale(site["cond_indep_stack"]))
+    return Term(key or FactorKey("model", site["name"]), site, log_prob)
 
 
 def guide_term(site: Site, key: FactorKey | None = None) -> Term:
@@ -182,7 +184,7 @@ def guide_term(site: Site, key: FactorKey | None = None) -> Term:
         return _scored_term(site, key)
     # From the noise that the value was made of; see NoiseCoordinate.log_prob.
     log_prob = sites.masked(site, known)
-    return Term(key, site, log_prob, sites.subsampling_scale(site["cond_indep_stack"]), log_prob)
+    return Term(key, site, log_prob, log_prob)
 
 
 def _scored_term(site: Site, key: FactorKey) -> Term:
@@ -199,8 +201,7 @@ def _scored_term(site: Site, key: FactorKey) -> Term:
     else:
         entropy = sites.masked(site, parts.entropy_term)
     score = 0 if is_identically_zero(parts.score_function) else parts.score_function
-    scale = sites.subsampling_scale(site["cond_indep_stack"])
-    return Term(key, site, log_prob, scale, entropy, score)
+    return Term(key, site, log_prob, entropy, score)
 
 
 def model_terms(model_trace: Trace) -> list[Term]:
@@ -225,5 +226,4 @@ def observed_terms(guide_trace: Trace) -> list[Term]:
 
 def _observed_term(site: Site) -> Term:
     log_prob = sites.masked(site, sites.unscaled_log_prob(site, "guide"))
-    key = FactorKey("guide", site["name"])
-    return Term(key, site, log_prob, sites.subsampling_scale(site["cond_indep_stack"]), log_prob)
+    return Term(FactorKey("guide", site["name"]), site, log_prob, log_prob)

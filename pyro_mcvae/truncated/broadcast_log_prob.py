@@ -26,7 +26,7 @@ from torch.nn.functional import mse_loss, softplus
 from pyro_mcvae.coordinates import chain_density
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.precision import without_autocast
-from pyro_mcvae.programs.sites import masked, subsampling_scale, unscaled_log_prob
+from pyro_mcvae.programs.sites import masked, unscaled_log_prob
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, Site
 
@@ -79,7 +79,7 @@ def broadcast_term(site: Site) -> Term:
     if log_prob is None:
         log_prob = unscaled_log_prob(site, "model")
     key = FactorKey("model", site["name"])
-    return Term(key, site, masked(site, log_prob), subsampling_scale(site["cond_indep_stack"]))
+    return Term(key, site, masked(site, log_prob))
 
 
 def _normal(base: Distribution, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from pyro_mcvae.programs.messengers import Recorder, SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_latent, subsampling_scale
+from pyro_mcvae.programs.sites import is_latent
 from pyro_mcvae.programs.terms import Term, guide_term, scored
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
@@ -269,8 +269,7 @@ class JointRuns:
 def _no_density(site: Site) -> Term:
     """The guide's term of a searched site: zero, and of no dtype that others would take."""
     zero = torch.zeros((), dtype=torch.int8, device=site["value"].device)
-    scale = subsampling_scale(site["cond_indep_stack"])
-    return Term(FactorKey("guide", site["name"]), site, zero, scale)
+    return Term(FactorKey("guide", site["name"]), site, zero)
 
 
 def _expanded(site: Site, count: int, nesting: int) -> Tensor:
