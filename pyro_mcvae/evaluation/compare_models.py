@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains
+from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains, has_light_tail
 from pyro_mcvae.evaluation.options import make_options, shows_options
 from pyro_mcvae.evaluation.own_parameters import check_own_parameters, own_parameters
 from pyro_mcvae.evaluation.tables import number, table
@@ -135,7 +135,7 @@ class ModelComparison(dict[str, LogEvidence]):
 
 
 def _is_doubtful(evidence: LogEvidence) -> bool:
-    near = evidence.pareto_k + 2 * evidence.pareto_k_error > 0.7
+    near = ~has_light_tail(evidence, 0.7)
     return bool(evidence.unreliable.any()) or float(near.double().mean()) > _FEW
 
 

@@ -16,7 +16,7 @@ from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.pareto import tail_length
 from pyro_mcvae.programs.execution import Programs
 
-__all__ = ["LogEvidence", "estimate", "guide_and_chains", "log_evidence"]
+__all__ = ["LogEvidence", "estimate", "guide_and_chains", "has_light_tail", "log_evidence"]
 
 # Weights, below which k-hat says little of their tail.
 _ENOUGH = 500
@@ -118,7 +118,7 @@ class LogEvidence:
         Where the standard error may be too small: :math:`\hat k` plus two errors is above 0.5, or
         fewer than 500 weights are too few to know their tail; not where all weights are equal.
         """
-        known = self.pareto_k + 2 * self.pareto_k_error <= 0.5
+        known = has_light_tail(self, 0.5)
         if self.num_particles < _ENOUGH:
             known = self.pareto_k.isneginf()
         return ~known
@@ -144,6 +144,14 @@ class LogEvidence:
         if self.given:
             lines.append(f"given {', '.join(self.given)}")
         return "\n".join(lines)
+
+
+def has_light_tail(found: LogEvidence, most: float) -> Tensor:
+    r"""
+    Where the weights' :math:`\hat k` plus two of its errors is at most ``most``, or all weights are
+    equal; not where there are too few to say.
+    """
+    return found.pareto_k + 2 * found.pareto_k_error <= most
 
 
 @judge()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.evaluation.escalation import is_sure, settled
-from pyro_mcvae.evaluation.evidence import LogEvidence
+from pyro_mcvae.evaluation.evidence import LogEvidence, has_light_tail
 from pyro_mcvae.evaluation.trained_loss import TrainedLoss
 from pyro_mcvae.ops.checks import check_count
 
@@ -79,9 +79,8 @@ class Findings:
         Where the guide's weights would show what its draws reach: heavier tails find less, and
         where many are heavy, the guide is too narrow, and some k-hats are good by chance.
         """
-        guide = self.guide
-        good = guide.pareto_k.isneginf() | (guide.pareto_k + 2 * guide.pareto_k_error <= 0.7)
-        return good & (guide.unreliable.double().mean() <= 0.5)
+        few = self.guide.unreliable.double().mean() <= 0.5
+        return has_light_tail(self.guide, 0.7) & few
 
     @property
     def _looked(self) -> LogEvidence | None:
