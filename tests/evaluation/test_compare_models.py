@@ -89,6 +89,8 @@ def test_what_k_hat_allows_to_say():
     assert "a has the highest" not in low.verdict
     chance = judged({"a": 0.0, "b": -3.0}, {"b": 0.6})  # 0.16 is the error of k-hat
     assert chance.best == ["a", "b"]
+    few = judged({"a": 0.0, "b": -3.0}, {"b": math.nan})  # too few weights to know their tail
+    assert few.best == ["a", "b"]
     lead = judged({"a": 0.0, "b": -3.0}, {"a": 0.9})
     assert lead.best == ["a"]
     assert "its lead can only be larger" in lead.verdict
