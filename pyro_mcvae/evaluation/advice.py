@@ -51,6 +51,12 @@ def _of_states(report: Findings) -> str:
         )
     if gap < _CLOSE and not heavy:
         return f"The {n} states of a datum hold nearly all of its posterior: they are enough."
+    if gap < _CLOSE:
+        return (
+            f"The {n} states of a datum hold nearly all that was found, but some draws near them "
+            f"weigh heavily, so that more may lie outside: draw more (num_particles=), or keep "
+            f"more states (num_states={4 * n})."
+        )
     return (
         f"{gap:.2f} nats per weight lie outside of the {n} states: search on (guide.fit(..., "
         f"num_steps=100)), and where that finds no better ones keep more (num_states={4 * n})."

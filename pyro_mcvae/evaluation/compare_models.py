@@ -76,11 +76,18 @@ class ModelComparison(dict[str, LogEvidence]):
             said.append(f"{', '.join([top, *close])} cannot be told apart: draw more particles.")
         elif not low:
             said.append(f"{top} has the highest evidence.")
+        unsure = [n for n in low if not bool(self[n].unreliable.any())]
         if low:
             said.append(
                 f"Pareto k of {', '.join(low)} is above 0.7, or may be: a lower bound on the "
                 f"evidence, and it may be the highest. Annealed chains (schedule=10, and more) or "
                 f"a better guide come closer."
+            )
+        if unsure:
+            more = 10 * self[unsure[0]].num_particles
+            said.append(
+                f"What was found for {', '.join(unsure)} is below 0.7, within its error: "
+                f"num_particles={more} may do."
             )
         if top in self.doubtful and not close and not low:
             said.append(

@@ -67,6 +67,7 @@ def models(first: tuple, second: tuple) -> Callable[[int], Row]:
         return {
             "evidence": off < 2 * float(evidence.total_standard_error) + 1e-4,
             "within": abs(value - exact) < 2 * error,
+            "doubtful": bool(found.doubtful),
             "sure": sure,
             "wrong": sure and found.best != [winner],
         }
@@ -125,6 +126,7 @@ def learned(make: Callable[[], Learned]) -> Callable[[int], Row]:
             "evidence": abs(float(evidence.mean) - here["IWAE"])
             < 2 * float(evidence.mean_standard_error) + 1e-4,
             "within": abs(gain - everywhere["IWAE"] + everywhere["ELBO"]) < 2 * error,
+            "doubtful": heavy,
             "sure": sure,
             "wrong": sure and found.best != [winner],
         }
@@ -315,6 +317,10 @@ CASES: dict[str, Callable[[int], Row]] = {
 }
 
 
+def share(rows: list[Row], key: str) -> str:
+    return f"{sum(r[key] for r in rows) / len(rows):.2f}" if rows else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -323,17 +329,17 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has it")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| comparison | seeds | 2 SE: evidence | 2 SE: gain | one winner | wrong winner | CPU |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    head = ["comparison", "seeds", "2 SE: evidence", "2 SE: gain", "k-hat doubtful"]
+    head += ["2 SE: gain, of the others", "one winner", "wrong winner", "CPU"]
+    print(f"| {' | '.join(head)} |\n| --- |{' ---: |' * (len(head) - 1)}")
     for name, judged in CASES.items():
         if args.only in name:
             began = time.process_time()
             rows = [judged(seed) for seed in range(args.seeds)]
             seconds = (time.process_time() - began) / args.seeds
-            shares = (
-                f"{sum(r[key] for r in rows) / len(rows):.2f}"
-                for key in ("evidence", "within", "sure", "wrong")
-            )
+            calm = [r for r in rows if not r["doubtful"]]
+            shares = [share(rows, key) for key in ("evidence", "within", "doubtful")]
+            shares += [share(calm, "within"), share(rows, "sure"), share(rows, "wrong")]
             print(f"| {name} | {args.seeds} | {' | '.join(shares)} | {seconds:.2f} s |", flush=True)
 
 

@@ -87,8 +87,10 @@ def test_what_k_hat_allows_to_say():
     assert low.best == ["a", "b"]
     assert "it may be the highest" in low.verdict
     assert "a has the highest" not in low.verdict
+    assert "num_particles" not in low.verdict
     chance = judged({"a": 0.0, "b": -3.0}, {"b": 0.6})  # 0.16 is the error of k-hat
     assert chance.best == ["a", "b"]
+    assert "found for b is below 0.7, within its error: num_particles=10000 may" in chance.verdict
     few = judged({"a": 0.0, "b": -3.0}, {"b": math.nan})  # too few weights to know their tail
     assert few.best == ["a", "b"]
     lead = judged({"a": 0.0, "b": -3.0}, {"a": 0.9})

@@ -1,6 +1,7 @@
 """What every judge says of a truncated posterior, beside sums over all states."""
 
 import math
+from dataclasses import replace
 
 import pyro
 import pyro.distributions as dist
@@ -115,6 +116,10 @@ def test_the_gap_is_what_lies_outside_of_the_states():
     assert "4 states exactly, the rest by draws near them" in str(found)
     assert abs(found.prior.total - exact(binary).sum()) < 4 * found.prior.total_standard_error
     assert not found.misses
+    heavy = replace(found.guide, pareto_k=torch.full_like(found.guide.pareto_k, 0.9))
+    near = replace(heavy, bound=heavy.log_evidence - 1e-3)
+    unsure = replace(found, guide=near, evidence=near)
+    assert "hold nearly all that was found, but some draws near them weigh" in unsure.advice
     enough = report(binary, TruncatedPosterior(binary, num_states=32), loss=TraceTruncated_ELBO())
     assert "nearly all of its posterior: they are enough" in enough.advice
     assert enough.trained.bound == pytest.approx(float(exact(binary).mean()))
