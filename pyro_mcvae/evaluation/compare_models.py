@@ -76,7 +76,7 @@ class ModelComparison(dict[str, LogEvidence]):
             said.append(f"{', '.join([top, *close])} cannot be told apart: draw more particles.")
         elif not low:
             said.append(f"{top} has the highest evidence.")
-        unsure = [n for n in low if not bool(self[n].unreliable.any())]
+        unsure = [n for n in low if bool((self[n].pareto_k <= 0.7).all())]
         if low:
             said.append(
                 f"Pareto k of {', '.join(low)} is above 0.7, or may be: a lower bound on the "

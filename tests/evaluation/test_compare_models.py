@@ -93,6 +93,7 @@ def test_what_k_hat_allows_to_say():
     assert "found for b is below 0.7, within its error: num_particles=10000 may" in chance.verdict
     few = judged({"a": 0.0, "b": -3.0}, {"b": math.nan})  # too few weights to know their tail
     assert few.best == ["a", "b"]
+    assert "num_particles" not in few.verdict
     lead = judged({"a": 0.0, "b": -3.0}, {"a": 0.9})
     assert lead.best == ["a"]
     assert "its lead can only be larger" in lead.verdict
