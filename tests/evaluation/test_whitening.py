@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae import HMC, MALA, RandomWalk, log_evidence, refine, sandwich
+from pyro_mcvae import HMC, MALA, RandomWalk, log_evidence, refine, report, sandwich
 from tests.models import (
     ConjugateGaussian,
     DiscreteMixture,
@@ -88,6 +88,18 @@ def test_a_badly_scaled_posterior():
     assert float(plain.total_standard_error) < 0.7
     assert float((white.total - scales.exact).abs()) < 2 * float(white.total_standard_error) + 0.01
     assert float(white.total_standard_error) < 0.1
+
+
+@pytest.mark.slow
+def test_a_report_takes_white_coordinates_where_other_chains_leave_doubt():
+    scales = Scales()
+    options = {"joint": True, "look": False, "seed": 0, "warmup": 10}
+    found = report(scales.model, scales.guide, num_particles=500, **options)
+    assert [chains.whitened for chains in found.chains] == [False, False, True]
+    assert float((found.evidence.total - scales.exact).abs()) < 0.1
+    assert "40 steps, whitened" in str(found)
+    assert "a normal fitted to the posterior" in str(found)
+    assert found.trusted
 
 
 @pytest.mark.slow

@@ -154,10 +154,10 @@ def figure(found: Found, path: Path) -> None:
         panel.set(xscale="log", title=posterior, xlabel="CPU ms a step", ylabel="gap, nats")
         highest = by_name.get("SGVB") or min(by_name.values(), key=lambda row: row.bound)
         panel.set_ylim(0, 1.1 * (evidence.bound - highest.bound))
-        ticks = [1, 2, 5, 10, 20, 50, 100]
+        ticks = [1, 2, 5, 10, 20, 50, 100, 200]
         panel.set_xticks(ticks, map(str, ticks), minor=False)
         panel.set_xticks([], minor=True)
-        panel.set_xlim(0.6, 130)
+        panel.set_xlim(0.5, 250)
     shown = [panel.get_legend_handles_labels() for panel in axes.flat]
     legend = {label: handle for pair in shown for handle, label in zip(*pair, strict=True)}
     drawn.tight_layout(rect=(0, 0.06, 1, 1))
