@@ -100,7 +100,7 @@ def test_the_reference_is_readable_before_sphinx_has_run(name):
     tables = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tables)
     text = (DOCS / "api" / f"{name}.md").read_text(encoding="utf-8")
-    assert tables.with_tables(text) == text
+    assert tables.with_tables(text) == text, "behind the docstrings: python docs/api_tables.py"
     plain = tables.without_tables(text)
     names = re.findall(r"auto(?:class|function):: (?:[\w.]+\.)?(\w+)\n", plain)
     assert names
