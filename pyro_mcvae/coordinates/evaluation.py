@@ -58,10 +58,9 @@ def evaluate(
         if not term.in_guide or not (name in packing.sites or name in held):
             return 0
         if name in held:
-            density = torch.as_tensor(term.score)
-        else:
-            coordinate, at = records[i][name]
-            density = coordinate.log_base(at, term.site["value"])
+            return term.log_prob
+        coordinate, at = records[i][name]
+        density = coordinate.log_base(at, term.site["value"])
         mask = masked_entries(term.site)
         return density if mask is None else torch.where(mask, density, 0.0)
 

@@ -10,7 +10,6 @@ from pyro.ops import packed
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.discrete.score_function import score_of_draw
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_choice import SiteSlots
 from pyro_mcvae.discrete.slots import SLOTS
@@ -181,7 +180,7 @@ def _detached(path: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scored(term: Term, plates: frozenset[str]) -> ScoredSite:
-    site, score = term.site, score_of_draw(term)
+    site, score = term.site, torch.as_tensor(term.score)
     slots = site["infer"].get(SLOTS)
     if slots is None:
         one = torch.ones_like(score).unsqueeze(0)

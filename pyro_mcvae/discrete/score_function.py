@@ -5,24 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_mcvae.programs.masks import with_mask
-from pyro_mcvae.programs.sites import RELAXED, is_masked
-from pyro_mcvae.programs.terms import Term
-
-__all__ = ["leave_one_out_baseline", "score_of_draw", "score_surrogate"]
-
-
-def score_of_draw(term: Term) -> Tensor:
-    """
-    The log density that a site's value was drawn with, batch-shaped.
-
-    A mask of the distribution's own takes density out of the weight, not out of the draw.
-    """
-    fn, value = term.site["fn"], term.site["value"]
-    bare = None
-    if is_masked(fn) and not term.site["infer"].get(RELAXED):
-        bare = with_mask(fn, None)
-    return torch.as_tensor(term.score) if bare is None else bare.log_prob(value)
+__all__ = ["leave_one_out_baseline", "score_surrogate"]
 
 
 def score_surrogate(signal: Tensor, score: Tensor) -> Tensor:

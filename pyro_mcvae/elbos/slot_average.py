@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain
-from pyro_mcvae.discrete.score_function import score_of_draw
 from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.elbos.estimate import add_up
 from pyro_mcvae.ops.importance import normalized_weights
@@ -171,7 +170,7 @@ class SlotAverage(OneSlot):
         others = self._product([self._weights[n] for n in beside], cost)
         upstream = self._product([self._weights[n] for n in site.before], cost)
         weight, sampled = self._weights[name], self._made(name, "sampled")
-        score = self._of_block(name, lambda t, i: score_of_draw(t))
+        score = self._of_block(name, lambda t, i: torch.as_tensor(t.score))
         node = self._sample.runs[0].guide_trace.nodes[name]
         return self._draws.made(name)[0].surrogate(
             node,

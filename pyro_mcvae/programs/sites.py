@@ -17,6 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_mcvae.programs.masks import with_mask
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.relaxed import relaxed_log_prob
 from pyro_mcvae.programs.types import Constraint, Distribution, Site
@@ -239,14 +240,15 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
 
 
 def score_parts(site: Site) -> ScoreParts:
-    """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked."""
+    """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked; the score of the whole draw."""
     if site["infer"].get(RELAXED):
         log_prob = unscaled_log_prob(site, "guide")
         return ScoreParts(log_prob, 0, log_prob)
     if is_random(site) and not reparameterized(site):
         # Not the distribution's own: rejection samplers know the parts of their own draws only.
         log_prob = unscaled_log_prob(site, "guide")
-        return ScoreParts(log_prob, log_prob, 0)
+        drawn = with_mask(site["fn"], None) if is_masked(site["fn"]) else None
+        return ScoreParts(log_prob, log_prob if drawn is None else drawn.log_prob(site["value"]), 0)
     with _naming(site, "guide"):
         return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
 

@@ -1,6 +1,7 @@
 """Laws of the SGVB estimators: exact ELBO and gradient, closed-form KL where it is valid."""
 
 import warnings
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
@@ -9,7 +10,7 @@ import torch
 from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch.distributions import kl_divergence
 
-from pyro_mcvae import TraceSGVB_ELBO
+from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
 from pyro_mcvae.programs.execution import Programs
 from tests.estimates import assert_gradient, assert_mean, gradients, take_gradients, values
 from tests.models import (
@@ -243,6 +244,34 @@ def test_per_datum_values_leave_out_the_scale_of_minibatches():
     elbo = averaged(10)
     found = [elbo.bounds(exact.model, exact.guide).total for _ in range(100)]
     assert_mean(torch.stack(found), exact.elbo())
+
+
+@pytest.mark.parametrize("loss", [TraceSGVB_ELBO(), TraceIWAE_ELBO(1)], ids=["sgvb", "iwae"])
+@pytest.mark.parametrize("event", [0, 1])
+def test_a_masked_draw_that_steers_the_model_is_scored(loss, event):
+    """Its density is in no weight; log p(x | draw) has a gradient through it all the same."""
+    mask, x, count = torch.tensor([True, False]), torch.tensor([1.0, 2.0]), 4000
+
+    def draw(fn):
+        return pyro.sample("k", fn.expand([2]).mask(mask).to_event(event))
+
+    def program(fn, obs):
+        with pyro.plate("copies", count, dim=-2), pyro.plate("data", 1 if event else 2):
+            k = draw(fn)
+            if obs:
+                pyro.sample("x", dist.Normal(2 * k, 1).to_event(event), obs=x.expand(k.shape))
+
+    logits = pyro.param("logits", torch.tensor([0.3, -0.4]))
+    guide = partial(program, dist.Bernoulli(logits=logits), False)
+    loss.loss_and_grads(partial(program, dist.Bernoulli(0.5), True), guide)
+
+    free = logits.detach().clone().requires_grad_()
+    q = dist.Bernoulli(logits=free)
+    kl = kl_divergence(q, dist.Bernoulli(torch.full((2,), 0.5))) * mask
+    likelihood = [dist.Normal(2.0 * k, 1).log_prob(x) for k in (0, 1)]
+    (kl - (1 - q.probs) * likelihood[0] - q.probs * likelihood[1]).sum().backward()
+    # Of one draw the standard deviation is below 1.7.
+    torch.testing.assert_close(logits.grad / count, free.grad, rtol=0, atol=4 * 1.7 / count**0.5)
 
 
 @analytic
