@@ -18,8 +18,7 @@ from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
-from pyro_mcvae.truncated.e_step import EStep
-from pyro_mcvae.truncated.guide import TruncatedPosterior
+from pyro_mcvae.truncated.guide import TruncatedPosterior, e_step_of
 from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.search import take_rows
 
@@ -92,7 +91,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
 
     def estimate(self, programs: Programs) -> Estimate:
         guide = _truncated(programs.guide)
-        step = EStep(guide, programs, self.sampler)
+        step = e_step_of(guide, programs, self.sampler)
         training, runs = torch.is_grad_enabled(), step.runs
         if training and guide.training:
             step.agree()
@@ -128,7 +127,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
 
     def bounds_of(self, programs: Programs) -> Bounds:
         guide = _truncated(programs.guide)
-        step = EStep(guide, programs, self.sampler)
+        step = e_step_of(guide, programs, self.sampler)
         populations, sample = step.evaluate()
         if guide.training:
             populations = step.search(populations)

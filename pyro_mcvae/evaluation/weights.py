@@ -15,7 +15,6 @@ from pyro_mcvae.programs.sites import is_random, known_support
 
 if TYPE_CHECKING:
     from pyro_mcvae.evaluation.annealing import Annealing
-    from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
     from pyro_mcvae.evaluation.weight_summary import WeightSummary
     from pyro_mcvae.particles.weighted import WeightedParticles
     from pyro_mcvae.programs.execution import Programs
@@ -67,11 +66,11 @@ class Weights(ABC):
         """What belongs to no single datum: the factors outside of the blocks, without the draws."""
 
     @abstractmethod
-    def annealed(self, annealing: Annealing) -> ImportanceSampler:
+    def annealed(self, annealing: Annealing) -> Weights:
         """The same, by chains."""
 
     @abstractmethod
-    def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
+    def on(self, programs: Programs, joint: bool = False) -> Weights:
         """
         Of other programs, on the same minibatch.
 

@@ -22,12 +22,13 @@ from pyro_mcvae.truncated.e_step import EStep
 from pyro_mcvae.truncated.evaluated_states import EvaluatedStates
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
 from pyro_mcvae.truncated.found_layouts import FoundLayouts
+from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.posterior import StatePosterior
 from pyro_mcvae.truncated.proposals import PriorDraws, Proposals
 from pyro_mcvae.truncated.searched_sites import GuideDraws, Layouts, run_guide
 from pyro_mcvae.truncated.shards import check_names
 
-__all__ = ["TruncatedPosterior", "new_posterior"]
+__all__ = ["TruncatedPosterior", "e_step_of", "new_posterior"]
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
@@ -169,7 +170,7 @@ class TruncatedPosterior(StateBuffers):
         """
         for _ in range(num_steps):
             with apart(), torch.no_grad():
-                step = self._begin(args, kwargs)
+                step = e_step_of(self, Programs(self.model, self, args, kwargs), self._own)
                 populations, _ = step.evaluate(searched=True)
                 step.keep(step.search(populations))
         return self.posterior(*args, **kwargs).free_energy
@@ -214,11 +215,9 @@ class TruncatedPosterior(StateBuffers):
         self, args: Args, kwargs: Kwargs, given: GuideDraws | None = None
     ) -> StatePosterior:
         with apart(), torch.no_grad():
-            step = self._begin(args, kwargs, given)
+            programs = Programs(self.model, self, args, kwargs)
+            step = e_step_of(self, programs, self._own, given)
             return StatePosterior(EvaluatedStates(step.runs, *step.evaluate()))
-
-    def _begin(self, args: Args, kwargs: Kwargs, given: GuideDraws | None = None) -> EStep:
-        return EStep(self, Programs(self.model, self, args, kwargs), self._own, given)
 
     def forward(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """
@@ -255,6 +254,28 @@ class TruncatedPosterior(StateBuffers):
         super()._load_from_state_dict(state_dict, prefix, *rest)
         if before != self._shapes():
             self._found.forget()
+
+
+def e_step_of(
+    guide: TruncatedPosterior,
+    programs: Programs,
+    sampler: ParticleSampler,
+    given: GuideDraws | None = None,
+) -> EStep:
+    """
+    The states of a truncated posterior for one minibatch. The first call finds the structure and
+    makes the first states.
+
+    :param programs: the model, which others may have wrapped, and its arguments; their guide may
+        be this one in wrappers.
+    :param sampler: runs the model.
+    :param given: draws of the guide's own ``guide`` that are made already.
+    """
+    model, args, kwargs = programs.model, programs.args, dict(programs.kwargs)
+    layouts = guide._layouts(model, sampler, args, kwargs)
+    runs = JointRuns(sampler, layouts, model, guide.guide, args, kwargs, given)
+    record = guide._record if guide.fixed_data else None
+    return EStep(runs, guide, record, guide.evolution, guide.proposals)
 
 
 def new_posterior(guide: TruncatedPosterior, model: Program) -> TruncatedPosterior:
