@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.sites import masked_entries
@@ -40,12 +39,7 @@ class Evaluation:
         return replace(self, log_weight=log_weight, log_base=log_base)
 
 
-def evaluate(
-    sample: WeightedParticles,
-    records: list[Record],
-    packing: Packing,
-    held: frozenset[str] = frozenset(),
-) -> Evaluation:
+def evaluate(sample: WeightedParticles, records: list[Record], held: frozenset[str]) -> Evaluation:
     """
     The log weight of a sample, and the density of its coordinates.
 
@@ -54,13 +48,10 @@ def evaluate(
     """
 
     def log_base(term: Term, i: int) -> Tensor | int:
-        name = term.key.name
-        if not term.in_guide or not (name in packing.sites or name in held):
-            return 0
-        if name in held:
-            return term.log_prob
-        coordinate, at = records[i][name]
-        density = coordinate.log_base(at, term.site["value"])
+        placed = records[i].get(term.key.name) if term.in_guide else None
+        if placed is None:  # held, a point mass, or the model's
+            return term.log_prob if term.in_guide and term.key.name in held else 0
+        density = placed.coordinate.log_base(placed.at, term.site["value"])
         mask = masked_entries(term.site)
         return density if mask is None else torch.where(mask, density, 0.0)
 

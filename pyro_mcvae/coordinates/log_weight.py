@@ -110,7 +110,7 @@ class LogWeight:
         sample, self._records = self._first_draw(within)
         self.plan = plan_of(sample, self._records, self._still)
         self.packing = self.plan.packing
-        self.first = evaluate(sample, self._records, self.packing, self._still)
+        self.first = evaluate(sample, self._records, self._still)
         if self.packing.sites:
             at = [{n: placed.at for n, placed in record.items()} for record in self._records]
             self.coordinates = self.packing.pack_runs(at)
@@ -234,7 +234,7 @@ class LogWeight:
             raise _other_shape(coordinates, inner)
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
         sample, records = self._run(flat)
-        found = evaluate(sample, records, self.packing, self._still)
+        found = evaluate(sample, records, self._still)
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:

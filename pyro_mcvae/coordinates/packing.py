@@ -121,12 +121,15 @@ class Packing:
             value = _permuted(value, place.order)
             shape = (value.shape[0], *self._shapes[site.block], place.end - place.begin)
             parts[site.block].append(as_shape(value, shape))
-        if not all(parts):
-            like = next(p[0] for p in parts if p)
-            empty = [[like.new_zeros((len(like), *shape, 0))] for shape in self._shapes]
-            parts = [p or e for p, e in zip(parts, empty, strict=True)]
+        parts = parts if all(parts) else self._filled(parts)
         blocks = [p[0] if len(p) == 1 else torch.cat(p, dim=-1) for p in parts]
         return blocks[0] if len(blocks) == 1 else self._side_by_side(blocks)
+
+    def _filled(self, parts: list[list[Tensor]]) -> list[list[Tensor]]:
+        """With vectors of no entries for blocks without a site."""
+        like = next(p[0] for p in parts if p)
+        empty = [[like.new_zeros((len(like), *shape, 0))] for shape in self._shapes]
+        return [p or e for p, e in zip(parts, empty, strict=True)]
 
     def _side_by_side(self, blocks: list[Tensor]) -> Tensor:
         depth = max(self._widths)

@@ -88,6 +88,7 @@ class Execution:
     :ivar shared: the sites that all particles share, as far as that is known.
     :ivar find_shared: finds them out from a run; None where they are settled. A run whose sites
         turn out to be others is made again.
+    :ivar depends: whether a run without leading dims depends on these sites, too.
     :ivar rewinds: whether the random number generators are set back for that, too.
     :ivar name: what stands in the leading dims.
     :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
@@ -102,6 +103,7 @@ class Execution:
     subsamples: Minibatch = field(default_factory=Minibatch)
     shared: GlobalSites = _NONE
     find_shared: Callable[[Run], GlobalSites] | None = None
+    depends: bool = True
     rewinds: bool = False
     name: LeadingDimsName = PARTICLES
     several: bool = False

@@ -118,7 +118,7 @@ class Runner:
         else:
             run, known = self._leading(execution, count, shared, sums)
         found = shared if execution.find_shared is None else execution.find_shared(run)
-        if found != shared:
+        if found != shared and (execution.depends or run.leading is not None):
             # Shared sites were drawn once per particle, or others once: to be run again.
             raise _UnsettledError(found)
         self._has_run = True

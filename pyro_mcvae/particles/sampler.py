@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -129,16 +129,15 @@ class ParticleSampler:
         count, latest = count or self.num_particles, self._latest
         shared = _NONE if latest is None else latest.global_sites
         execute, find_shared = partial(run_rows, {}, None), partial(self._shared_sites, programs)
-        execution = Execution(programs, execute, subsamples, shared, find_shared, latest is None)
+        known = shared, find_shared, inside is not None or detach_latents, latest is None
+        execution = Execution(programs, execute, subsamples, *known)
         run = self.runner.run_together(execution, count) if count > 1 else None
-        first = run or self._first(execution, inside is not None or detach_latents)
+        first = run or self.runner.run(execution, None)
         structure = self._latest
         assert structure is not None
         sample = WeightedParticles([first], [structure.block_of], structure)
         if run is None and count > 1:
-            alone = [range(k, k + 1) for k in range(1, count)]
-            others = [partial(run_rows, sample.global_values(), row) for row in alone]
-            sample = self._with_others(execution, sample, others)
+            sample = self._with_others(execution, sample, count, run_rows)
         if structure.collapsed and (count > 1 or make_sample_fn is not None):
             check_not_collapsed(structure)
         return sample
@@ -147,21 +146,16 @@ class ParticleSampler:
         self,
         execution: Execution,
         sample: WeightedParticles,
-        others: Sequence[Callable[[Layout], Run]],
+        count: int,
+        run_rows: Callable[[Mapping[str, Tensor], range, Layout], Run],
     ) -> WeightedParticles:
         """The first particle and the others, which share what is global, one by one."""
         settled = replace(execution, shared=sample.structure.global_sites, find_shared=None)
+        alone, fixed = (range(k, k + 1) for k in range(1, count)), sample.global_values()
+        others = (partial(run_rows, fixed, row) for row in alone)
         each = (replace(settled, execute=other, rewinds=False) for other in others)
         runs = [*sample.runs, *(self.runner.run(e, None) for e in each)]
         return self.arrange(execution.programs, runs)
-
-    def _first(self, execution: Execution, depends: bool) -> Run:
-        """A run of one particle; ``depends`` if it depends on what particles share."""
-        if depends:
-            return self.runner.run(execution, None)
-        run = self.runner.run(replace(execution, find_shared=None, rewinds=False), None)
-        self._shared_sites(execution.programs, run)
-        return run
 
     def single(
         self, programs: Programs, subsamples: Minibatch, values: Mapping[str, Tensor] | None = None
@@ -267,13 +261,14 @@ class ParticleSampler:
         for run, changes in zip(sample.runs, latents, strict=True):
             _, plate = Layout(run.leading, run.nesting, shared, way).plates()
             found, is_same = replay_model(programs, run, changes, plate)
-            if not is_same:
-                # Another branch of the model may have latents that the guide's draws are not for.
-                self.runner.check(programs, found, shared)
-                found = self.runner.auxiliary.settle(programs, found)
-            runs.append(found)
+            runs.append(found if is_same else self._looked_at(programs, found, shared))
             same = same and is_same
         return runs, same
+
+    def _looked_at(self, programs: Programs, run: Run, shared: GlobalSites) -> Run:
+        """Another branch of the model may have latents that the guide's draws are not for."""
+        self.runner.check(programs, run, shared)
+        return self.runner.auxiliary.settle(programs, run)
 
     def _run(
         self,
