@@ -177,11 +177,11 @@ class WeightedParticles:
         return [tuple(frames[k].size for k in b.plates if k.dim is not None) for b in self.blocks]
 
     def _stack(self, parts: list[Tensor | None], sizes: tuple[int, ...]) -> Tensor:
-        shape = (self.runs[0].leading or 1, *sizes)
-        if any(p is None for p in parts):
-            like = next((p for p in parts if p is not None), torch.zeros(()))
-            parts = [like.new_zeros(shape) if p is None else p for p in parts]
-        full = [p if p.shape == shape else p.expand(shape) for p in parts if p is not None]
+        shape, found = (self.runs[0].leading or 1, *sizes), [p for p in parts if p is not None]
+        if len(found) < len(parts):
+            like = found[0] if found else torch.zeros(())
+            found = [like.new_zeros(shape) if p is None else p for p in parts]
+        full = [p if p.shape == shape else p.expand(shape) for p in found]
         return full[0] if len(full) == 1 else torch.cat(full)
 
     def join(self, parts: list[Tensor]) -> Tensor:
