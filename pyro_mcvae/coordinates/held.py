@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -33,11 +34,17 @@ class HeldDraws(Protocol):
         """A draw of another site, with what rows have in common."""
 
 
-def holding(held: HeldDraws, sample_fn: SampleFn, rows: range) -> SampleFn:
-    """Gives held sites their values again, and the others what ``sample_fn`` says."""
+def holding(
+    held: Callable[[Message, range], Tensor | None], sample_fn: SampleFn, rows: range
+) -> SampleFn:
+    """
+    Gives held sites their values, and the others what ``sample_fn`` says.
+
+    :param held: :meth:`HeldDraws.draw`, or :meth:`HeldDraws.again`.
+    """
 
     def give(msg: Message) -> Tensor | None:
-        value = held.again(msg, rows)
+        value = held(msg, rows)
         return sample_fn(msg) if value is None else value
 
     return give

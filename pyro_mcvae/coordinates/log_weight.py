@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from pyro_mcvae.coordinates.coordinate import Coordinates, UnconstrainedCoordinate
+from pyro_mcvae.coordinates.coordinate import Coordinate, Coordinates, UnconstrainedCoordinate
 from pyro_mcvae.coordinates.derivatives import (
     base_gradient,
     coordinate_gradient,
@@ -23,6 +23,7 @@ from pyro_mcvae.coordinates.placing import (
     Placed,
     Record,
     drawn,
+    given_at,
     latents_at,
     placing_at,
     value_at,
@@ -120,12 +121,12 @@ class LogWeight:
     def _first_draw(
         self, within: WeightedParticles | None
     ) -> tuple[WeightedParticles, list[Record]]:
-        sampler, records = self._sampler, []
+        sampler, records = self._sampler, list[Record]()
 
         def make_sample_fn(rows: range) -> SampleFn:
-            record: Record = {}
-            records.append(record)
-            return lambda msg: self._draw(msg, record, rows)
+            records.append({})
+            draw = partial(self._draw, records[-1], rows)
+            return draw if self._held is None else holding(self._held.draw, draw, rows)
 
         detach = GradientMode.FIRST in self.gradient
         if within is None:
@@ -257,22 +258,23 @@ class LogWeight:
             records.append({})
             values = self.packing.unpack(flat[rows.start : rows.stop])
             place = placing_at(values, records[-1], self._kind)
-            return place if self._held is None else holding(self._held, place, rows)
+            return place if self._held is None else holding(self._held.again, place, rows)
 
         sample = self._sampler.resample(self.programs, first, len(flat), make_sample_fn, detach)
         check_names(records, self.packing, first.structure.global_sites.guide)
         return sample, records
 
-    def _draw(self, msg: Message, record: Record, rows: range) -> Tensor:
+    def _draw(self, record: Record, rows: range, msg: Message) -> Tensor:
         differentiable = bool(self.gradient) and torch.is_grad_enabled()
-        given, share = self._given.get(msg["name"]), None
-        if self._held is not None:
-            value = self._held.draw(msg, rows)
-            if value is not None:
-                return value
-            share = partial(self._held.shared, msg, rows=rows)
-        record[msg["name"]] = drawn(msg, self._kind, differentiable, given, share)
-        return value_at(msg, record[msg["name"]])
+        placed = drawn(msg, self._kind, differentiable, partial(self._begin, msg, rows))
+        record[msg["name"]] = placed
+        return value_at(msg, placed)
+
+    def _begin(self, msg: Message, rows: range, coordinate: Coordinate) -> Tensor:
+        """Where the coordinate of a site begins; with what rows have in common."""
+        given = self._given.get(msg["name"])
+        at = coordinate.draw() if given is None else given_at(msg, coordinate, given)
+        return at if self._held is None else self._held.shared(msg, at, rows)
 
 
 def _other_shape(found: Tensor, inner: torch.Size) -> ValueError:

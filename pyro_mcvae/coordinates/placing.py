@@ -23,7 +23,16 @@ from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.sites import bare, is_straight_through
 from pyro_mcvae.programs.types import Message, SiteChanges
 
-__all__ = ["Placed", "Record", "drawn", "latents_at", "packing_of", "placing_at", "value_at"]
+__all__ = [
+    "Placed",
+    "Record",
+    "drawn",
+    "given_at",
+    "latents_at",
+    "packing_of",
+    "placing_at",
+    "value_at",
+]
 
 
 class Placed(NamedTuple):
@@ -72,28 +81,28 @@ def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
 
 
 def drawn(
-    msg: Message,
-    kind: Coordinates,
-    differentiable: bool,
-    given: Tensor | None,
-    share: Callable[[Tensor], Tensor] | None = None,
+    msg: Message, kind: Coordinates, differentiable: bool, draw: Callable[[Coordinate], Tensor]
 ) -> Placed:
     """
-    A draw of a site's coordinate, or that of a given value, the same for all particles.
+    A site's coordinate, and a draw of it.
 
     :param bool differentiable: whether gradients exist there.
-    :param share: gives particles the draws that they have in common.
+    :param draw: makes it: ``Coordinate.draw``, say.
     """
     coordinate = coordinate_at(msg, kind)
     with torch.set_grad_enabled(differentiable):
-        at = coordinate.draw() if given is None else _coordinate_of(msg, coordinate, given)
-        at = at if share is None else share(at)
+        at = draw(coordinate)
     if differentiable and at.is_floating_point() and not at.requires_grad:
         at.requires_grad_()
     return Placed(coordinate, at)
 
 
-def _coordinate_of(msg: Message, coordinate: Coordinate, value: Tensor) -> Tensor:
+def given_at(msg: Message, coordinate: Coordinate, value: Tensor) -> Tensor:
+    """
+    The coordinate of a given value, the same for all particles.
+
+    :raises NoCoordinateError: naming the site, where it is not known.
+    """
     try:
         at = coordinate.at(value.expand(msg["fn"].shape()))
     except NoCoordinateError as error:
