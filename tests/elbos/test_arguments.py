@@ -51,7 +51,7 @@ def test_counts_are_whole_numbers_of_any_library(make):
     for elbo in (TraceIWAE_ELBO(make(3)), TraceSIS_ELBO(make(3)), TraceSGVB_ELBO(make(3))):
         assert elbo.loss(model, guide) > 0
     assert type(TraceIWAE_ELBO(make(3)).num_particles) is int
-    options = TraceRaoBlackwell_ELBO(make(2), make(1)).site_options
+    options = TraceRaoBlackwell_ELBO(make(2), make(1))._site_options
     assert (type(options.num_categories), options.num_categories) == (int, 2)
 
 

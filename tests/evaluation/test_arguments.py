@@ -73,7 +73,7 @@ WRONG = {
         "schedule must be a Schedule such as LinearSchedule",
     ),
     "kernel": (["hmc", 5, HMC, OBJECT, LinearSchedule(2), NAN], r"kernel .*such as HMC\(\)"),
-    "coordinates": (["values", None, 3], "coordinates must be 'noise' or 'latent'"),
+    "coordinates": (["values", None, 3], "coordinates must be 'noise', 'latent' or 'whitened'"),
     "joint": (FLAGS, "joint must be True, False or None"),
     "vectorize_particles": (FLAGS, "vectorize_particles must be True, False or None"),
     "strict_enumeration_warning": ([*FLAGS, None], "strict_enumeration_warning must be True or"),
