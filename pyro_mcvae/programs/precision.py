@@ -33,15 +33,16 @@ def full_precision(fn: Distribution) -> Distribution:
         >>> full_precision(fn).log_prob(torch.zeros(3)).dtype
         torch.float32
     """
-    wide = ((name, value, _wide(value)) for name, value in vars(fn).items())
-    changed = {name: found for name, value, found in wide if found is not value}
+    changed = {}
+    for name, value in vars(fn).items():
+        found = value
+        if isinstance(value, Tensor) and value.dtype in _HALF:
+            found = value.float()
+        elif isinstance(value, torch.distributions.Distribution):
+            found = full_precision(value)
+        if found is not value:
+            changed[name] = found
     return _changed(fn, changed) if changed else fn
-
-
-def _wide(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in _HALF else value
-    return full_precision(value) if isinstance(value, torch.distributions.Distribution) else value
 
 
 def site_in_full_precision(msg: Message) -> None:
