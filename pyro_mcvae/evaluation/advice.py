@@ -194,7 +194,7 @@ def _was(report: Findings, names: tuple[str, ...]) -> bool:
 
 def _name(report: Findings) -> str:
     assert report.trained is not None
-    return f"{report.trained.name}({report.trained.num_particles})"
+    return report.trained.label
 
 
 def _richer(report: Findings) -> str:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from pyro_mcvae.evaluation.annealing import JudgeCoordinates, make_annealing
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
@@ -21,8 +22,9 @@ _RUNGS: tuple[tuple[int, JudgeCoordinates | None], ...]
 _RUNGS = (10, None), (40, None), (40, "whitened")
 # Chains of all data together, and the fewest of each datum.
 _CHAINS, _FEWEST = 10_000, 20
-# Share of the weights that may be doubtful, and nats per weight that are no difference.
-_FEW, _SMALL = 0.05, 0.02
+# Share of the weights that may be doubtful; nats per weight that are no difference, and an error
+# within which nearly everything agrees.
+_FEW, _SMALL, _WIDE = 0.05, 0.02, 0.1
 
 
 def is_sure(evidence: LogEvidence) -> bool:
@@ -32,14 +34,19 @@ def is_sure(evidence: LogEvidence) -> bool:
 
 def settled(short: LogEvidence, long: LogEvidence) -> bool:
     """Whether longer chains find the same, within two errors, so that a bias would show."""
-    error = torch.hypot(short.mean_standard_error, long.mean_standard_error)
+    error = _error(short, long)
     return bool((long.mean - short.mean).abs() <= torch.clamp(2 * error, min=_SMALL))
+
+
+def _error(short: LogEvidence, long: LogEvidence) -> Tensor:
+    """Of their difference, in nats per weight."""
+    return torch.hypot(short.mean_standard_error, long.mean_standard_error)
 
 
 def climb(weights: Weights, options: Options) -> tuple[tuple[LogEvidence, ...], str]:
     """
     Chains from the guide's draws, four times as long where the first leave doubt; and from a normal
-    density that is fitted to the posterior, where both do and find different things.
+    density that is fitted to the posterior, where both do, unless they closely agree.
 
     :param weights: those of the guide.
     :returns: what they found, the surest last, and why there are none.
@@ -50,12 +57,17 @@ def climb(weights: Weights, options: Options) -> tuple[tuple[LogEvidence, ...], 
             warnings.simplefilter("ignore")
             for evidence in _rungs(weights, options):
                 found.append(evidence)
-                if is_sure(evidence) or (len(found) > 1 and settled(*found[-2:])):
+                if is_sure(evidence) or _agree(found[-2:]):
                     break
     except (ValueError, RuntimeError, NotImplementedError) as error:
         return tuple(found), first_line(error)
     # Each is a lower bound in expectation.
     return (*found[:1], *sorted(found[1:], key=lambda e: float(e.mean))), ""
+
+
+def _agree(last: list[LogEvidence]) -> bool:
+    """Whether the last two found the same, and not for the width of their errors alone."""
+    return len(last) > 1 and settled(*last) and bool(_error(*last) <= _WIDE)
 
 
 def _rungs(weights: Weights, options: Options) -> Iterator[LogEvidence]:

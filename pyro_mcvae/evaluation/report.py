@@ -32,10 +32,10 @@ def report(
     The guide's own weights are always looked at. Where these leave doubt (:math:`\hat k` plus two
     of its errors above 0.5, or fewer than 500 draws, for more than a twentieth of the weights),
     annealed chains look as well, and the evidence is theirs: of ten steps, and of 40, if the first
-    leave doubt too. Where these do as well, and find something else, chains in white coordinates
-    look (see :func:`log_evidence`). Chains of your own, by a ``schedule`` or a ``kernel``, take
-    their place.
-    ``found.trusted`` says whether the evidence is then known about as well as its error says.
+    leave doubt too. Where these do as well, and the two do not closely agree, chains in white
+    coordinates look (see :func:`log_evidence`). Chains of your own, by a ``schedule`` or a
+    ``kernel``, take their place. ``found.trusted`` says whether the evidence is then known about
+    as well as its error says.
 
     **What no number here sees**: :math:`\hat k` and the effective sample size tell of the draws
     that were made. A mode of the posterior where the guide draws nothing shows in neither. So a few

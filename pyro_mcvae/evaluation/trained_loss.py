@@ -24,15 +24,24 @@ class TrainedLoss:
     :ivar num_particles: how many it has; 1 if it does not say.
     :ivar bound: minus its value, in nats per weight.
     :ivar standard_error: of the bound.
+    :ivar num_steps: of its chains, if it has any.
     """
 
     name: str
     num_particles: int
     bound: float
     standard_error: float
+    num_steps: int | None = None
+
+    @property
+    def label(self) -> str:
+        """As a user writes it, without its options."""
+        return f"{self.name}({self.num_steps or self.num_particles})"
 
     def __str__(self) -> str:
-        return f"{number(self.bound, self.standard_error)} ({self.num_particles} particles)"
+        particles = f"{self.num_particles} particle{'s' * (self.num_particles != 1)}"
+        steps = "" if self.num_steps is None else f"{self.num_steps} steps, "
+        return f"{number(self.bound, self.standard_error)} ({steps}{particles})"
 
 
 def trained_loss(weights: Weights, loss: Any) -> TrainedLoss:
@@ -56,5 +65,6 @@ def trained_loss(weights: Weights, loss: Any) -> TrainedLoss:
         dtype=torch.float64,
     )
     count = int(getattr(plain, "num_particles", 1))
+    steps = getattr(plain, "num_steps", None)
     error = float(values.std()) / math.sqrt(_REPEATS)
-    return TrainedLoss(type(plain).__name__, count, float(values.mean()), error)
+    return TrainedLoss(type(plain).__name__, count, float(values.mean()), error, steps)

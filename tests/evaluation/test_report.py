@@ -378,7 +378,8 @@ def test_what_the_advice_says_in_between():
     heavy = one_weight(3.0, 1.2)
     assert "the gap is small: train on with TraceIWAE_ELBO(num_particles=100), and judge" in heavy
     assert "more than 10 nats are left" in heavy
-    chains = TrainedLoss("TraceSIS_ELBO", 8, -60.0, 0.1)
-    assert "more steps than TraceSIS_ELBO(8) has" in one_weight(20.0, 1.2, chains)
+    chains = TrainedLoss("TraceSIS_ELBO", 8, -60.0, 0.1, num_steps=5)
+    assert "(5 steps, 8 particles)" in str(chains)
+    assert "more steps than TraceSIS_ELBO(5) has" in one_weight(20.0, 1.2, chains)
     assert "it will do" in one_weight(20.0, 1.2, replace(chains, bound=-50.05))
     assert CHAINS not in one_weight(20.0, 0.2, chains)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from pyro_mcvae import HMC, MALA, RandomWalk, log_evidence, refine, report, sandwich
+from pyro_mcvae.evaluation.escalation import climb
+from pyro_mcvae.evaluation.evidence import LogEvidence
 from tests.models import (
     ConjugateGaussian,
     DiscreteMixture,
@@ -100,6 +102,32 @@ def test_a_report_takes_white_coordinates_where_other_chains_leave_doubt():
     assert "40 steps, whitened" in str(found)
     assert "a normal fitted to the posterior" in str(found)
     assert found.trusted
+
+
+def test_chains_that_agree_for_their_wide_errors_are_not_believed(monkeypatch):
+    # As found on `Scales(dim=20)`, whose log evidence is -76.46.
+    rungs = [doubtful(-81.9, 1.0), doubtful(-82.7, 0.6), doubtful(-76.4, 0.05)]
+    monkeypatch.setattr("pyro_mcvae.evaluation.escalation._rungs", lambda *_: iter(rungs))
+    assert climb(None, None)[0] == (rungs[0], rungs[1], rungs[2])
+    close = [doubtful(-76.42, 0.05), doubtful(-76.4, 0.05), doubtful(-76.4, 0.05)]
+    monkeypatch.setattr("pyro_mcvae.evaluation.escalation._rungs", lambda *_: iter(close))
+    assert climb(None, None)[0] == (close[0], close[1])
+
+
+def doubtful(value, error):
+    """An evidence with a heavy tail."""
+    return LogEvidence(
+        log_evidence=torch.tensor(value),
+        standard_error=torch.tensor(error),
+        effective_sample_size=torch.tensor(2.0),
+        pareto_k=torch.tensor(0.9),
+        bound=torch.tensor(value - 5.0),
+        num_particles=100,
+        plates=(),
+        scale=1.0,
+        shared=torch.zeros(()),
+        given=(),
+    )
 
 
 @pytest.mark.slow
