@@ -24,13 +24,17 @@ import pyro.distributions as dist
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import fold, unfold
+from tqdm import tqdm
 
 from pyro_mcvae import (
+    CompiledELBO,
     EvolutionaryUpdate,
     InformedFlips,
     TraceTruncated_ELBO,
     TruncatedPosterior,
     UniformFlips,
+    load_checkpoint,
+    save_checkpoint,
 )
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
@@ -60,12 +64,12 @@ def psnr(image: Tensor, truth: Tensor) -> float:
 class Patches(nn.Module):
     """z ~ Bernoulli(pi), x | z ~ Normal(decoder(z), sigma); missing pixels are masked out."""
 
-    def __init__(self, patches: Tensor, known: Tensor, num_latents: int, linear: bool) -> None:
+    def __init__(self, patches: Tensor, known: Tensor, num_latents: int, hidden: int) -> None:
         super().__init__()
         size = patches.shape[1]
         layers = [nn.Linear(num_latents, size)]
-        if not linear:
-            layers = [nn.Linear(num_latents, size), nn.LeakyReLU(0.01), nn.Linear(size, size)]
+        if hidden:
+            layers = [nn.Linear(num_latents, hidden), nn.LeakyReLU(0.01), nn.Linear(hidden, size)]
         self.decoder = nn.Sequential(*layers)
         for layer in layers:
             if isinstance(layer, nn.Linear):
@@ -89,20 +93,24 @@ class Patches(nn.Module):
             pyro.sample("x", pixels.mask(known).to_event(1), obs=self.patches[index])
 
 
-def merge(patches: Tensor, shape: tuple[int, int], side: int) -> Tensor:
-    """Average overlapping patches to an image."""
-    total = fold(patches.t().unsqueeze(0), shape, side)
-    return (total / fold(torch.ones_like(patches).t().unsqueeze(0), shape, side))[0, 0]
+def merge(patches: Tensor, shape: tuple[int, int], side: int, width: float) -> Tensor:
+    """Average overlapping patches to an image, weighted by a Gaussian about a patch's middle."""
+    place = (torch.arange(side) - (side - 1) / 2) / (width * side)
+    window = (-(place**2 + place[:, None] ** 2) / 2).exp().flatten()
+    total, weight = (
+        fold(x.t().unsqueeze(0), shape, side) for x in (window * patches, window.expand_as(patches))
+    )
+    return (total / weight)[0, 0]
 
 
 @torch.no_grad()
-def restore(model: Patches, guide: TruncatedPosterior, shape: tuple[int, int], side: int) -> Tensor:
-    """The posterior mean of every patch, merged."""
+def restore(model: Patches, guide: TruncatedPosterior) -> Tensor:
+    """The posterior mean of every patch."""
     means = []
     for index in torch.arange(len(model.patches)).split(1000):
         posterior = guide.posterior(index)
         means.append(posterior.expectation(lambda values: model.decode(values["z"])))
-    return merge(torch.cat(means), shape, side)
+    return torch.cat(means)
 
 
 def draw(images: tuple[Tensor, Tensor, Tensor], path: Path) -> None:
@@ -121,13 +129,20 @@ def main(argv: list[str] | None = None) -> float:
     add("--side", type=int, default=8, help="of a patch")
     add("--latents", type=int, default=64)
     add("--states", type=int, default=32)
+    add("--gradient-states", type=int, help="take the gradient through so many and one more")
     add("--search", type=int, nargs=3, default=[5, 4, 1], metavar=("P", "C", "G"))
     add("--mutation", choices=MUTATIONS, default="informed")
+    add(
+        "--hidden", type=int, help="units of the decoder's middle layer; default: as many as pixels"
+    )
     add("--linear", action="store_true", help="a linear decoder: binary sparse coding")
     add("--epochs", type=int, default=15)
     add("--every", type=int, default=5, help="epochs from one line of the output to the next")
     add("--batch-size", type=int, default=1000)
     add("--lr", type=float, default=1e-2)
+    add("--window", type=float, default=float("inf"), help="of merging patches, in their sides")
+    add("--compiled", action="store_true", help="record the steps and compile them")
+    add("--resume", action="store_true", help="go on from the checkpoint in the folder --out")
     add("--seed", type=int, default=0)
     add("--full", action="store_true", help="the paper's search, for 500 epochs")
     add("--smoke", action="store_true", help="two epochs on a small crop, to see that it runs")
@@ -147,22 +162,32 @@ def main(argv: list[str] | None = None) -> float:
     patches, there = (
         unfold(image[None, None].float(), args.side)[0].t().contiguous() for image in (noisy, known)
     )
-    model = Patches(patches, there.bool(), args.latents, args.linear)
+    hidden = 0 if args.linear else args.hidden or args.side**2
+    model = Patches(patches, there.bool(), args.latents, hidden)
     evolution = EvolutionaryUpdate(*args.search, mutation=MUTATIONS[args.mutation]())
     guide = TruncatedPosterior(model, args.states, evolution)
-    elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
+    objective = TraceTruncated_ELBO(args.gradient_states, max_plate_nesting=1)
+    elbo = (CompiledELBO(objective) if args.compiled else objective)(model, guide)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    steps = args.epochs * -(-len(patches) // args.batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=steps)
+    num_batches = -(-len(patches) // args.batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, total_steps=args.epochs * num_batches
+    )
     results = Results(args.out / "denoising.csv", args.seed, argv)
     # What there is to see: a missing pixel as gray as the mean of the others.
     seen = torch.where(known, noisy, noisy[known].mean())
-    results.add(epoch=0, psnr=psnr(seen, truth))
     print(f"seen: {psnr(seen, truth):.2f} dB, {len(patches)} patches", flush=True)
-    seconds, result = 0.0, 0.0
-    for epoch in range(1, args.epochs + 1):
+    parts = {"model": model, "guide": guide, "optimizer": optimizer, "schedule": schedule}
+    checkpoint, first, seconds, result = args.out / "denoising.pt", 1, 0.0, 0.0
+    if args.resume:
+        past = load_checkpoint(checkpoint, parts)
+        first, seconds, results.rows = past["epoch"] + 1, past["seconds"], past["rows"]
+    else:
+        results.add(epoch=0, psnr=psnr(seen, truth))
+    for epoch in tqdm(range(first, args.epochs + 1), unit="epoch", disable=None):
         start, total = time.process_time(), 0.0
-        for index in torch.randperm(len(patches)).split(args.batch_size):
+        # Of one size, but for one: a small rest would be a step of noise, as long as the others.
+        for index in torch.randperm(len(patches)).tensor_split(num_batches):
             optimizer.zero_grad()
             loss = elbo(index)
             loss.backward()
@@ -171,9 +196,10 @@ def main(argv: list[str] | None = None) -> float:
             total += loss.detach() * len(index) / len(patches)
         seconds += time.process_time() - start
         if epoch % args.every == 0 or epoch == args.epochs:
-            clean = restore(model, guide, shape, args.side)
+            clean = merge(restore(model, guide), shape, args.side, args.window)
             result, bound = psnr(clean, truth), -float(total) / len(patches)
             results.add(epoch=epoch, psnr=result, free_energy=bound, train_seconds=seconds)
+            save_checkpoint(checkpoint, parts, epoch=epoch, seconds=seconds, rows=results.rows)
             draw((truth, seen, clean), args.out / "denoising.png")
             print(f"epoch {epoch}: F/N {bound:.2f}, {result:.2f} dB, {seconds:.0f} s", flush=True)
     return result
