@@ -18,7 +18,7 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import Substitutes
-from pyro_mcvae.programs.precision import without_autocast
+from pyro_mcvae.programs.precision import casts_with_gradients, without_autocast
 from pyro_mcvae.programs.types import Program
 
 __all__ = ["ELBOOptions", "MonteCarloELBO"]
@@ -137,7 +137,8 @@ class MonteCarloELBO(ELBO):
         """One step's value per datum."""
 
     def _step(self, programs: Programs) -> Estimate:
-        estimate = self.estimate(programs)
+        with casts_with_gradients():
+            estimate = self.estimate(programs)
         if torch.is_grad_enabled() and not estimate.scored:
             refuse_scores(type(self).__name__, estimate.runs)
         self._notices.look(programs, estimate.runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from pyro_mcvae.programs.types import Distribution, Message
 
-__all__ = ["full_precision", "site_in_full_precision", "without_autocast"]
+__all__ = ["casts_with_gradients", "full_precision", "site_in_full_precision", "without_autocast"]
 
 _NOTHING = nullcontext()
+_KEEPS_CASTS = torch.__version__ < "2.13"
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -90,6 +91,24 @@ def _changed(fn: Distribution, changed: dict[str, Any]) -> Distribution:
     wide = copy.copy(fn)
     vars(wide).update(changed)
     return wide
+
+
+def casts_with_gradients() -> AbstractContextManager[object]:
+    """
+    Has autocast cast weights at each use, where PyTorch is an older one: that would go on with
+    weights that a search without gradients has cast, and they would have none.
+    """
+    return _casts_anew() if _KEEPS_CASTS else _NOTHING
+
+
+@contextmanager
+def _casts_anew() -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 def without_autocast() -> AbstractContextManager[object]:

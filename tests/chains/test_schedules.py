@@ -77,7 +77,7 @@ def test_what_is_learned_has_the_gradient_of_finite_differences(make):
     ends = []
     for step in (1e-5, -1e-5):
         moved_by = {n: p + step * direction for n, p in schedule.named_parameters()}
-        ends.append((weights * torch.func.functional_call(schedule, moved_by)).sum())
+        ends.append((weights * torch.func.functional_call(schedule, moved_by, ())).sum())
     expected = (ends[0] - ends[1]) / 2e-5
     assert torch.allclose((grad * direction).sum(), expected, rtol=1e-6)
     assert expected.abs() > 1e-3

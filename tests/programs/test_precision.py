@@ -11,6 +11,8 @@ from torch import nn
 from pyro_mcvae import (
     MALA,
     ULA,
+    EvolutionaryUpdate,
+    InformedFlips,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
@@ -18,6 +20,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     TraceTruncated_ELBO,
     TruncatedPosterior,
+    UniformFlips,
 )
 from pyro_mcvae.programs.precision import full_precision
 
@@ -180,6 +183,27 @@ def test_discrete_objectives_too(name):
     assert found[0].dtype == torch.float32
     # The guide's own logits have been rounded once more, by the distribution.
     assert torch.allclose(*found, rtol=1e-6 if name == "truncated" else 1e-3)
+
+
+@pytest.mark.parametrize("mutation", [InformedFlips(), UniformFlips()], ids=["informed", "uniform"])
+def test_a_search_under_autocast_leaves_gradients(mutation):
+    """PyTorch 2.5 would go on with the weights that the search, without gradients, has cast."""
+    decoder, x = nn.Linear(5, PIXELS), torch.randn(N, PIXELS)
+
+    def model():
+        with pyro.plate("data", N):
+            z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(5)).to_event(1))
+            pyro.sample("x", dist.Normal(decoder(z), 1.0).to_event(1), obs=x)
+
+    def gradient(**autocast):
+        guide = TruncatedPosterior(model, 8, EvolutionaryUpdate(mutation=mutation))
+        pyro.set_rng_seed(5)
+        with torch.autocast("cpu", torch.bfloat16, **autocast):
+            loss = TraceTruncated_ELBO().differentiable_loss(model, guide)
+        return torch.autograd.grad(loss, decoder.weight)[0]
+
+    expected = gradient(cache_enabled=False)
+    assert torch.allclose(gradient(), expected, atol=2**-6 * float(expected.abs().max()))
 
 
 def test_categories_stay_normalised():

@@ -78,6 +78,7 @@ def test_bars_are_found_from_any_start(tmp_path):
         pytest.param(["--missing", "0.3"]),
         pytest.param([], marks=pytest.mark.slow),
         pytest.param(["--linear"], marks=pytest.mark.slow),
+        pytest.param(["--gradient-states", "4", "--window", "0.5"], marks=pytest.mark.slow),
     ],
 )
 def test_an_image_is_denoised(tmp_path, options):
@@ -94,6 +95,39 @@ def test_an_image_is_denoised(tmp_path, options):
     assert (tmp_path / "denoising.csv").read_text().count("\n") == 7
     noise_alone = 20 * torch.log10(torch.tensor(255.0 / 25)).item()
     assert found > noise_alone + 2
+
+
+def test_patches_are_averaged_by_their_windows():
+    denoising = load("denoising")
+    zeros_and_ones = torch.tensor([0.0, 1.0])[:, None].expand(2, 9)  # side by side, 3 x 4 pixels
+    near = torch.tensor(0.5).exp()  # a pixel from the middle beside the middle's own
+    rows = torch.stack([torch.tensor(0.0), 1 / (1 + near), near / (1 + near), torch.tensor(1.0)])
+    merged = denoising.merge(zeros_and_ones, (3, 4), 3, 1 / 3)
+    assert torch.allclose(merged, rows.expand(3, 4))
+    plain = denoising.merge(zeros_and_ones, (3, 4), 3, float("inf"))
+    assert torch.equal(plain[1], torch.tensor([0.0, 0.5, 0.5, 1.0]))
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    path = tmp_path / "image.png"
+    matplotlib.image.imsave(path, torch.rand(12, 12).numpy(), cmap="gray", vmin=0, vmax=1)
+    options = ["--image", str(path), "--side", "5", "--latents", "6", "--states", "8"]
+    options += ["--epochs", "2", "--every", "1", "--batch-size", "20"]
+    whole = load("denoising").main([*options, "--out", str(tmp_path / "whole")])
+    options += ["--out", str(tmp_path / "parts")]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    stopped = load("denoising")
+    monkeypatch.setattr(stopped, "draw", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        stopped.main(options)
+    assert load("denoising").main([*options, "--resume"]) == whole
+    texts = [(tmp_path / run / "denoising.csv").read_text() for run in ("whole", "parts")]
+    table = [[row.split(",")[:3] for row in text.splitlines()] for text in texts]
+    assert table[0] == table[1]
+    assert [row[0] for row in table[0]] == ["epoch", "0", "1", "2"]
 
 
 def test_curves_are_those_of_the_table(tmp_path):

@@ -142,7 +142,9 @@ def main(argv: list[str] | None = None) -> float:
     add("--lr", type=float, default=1e-2)
     add("--window", type=float, default=float("inf"), help="of merging patches, in their sides")
     add("--compiled", action="store_true", help="record the steps and compile them")
-    add("--resume", action="store_true", help="go on from the checkpoint in the folder --out")
+    add(
+        "--resume", action="store_true", help="from the checkpoint in --out; --epochs may be others"
+    )
     add("--seed", type=int, default=0)
     add("--full", action="store_true", help="the paper's search, for 500 epochs")
     add("--smoke", action="store_true", help="two epochs on a small crop, to see that it runs")
@@ -169,21 +171,24 @@ def main(argv: list[str] | None = None) -> float:
     objective = TraceTruncated_ELBO(args.gradient_states, max_plate_nesting=1)
     elbo = (CompiledELBO(objective) if args.compiled else objective)(model, guide)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    num_batches = -(-len(patches) // args.batch_size)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, total_steps=args.epochs * num_batches
-    )
     results = Results(args.out / "denoising.csv", args.seed, argv)
     # What there is to see: a missing pixel as gray as the mean of the others.
     seen = torch.where(known, noisy, noisy[known].mean())
     print(f"seen: {psnr(seen, truth):.2f} dB, {len(patches)} patches", flush=True)
-    parts = {"model": model, "guide": guide, "optimizer": optimizer, "schedule": schedule}
+    parts = {"model": model, "guide": guide, "optimizer": optimizer}
     checkpoint, first, seconds, result = args.out / "denoising.pt", 1, 0.0, 0.0
     if args.resume:
         past = load_checkpoint(checkpoint, parts)
         first, seconds, results.rows = past["epoch"] + 1, past["seconds"], past["rows"]
     else:
         results.add(epoch=0, psnr=psnr(seen, truth))
+    num_batches = -(-len(patches) // args.batch_size)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer,
+        args.lr,
+        total_steps=args.epochs * num_batches,
+        last_epoch=(first - 1) * num_batches - 1,
+    )
     for epoch in tqdm(range(first, args.epochs + 1), unit="epoch", disable=None):
         start, total = time.process_time(), 0.0
         # Of one size, but for one: a small rest would be a step of noise, as long as the others.
