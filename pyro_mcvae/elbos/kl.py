@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Set
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import kl_divergence
+from torch.distributions import Independent, Transform, kl, kl_divergence
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
@@ -62,15 +63,52 @@ def _negative_kl(model_term: Term, guide_term: Term) -> Tensor | None:
     p, q = model_term.site, guide_term.site
     if is_masked(p["fn"]) or is_masked(q["fn"]):
         return None  # Pyro's closed form takes both masks for both densities
+    if not _is_right(q["fn"], p["fn"]):
+        return None
     try:
-        kl = kl_divergence(q["fn"], p["fn"])
+        divergence = kl_divergence(q["fn"], p["fn"])
         if _same_weighting(p, q):
-            return -masked(q, kl)
+            return -masked(q, divergence)
         # E[log p] = -KL - H and E[log q] = -H carry their own scales and masks.
         entropy = q["fn"].entropy()
     except NotImplementedError:
         return None
-    return masked(q, entropy) - masked(p, kl + entropy)
+    return masked(q, entropy) - masked(p, divergence + entropy)
+
+
+def _is_right(q: Any, p: Any) -> bool:
+    """
+    Whether what PyTorch takes for the divergence is it, with its gradient.
+
+    Two of its rules are for whole families. That of transformed distributions is for one transform
+    that loses nothing: of a :class:`~pyro.distributions.FoldedDistribution` it is that of the
+    normals before they are folded, and parameters of two transforms that have equal values now get
+    no gradient. That of exponential families detaches the first distribution.
+    """
+    while isinstance(q, Independent) and isinstance(p, Independent):
+        q, p = q.base_dist, p.base_dist
+    kinds = type(q), type(p)
+    rule = kl._KL_MEMOIZE.get(kinds) or kl._dispatch_kl(*kinds)
+    if rule is not kl._kl_transformed_transformed:
+        return rule is not kl._kl_expfamily_expfamily
+    return _is_right(q.base_dist, p.base_dist) and all(
+        a.bijective and (a is b or not (_learns(a) or _learns(b)))
+        for a, b in zip(q.transforms, p.transforms, strict=False)
+    )
+
+
+def _learns(transform: Transform) -> bool:
+    """Whether a gradient flows to what it holds."""
+    found: list[object] = [transform]
+    for held in found:  # which grows
+        if isinstance(held, Tensor) and held.requires_grad:
+            return True
+        if isinstance(held, Transform):
+            # Its inverse holds it in turn.
+            found += [x for x in vars(held).values() if all(x is not other for other in found)]
+        elif isinstance(held, list | tuple):
+            found += held
+    return False
 
 
 def _same_weighting(p: Site, q: Site) -> bool:

@@ -178,6 +178,77 @@ def test_a_site_whose_prior_depends_on_a_later_draw_keeps_estimator_a():
     assert abs(theirs.mean() - expected_p - entropy) > 20 * theirs.std() / 40**0.5
 
 
+def kl_of_folded(q, p):
+    """By quadrature, of densities on the positive numbers."""
+    z = torch.linspace(1e-4, 12.0, 4001)
+    log_q = q.log_prob(z)
+    return torch.trapezoid(log_q.exp() * (log_q - p.log_prob(z)), z)
+
+
+def shifted(a, loc):
+    shift = torch.distributions.AffineTransform(a, 1.0)
+    return dist.TransformedDistribution(dist.Normal(loc, 1.0), [shift])
+
+
+def wishart(a):
+    return dist.Wishart(torch.tensor(4.0), covariance_matrix=a.exp() * torch.eye(2))
+
+
+# The guide's distribution at a parameter, the prior, and the divergence of the two.
+NOT_IN_CLOSED_FORM = {
+    "folded": (
+        lambda a: dist.FoldedDistribution(dist.Normal(a, 1.0)),
+        lambda: dist.FoldedDistribution(dist.Normal(0.0, 1.5)),
+        kl_of_folded,
+    ),
+    "folded and half": (
+        lambda a: dist.FoldedDistribution(dist.Normal(a, 1.0)),
+        lambda: dist.HalfNormal(1.5),
+        kl_of_folded,
+    ),
+    # 0.5 - 0.5 = 0: the transforms are equal, until the parameter has moved.
+    "equal transforms": (
+        lambda a: shifted(a - 0.5, 1.0),
+        lambda: shifted(0.0, 0.0),
+        lambda q, p: 0.5 * (1.0 + q.transforms[0].loc).square(),
+    ),
+    "wishart": (
+        wishart,
+        lambda: wishart(torch.tensor(0.0)),
+        # df / 2 (tr(P^-1 Q) - dim - log det P^-1 Q), of a multiple of the identity.
+        lambda q, p: 4 * (q.covariance_matrix[0, 0] - 1 - q.covariance_matrix[0, 0].log()),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Singular sample")
+@pytest.mark.parametrize("name", NOT_IN_CLOSED_FORM)
+def test_a_divergence_that_pytorch_gets_wrong_is_sampled(name):
+    """Of many-to-one transforms its value, of two others the gradient."""
+    make, prior, divergence = NOT_IN_CLOSED_FORM[name]
+    at = torch.tensor(0.5)
+
+    def model():
+        pyro.sample("z", prior())
+
+    def guide():
+        pyro.sample("z", make(pyro.param("a", at)))
+
+    both = Programs(model, guide, (), {})
+    a = at.clone().requires_grad_()
+    kl = divergence(make(a), prior())
+    (gradient,) = torch.autograd.grad(-kl, a)
+    assert_mean(values(averaged(300), both, 10), -kl.detach())
+    found = [averaged(300).loss_and_grads(model, guide) and gradient_of("a") for _ in range(10)]
+    assert_mean(torch.stack(found), gradient)
+
+
+def gradient_of(name):
+    param = pyro.param(name).unconstrained()
+    found, param.grad = -param.grad, None
+    return found
+
+
 @analytic
 def test_scale_and_mask_that_differ_between_model_and_guide(analytic_kl):
     x = torch.tensor([0.5, -1.0, 2.0])
