@@ -23,7 +23,7 @@ from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_ev
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.masks import with_mask
 from pyro_mcvae.programs.precision import without_autocast
-from pyro_mcvae.programs.sites import is_masked, known_support, layers
+from pyro_mcvae.programs.sites import is_masked, is_straight_through, known_support, layers
 from pyro_mcvae.programs.types import Distribution
 
 __all__ = [
@@ -243,12 +243,19 @@ def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coord
     :param coordinates: ``"noise"``; ``"latent"``, unconstrained values throughout; ``"value"``,
         the values themselves; or, for draws that nothing moves, ``"resting"``: noise, and the
         values where it is not known.
+    :raises NotImplementedError: where there is none.
     """
     if coordinates == "value" or known_support(fn).is_discrete:
         return ValueCoordinate(fn)
     noise = noise_of(fn) if coordinates in ("noise", "resting") else None
-    if noise is not None:
-        return NoiseCoordinate(fn, noise)
+    return _without_noise(fn, coordinates) if noise is None else NoiseCoordinate(fn, noise)
+
+
+def _without_noise(fn: Distribution, coordinates: Coordinates) -> Coordinate:
+    if is_straight_through(fn):
+        # Their density is that of values that were never rounded: moving those leaves the
+        # program, whose model sees 0 and 1 only.
+        raise NotImplementedError("it rounds its draws")
     if coordinates == "resting":
         return ValueCoordinate(fn)
     return CircularCoordinate(fn) if _is_circular(fn) else UnconstrainedCoordinate(fn)

@@ -39,18 +39,13 @@ class Evaluation:
         return replace(self, log_weight=log_weight, log_base=log_base)
 
 
-def evaluate(sample: WeightedParticles, records: list[Record], held: frozenset[str]) -> Evaluation:
-    """
-    The log weight of a sample, and the density of its coordinates.
-
-    :param held: local sites of the guide that are no coordinates: their draws stay, and their
-        density given the coordinates belongs to that of these.
-    """
+def evaluate(sample: WeightedParticles, records: list[Record]) -> Evaluation:
+    """The log weight of a sample, and the density of its coordinates, also of those held."""
 
     def log_base(term: Term, i: int) -> Tensor | int:
         placed = records[i].get(term.key.name) if term.in_guide else None
-        if placed is None:  # held, a point mass, or the model's
-            return term.log_prob if term.in_guide and term.key.name in held else 0
+        if placed is None:  # a point mass, or the model's
+            return 0
         density = placed.coordinate.log_base(placed.at, term.site["value"])
         mask = masked_entries(term.site)
         return density if mask is None else torch.where(mask, density, 0.0)

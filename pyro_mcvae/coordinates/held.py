@@ -7,44 +7,29 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.types import Message
 
-__all__ = ["HeldDraws", "holding"]
+__all__ = ["HeldDraws"]
 
 
 class HeldDraws(Protocol):
     """
-    Values of some local sites of a guide, in each of a step's leading rows, that stay as they are.
+    Where the local sites of a guide begin in each of a step's leading rows.
 
     :ivar count: how many rows there are.
-    :ivar names: the sites.
+    :ivar names: the discrete sites that stay where they begin.
     """
 
     count: int
     names: frozenset[str]
 
-    def draw(self, msg: Message, rows: range) -> Tensor | None:
-        """The value of a held site in some rows of the first run; None for another site."""
+    def begin(self, msg: Message, rows: range, draw: Callable[[], Tensor]) -> Tensor:
+        """
+        The value of a held site in some rows of the first run; for another site the coordinate of
+        a draw, with what rows have in common.
+
+        :param draw: draws a coordinate of its own.
+        """
 
     def again(self, msg: Message, rows: range) -> Tensor | None:
-        """The same value, for a further run."""
-
-    def shared(self, msg: Message, at: Tensor, rows: range) -> Tensor:
-        """A draw of another site, with what rows have in common."""
-
-
-def holding(
-    held: Callable[[Message, range], Tensor | None], sample_fn: SampleFn, rows: range
-) -> SampleFn:
-    """
-    Gives held sites their values, and the others what ``sample_fn`` says.
-
-    :param held: :meth:`HeldDraws.draw`, or :meth:`HeldDraws.again`.
-    """
-
-    def give(msg: Message) -> Tensor | None:
-        value = held(msg, rows)
-        return sample_fn(msg) if value is None else value
-
-    return give
+        """The value of a held site, for a further run; None for another site."""

@@ -17,12 +17,12 @@ from pyro_mcvae.coordinates.derivatives import (
 )
 from pyro_mcvae.coordinates.evaluation import Evaluation, evaluate
 from pyro_mcvae.coordinates.gradient import GradientMode
-from pyro_mcvae.coordinates.held import HeldDraws, holding
+from pyro_mcvae.coordinates.held import HeldDraws
 from pyro_mcvae.coordinates.masks import all_coordinates, unmasked_coordinates
 from pyro_mcvae.coordinates.placing import (
     Placed,
     Record,
-    drawn,
+    coordinate_at,
     given_at,
     latents_at,
     placing_at,
@@ -67,9 +67,10 @@ class LogWeight:
         new ones.
     :param latents: values of the guide's random local sites, in the shape of a run without
         particles, to begin at instead of a draw.
-    :param HeldDraws held: gives some sites values that stay, in as many leading rows as it says.
-        They are no coordinates, and their density given these is part of the base density: the path
-        leads from the guide's joint density to the model's, at these values.
+    :param HeldDraws held: where sites begin, in as many leading rows as it says. Discrete ones that
+        it holds stay there: no vector has them, but their density given the coordinates is part of
+        the base density. So the path leads from the guide's joint density to the model's, at these
+        values.
 
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
         several blocks), where D counts the numbers that describe one datum's latents.
@@ -111,7 +112,7 @@ class LogWeight:
         sample, self._records = self._first_draw(within)
         self.plan = plan_of(sample, self._records, self._still)
         self.packing = self.plan.packing
-        self.first = evaluate(sample, self._records, self._still)
+        self.first = evaluate(sample, self._records)
         if self.packing.sites:
             at = [{n: placed.at for n, placed in record.items()} for record in self._records]
             self.coordinates = self.packing.pack_runs(at)
@@ -125,8 +126,7 @@ class LogWeight:
 
         def make_sample_fn(rows: range) -> SampleFn:
             records.append({})
-            draw = partial(self._draw, records[-1], rows)
-            return draw if self._held is None else holding(self._held.draw, draw, rows)
+            return partial(self._draw, records[-1], rows)
 
         detach = GradientMode.FIRST in self.gradient
         if within is None:
@@ -235,7 +235,7 @@ class LogWeight:
             raise _other_shape(coordinates, inner)
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
         sample, records = self._run(flat)
-        found = evaluate(sample, records, self._still)
+        found = evaluate(sample, records)
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
@@ -243,12 +243,13 @@ class LogWeight:
         if not (first.structure.mean_field and len(flat) == first.num_particles):
             return self._run_both(flat, detach)
         parts = [flat] if len(first.runs) == 1 else flat.split(1)
-        records = [
+        moved = [
             {n: Placed(old[n].coordinate, as_shape(v, old[n].at.shape)) for n, v in at.items()}
             for at, old in zip(map(self.packing.unpack, parts), self._records, strict=True)
         ]
         # One run at a time: a flow finds the density of the last value only that it made.
-        latents = (latents_at(record, detach) for record in records)
+        latents = (latents_at(record, detach) for record in moved)
+        records = [old | new for old, new in zip(self._records, moved, strict=True)]
         return self._sampler.replay(self.programs, first, latents), records
 
     def _run_both(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
@@ -257,24 +258,29 @@ class LogWeight:
         def make_sample_fn(rows: range) -> SampleFn:
             records.append({})
             values = self.packing.unpack(flat[rows.start : rows.stop])
-            place = placing_at(values, records[-1], self._kind)
-            return place if self._held is None else holding(self._held.again, place, rows)
+            again = None if self._held is None else partial(self._held.again, rows=rows)
+            return placing_at(values, records[-1], self._kind, again)
 
         sample = self._sampler.resample(self.programs, first, len(flat), make_sample_fn, detach)
-        check_names(records, self.packing, first.structure.global_sites.guide)
+        check_names(records, self.packing, first.structure.global_sites.guide | self._still)
         return sample, records
 
     def _draw(self, record: Record, rows: range, msg: Message) -> Tensor:
-        differentiable = bool(self.gradient) and torch.is_grad_enabled()
-        placed = drawn(msg, self._kind, differentiable, partial(self._begin, msg, rows))
-        record[msg["name"]] = placed
-        return value_at(msg, placed)
+        """The first value of a site."""
+        name, coordinate = msg["name"], coordinate_at(msg, self._kind)
+        moves = bool(self.gradient) and torch.is_grad_enabled() and name not in self._still
+        with torch.set_grad_enabled(moves):
+            at = self._begin(msg, rows, coordinate)
+        if moves and at.is_floating_point() and not at.requires_grad:
+            at.requires_grad_()
+        record[name] = Placed(coordinate, at)
+        return value_at(msg, record[name])
 
     def _begin(self, msg: Message, rows: range, coordinate: Coordinate) -> Tensor:
-        """Where the coordinate of a site begins; with what rows have in common."""
-        given = self._given.get(msg["name"])
-        at = coordinate.draw() if given is None else given_at(msg, coordinate, given)
-        return at if self._held is None else self._held.shared(msg, at, rows)
+        if msg["name"] in self._given:
+            return given_at(msg, coordinate, self._given[msg["name"]])
+        draw = coordinate.draw
+        return draw() if self._held is None else self._held.begin(msg, rows, draw)
 
 
 def _other_shape(found: Tensor, inner: torch.Size) -> ValueError:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from pyro_mcvae.coordinates.coordinate import (
@@ -26,7 +25,7 @@ from pyro_mcvae.programs.types import Message, SiteChanges
 __all__ = [
     "Placed",
     "Record",
-    "drawn",
+    "coordinate_at",
     "given_at",
     "latents_at",
     "packing_of",
@@ -52,25 +51,19 @@ def coordinate_at(msg: Message, kind: Coordinates) -> Coordinate:
 
     :raises NoCoordinateError: naming the site, where there is none.
     """
-    if kind != "value" and is_straight_through(msg["fn"]):
-        # Their density is that of values that were never rounded: moving those leaves the
-        # program, whose model sees 0 and 1 only.
-        raise _rounded(msg)
     try:
         return coordinate_of(msg["fn"], kind)
     except NotImplementedError as error:
         raise _unknown(msg, error) from error
 
 
-def _rounded(msg: Message) -> NoCoordinateError:
-    return NoCoordinateError(
-        f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) rounds its draws, so "
-        f"that they cannot be moved: use the relaxed distribution without StraightThrough "
-        f"in guide and model, or weigh the draws where they are with TraceIWAE_ELBO"
-    )
-
-
 def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
+    if is_straight_through(msg["fn"]):
+        return NoCoordinateError(
+            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) rounds its draws, so "
+            f"that they cannot be moved: use the relaxed distribution without StraightThrough "
+            f"in guide and model, or weigh the draws where they are with TraceIWAE_ELBO"
+        )
     fn = bare(msg["fn"])
     reason = str(error) or "it does not say its support"
     return NoCoordinateError(
@@ -78,23 +71,6 @@ def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
         f"noise nor an unconstrained form ({reason}): use another distribution, or say how "
         f"it is made from noise with register_noise"
     )
-
-
-def drawn(
-    msg: Message, kind: Coordinates, differentiable: bool, draw: Callable[[Coordinate], Tensor]
-) -> Placed:
-    """
-    A site's coordinate, and a draw of it.
-
-    :param bool differentiable: whether gradients exist there.
-    :param draw: makes it: ``Coordinate.draw``, say.
-    """
-    coordinate = coordinate_at(msg, kind)
-    with torch.set_grad_enabled(differentiable):
-        at = draw(coordinate)
-    if differentiable and at.is_floating_point() and not at.requires_grad:
-        at.requires_grad_()
-    return Placed(coordinate, at)
 
 
 def given_at(msg: Message, coordinate: Coordinate, value: Tensor) -> Tensor:
@@ -123,16 +99,24 @@ def value_at(msg: Message, placed: Placed) -> Tensor:
     return coordinate.value(at)
 
 
-def placing_at(values: Mapping[str, Tensor], record: Record, kind: Coordinates) -> SampleFn:
+def placing_at(
+    values: Mapping[str, Tensor],
+    record: Record,
+    kind: Coordinates,
+    held: SampleFn | None = None,
+) -> SampleFn:
     """
     What gives the sites of a run their values at given coordinates.
 
     :param values: the coordinates by site, of any shape.
     :param record: fills with them, and with what sites have that are not among them.
+    :param held: the coordinates of further sites.
     """
 
     def sample_fn(msg: Message) -> Tensor | None:
         coordinate, value = coordinate_at(msg, kind), values.get(msg["name"])
+        if value is None and held is not None:
+            value = held(msg)
         if value is None:
             # A site of other draws: noted, to be refused once the run is over.
             record[msg["name"]] = Placed(coordinate, msg["fn"].sample())
@@ -154,14 +138,14 @@ def latents_at(record: Record, detach: bool) -> SiteChanges:
     return found
 
 
-def packing_of(sample: WeightedParticles, record: Record) -> Packing:
-    """How the local sites of a record are packed into one vector per datum."""
+def packing_of(sample: WeightedParticles, record: Record, held: Set[str]) -> Packing:
+    """How the local sites of a record, but for those held, are packed into one vector per datum."""
     nesting = max((-d for b in sample.blocks for d in b.dims), default=0)
     nesting = max(nesting, sample.runs[0].nesting)
     shapes = {}
     for name, (coordinate, at) in record.items():
         block = sample.block_of[0].get(FactorKey("guide", name))
-        if block is not None:
+        if block is not None and name not in held:
             events = len(coordinate.event_shape)
             batch = tuple(at.shape[: at.dim() - events])
             batch = batch[max(0, len(batch) - nesting) :]

@@ -55,7 +55,7 @@ def plan_of(
     The plan of a first draw.
 
     :param records: for each of its runs, where each site stands.
-    :param held: local sites of the guide that are no coordinates.
+    :param held: local sites of the guide that stay as they are, so that no vector has them.
     :raises ValueError: for guides of which no latent has a weight, or coordinates.
     """
     run, plans = sample.runs[0], sample.structure.notes
@@ -87,13 +87,13 @@ def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]
             f"itself, because a subsampled plate does not enclose them: pass the full data, or "
             f"use TraceSGVB_ELBO"
         )
-    packing = packing_of(sample, records[0])
+    packing = packing_of(sample, records[0], held)
     if points and not (packing.sites or held):
         raise ValueError(
             "all random latents of the guide are shared by several data of a minibatch, so "
             "that none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
         )
-    check_names(records, packing, sample.structure.global_sites.guide)
+    check_names(records, packing, sample.structure.global_sites.guide | held)
     first = [records[0][n].coordinate for n in packing.sites]
     unexplicit = any(isinstance(c, UnconstrainedCoordinate) for c in first)
     entangled = len(first) > 1 and unexplicit and not sample.structure.mean_field
@@ -108,15 +108,15 @@ def _is_discrete(coordinate: Coordinate) -> bool:
     return isinstance(coordinate, ValueCoordinate) and known_support(coordinate.fn).is_discrete
 
 
-def check_names(records: list[Record], packing: Packing, shared: frozenset[str]) -> None:
+def check_names(records: list[Record], packing: Packing, others: frozenset[str]) -> None:
     """
     Check that sites do not come and go with the draws: they would have no place in a vector.
 
-    :param shared: the guide's global sites.
+    :param others: the guide's sites that are not in it.
     :raises ValueError: naming such a site.
     """
     for record in records:
-        differing = (record.keys() | shared) ^ (packing.sites.keys() | shared)
+        differing = (record.keys() | others) ^ (packing.sites.keys() | others)
         if differing:
             raise ValueError(
                 f"guide site '{min(differing)}' is drawn in some executions and not in others, "

@@ -65,6 +65,11 @@ class SlotDraws:
         self._made: dict[str, dict[int, SiteSlots]] = {name: {} for name in plan.sites}
         self._drawn: dict[tuple[str, int], Tensor] = {}
 
+    def begin(self, msg: Message, rows: range, draw: Callable[[], Tensor]) -> Tensor:
+        """The value of a discrete site; a draw of another one, with what rows have in common."""
+        value = self.draw(msg, rows)
+        return self.shared(msg, draw(), rows) if value is None else value
+
     def draw(self, msg: Message, rows: range) -> Tensor | None:
         """
         The value of a discrete site; None for another one.

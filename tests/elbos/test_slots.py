@@ -559,3 +559,38 @@ def test_chains_begin_at_the_density_of_the_guide_at_each_slot():
     step = 1e-5 * torch.randn_like(state.position)
     ends = [density(state.position.detach() + s).log_base.detach() for s in (step, -step)]
     torch.testing.assert_close((ends[0] - ends[1]) / 2, (state.grad_base * step).sum(-1).detach())
+
+
+@pytest.mark.parametrize(
+    ("cls", "kernel"), [(TraceSIS_ELBO, ULA(0.05)), (TraceAIS_ELBO, MALA(0.3))], ids=["sis", "ais"]
+)
+def test_a_scale_of_the_user_leaves_the_density_that_chains_begin_at(cls, kernel):
+    r"""The mean of :math:`\exp W` is that of :math:`(p / q)^s` over the guide's draws, as it is."""
+    scale, x, slope = 0.4, torch.full((8000,), 1.3), torch.tensor([2.5, -1.0, 0.5])
+    prior, labels = dist.Normal(0.0, 1.0), dist.Categorical(logits=torch.tensor([0.5, 0.0, -0.3]))
+    own = dist.Normal(0.2, 1.2)
+
+    def draw(fn, label):
+        z = pyro.sample("z", fn)
+        return z + pyro.sample("y", label(z))
+
+    def model():
+        with pyro.plate("data", len(x)), pyro.poutine.scale(scale=scale):
+            pyro.sample("x", dist.Normal(draw(prior, lambda z: labels), 0.7), obs=x)
+
+    def label(z):
+        return dist.Categorical(logits=z.unsqueeze(-1) * slope)
+
+    def guide():
+        with pyro.plate("data", len(x)), pyro.poutine.scale(scale=scale):
+            draw(own, label)
+
+    z, y = torch.linspace(-12, 12, 2401), torch.arange(3).unsqueeze(-1)
+    log_q = own.log_prob(z) + label(z).log_prob(y)
+    log_p = prior.log_prob(z) + labels.log_prob(y) + dist.Normal(z + y, 0.7).log_prob(x[0])
+    exact = (log_q + scale * (log_p - log_q)).exp().sum() * (z[1] - z[0])
+    elbo = cls(4, kernel, num_particles=2, vectorize_particles=True)
+    elbo.bounds(model, guide)
+    record = elbo.last_step
+    weight = (record.slot_weight * record.log_weight.exp()).sum(1)
+    assert_mean(weight.flatten() / exact, torch.tensor(1.0))
