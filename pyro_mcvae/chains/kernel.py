@@ -42,6 +42,13 @@ class State(NamedTuple):
     grad_weight: Tensor | None = None
     momentum: Tensor | None = None
 
+    @property
+    def grad_joint(self) -> Tensor | None:
+        """The gradient of ``log_base + log_weight``, likewise."""
+        if self.grad_base is None or self.grad_weight is None:
+            return None
+        return self.grad_base + self.grad_weight
+
 
 @dataclass(frozen=True)
 class Target:

@@ -7,7 +7,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from pyro.infer.util import is_validation_enabled
-from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.checks.leading_dims import LeadingDimsName
 from pyro_mcvae.checks.states import check_states
@@ -17,7 +16,6 @@ from pyro_mcvae.programs.contract import check_batch_dims, check_run
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.terms import site_form
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import PairCache
 
@@ -129,13 +127,6 @@ class RunChecks:
 
 
 def _shown(programs: Programs, run: Run, shared: GlobalSites) -> Hashable:
-    """All of a run that guards look at; without leading dims that is the contract of programs."""
-    traces = _sites(run.guide_trace), _sites(run.model_trace)
-    contract = *traces, run.shapes, run.nesting, is_validation_enabled()
-    if run.leading is None and not run.outer_sizes:
-        return contract
-    return contract, run.leading, run.signature, shared, programs.flags
-
-
-def _sites(trace: Trace) -> Hashable:
-    return tuple([site_form(s) for s in trace.nodes.values() if s["type"] == "sample"])
+    """All of a run that guards look at."""
+    layout = run.nesting, run.leading, shared
+    return run.form, layout, programs.flags, is_validation_enabled()

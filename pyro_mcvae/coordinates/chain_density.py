@@ -132,8 +132,7 @@ class ChainDensity:
         """What the programs say there, finite or not; without a graph that the bound is not for."""
         state = State(position, at.log_base, at.log_weight)
         if self._kernel_gradient:
-            retain = GradientMode.FIRST in self.gradient and at is self.log_weight.first
-            state = State(*state[:3], *self.log_weight.gradients(at, self._full, retain))
+            state = State(*state[:3], *self.log_weight.gradients(at, self._full))
         if self._full:
             return state
         return State(*(None if t is None else t.detach() for t in state))  # type: ignore[arg-type]
@@ -152,12 +151,10 @@ def costs_nothing_to_read(value: Tensor) -> bool:
 def _are_finite(state: State, values: bool) -> bool:
     """Whether gradients, and with ``values`` densities, are finite; sums that overflow are not."""
     with torch.no_grad():
-        sums = [(state.log_base + state.log_weight).sum()] if values else []
-        if state.grad_base is not None and state.grad_weight is not None:
-            sums.append((state.grad_base + state.grad_weight).sum())
-        total = sum(sums[1:], sums[0]) if sums else None
+        density = state.log_base + state.log_weight if values else None
+        sums = [part.sum() for part in (density, state.grad_joint) if part is not None]
         # isfinite() takes twice the operations.
-        return total is None or holds(total - total == 0)
+        return not sums or holds((total := sum(sums[1:], sums[0])) - total == 0)
 
 
 def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
@@ -169,12 +166,11 @@ def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
     regular = state.log_weight.detach().isfinite() & state.log_base.detach().isfinite()
     if near is not None:
         state = state._replace(log_weight=torch.where(near, state.log_weight, -math.inf))
-    if state.grad_base is not None and state.grad_weight is not None:
-        total = (state.grad_base + state.grad_weight).detach()
-        regular = regular & total.isfinite().all(-1)
-        state = state._replace(
-            grad_base=finite(state.grad_base), grad_weight=finite(state.grad_weight)
-        )
+    gradient = state.grad_joint
+    if gradient is not None:
+        regular = regular & gradient.detach().isfinite().all(-1)
+        parts = {name: getattr(state, name) for name in ("grad_base", "grad_weight")}
+        state = state._replace(**{name: finite(part) for name, part in parts.items()})
     return state, regular
 
 

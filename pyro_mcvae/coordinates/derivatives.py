@@ -30,14 +30,14 @@ def base_gradient(plan: Plan, at: Evaluation, create_graph: bool) -> Tensor:
 
 
 def coordinate_gradient(
-    packing: Packing, records: list[Record], value: Tensor, create_graph: bool, retain_graph: bool
+    packing: Packing, records: list[Record], value: Tensor, create_graph: bool, reused: bool
 ) -> Tensor:
     """
     The gradient of a value per datum with respect to the coordinates: ``[*leading, *plates, D]``.
 
     :param value: shape ``[*leading, *plates]``.
     :param bool create_graph: whether it can be differentiated again.
-    :param bool retain_graph: whether the graph is still needed for other gradients.
+    :param bool reused: whether the graph is still needed for other gradients.
     """
     names = list(packing.sites)
     inputs = [record[n].at for record in records for n in names]
@@ -47,7 +47,7 @@ def coordinate_gradient(
         # The backward pass of an operator computes in the precision that its forward pass had.
         with without_autocast():
             found = torch.autograd.grad(
-                value.sum(), moving, None, retain_graph, create_graph, allow_unused=True
+                value.sum(), moving, None, reused or create_graph, create_graph, allow_unused=True
             )
     grads = {id(i): g for i, g in zip(moving, found, strict=False) if g is not None}
     full = (grads[id(i)] if id(i) in grads else torch.zeros_like(i) for i in inputs)

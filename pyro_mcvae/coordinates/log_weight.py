@@ -158,14 +158,7 @@ class LogWeight:
 
         :raises ValueError: if a mask depends on a latent that moves, so that it would change.
         """
-        discrete = self.plan.discrete
-        if not discrete:
-            return self._unmasked
-        return self.valid * all_coordinates(self._records, self.packing, without=discrete)
-
-    @cached_property
-    def _unmasked(self) -> Tensor | None:
-        return unmasked_coordinates(self.first.sample, self._records, self.plan)
+        return unmasked_coordinates(self.first.sample, self._records, self.plan, self.plan.discrete)
 
     @cached_property
     def valid(self) -> Tensor:
@@ -173,26 +166,22 @@ class LogWeight:
         1 for coordinates that are part of the weight; 0 for masked ones, and for those that fill
         up shorter vectors where the blocks' lengths differ. Shape ``[K, *plates, D]``.
         """
-        found = self._unmasked
+        found = unmasked_coordinates(self.first.sample, self._records, self.plan)
         return all_coordinates(self._records, self.packing) if found is None else found
 
-    def gradients(
-        self, at: Evaluation, create_graph: bool = True, retain_graph: bool = True
-    ) -> tuple[Tensor, Tensor]:
+    def gradients(self, at: Evaluation, create_graph: bool = True) -> tuple[Tensor, Tensor]:
         """
         The gradients of ``log_base`` and ``log_weight`` with respect to the coordinates.
 
         :param Evaluation at: made where gradients were enabled.
         :param bool create_graph: whether they can be differentiated again.
-        :param bool retain_graph: whether the evaluation is still needed for other gradients.
         :returns: two tensors of shape ``[*leading, *plates, D]``.
         """
-        value, retain = at.log_weight, retain_graph or create_graph
+        # With FIRST the way from the model to its coordinates leads through detached latents.
+        apart = GradientMode.FIRST in self.gradient and at is self.first
+        value = self.guide_elbo() if apart else at.log_weight
         base = base_gradient(self.plan, at, create_graph)
-        if GradientMode.FIRST in self.gradient and at is self.first:
-            # The way from the model to the coordinates leads through the detached latents.
-            value, retain = self.guide_elbo(), True
-        return base, coordinate_gradient(self.packing, at.records, value, create_graph, retain)
+        return base, coordinate_gradient(self.packing, at.records, value, create_graph, apart)
 
     def guide_elbo(self) -> Tensor:
         r"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
 
 import torch
@@ -17,11 +18,12 @@ __all__ = ["all_coordinates", "unmasked_coordinates"]
 
 
 def unmasked_coordinates(
-    sample: WeightedParticles, records: list[Record], plan: Plan
+    sample: WeightedParticles, records: list[Record], plan: Plan, without: Collection[str] = ()
 ) -> Tensor | None:
     """
     1 for coordinates that are part of the weight, 0 for masked ones; None where nothing is masked.
 
+    :param without: sites whose coordinates are left out like masked ones.
     :returns: shape ``[K, *plates, D]``.
     :raises ValueError: if a mask depends on a latent that moves, so that it would change.
     """
@@ -33,25 +35,21 @@ def unmasked_coordinates(
         {n: m for n in sites if (m := masked_entries(run.guide_trace.nodes[n])) is not None}
         for run in sample.runs
     ]
-    return _packed(masks, records, plan.packing) if any(masks) else None
-
-
-def _packed(masks: list[dict[str, Tensor]], records: list[Record], packing: Packing) -> Tensor:
-    packed = []
-    for record, found in zip(records, masks, strict=True):
-        ones = {n: torch.ones_like(record[n].at) for n in packing.sites}
-        packed.append(ones | {n: ones[n] * _as_event(m, record[n]) for n, m in found.items()})
-    return packing.pack_runs(packed)
+    return all_coordinates(records, plan.packing, masks, without) if any(masks) or without else None
 
 
 def all_coordinates(
-    records: list[Record], packing: Packing, without: Collection[str] = ()
+    records: list[Record],
+    packing: Packing,
+    masks: list[dict[str, Tensor]] | None = None,
+    without: Collection[str] = (),
 ) -> Tensor:
-    """1 for coordinates, 0 for those of some sites and for padding: ``[K, *plates, D]``."""
-    ones = {n: float(n not in without) for n in packing.sites}
-    return packing.pack_runs(
-        [{n: torch.full_like(record[n].at, one) for n, one in ones.items()} for record in records]
-    )
+    """1 for coordinates; 0 for masked ones, for some sites and for padding: ``[K, *plates, D]``."""
+    packed = []
+    for record, found in zip(records, masks or itertools.repeat({}), strict=False):
+        one = {n: torch.full_like(record[n].at, float(n not in without)) for n in packing.sites}
+        packed.append(one | {n: one[n] * _as_event(m, record[n]) for n, m in found.items()})
+    return packing.pack_runs(packed)
 
 
 def _moving(name: str, draws: frozenset[str]) -> ValueError:

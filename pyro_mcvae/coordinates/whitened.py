@@ -135,7 +135,8 @@ class WhitenedDensity:
         state = self._density(self.whitening.position(white))
         log_base = self.whitening.log_normal(white)
         log_joint = state.log_base + state.log_weight + self.whitening.log_det
-        if state.grad_base is None or state.grad_weight is None:
+        gradient = state.grad_joint
+        if gradient is None:
             return State(white, log_base, log_joint - log_base)
-        joint = self.whitening.pulled(state.grad_base + state.grad_weight)
+        joint = self.whitening.pulled(gradient)
         return State(white, log_base, log_joint - log_base, -white, joint + white)

@@ -231,12 +231,10 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return log_mean_exp(log_weight) if self.multi_sample else log_weight.mean(0)
 
     def _adapt(self, chain: Chain) -> None:
-        step_size, start = self.kernel.step_size, chain.start
+        step_size = self.kernel.step_size
         if not (self.training and chain.infos) or type(step_size).update is StepSize.update:
             return  # nothing to learn, and no rank to be waited for
-        acceptance, gradient = chain.mean_acceptance, None
-        if start.grad_base is not None and start.grad_weight is not None:
-            gradient = (start.grad_base + start.grad_weight).detach()
+        acceptance, gradient = chain.mean_acceptance, chain.start.grad_joint
         if num_ranks() > 1:
             acceptance, gradient = self._over_ranks(acceptance, gradient)
         step_size.update(acceptance, gradient)

@@ -195,10 +195,7 @@ class ImportanceSampler(Weights):
                 chain, _ = self._chain(count, True)
                 if not chain.infos:
                     break  # nothing can move
-                gradient = None
-                if chain.start.grad_base is not None and chain.start.grad_weight is not None:
-                    gradient = chain.start.grad_base + chain.start.grad_weight
-                annealing.adapt(turn, chain.mean_acceptance, gradient)
+                annealing.adapt(turn, chain.mean_acceptance, chain.start.grad_joint)
         annealing.freeze()
 
     def _whitened(self, annealing: Annealing) -> Whitening:

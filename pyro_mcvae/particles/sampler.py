@@ -19,7 +19,7 @@ from pyro_mcvae.programs.messengers import SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
 from pyro_mcvae.programs.replay import replay_model
-from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.programs.sites import is_latent
 from pyro_mcvae.programs.types import SiteChanges
 from pyro_mcvae.structure.blocks import GlobalSites, Structure
@@ -206,10 +206,7 @@ class ParticleSampler:
         return self.arrange(programs, runs)
 
     def replay(
-        self,
-        programs: Programs,
-        sample: WeightedParticles,
-        latents: Iterable[SiteChanges],
+        self, programs: Programs, sample: WeightedParticles, latents: Iterable[SiteChanges]
     ) -> WeightedParticles:
         """
         Run the model alone at other latents, with the guide's distributions of ``sample``.
@@ -219,8 +216,15 @@ class ParticleSampler:
         :param latents: for each run of ``sample``, by guide site, what changes there: its value,
             and annotations.
         """
-        runs, same = self._replay(programs, sample, latents)
-        return sample.with_runs(runs) if same else self.arrange(programs, runs)
+        found, shared = [], sample.structure.global_sites
+        way = self.runner.ways.of(programs) or Way.BATCHED
+        for run, changes in zip(sample.runs, latents, strict=True):
+            _, plate = Layout(run.leading, run.nesting, shared, way).plates()
+            found.append(replay_model(programs, run, changes, plate))
+        if all(same for _, same in found):
+            return sample.with_runs([run for run, _ in found])
+        runs = [run if same else self._looked_at(programs, run, shared) for run, same in found]
+        return self.arrange(programs, runs)
 
     def replay_at_rest(
         self, programs: Programs, sample: WeightedParticles
@@ -237,8 +241,8 @@ class ParticleSampler:
             terms = tuple(t for t in run.terms if not t.in_guide)
             trace = with_changes(run.guide_trace, draws)
             bare.append(replace(run, guide_trace=trace, terms=terms))
-        runs, same = self._replay(programs, sample.with_runs(bare), [{} for _ in bare])
-        return sample.with_runs(runs) if same else None
+        found = self.replay(programs, sample.with_runs(bare), [{} for _ in bare])
+        return found if found.block_of is sample.block_of else None
 
     def arrange(self, programs: Programs, runs: list[Run]) -> WeightedParticles:
         """Sort runs whose global latents may differ into a sample, to sum them per datum."""
@@ -250,23 +254,9 @@ class ParticleSampler:
             )
         return WeightedParticles(runs, [s.block_of for s in structures], structures[0])
 
-    def _replay(
-        self,
-        programs: Programs,
-        sample: WeightedParticles,
-        latents: Iterable[SiteChanges],
-    ) -> tuple[list[Run], bool]:
-        runs, same, shared = [], True, sample.structure.global_sites
-        way = self.runner.ways.of(programs) or Way.BATCHED
-        for run, changes in zip(sample.runs, latents, strict=True):
-            _, plate = Layout(run.leading, run.nesting, shared, way).plates()
-            found, is_same = replay_model(programs, run, changes, plate)
-            runs.append(found if is_same else self._looked_at(programs, found, shared))
-            same = same and is_same
-        return runs, same
-
     def _looked_at(self, programs: Programs, run: Run, shared: GlobalSites) -> Run:
         """Another branch of the model may have latents that the guide's draws are not for."""
+        run = replace(run, terms=terms_of(run.guide_trace, run.model_trace, run.state_dim))
         self.runner.check(programs, run, shared)
         return self.runner.auxiliary.settle(programs, run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,20 +13,17 @@ from torch import Tensor
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
-from pyro_mcvae.programs.sites import observes_data
 from pyro_mcvae.programs.state_sums import summed_terms
 from pyro_mcvae.programs.terms import (
-    SiteSignature,
+    SiteForm,
     SiteSizes,
     Term,
     guide_terms,
     model_terms,
     observed_terms,
-    scored,
-    site_signature,
 )
 
-__all__ = ["Run", "terms_of"]
+__all__ = ["Run", "model_factors", "terms_of"]
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ class Run:
     state_dim: int | None = None
     noise: ModelNoise | None = None
 
-    @property
+    @cached_property
     def guide_data(self) -> list[Term]:
         """The densities of what the guide observes, which are no factors of the weight."""
         return observed_terms(self.guide_trace)
@@ -64,14 +62,17 @@ class Run:
         return [*self.terms, *self.guide_data]
 
     @cached_property
-    def signature(self) -> tuple[SiteSignature, ...]:
+    def signature(self) -> tuple[Hashable, ...]:
         """
         What the run shows of its programs' structure: sites, plates, which of these are
         subsampled. Runs of one pair of programs with equal signatures have one structure.
         """
-        observed = [s for s in scored(self.guide_trace) if observes_data(s)]
-        apart = [site_signature(FactorKey("guide", s["name"]), s) for s in observed]
-        return *[t.signature for t in self.terms], *apart
+        return tuple([form.structure for form in self.form])
+
+    @cached_property
+    def form(self) -> tuple[SiteForm, ...]:
+        """All that the run shows but its values."""
+        return tuple([t.form for t in self.summands])
 
     @cached_property
     def sizes(self) -> tuple[SiteSizes, ...]:
@@ -127,5 +128,9 @@ def terms_of(
 
     :param state_dim: that of the run; None where the model drew its enumerated sites.
     """
-    model = model_terms(model_trace) if state_dim is None else summed_terms(model_trace)
-    return (*model, *guide_terms(guide_trace))
+    return (*model_factors(model_trace, state_dim), *guide_terms(guide_trace))
+
+
+def model_factors(model_trace: Trace, state_dim: int | None) -> list[Term]:
+    """Those of the model; ``state_dim`` as of :func:`terms_of`."""
+    return model_terms(model_trace) if state_dim is None else summed_terms(model_trace)

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from pyro.distributions.util import is_identically_zero
+from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.sites import LEADING, PlateKey, is_scored
+from pyro_mcvae.programs.sites import LEADING, is_scored, is_subsampled, plate_key
 from pyro_mcvae.programs.types import Site
 
 __all__ = [
-    "SiteSignature",
+    "SiteForm",
     "SiteSizes",
     "Term",
     "guide_term",
@@ -28,38 +29,45 @@ __all__ = [
     "observed_terms",
     "possible_terms",
     "scored",
-    "site_form",
-    "site_signature",
     "site_sizes",
 ]
 
 
-class SiteSignature(NamedTuple):
+class SiteForm(NamedTuple):
     """
-    What a site shows of its program's structure, whatever it draws and however many data there are.
+    All that a site shows but its values.
 
-    :ivar plates: the user's plates, and which are subsampled, outermost first.
-    :ivar point: whether it is a latent of the guide that draws no randomness.
-    :ivar members: of a sum over enumerated sites: its members'.
+    :ivar draw: of a latent of the guide: whether it is a point mass, and whether reparameterized.
+    :ivar plates: its frames, outermost first, as plain tuples: frames are slow to compare.
+    :ivar shapes: of its batch, its event and its log density.
+    :ivar marks: what it says of its place in the other program, and of its dims.
+    :ivar members: of a sum over enumerated sites: their forms.
     """
 
     key: FactorKey
-    plates: tuple[tuple[PlateKey, bool], ...]
     observed: bool
-    point: bool
-    reparameterized: bool
-    members: tuple[SiteSignature, ...] = ()
+    draw: tuple[bool, bool]
+    plates: tuple[tuple[Any, ...], ...]
+    distribution: type
+    shapes: tuple[Any, ...]
+    marks: tuple[Hashable, ...]
+    members: tuple[SiteForm, ...]
 
-
-def site_signature(
-    key: FactorKey, site: Site, members: tuple[SiteSignature, ...] = ()
-) -> SiteSignature:
-    """What a site shows, the particles' plate left out; ``members`` of a sum of sites."""
-    frames = [f for f in site["cond_indep_stack"] if f.name != LEADING]
-    plates = tuple([(sites.plate_key(f), sites.is_subsampled(f)) for f in frames])
-    observed = site["is_observed"]
-    point = key.program == "guide" and not observed and sites.is_delta(site["fn"])
-    return SiteSignature(key, plates, observed, point, sites.reparameterized(site), members)
+    @property
+    def structure(self) -> Hashable:
+        """
+        What of it belongs to its program's structure, however many data there are: the user's
+        plates, and which of these are subsampled, but no sizes.
+        """
+        frames = [CondIndepStackFrame(*f) for f in self.plates]
+        plates = tuple([(plate_key(f), is_subsampled(f)) for f in frames if f.name != LEADING])
+        return (
+            self.key,
+            self.observed,
+            self.draw,
+            plates,
+            tuple([m.structure for m in self.members]),
+        )
 
 
 # How large a site is: its plates' sizes, and its event.
@@ -73,18 +81,7 @@ def site_sizes(site: Site) -> SiteSizes:
     return plates, tuple(getattr(site["fn"], "event_shape", ()))
 
 
-# What a site's ``infer`` says of its place in the other program, and of its dims.
-_MARKS = ("enumerate", "is_auxiliary", "_enumerate_dim", "_deterministic")
-
-
-def site_form(site: Site) -> Hashable:
-    """All that a sample site shows but its values, for checks that need to be made once."""
-    fn = site["fn"]
-    shape = getattr(fn, "batch_shape", None), getattr(fn, "event_shape", None)
-    # As plain tuples: frames are slow to compare.
-    plates = tuple([tuple(frame) for frame in site["cond_indep_stack"]])
-    marks = tuple([site["infer"].get(mark) for mark in _MARKS])
-    return site["name"], site["is_observed"], type(fn), shape, plates, marks
+_MARKS = ("enumerate", "is_auxiliary", "_enumerate_dim")
 
 
 def _num_states(site: Site) -> tuple[int, ...]:
@@ -116,7 +113,7 @@ class Term:
     left_out: bool = False
     members: tuple[Term, ...] = ()
 
-    @property
+    @cached_property
     def in_guide(self) -> bool:
         return self.key.program == "guide"
 
@@ -131,14 +128,16 @@ class Term:
         return replace(self, log_prob=zero, entropy=0, left_out=True)
 
     @cached_property
-    def signature(self) -> SiteSignature:
-        """What the site shows of its program's structure."""
-        return site_signature(self.key, self.site, tuple([t.signature for t in self.members]))
-
-    @cached_property
-    def form(self) -> Hashable:
+    def form(self) -> SiteForm:
         """All that the site shows but its values."""
-        return site_form(self.site)
+        site, fn, observed = self.site, self.site["fn"], self.site["is_observed"]
+        drawn = self.in_guide and not observed
+        draw = drawn and sites.is_delta(fn), drawn and sites.reparameterized(site)
+        plates = tuple([tuple(frame) for frame in site["cond_indep_stack"]])
+        batch, event = getattr(fn, "batch_shape", None), getattr(fn, "event_shape", None)
+        marks = tuple([site["infer"].get(mark) for mark in _MARKS])
+        shapes, members = (batch, event, self.log_prob.shape), tuple([t.form for t in self.members])
+        return SiteForm(self.key, observed, draw, plates, type(fn), shapes, marks, members)
 
     @property
     def sites(self) -> tuple[Term, ...]:
