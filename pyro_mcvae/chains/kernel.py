@@ -81,11 +81,8 @@ class Target:
 
     def log_density(self, state: State) -> Tensor:
         """Shape ``[*batch]``."""
-        if self.beta.requires_grad:
-            return self._at_learned(state)
-        return state.log_base + self.beta * state.log_weight
-
-    def _at_learned(self, state: State) -> Tensor:
+        if not self.beta.requires_grad:
+            return state.log_base + self.beta * state.log_weight
         # A learned schedule's gradient would be 0 * inf at a state of zero density.
         usable = state.log_weight.isfinite()
         density = state.log_base + self.beta * torch.where(usable, state.log_weight, 0.0)

@@ -12,6 +12,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs, is_messenger, run_model, with_changes
+from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.masks import counted_values, hides_masks, with_mask
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
@@ -179,7 +180,7 @@ def _redrawn(programs: Programs, run: Run, other: Run, name: str) -> Trace | Non
     assert counted is not None
     changed = with_changes(run.guide_trace, {name: {"value": torch.where(counted, old, new)}})
     substitutes = Substitutes(Minibatch(run.subsamples))
-    return run_model(programs, changed, substitutes, None, run.state_dim)
+    return run_model(programs, changed, substitutes, Leading(state_dim=run.state_dim))
 
 
 def _is_unread(run: Run, redrawn: Trace | None) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from pyro_mcvae.checks.closeness import is_close
 from pyro_mcvae.programs.enumeration import is_state, support_of_state
 from pyro_mcvae.programs.execution import Programs, run_model
+from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.probing import ProgramError, looking, probe
@@ -57,7 +58,7 @@ def check_states(programs: Programs, run: Run) -> None:
 def _odd(programs: Programs, run: Run) -> dict[str, tuple[float, float]]:
     guide_trace = probe(programs, run.subsamples).guide_trace
     substitutes = Substitutes(Minibatch(run.subsamples))
-    together = run_model(programs, guide_trace, substitutes, None, -1 - run.nesting)
+    together = run_model(programs, guide_trace, substitutes, Leading(state_dim=-1 - run.nesting))
     values = {s["name"]: s["value"] for s in scored(guide_trace) if is_latent(s)}
     drawn = probe(programs, run.subsamples, values).model_trace.nodes
     for site in scored(together):

@@ -93,7 +93,7 @@ def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
             "programs have several separate plates of data, or sequential ones: use one vectorised "
             "plate, pyro.plate('data', N, dim=-1), or persistent=False"
         )
-    frames = sample.block_frames(0)
+    frames = sample.frames[0]
     count = len(frames)
     return tuple(
         sample.subsamples[f.name].reshape((-1,) + (1,) * (count - 1 - i))
@@ -106,4 +106,4 @@ def _of_all_chains(index: tuple[Tensor, ...]) -> tuple[slice | Tensor, ...]:
 
 
 def _full_sizes(sample: WeightedParticles) -> tuple[int, ...]:
-    return tuple(f.full_size or f.size for f in sample.block_frames(0))
+    return tuple(f.full_size or f.size for f in sample.frames[0])

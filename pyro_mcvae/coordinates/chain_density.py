@@ -46,6 +46,7 @@ class ChainDensity:
         self.log_weight = log_weight
         self.gradient = log_weight.gradient
         self._full = GradientMode.CHAIN in self.gradient
+        self._recompute = GradientMode.RECOMPUTED in self.gradient
         # None of vectors that are empty, where a guide draws nothing but what is held.
         moves = log_weight.coordinates.shape[-1] > 0
         self._kernel_gradient = moves and GradientMode.COORDINATES in self.gradient
@@ -68,8 +69,7 @@ class ChainDensity:
             return state
 
     def __call__(self, position: Tensor) -> State:
-        recomputed = GradientMode.RECOMPUTED in self.gradient
-        return self._recomputed(position) if recomputed else self._evaluate(position)
+        return self._recomputed(position) if self._recompute else self._evaluate(position)
 
     def _recomputed(self, position: Tensor) -> State:
         # Handlers around the loss are gone when the backward pass runs the programs again.

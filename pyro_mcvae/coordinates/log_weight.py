@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.coordinates.coordinate import Coordinate, Coordinates, UnconstrainedCoordinate
+from pyro_mcvae.coordinates.beginning import Beginning
+from pyro_mcvae.coordinates.coordinate import Coordinates, UnconstrainedCoordinate
 from pyro_mcvae.coordinates.derivatives import (
     base_gradient,
     coordinate_gradient,
@@ -17,13 +17,11 @@ from pyro_mcvae.coordinates.derivatives import (
 )
 from pyro_mcvae.coordinates.evaluation import Evaluation, evaluate
 from pyro_mcvae.coordinates.gradient import GradientMode
-from pyro_mcvae.coordinates.held import HeldDraws
 from pyro_mcvae.coordinates.masks import all_coordinates, unmasked_coordinates
 from pyro_mcvae.coordinates.placing import (
     Placed,
     Record,
     coordinate_at,
-    given_at,
     latents_at,
     placing_at,
     value_at,
@@ -65,12 +63,10 @@ class LogWeight:
         their own: :meth:`guide_elbo`, :meth:`model_log_prob`.
     :param WeightedParticles within: a step whose minibatch and global latents are taken instead of
         new ones.
-    :param latents: values of the guide's random local sites, in the shape of a run without
-        particles, to begin at instead of a draw.
-    :param HeldDraws held: where sites begin, in as many leading rows as it says. Discrete ones that
-        it holds stay there: no vector has them, but their density given the coordinates is part of
-        the base density. So the path leads from the guide's joint density to the model's, at these
-        values.
+    :param Beginning begin: where local sites begin, in as many leading rows as it says; left
+        out, at draws of the guide's. Discrete sites that it holds stay there: no vector has them,
+        but their density given the coordinates is part of the base density. So the path leads from
+        the guide's joint density to the model's, at these values.
 
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
         several blocks), where D counts the numbers that describe one datum's latents.
@@ -103,14 +99,12 @@ class LogWeight:
         coordinates: Coordinates = "noise",
         gradient: GradientMode = GradientMode.NONE,
         within: WeightedParticles | None = None,
-        latents: Mapping[str, Tensor] | None = None,
-        held: HeldDraws | None = None,
+        begin: Beginning | None = None,
     ) -> None:
-        self.programs, self.gradient = programs, gradient
-        self._sampler, self._kind, self._given = sampler, coordinates, latents or {}
-        self._held, self._still = held, frozenset() if held is None else held.names
+        self.programs, self.gradient, self._sampler = programs, gradient, sampler
+        self._kind, self._beginning = coordinates, begin or Beginning()
         sample, self._records = self._first_draw(within)
-        self.plan = plan_of(sample, self._records, self._still)
+        self.plan = plan_of(sample, self._records, self._beginning.held)
         self.packing = self.plan.packing
         self.first = evaluate(sample, self._records)
         if self.packing.sites:
@@ -124,14 +118,14 @@ class LogWeight:
     ) -> tuple[WeightedParticles, list[Record]]:
         sampler, records = self._sampler, list[Record]()
 
-        def make_sample_fn(rows: range) -> SampleFn:
+        def make_sample_fn(rows: range, shared: frozenset[str]) -> SampleFn:
             records.append({})
             return partial(self._draw, records[-1], rows)
 
         detach = GradientMode.FIRST in self.gradient
         if within is None:
-            count = None if self._held is None else self._held.count
-            sample = sampler.sample(self.programs, None, make_sample_fn, detach, count, True)
+            count = self._beginning.count
+            sample = sampler.sample(self.programs, make_sample_fn, detach, count, keep_noise=True)
         else:
             given = within, sampler.num_particles, make_sample_fn, detach
             sample = sampler.resample(self.programs, *given)
@@ -178,7 +172,7 @@ class LogWeight:
         :returns: two tensors of shape ``[*leading, *plates, D]``.
         """
         # With FIRST the way from the model to its coordinates leads through detached latents.
-        apart = GradientMode.FIRST in self.gradient and at is self.first
+        apart = at is self.first and GradientMode.FIRST in self.gradient
         value = self.guide_elbo() if apart else at.log_weight
         base = base_gradient(self.plan, at, create_graph)
         return base, coordinate_gradient(self.packing, at.records, value, create_graph, apart)
@@ -223,8 +217,7 @@ class LogWeight:
         if coordinates.shape[depth:] != inner:
             raise _other_shape(coordinates, inner)
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
-        sample, records = self._run(flat)
-        found = evaluate(sample, records)
+        found = evaluate(*self._run(flat))
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
@@ -244,32 +237,28 @@ class LogWeight:
     def _run_both(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
         first, records = self.first.sample, list[Record]()
 
-        def make_sample_fn(rows: range) -> SampleFn:
+        def make_sample_fn(rows: range, shared: frozenset[str]) -> SampleFn:
             records.append({})
             values = self.packing.unpack(flat[rows.start : rows.stop])
-            again = None if self._held is None else partial(self._held.again, rows=rows)
-            return placing_at(values, records[-1], self._kind, again)
+            held = partial(self._beginning.again, rows=rows)
+            return placing_at(values, records[-1], self._kind, held)
 
         sample = self._sampler.resample(self.programs, first, len(flat), make_sample_fn, detach)
-        check_names(records, self.packing, first.structure.global_sites.guide | self._still)
+        others = first.structure.global_sites.guide | self._beginning.held
+        check_names(records, self.packing, others)
         return sample, records
 
     def _draw(self, record: Record, rows: range, msg: Message) -> Tensor:
         """The first value of a site."""
         name, coordinate = msg["name"], coordinate_at(msg, self._kind)
-        moves = bool(self.gradient) and torch.is_grad_enabled() and name not in self._still
+        wanted = bool(self.gradient) and name not in self._beginning.held
+        moves = wanted and torch.is_grad_enabled()
         with torch.set_grad_enabled(moves):
-            at = self._begin(msg, rows, coordinate)
+            at = self._beginning.begin(msg, rows, coordinate)
         if moves and at.is_floating_point() and not at.requires_grad:
             at.requires_grad_()
         record[name] = Placed(coordinate, at)
         return value_at(msg, record[name])
-
-    def _begin(self, msg: Message, rows: range, coordinate: Coordinate) -> Tensor:
-        if msg["name"] in self._given:
-            return given_at(msg, coordinate, self._given[msg["name"]])
-        draw = coordinate.draw
-        return draw() if self._held is None else self._held.begin(msg, rows, draw)
 
 
 def _other_shape(found: Tensor, inner: torch.Size) -> ValueError:

@@ -26,7 +26,6 @@ __all__ = [
     "Placed",
     "Record",
     "coordinate_at",
-    "given_at",
     "latents_at",
     "packing_of",
     "placing_at",
@@ -73,22 +72,6 @@ def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
     )
 
 
-def given_at(msg: Message, coordinate: Coordinate, value: Tensor) -> Tensor:
-    """
-    The coordinate of a given value, the same for all particles.
-
-    :raises NoCoordinateError: naming the site, where it is not known.
-    """
-    try:
-        at = coordinate.at(value.expand(msg["fn"].shape()))
-    except NoCoordinateError as error:
-        raise NoCoordinateError(
-            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) cannot begin at a given "
-            f"value in these coordinates ({error}): use coordinates='latent'"
-        ) from error
-    return at.detach().expand(tuple(msg["fn"].batch_shape) + coordinate.event_shape).clone()
-
-
 def value_at(msg: Message, placed: Placed) -> Tensor:
     """The value of a guide site, with its density where the noise knows it."""
     coordinate, at = placed
@@ -103,7 +86,7 @@ def placing_at(
     values: Mapping[str, Tensor],
     record: Record,
     kind: Coordinates,
-    held: SampleFn | None = None,
+    held: SampleFn,
 ) -> SampleFn:
     """
     What gives the sites of a run their values at given coordinates.
@@ -115,8 +98,7 @@ def placing_at(
 
     def sample_fn(msg: Message) -> Tensor | None:
         coordinate, value = coordinate_at(msg, kind), values.get(msg["name"])
-        if value is None and held is not None:
-            value = held(msg)
+        value = held(msg) if value is None else value
         if value is None:
             # A site of other draws: noted, to be refused once the run is over.
             record[msg["name"]] = Placed(coordinate, msg["fn"].sample())

@@ -48,9 +48,7 @@ class Plan:
         return self.packing.sites.keys() - set(self.discrete)
 
 
-def plan_of(
-    sample: WeightedParticles, records: list[Record], held: frozenset[str] = frozenset()
-) -> Plan:
+def plan_of(sample: WeightedParticles, records: list[Record], held: frozenset[str]) -> Plan:
     """
     The plan of a first draw.
 

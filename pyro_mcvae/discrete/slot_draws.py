@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from pyro_mcvae.coordinates.beginning import Beginning
+from pyro_mcvae.coordinates.coordinate import Coordinate
 from pyro_mcvae.discrete.site_options import SiteOptions, SlotError
 from pyro_mcvae.discrete.slot_choice import SiteSlots, choose, single
 from pyro_mcvae.discrete.slot_plan import SlotPlan, SlotSite
@@ -36,7 +38,7 @@ class SlotsChangedError(SiteError):
         self.plan = plan
 
 
-class SlotDraws:
+class SlotDraws(Beginning):
     r"""
     Values for the guide's random sites in each row of a step.
 
@@ -58,17 +60,17 @@ class SlotDraws:
         tell: Callable[[str], object],
     ) -> None:
         self.plan, self.num_particles = plan, num_particles
-        self.count = plan.num_slots * num_particles
-        self.names = frozenset(plan.sites)
+        self.count: int = plan.num_slots * num_particles
+        self.held = frozenset(plan.sites)
         self._options, self._tell = options, tell
         self._chosen: dict[tuple[str, int], SiteSlots] = {}
         self._made: dict[str, dict[int, SiteSlots]] = {name: {} for name in plan.sites}
         self._drawn: dict[tuple[str, int], Tensor] = {}
 
-    def begin(self, msg: Message, rows: range, draw: Callable[[], Tensor]) -> Tensor:
+    def begin(self, msg: Message, rows: range, coordinate: Coordinate) -> Tensor:
         """The value of a discrete site; a draw of another one, with what rows have in common."""
         value = self.draw(msg, rows)
-        return self.shared(msg, draw(), rows) if value is None else value
+        return self.shared(msg, coordinate.draw(), rows) if value is None else value
 
     def draw(self, msg: Message, rows: range) -> Tensor | None:
         """
@@ -90,7 +92,7 @@ class SlotDraws:
         made = self._made[name][rows.start] = slots.at(at)
         return made.choice.value
 
-    def sample_fn(self, rows: range) -> SampleFn:
+    def make_sample_fn(self, rows: range, shared: frozenset[str]) -> SampleFn:
         """
         Gives discrete sites their values, and others what rows have in common, in one run.
 

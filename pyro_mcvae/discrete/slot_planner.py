@@ -18,7 +18,7 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.isolation import isolated, rewindable
 from pyro_mcvae.structure.cache import PairCache
 
-__all__ = ["SlotPlanner"]
+__all__ = ["NoSlots", "SlotPlanner"]
 
 _logger = logging.getLogger(__name__)
 
@@ -26,6 +26,9 @@ _logger = logging.getLogger(__name__)
 _MAX_ATTEMPTS = 4
 
 T = TypeVar("T")
+
+# Makes what a step begins with, at given slots or without, and a sample that shows its sites.
+Make = Callable[["SlotDraws | None"], tuple[T, WeightedParticles]]
 
 
 class SlotPlanner:
@@ -57,23 +60,18 @@ class SlotPlanner:
             if draws is None:
                 sample = plain(programs)
             else:
-                fn, count = draws.sample_fn, draws.count
-                sample = sampler.sample(programs, make_sample_fn=fn, count=count)
+                sample = sampler.sample(programs, draws.make_sample_fn, count=draws.count)
                 _check_scores(sample, draws)
             return sample, sample
 
         return self.begin(programs, sampler.num_particles, make)
 
     def begin(
-        self,
-        programs: Programs,
-        num_particles: int,
-        make: Callable[[SlotDraws | None], tuple[T, WeightedParticles]],
+        self, programs: Programs, num_particles: int, make: Make[T]
     ) -> tuple[T, SlotDraws | None]:
         """
         Begin a step; again, where its discrete sites are others than assumed.
 
-        :param make: makes what the step begins with, and a sample that shows the sites.
         :returns: that, and its draws; None for programs without discrete local sites.
         :raises SlotError: naming a site that cannot have the slots that are asked for.
         """
@@ -85,12 +83,11 @@ class SlotPlanner:
                 try:
                     found, sample = make(draws)
                     shown = self._plan_of(programs, sample)
-                except SlotsChangedError as changed:
-                    shown = changed.plan
-                else:
                     if shown.fits(plan) if shown else plan is None:
                         plans.setdefault(programs.flags, None)
                         return found, draws
+                except SlotsChangedError as changed:
+                    shown = changed.plan
                 plans[programs.flags] = shown
                 rewind()
         raise _never_the_same()
@@ -100,13 +97,22 @@ class SlotPlanner:
 
     def _plan_of(self, programs: Programs, sample: WeightedParticles) -> SlotPlan | None:
         """The plan of a structure, which is made once."""
-        notes = sample.structure.notes
+        notes: dict[Hashable, SlotPlan | None] = sample.structure.notes
         if make_plan not in notes:
             with isolated():  # slots are chosen to be counted, and draws with them
                 made = make_plan(programs, sample, self.options, self.common, self._tell)
             notes[make_plan] = made
-        found: SlotPlan | None = notes[make_plan]
-        return found
+        return notes[make_plan]
+
+
+class NoSlots:
+    """In the place of :class:`SlotPlanner`, where discrete sites are drawn."""
+
+    def begin(
+        self, programs: Programs, num_particles: int, make: Make[T]
+    ) -> tuple[T, SlotDraws | None]:
+        """As of :class:`SlotPlanner`."""
+        return make(None)[0], None
 
 
 def _never_the_same() -> ValueError:
@@ -120,7 +126,7 @@ def _never_the_same() -> ValueError:
 def _check_scores(sample: WeightedParticles, draws: SlotDraws) -> None:
     """Refuse other sites without reparameterization beside slots."""
     for term in sample.runs[0].terms:
-        rough = isinstance(term.score, Tensor) and term.key.name not in draws.names
+        rough = isinstance(term.score, Tensor) and term.key.name not in draws.held
         if rough and sample.is_local(term):
             raise SlotError(
                 f"guide site '{term.key.name}' ({type(term.site['fn']).__name__}) is not "

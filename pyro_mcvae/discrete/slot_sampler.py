@@ -119,19 +119,19 @@ class SlotSampler:
         """Run the guide with slots, then the model on its values."""
         nesting = layout.nesting
         assert nesting is not None
-        plates = layout.plates()
+        leading = layout.leading()
         first_dim = -1 - nesting - (layout.count is not None)
         # Under vmap a program sees the value of one slot as it would see a draw.
         expand = layout.way is not Way.BATCHED
         slots = SlotMessenger(self.options, first_dim, self._tell, expand)
-        with Recorder(substitutes) as recorder, slots, entered(plates[0]):
+        with Recorder(substitutes) as recorder, slots, entered(leading.guide):
             programs.guide(*programs.args, **programs.kwargs)
         # The second one goes on where the first stopped to give dims away.
         with (
             Recorder(substitutes) as tracer,
             poutine.replay(trace=recorder.trace),
             EnumMessenger(),
-            entered(plates[1]),
+            entered(leading.model),
         ):
             programs.model(*programs.args, **programs.kwargs)
-        return layout.run_of(recorder.trace, tracer.trace, plates, substitutes)
+        return layout.run_of(recorder.trace, tracer.trace, leading, substitutes)

@@ -23,7 +23,7 @@ from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.discrete.control_variates import Baseline
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_draws import SlotDraws
-from pyro_mcvae.discrete.slot_planner import SlotPlanner
+from pyro_mcvae.discrete.slot_planner import NoSlots, SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.chain_record import ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
@@ -126,8 +126,10 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             self._refuse_learned_parts()
         self.baseline = baseline
         arguments = num_categories, num_samples, budget, baseline
-        self.slots = SlotPlanner(SiteOptions.of_arguments(*arguments), common=multi_sample)
+        site_options = SiteOptions.of_arguments(*arguments)
+        self.slots: SlotPlanner | NoSlots = NoSlots()
         if self._has_slots:
+            self.slots = SlotPlanner(site_options, common=multi_sample)
             # A site that is marked for enumeration has all of its values for slots.
             self.sampler.runner.checks.strict_enumeration = False
         # Roots tell whether a guide is mean-field, which then need not be run again.
@@ -183,14 +185,11 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             gradient |= GradientMode.COORDINATES
 
         def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
-            log_weight = LogWeight(self.sampler, programs, self.coordinates, gradient, held=draws)
+            log_weight = LogWeight(self.sampler, programs, self.coordinates, gradient, begin=draws)
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
-            if self._has_slots:
-                log_weight, draws = self.slots.begin(programs, self.num_particles, make)
-            else:
-                log_weight, draws = make(None)[0], None
+            log_weight, draws = self.slots.begin(programs, self.num_particles, make)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
         return ChainDensity(log_weight), SlotAverage.of(sample, draws, self.multi_sample)
@@ -222,7 +221,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
             chain = anneal(start, betas, self.kernel, density, density.log_weight.movable, last)
-        chain = slots.weighed(chain)
+        chain = replace(chain, weight=slots.row_weight)
         step_size = self.kernel.step_size.values().detach().clone()
         self.last_step = ChainRecord.of(chain, step_size, betas.detach(), slots)
         return chain

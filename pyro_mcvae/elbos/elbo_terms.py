@@ -181,7 +181,7 @@ def _downstream(sample: WeightedParticles, bound: Tensor) -> MultiFrameTensor:
     """The blocks' scaled bounds with their plates, as costs downstream of global sites."""
     costs = MultiFrameTensor()
     for b, part in enumerate(sample.split(bound)):
-        frames = sample.block_frames(b)
+        frames = sample.frames[b]
         sizes: dict[int, int] = {f.dim: f.size for f in frames if f.dim is not None}
         depth = max((-d for d in sizes), default=0)
         costs.add((frames, part.reshape([sizes.get(d, 1) for d in range(-depth, 0)])))

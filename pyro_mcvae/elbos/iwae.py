@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_mcvae.discrete.control_variates import Baseline, LearnedBaseline
@@ -31,7 +29,7 @@ from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp, renyi_
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.messengers import ScoreFunctionSites
+from pyro_mcvae.programs.messengers import score_function_draws
 from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.structure.finder import StructureFinder
 
@@ -258,10 +256,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         return self.slots.sample(self.sampler, programs, self._sample)
 
     def _sample(self, programs: Programs) -> WeightedParticles:
-        inside: Callable[[frozenset[str]], Messenger] | None = None
-        if self.gradient_estimator == "vimco":
-            inside = ScoreFunctionSites
-        return self.sampler.sample(programs, inside)
+        if self.gradient_estimator != "vimco":
+            return self.sampler.sample(programs)
+        return self.sampler.sample(programs, lambda rows, shared: score_function_draws(shared))
 
     def _global_average(self, programs: Programs, first: WeightedParticles) -> GlobalAverage:
         others = range(1, self.num_global_particles)

@@ -176,7 +176,7 @@ def _log_q(term: Term) -> Tensor:
 def _score(term: Term) -> Tensor:
     """log q(z), with its gradient through the parameters alone."""
     value = term.site["value"].detach()
-    with unvalidated(term.site["fn"]):  # which the term has been
+    with unvalidated([term.site["fn"]]):  # which the term has been
         return masked(term.site, unscaled_log_prob(term.site, "guide", value))
 
 

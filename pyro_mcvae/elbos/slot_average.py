@@ -25,10 +25,12 @@ class OneSlot:
     The average over the rows of a sample without slots, in the place of :class:`SlotAverage`.
 
     :ivar weight: the weight of each slot, ``[P, S, *plates]``; None here.
+    :ivar row_weight: the same for each row, ``[rows, *plates]``.
     :ivar shared: the continuous sites of which rows have draws in common.
     """
 
     weight: Tensor | None = None
+    row_weight: Tensor | None = None
     shared: frozenset[str] = frozenset()
 
     def fold(self, value: Tensor) -> Tensor:
@@ -53,10 +55,6 @@ class OneSlot:
 
     def chain(self, chain: Chain) -> Chain:
         """The chains of each slot side by side, with what they are worth as of :meth:`each`."""
-        return chain
-
-    def weighed(self, chain: Chain) -> Chain:
-        """The same chains, which count as their slots do in what is averaged over all of them."""
         return chain
 
     def normalized(self, log_weight: Tensor) -> Tensor:
@@ -101,6 +99,7 @@ class SlotAverage(OneSlot):
     """
 
     weight: Tensor
+    row_weight: Tensor
 
     def __init__(self, sample: WeightedParticles, draws: SlotDraws, common: bool) -> None:
         self._sample, self._draws, self._is_common = sample, draws, common
@@ -108,8 +107,8 @@ class SlotAverage(OneSlot):
         self.shared = frozenset(filter(draws.is_shared, draws.plan.others))
         self._weights = {n: self._made(n, "weight") for n in self._plan.sites}
         blocks = range(len(sample.blocks))
-        self._row_weight = sample.join([self._block_weight(b) for b in blocks])
-        self.weight = self.fold(self._row_weight)
+        self.row_weight = sample.join([self._block_weight(b) for b in blocks])
+        self.weight = self.fold(self.row_weight)
 
     @staticmethod
     def of(sample: WeightedParticles, draws: SlotDraws | None, common: bool) -> OneSlot:
@@ -137,14 +136,11 @@ class SlotAverage(OneSlot):
         rest = [self.each(r) for r in chain.rest]
         return replace(chain, log_weight=self.each(chain.log_weight), infos=infos, rest=rest)
 
-    def weighed(self, chain: Chain) -> Chain:
-        return replace(chain, weight=self._row_weight)
-
     def normalized(self, log_weight: Tensor) -> Tensor:
-        return normalized_weights(log_weight + self._row_weight.log())
+        return normalized_weights(log_weight + self.row_weight.log())
 
     def without_entropy(self, surrogate: Tensor) -> Tensor:
-        names = self._draws.names
+        names = self._draws.held
         log_q = self._sample.local_sum(
             lambda t, i: t.log_prob if t.in_guide and t.key.name in names else 0
         )

@@ -12,6 +12,7 @@ from pyro_mcvae.chains.annealing import Chain, anneal
 from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
+from pyro_mcvae.coordinates.beginning import GivenLatents
 from pyro_mcvae.coordinates.chain_checks import named
 from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.coordinate import Coordinates
@@ -144,12 +145,12 @@ class ImportanceSampler(Weights):
             within=self.reference,
             gradient=gradient,
             coordinates=coordinates,
-            latents=latents,
+            begin=None if latents is None else GivenLatents(latents),
         )
 
     def with_drawn_states(self, sample: WeightedParticles) -> WeightedParticles:
         """The same latents, and each enumerated site of the model drawn given these."""
-        return with_drawn_states(self._sampler(1).runner, self.programs, sample)
+        return with_drawn_states(self.programs, sample)
 
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
         """What the chains of this judge move in, begun at new draws or at given latents."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.checks.leading_dims import PARTICLES, LeadingDimsName
 from pyro_mcvae.programs.execution import Programs, run_pair
-from pyro_mcvae.programs.mapping import Plates, Way, particle_plates, unbatched
+from pyro_mcvae.programs.leading import ALONE, Leading
+from pyro_mcvae.programs.mapping import Way, particle_plates
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
@@ -41,40 +41,30 @@ class Layout:
     way: Way = Way.BATCHED
     sums: bool = False
 
-    @property
-    def state_dim(self) -> int | None:
-        """The first batch dim for the values of enumerated sites; None where these are drawn."""
-        if not self.sums or self.nesting is None:
-            return None
-        return -self.nesting - 1 - (self.count is not None)
+    def leading(self) -> Leading:
+        """The leading dims of one run, with new plates of the particles."""
+        if self.nesting is None:
+            return ALONE
+        dim = -self.nesting - 1
+        state_dim = dim - (self.count is not None) if self.sums else None
+        if self.count is None:
+            return Leading(state_dim=state_dim)
+        plates = particle_plates(self.way, self.count, dim, self.shared)
+        return plates._replace(state_dim=state_dim)
 
-    def plates(self) -> Plates:
-        """New plates of the particles, for the guide and for the model."""
-        if self.count is None or self.nesting is None:
-            return None, None
-        return particle_plates(self.way, self.count, -self.nesting - 1, self.shared)
-
-    def run(
-        self, programs: Programs, substitutes: Substitutes, inside: Messenger | None = None
-    ) -> Run:
-        """
-        Run both programs.
-
-        :param substitutes: what they do not draw.
-        :param inside: a further handler around the guide.
-        """
-        plates = self.plates()
-        traces = run_pair(programs, substitutes, plates, inside, self.state_dim)
-        return self.run_of(*traces, plates, substitutes)
+    def run(self, programs: Programs, substitutes: Substitutes) -> Run:
+        """Run both programs; ``substitutes`` are what they do not draw."""
+        leading = self.leading()
+        return self.run_of(*run_pair(programs, substitutes, leading), leading, substitutes)
 
     def run_of(
-        self, guide_trace: Trace, model_trace: Trace, plates: Plates, substitutes: Substitutes
+        self, guide_trace: Trace, model_trace: Trace, leading: Leading, substitutes: Substitutes
     ) -> Run:
-        """The run that two traces are, of programs that ran in these plates of the particles."""
+        """The run that two traces are, of programs that ran in these leading dims."""
         nesting = nesting_of(guide_trace, model_trace) if self.nesting is None else self.nesting
-        shown = nesting, self.count, unbatched(plates), substitutes.subsamples, self.state_dim
-        terms = terms_of(guide_trace, model_trace, self.state_dim)
-        return Run(guide_trace, model_trace, terms, *shown, noise=substitutes.noise)
+        terms = terms_of(guide_trace, model_trace, leading.state_dim)
+        shown = nesting, self.count, leading.unbatched, substitutes.subsamples, leading.state_dim
+        return Run(guide_trace, model_trace, terms, *shown, substitutes.noise, self.way)
 
 
 @dataclass(frozen=True)
@@ -89,7 +79,6 @@ class Execution:
     :ivar find_shared: finds them out from a run; None where they are settled. A run whose sites
         turn out to be others is made again.
     :ivar depends: whether a run without leading dims depends on these sites, too.
-    :ivar rewinds: whether the random number generators are set back for that, too.
     :ivar name: what stands in the leading dims.
     :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
     :ivar nesting: how many batch dims belong to plates, where that is settled.
@@ -104,7 +93,6 @@ class Execution:
     shared: GlobalSites = _NONE
     find_shared: Callable[[Run], GlobalSites] | None = None
     depends: bool = True
-    rewinds: bool = False
     name: LeadingDimsName = PARTICLES
     several: bool = False
     nesting: int | None = None

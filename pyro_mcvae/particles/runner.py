@@ -94,7 +94,7 @@ class Runner:
             with them, naming the remedy.
         """
         shared, before, attempt = execution.shared, Minibatch(execution.subsamples), 1
-        with rewindable(execution.rewinds or not self._has_run) as rewind:
+        with rewindable(not self._has_run) as rewind:
             while True:
                 try:
                     return self._attempt(execution, count, shared)

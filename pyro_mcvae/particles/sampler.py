@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.particles.layout import Execution, Layout, never
 from pyro_mcvae.particles.runner import Runner
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Programs, check_separate, with_changes
-from pyro_mcvae.programs.mapping import Way
+from pyro_mcvae.programs.execution import Programs, with_changes
 from pyro_mcvae.programs.messengers import SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
@@ -28,6 +26,9 @@ from pyro_mcvae.structure.finder import StructureFinder
 __all__ = ["ParticleSampler"]
 
 _NONE = GlobalSites()
+
+# Makes what draws the guide's sites in one run, from its particles and the sites that all share.
+MakeSampleFn = Callable[[range, frozenset[str]], SampleFn]
 
 
 class ParticleSampler:
@@ -59,7 +60,7 @@ class ParticleSampler:
         self.num_particles = num_particles
         self.runner = Runner(max_plate_nesting, strict_enumeration, vectorize=vectorize)
         self.structures = StructureFinder(joint, find_roots)
-        self._latest: Structure | None = None
+        self._latest = Structure((), {})
 
     def vectorizes(self, programs: Programs, count: int) -> bool:
         """Whether that many particles share one run."""
@@ -79,8 +80,6 @@ class ParticleSampler:
 
         :param detach_latents: they reach the model without their gradient to the guide.
         """
-        if detach_latents:
-            check_separate(programs)
         substitutes = Substitutes(attached=frozenset() if detach_latents else None)
 
         def find_shared(run: Run) -> GlobalSites:
@@ -98,8 +97,7 @@ class ParticleSampler:
     def sample(
         self,
         programs: Programs,
-        inside: Callable[[frozenset[str]], Messenger] | None = None,
-        make_sample_fn: Callable[[range], SampleFn] | None = None,
+        make_sample_fn: MakeSampleFn | None = None,
         detach_latents: bool = False,
         count: int | None = None,
         keep_noise: bool = False,
@@ -107,34 +105,28 @@ class ParticleSampler:
         """
         Draw global latents once and local ones once per particle.
 
-        :param inside: makes a handler for the guide from the names of its global sites.
-        :param make_sample_fn: called for each run with its particles, returns what draws its sites.
+        :param make_sample_fn: called for each run with its particles, and the sites of the guide
+            that all of them share, returns what draws the guide's sites.
         :param detach_latents: local ones reach the model without their gradient to the guide.
         :param count: another number of particles.
         :param keep_noise: for runs at other latents, in which models draw the same numbers apart
             from their sites.
         """
-        if detach_latents:
-            check_separate(programs)
-        subsamples = Minibatch()
+        count, subsamples = count or self.num_particles, Minibatch()
 
         def run_rows(fixed: Mapping[str, Tensor], rows: range | None, layout: Layout) -> Run:
             shared, rows = layout.shared.guide, rows or range(layout.count or 1)
-            sample_fn = None if make_sample_fn is None else make_sample_fn(rows)
+            sample_fn = None if make_sample_fn is None else make_sample_fn(rows, shared)
             attached = shared if detach_latents else None
             noise = ModelNoise() if keep_noise else None
-            substitutes = Substitutes(subsamples, fixed, sample_fn, attached, noise)
-            return layout.run(programs, substitutes, None if inside is None else inside(shared))
+            return layout.run(programs, Substitutes(subsamples, fixed, sample_fn, attached, noise))
 
-        count, latest = count or self.num_particles, self._latest
-        shared = _NONE if latest is None else latest.global_sites
+        shared, depends = self._latest.global_sites, make_sample_fn is not None or detach_latents
         execute, find_shared = partial(run_rows, {}, None), partial(self._shared_sites, programs)
-        known = shared, find_shared, inside is not None or detach_latents, latest is None
-        execution = Execution(programs, execute, subsamples, *known)
+        execution = Execution(programs, execute, subsamples, shared, find_shared, depends)
         run = self.runner.run_together(execution, count) if count > 1 else None
         first = run or self.runner.run(execution, None)
         structure = self._latest
-        assert structure is not None
         sample = WeightedParticles([first], [structure.block_of], structure)
         if run is None and count > 1:
             sample = self._with_others(execution, sample, count, run_rows)
@@ -153,7 +145,7 @@ class ParticleSampler:
         settled = replace(execution, shared=sample.structure.global_sites, find_shared=None)
         alone, fixed = (range(k, k + 1) for k in range(1, count)), sample.global_values()
         others = (partial(run_rows, fixed, row) for row in alone)
-        each = (replace(settled, execute=other, rewinds=False) for other in others)
+        each = (replace(settled, execute=other) for other in others)
         runs = [*sample.runs, *(self.runner.run(e, None) for e in each)]
         return self.arrange(execution.programs, runs)
 
@@ -182,15 +174,15 @@ class ParticleSampler:
         programs: Programs,
         sample: WeightedParticles,
         count: int,
-        make_sample_fn: Callable[[range], SampleFn] | None = None,
+        make_sample_fn: MakeSampleFn | None = None,
         detach_latents: bool = False,
     ) -> WeightedParticles:
         """
         Run the programs again on the minibatch and the global latents of ``sample``.
 
         :param count: the leading size, which need not be the sample's.
-        :param make_sample_fn: called for each run with its particles, returns what gives the local
-            sites their values; None to draw them anew.
+        :param make_sample_fn: as of :meth:`sample`, returns what gives the local sites their
+            values; None to draw them anew.
         :param detach_latents: local ones reach the model without their gradient to the guide.
         """
         fixed = sample.global_values()
@@ -200,9 +192,10 @@ class ParticleSampler:
         parts = [range(count)] if together else [range(k, k + 1) for k in range(count)]
         runs = []
         for rows, noise in zip(parts, sample.noise(count), strict=False):
-            sample_fn = None if make_sample_fn is None else make_sample_fn(rows)
+            shared = sample.structure.global_sites.guide
+            sample_fn = None if make_sample_fn is None else make_sample_fn(rows, shared)
             given = fixed, sample_fn, attached, noise
-            runs.append(self._run(programs, Substitutes(sample.subsamples, *given), None, *layout))
+            runs.append(self._run(programs, Substitutes(sample.subsamples, *given), *layout))
         return self.arrange(programs, runs)
 
     def replay(
@@ -217,10 +210,9 @@ class ParticleSampler:
             and annotations.
         """
         found, shared = [], sample.structure.global_sites
-        way = self.runner.ways.of(programs) or Way.BATCHED
         for run, changes in zip(sample.runs, latents, strict=True):
-            _, plate = Layout(run.leading, run.nesting, shared, way).plates()
-            found.append(replay_model(programs, run, changes, plate))
+            layout = Layout(run.leading, run.nesting, shared, run.way, run.state_dim is not None)
+            found.append(replay_model(programs, run, changes, layout.leading()))
         if all(same for _, same in found):
             return sample.with_runs([run for run, _ in found])
         runs = [run if same else self._looked_at(programs, run, shared) for run, same in found]
@@ -264,20 +256,16 @@ class ParticleSampler:
         self,
         programs: Programs,
         substitutes: Substitutes,
-        inside: Messenger | None = None,
         count: int | None = None,
         shared: GlobalSites = _NONE,
     ) -> Run:
-        return self.runner.run(_execution(programs, substitutes, inside, shared), count)
+        return self.runner.run(_execution(programs, substitutes, shared), count)
 
 
 def _execution(
-    programs: Programs,
-    substitutes: Substitutes,
-    inside: Messenger | None = None,
-    shared: GlobalSites = _NONE,
+    programs: Programs, substitutes: Substitutes, shared: GlobalSites = _NONE
 ) -> Execution:
     def execute(layout: Layout) -> Run:
-        return layout.run(programs, substitutes, inside)
+        return layout.run(programs, substitutes)
 
     return Execution(programs, execute, substitutes.subsamples, shared)

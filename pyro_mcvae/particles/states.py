@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pyro_mcvae.particles.layout import Layout
-from pyro_mcvae.particles.runner import Runner
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs, run_model
-from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.programs.state_draws import draw_states
@@ -16,22 +14,16 @@ from pyro_mcvae.programs.state_draws import draw_states
 __all__ = ["with_drawn_states"]
 
 
-def with_drawn_states(
-    runner: Runner, programs: Programs, sample: WeightedParticles
-) -> WeightedParticles:
-    """
-    The same latents, and each enumerated site drawn from its posterior given these.
-
-    :param runner: which made the runs of the sample.
-    """
+def with_drawn_states(programs: Programs, sample: WeightedParticles) -> WeightedParticles:
+    """The same latents, and each enumerated site drawn from its posterior given these."""
     if all(run.state_dim is None for run in sample.runs):
         return sample
-    way, shared = runner.ways.of(programs) or Way.BATCHED, sample.structure.global_sites
+    shared = sample.structure.global_sites
 
     def with_states(run: Run) -> Run:
-        _, plate = Layout(run.leading, run.nesting, shared, way).plates()
+        leading = Layout(run.leading, run.nesting, shared, run.way).leading()
         substitutes = Substitutes(run.subsamples, draw_states(run.model_trace))
-        model_trace = run_model(programs, run.guide_trace, substitutes, plate)
+        model_trace = run_model(programs, run.guide_trace, substitutes, leading)
         terms = terms_of(run.guide_trace, model_trace)
         return replace(run, model_trace=model_trace, terms=terms, state_dim=None, noise=None)
 

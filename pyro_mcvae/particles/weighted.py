@@ -17,7 +17,6 @@ from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import (
-    PlateKey,
     is_subsampled,
     plate_frames,
     plate_key,
@@ -80,18 +79,15 @@ class WeightedParticles:
         :param bool signed: whether the guide's terms are subtracted.
         :returns: shape ``[K, *plates]`` (or ``[K, elements]``).
         """
-        dims = [b.dims for b in self.blocks]
-        totals: list[list[Tensor | None]] = [[None] * len(self.runs) for _ in dims]
+        totals: list[list[Tensor | None]] = [[None] * len(self.runs) for _ in self.blocks]
         for i, (run, block_of) in enumerate(zip(self.runs, self.block_of, strict=True)):
             for term in run.terms:
                 b = block_of[term.key]
-                value = 0 if b is None else pick(term, i)
+                value = None if b is None else pick(term, i)
                 if b is not None and isinstance(value, Tensor):
-                    part, minus = run.sum_to(value, dims[b]), signed and term.in_guide
-                    totals[b][i] = _plus(totals[b][i], part, minus)
-        return self.join(
-            [self._stack(t, shape) for t, shape in zip(totals, self.shapes, strict=True)]
-        )
+                    part = run.sum_to(value, self.blocks[b].dims)
+                    totals[b][i] = _plus(totals[b][i], part, signed and term.in_guide)
+        return self.join([self._stack(*t) for t in zip(totals, self.shapes, strict=True)])
 
     @cached_property
     def log_weight(self) -> Tensor:
@@ -101,7 +97,7 @@ class WeightedParticles:
     @cached_property
     def scale(self) -> float | Tensor:
         """N/B of each entry's plates; a float where it is the same for all."""
-        scales = [subsampling_scale(self.block_frames(b)) for b in range(len(self.blocks))]
+        scales = [subsampling_scale(frames) for frames in self.frames]
         return scales[0] if len(set(scales)) == 1 else self._spread(scales)
 
     @property
@@ -117,7 +113,7 @@ class WeightedParticles:
     def with_runs(self, runs: list[Run]) -> WeightedParticles:
         """A sample of further runs that show the same sites and plates as these."""
         sample = WeightedParticles(runs, self.block_of, self.structure)
-        vars(sample).update(_frames=self._frames, shapes=self.shapes)  # which are cached
+        vars(sample).update(frames=self.frames, shapes=self.shapes)  # which are cached
         return sample
 
     def global_values(self) -> dict[str, Tensor]:
@@ -145,10 +141,6 @@ class WeightedParticles:
         """The terms outside of every block, from the first run (they are the same in all)."""
         return [t for t in self.runs[0].terms if not self.is_local(t)]
 
-    def block_frames(self, b: int) -> tuple[CondIndepStackFrame, ...]:
-        """The plates of a block in this step, with their sizes."""
-        return tuple(self._frames[key] for key in self.blocks[b].plates)
-
     def align(self, value: Tensor, term: Term, i: int) -> Tensor:
         """
         A block's part of ``[K, *plates]`` in the shape that multiplies a site's value in run i.
@@ -165,16 +157,15 @@ class WeightedParticles:
         )
 
     @cached_property
-    def _frames(self) -> dict[PlateKey, CondIndepStackFrame]:
-        if not any(b.plates for b in self.blocks):
-            return {}
-        return {plate_key(f): f for t in self.runs[0].terms for f in plate_frames(t.site)}
+    def frames(self) -> list[tuple[CondIndepStackFrame, ...]]:
+        """For each block its plates in this step, with their sizes."""
+        known = {plate_key(f): f for t in self.runs[0].terms for f in plate_frames(t.site)}
+        return [tuple(known[key] for key in b.plates) for b in self.blocks]
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """For each block its plates' sizes."""
-        frames = self._frames
-        return [tuple(frames[k].size for k in b.plates if k.dim is not None) for b in self.blocks]
+        """For each block its plates' sizes, those of sequential ones left out."""
+        return [tuple(f.size for f in frames if f.dim is not None) for frames in self.frames]
 
     def _stack(self, parts: list[Tensor | None], sizes: tuple[int, ...]) -> Tensor:
         shape, found = (self.runs[0].leading or 1, *sizes), [p for p in parts if p is not None]

@@ -50,12 +50,15 @@ def check_sites(
     :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
     :param bool before_sums: whether the model drew the sites that it is to enumerate.
     :raises ValueError: naming the site and what to do.
+    :raises RuntimeError: likewise, for a site that is no draw of the guide.
     """
     guide, model = guide_trace.nodes, model_trace.nodes
     _check_places(guide, model)
     for name, site in model.items():
         if not is_latent(site):
             continue
+        if name in guide and (guide[name]["type"] != "sample" or guide[name]["is_observed"]):
+            raise _no_draw(name, guide[name])
         if name not in guide:
             kind = site["infer"].get("enumerate")
             if is_state(site) or (kind == "parallel" and before_sums):
@@ -79,6 +82,14 @@ def check_sites(
             f"infer={{'is_auxiliary': True}} if other sites are drawn from it, as by a mixture: "
             f"its own density is then left out, unless they are point masses computed from it"
         )
+
+
+def _no_draw(name: str, found: Site) -> RuntimeError:
+    kind = "observed" if found["type"] == "sample" else f"a {found['type']}"
+    return RuntimeError(
+        f"site '{name}' is drawn by the model, and is {kind} in the guide: draw it there too, by "
+        f"pyro.sample without obs=, or give it another name"
+    )
 
 
 def _check_places(guide: Mapping[str, Site], model: Mapping[str, Site]) -> None:

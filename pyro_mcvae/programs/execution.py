@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.enumeration import StateMessenger
+from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.programs.leading import ALONE, Leading
 from pyro_mcvae.programs.messengers import ParticlePlate, Recorder, Substitutes
 from pyro_mcvae.programs.types import Program, SiteChanges
 
 __all__ = [
     "Programs",
-    "check_separate",
     "entered",
     "is_messenger",
     "run_model",
@@ -129,84 +130,68 @@ def _messenger(programs: Programs) -> Any:
     return guide if isinstance(guide, Messenger) else None
 
 
-def check_separate(programs: Programs) -> None:
-    """
-    Check that guide and model run one after the other, so that their gradients can be separated.
-
-    :raises ValueError: for a GuideMessenger.
-    """
-    if is_messenger(programs):
-        raise ValueError(
-            f"this objective separates the gradients of guide and model, but the guide "
-            f"{type(poutine.unwrap(programs.guide)).__name__} runs both at once: use another "
-            f"guide, or, for chains, gradient_estimator='full'"
-        )
+def _not_separate(programs: Programs) -> SiteError:
+    return SiteError(
+        f"this objective separates the gradients of guide and model, but the guide "
+        f"{type(poutine.unwrap(programs.guide)).__name__} runs both at once: use another "
+        f"guide, or, for chains, gradient_estimator='full'"
+    )
 
 
 def run_pair(
-    programs: Programs,
-    substitutes: Substitutes,
-    leading: tuple[ParticlePlate, ParticlePlate] | tuple[None, None] = (None, None),
-    inside: Messenger | None = None,
-    state_dim: int | None = None,
+    programs: Programs, substitutes: Substitutes, leading: Leading = ALONE
 ) -> tuple[Trace, Trace]:
     """
     Run the guide, then the model on its draws.
 
     :param substitutes: values and the minibatch.
-    :param leading: the particles' plate for the guide and for the model.
-    :param inside: a further handler around the guide, inside of what substitutes.
-    :param state_dim: the first batch dim for the values of the model's enumerated sites; None to
-        draw these.
+    :param leading: the leading dims, with the particles' plates.
     :returns: ``(guide_trace, model_trace)``
+    :raises SiteError: for a guide that runs both, whose draws are to reach the model apart.
     """
     if is_messenger(programs):
-        return _run_messenger(programs, substitutes, leading, inside)
-    with Recorder(substitutes) as recorder, entered(inside, leading[0]):
+        return _run_messenger(programs, substitutes, leading)
+    with Recorder(substitutes) as recorder, entered(leading.guide):
         programs.guide(*programs.args, **programs.kwargs)
     messenger = _messenger(programs)
     # Its own trace also has what the program inside of it observes.
     drawn = guide_trace = recorder.trace if messenger is None else messenger.get_traces()[1]
     if substitutes.attached is not None:
         drawn = _detached(drawn, substitutes.attached | set(substitutes.values))
-    return guide_trace, run_model(programs, drawn, substitutes, leading[1], state_dim)
+    return guide_trace, run_model(programs, drawn, substitutes, leading)
 
 
 def _run_messenger(
-    programs: Programs,
-    substitutes: Substitutes,
-    leading: tuple[ParticlePlate, ParticlePlate] | tuple[None, None],
-    inside: Messenger | None,
+    programs: Programs, substitutes: Substitutes, leading: Leading
 ) -> tuple[Trace, Trace]:
     """Run a GuideMessenger, which runs the model itself."""
-    both, (guide_plate, model_plate) = None, leading
+    if substitutes.attached is not None:
+        raise _not_separate(programs)
+    both, guide_plate, model_plate = None, leading.guide, leading.model
     if guide_plate is not None and model_plate is not None:
         # One plate for one run: it leaves out the global sites of both programs.
         skip = guide_plate.skip | model_plate.skip
         both = ParticlePlate(guide_plate.size, guide_plate.depth, skip)
-    with Recorder(substitutes, records=()), entered(inside, both):
+    with Recorder(substitutes, records=()), entered(both):
         programs.guide(*programs.args, **programs.kwargs)
     model_trace, guide_trace = poutine.unwrap(programs.guide).get_traces()
-    for plate in leading:
+    for plate in (guide_plate, model_plate):
         if plate is not None and both is not None:
             plate.unbatched |= both.unbatched
     return guide_trace, model_trace
 
 
 def run_model(
-    programs: Programs,
-    guide_trace: Trace,
-    substitutes: Substitutes,
-    leading: ParticlePlate | None,
-    state_dim: int | None = None,
+    programs: Programs, guide_trace: Trace, substitutes: Substitutes, leading: Leading = ALONE
 ) -> Trace:
-    """Run the model on the draws of a guide's trace; ``state_dim`` as of :func:`run_pair`."""
+    """Run the model on the draws of a guide's trace; ``leading`` as of :func:`run_pair`."""
+    state_dim = leading.state_dim
     states = None if state_dim is None else StateMessenger(guide_trace, state_dim)
     drawn = guide_trace if states is None else None
     noise = None if substitutes.noise is None else substitutes.noise.of_run()
     # Parameters of a guide alone: judges ask which of them its first run made.
     recorder = Recorder(substitutes, drawn, ("sample",))
-    with recorder, entered(states, leading, noise):
+    with recorder, entered(states, leading.model, noise):
         programs.model(*programs.args, **programs.kwargs)
     return recorder.trace
 

@@ -11,17 +11,14 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.ops.lanes import Lanes
-from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.mapped_distribution import leaves_of, lifted
 from pyro_mcvae.programs.messengers import ParticlePlate
 from pyro_mcvae.programs.precision import site_in_full_precision, without_autocast
 from pyro_mcvae.programs.sites import changed_draw
 from pyro_mcvae.programs.types import Message
 
-__all__ = ["MappedPlate", "Plates", "Way", "particle_plates", "unbatched"]
-
-# The particles' plates of the guide and of the model.
-Plates = tuple[ParticlePlate, ParticlePlate] | tuple[None, None]
+__all__ = ["MappedPlate", "Way", "particle_plates"]
 
 
 class Way(Enum):
@@ -35,7 +32,7 @@ class Way(Enum):
 
 def particle_plates(
     way: Way, count: int, dim: int, shared: tuple[frozenset[str], frozenset[str]]
-) -> tuple[ParticlePlate, ParticlePlate]:
+) -> Leading:
     """
     New plates of the particles, for the guide and for the model.
 
@@ -43,16 +40,7 @@ def particle_plates(
     """
     guide = MappedPlate if way is Way.BOTH_MAPPED else ParticlePlate
     model = ParticlePlate if way is Way.BATCHED else MappedPlate
-    return guide(count, dim, shared[0]), model(count, dim, shared[1])
-
-
-def unbatched(plates: Plates) -> frozenset[FactorKey]:
-    """The factors whose distribution did not have the particles' dim by itself."""
-    guide, model = plates
-    if guide is None or model is None:
-        return frozenset()
-    names = ("guide", guide.unbatched), ("model", model.unbatched)
-    return frozenset(FactorKey(program, n) for program, found in names for n in found)
+    return Leading(guide(count, dim, shared[0]), model(count, dim, shared[1]))
 
 
 class MappedPlate(ParticlePlate):

@@ -24,9 +24,9 @@ from pyro_mcvae.programs.sites import (
     is_straight_through,
     reparameterized,
 )
-from pyro_mcvae.programs.types import Message, Site
+from pyro_mcvae.programs.types import Message
 
-__all__ = ["ParticlePlate", "Recorder", "SampleFn", "ScoreFunctionSites", "Substitutes"]
+__all__ = ["ParticlePlate", "Recorder", "SampleFn", "Substitutes", "score_function_draws"]
 
 # Called for a random guide site of a run; returns its value, or None to let Pyro draw.
 SampleFn = Callable[[Message], Tensor | None]
@@ -77,6 +77,9 @@ class Substitutes:
     noise: ModelNoise | None = None
 
 
+_ALL = ("sample", "param")
+
+
 class Recorder(Messenger):
     """
     Records the sites of one run, substitutes values at them, and keeps the minibatch that it draws.
@@ -92,10 +95,7 @@ class Recorder(Messenger):
     """
 
     def __init__(
-        self,
-        substitutes: Substitutes,
-        drawn: Trace | None = None,
-        records: tuple[str, ...] = ("sample", "param"),
+        self, substitutes: Substitutes, drawn: Trace | None = None, records: tuple[str, ...] = _ALL
     ) -> None:
         super().__init__()
         self.trace, self._records = Trace(), records
@@ -115,7 +115,6 @@ class Recorder(Messenger):
         """Give a latent its value."""
         drawn = self._drawn.get(msg["name"])
         if drawn is not None:
-            _check_drawn(msg["name"], drawn)
             msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
         elif not msg["done"] and msg["value"] is None:
             value = self._value_of(msg)
@@ -136,20 +135,7 @@ class Recorder(Messenger):
             self.trace.add_node(msg["name"], **msg)
 
 
-def _check_drawn(name: str, drawn: Site) -> None:
-    if drawn["type"] != "sample" or drawn["is_observed"]:
-        raise _no_draw(name, drawn)
-
-
-def _no_draw(name: str, drawn: Site) -> RuntimeError:
-    kind = "observed" if drawn["type"] == "sample" else f"a {drawn['type']}"
-    return RuntimeError(
-        f"site '{name}' is drawn by the model, and is {kind} in the guide: draw it there too, by "
-        f"pyro.sample without obs=, or give it another name"
-    )
-
-
-class ScoreFunctionSites(Messenger):
+def score_function_draws(skip: frozenset[str]) -> SampleFn:
     """
     Takes reparameterization away from the guide's random sites but those of ``skip``.
 
@@ -157,22 +143,18 @@ class ScoreFunctionSites(Messenger):
     ``has_rsample`` be set.
     """
 
-    def __init__(self, skip: frozenset[str]) -> None:
-        super().__init__()
-        self.skip = skip
-
-    def _pyro_sample(self, msg: Message) -> None:
-        if msg["done"] or not is_random(msg) or msg["name"] in self.skip:
-            return
+    def sample_fn(msg: Message) -> Tensor | None:
         # A distribution that masks itself would mask the score too; it keeps its own gradient, as
         # does one whose score has another mean than 0.
         fn = msg["fn"]
         keeps = is_masked(fn) or is_straight_through(fn) or moves_support(fn)
-        if reparameterized(msg) and not keeps:
-            # A clone: flows cache the inverse of the very tensor that they drew, without a
-            # gradient path to their parameters, which the score function needs.
-            with torch.no_grad():
-                msg["value"] = msg["fn"].sample().clone()
-            msg["done"] = True
-            own = {**msg["infer"].get("mcvae", {}), "score_function": True}
-            msg["infer"] = {**msg["infer"], "mcvae": own}
+        if msg["name"] in skip or keeps or not reparameterized(msg):
+            return None
+        own = {**msg["infer"].get("mcvae", {}), "score_function": True}
+        msg["infer"] = {**msg["infer"], "mcvae": own}
+        # A clone: flows cache the inverse of the very tensor that they drew, without a gradient
+        # path to their parameters, which the score function needs.
+        with torch.no_grad():
+            return fn.sample().clone()
+
+    return sample_fn

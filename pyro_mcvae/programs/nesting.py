@@ -12,6 +12,7 @@ from pyro.poutine.util import site_is_subsample
 from pyro_mcvae.programs.contract import check_declared, check_run, check_sites
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run, terms_of
@@ -44,7 +45,7 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
     state_dim = None if sums_in is None else -sums_in - 1
     with isolated(), torch.no_grad():
         batch = Minibatch()
-        traces = run_pair(programs, Substitutes(batch), state_dim=state_dim)
+        traces = run_pair(programs, Substitutes(batch), Leading(state_dim=state_dim))
         terms, nesting = terms_of(*traces, state_dim), nesting_of(*traces)
         return Run(*traces, terms, nesting, None, subsamples=batch, state_dim=state_dim)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.messengers import ParticlePlate, SampleFn, Substitutes
+from pyro_mcvae.programs.leading import ALONE, Leading
+from pyro_mcvae.programs.messengers import SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.terms import Term, guide_term, model_term, possible_terms
 
@@ -53,7 +54,7 @@ def probe(
     subsamples: Mapping[str, Tensor],
     values: Mapping[str, Tensor] | None = None,
     sample_fn: SampleFn | None = None,
-    leading: tuple[ParticlePlate, ParticlePlate] | tuple[None, None] = (None, None),
+    leading: Leading = ALONE,
 ) -> Probe:
     """
     Run the programs, inside of :func:`looking`.
@@ -63,7 +64,7 @@ def probe(
     :param subsamples: the minibatch to look at.
     :param values: of guide sites, by name.
     :param sample_fn: gives the values of the other random sites.
-    :param leading: the particles' plate for the guide and for the model.
+    :param leading: the leading dims, with the particles' plates.
     :raises ProgramError: from the programs' own error.
     """
     substitutes = Substitutes(Minibatch(subsamples), values or {}, sample_fn)

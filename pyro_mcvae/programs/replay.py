@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from pyro.poutine.trace_struct import Trace
 
-from pyro_mcvae.programs.execution import Programs, entered, run_model, with_changes
-from pyro_mcvae.programs.messengers import ParticlePlate, Substitutes
+from pyro_mcvae.programs.execution import Programs, run_model, with_changes
+from pyro_mcvae.programs.leading import ALONE, Leading
+from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.run import Run, model_factors
 from pyro_mcvae.programs.terms import Term, guide_term, scored
 from pyro_mcvae.programs.types import SiteChanges
@@ -17,10 +18,7 @@ __all__ = ["replay_model"]
 
 
 def replay_model(
-    programs: Programs,
-    run: Run,
-    changes: SiteChanges,
-    leading: ParticlePlate | None = None,
+    programs: Programs, run: Run, changes: SiteChanges, leading: Leading = ALONE
 ) -> tuple[Run, bool]:
     """
     Run the model with other values of the guide's draws, on the same minibatch.
@@ -31,15 +29,15 @@ def replay_model(
     :param run: an execution of both programs; its guide depends on none of its draws. What its
         model drew apart from its sites is the same again.
     :param changes: by guide site, the fields that change.
-    :param leading: the particles' plate for the model.
+    :param leading: the leading dims of ``run``, with a new plate for the model.
     :returns: the new execution, and whether it has the sites and plates of ``run``.
     """
     guide_trace = with_changes(run.guide_trace, changes)
     substitutes = Substitutes(run.subsamples, noise=run.noise)
-    model_trace = run_model(programs, guide_trace, substitutes, leading, run.state_dim)
+    model_trace = run_model(programs, guide_trace, substitutes, leading)
     before = run.model_trace.nodes
     again = [s for s in scored(model_trace) if s["name"] in before]
-    with entered(*[unvalidated(s["fn"]) for s in again if was_checked(before[s["name"]], s)]):
+    with unvalidated([s["fn"] for s in again if was_checked(before[s["name"]], s)]):
         of_model = model_factors(model_trace, run.state_dim)
     same = [t.form for t in of_model] == [t.form for t in run.terms if not t.in_guide]
     of_guide = [_guide_again(t, guide_trace) for t in run.terms if t.in_guide]

@@ -11,6 +11,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
 from pyro_mcvae.programs.state_sums import summed_terms
@@ -39,6 +40,7 @@ class Run:
     :ivar state_dim: the first batch dim for the values of the model's enumerated sites, which are
         summed; None where the model drew them, if it has any.
     :ivar noise: what the model drew apart from its sites; None where nobody looked.
+    :ivar way: how its particles were run.
     """
 
     guide_trace: Trace
@@ -50,6 +52,7 @@ class Run:
     subsamples: Minibatch = field(default_factory=Minibatch)
     state_dim: int | None = None
     noise: ModelNoise | None = None
+    way: Way = Way.BATCHED
 
     @cached_property
     def guide_data(self) -> list[Term]:

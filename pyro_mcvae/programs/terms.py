@@ -61,13 +61,8 @@ class SiteForm(NamedTuple):
         """
         frames = [CondIndepStackFrame(*f) for f in self.plates]
         plates = tuple([(plate_key(f), is_subsampled(f)) for f in frames if f.name != LEADING])
-        return (
-            self.key,
-            self.observed,
-            self.draw,
-            plates,
-            tuple([m.structure for m in self.members]),
-        )
+        members = tuple([m.structure for m in self.members])
+        return self.key, self.observed, self.draw, plates, members
 
 
 # How large a site is: its plates' sizes, and its event.

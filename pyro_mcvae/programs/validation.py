@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from pyro_mcvae.programs.sites import bare, known_support
@@ -18,7 +18,8 @@ def was_checked(old: Site, site: Site) -> bool:
     distribution is made.
     """
     # Constraints with parameters (an interval) are new objects each time: to be checked again.
-    return site["value"] is old["value"] and _support(site) is _support(old)
+    same = site["value"] is old["value"] and site["fn"].shape() == old["fn"].shape()
+    return same and _support(site) is _support(old)
 
 
 def _support(site: Site) -> Constraint:
@@ -26,15 +27,16 @@ def _support(site: Site) -> Constraint:
 
 
 @contextmanager
-def unvalidated(fn: Distribution) -> Iterator[None]:
-    """Within, a distribution takes values as they are."""
-    fn = bare(fn)
-    own = vars(fn).get("_validate_args")
-    fn._validate_args = False
+def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
+    """Within, distributions take values as they are."""
+    own = {bare(fn): vars(bare(fn)).get("_validate_args") for fn in fns}
+    for fn in own:
+        fn._validate_args = False
     try:
         yield
     finally:
-        if own is None:
-            del fn._validate_args
-        else:
-            fn._validate_args = own
+        for fn, before in own.items():
+            if before is None:
+                del fn._validate_args
+            else:
+                fn._validate_args = before

@@ -29,7 +29,7 @@ def find_fingerprints(layouts: Layouts, b: int, sample: WeightedParticles) -> Te
         is observed that the data alone decide.
     """
     run, dims = sample.runs[0], sample.blocks[b].dims
-    sizes = [f.size for f in sample.block_frames(b) if f.dim is not None]
+    sizes = [f.size for f in sample.frames[b] if f.dim is not None]
     parts: list[Tensor] = []
     for term in run.terms:
         if term.in_guide or term.key.name not in layouts.given or sample.block_of[0][term.key] != b:

@@ -225,7 +225,7 @@ class JointRuns:
 
     def _once(self, draw: SampleFn, layout: Layout) -> Run:
         nesting, structure = self.layouts.nesting, self.layouts.structure
-        count, plate, guide_trace = layout.count, layout.plates()[1], self.guide_trace
+        count, leading, guide_trace = layout.count, layout.leading(), self.guide_trace
         if count is not None:
             skip = structure.global_sites.guide
             local = [t.site for t in self._guide_terms if t.key.name not in skip]
@@ -234,7 +234,7 @@ class JointRuns:
                     guide_trace, {s["name"]: {"value": _expanded(s, count, nesting)} for s in local}
                 )
         substitutes = Substitutes(self.subsamples, sample_fn=draw)
-        model_trace = run_model(self._programs, guide_trace, substitutes, plate)
+        model_trace = run_model(self._programs, guide_trace, substitutes, leading)
         names = self.layouts.names
         gone = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
         if gone:
@@ -246,10 +246,9 @@ class JointRuns:
         terms = [broadcast_term(s) for s in scored(model_trace)]
         # In the order of the first call, in which the blocks are numbered.
         searched = [_no_density(s) for n, s in both.nodes.items() if n in names]
-        names_of = () if plate is None else plate.unbatched
-        unbatched = frozenset(FactorKey("model", n) for n in names_of)
         all_terms = (*terms, *self._guide_terms, *searched)
-        run = Run(both, model_trace, all_terms, nesting, count, unbatched, self.subsamples)
+        shown = nesting, count, leading.unbatched, self.subsamples
+        run = Run(both, model_trace, all_terms, *shown)
         run = self._sampler.runner.auxiliary.settle(self._programs, run)
         if is_validation_enabled():
             check_sites(both, model_trace, self._sampler.runner.checks.strict_enumeration)

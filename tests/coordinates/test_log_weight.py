@@ -10,6 +10,7 @@ import torch
 from pyro.infer.autoguide import AutoDelta
 from pyro.poutine.util import site_is_subsample
 
+from pyro_mcvae.coordinates.beginning import GivenLatents
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.errors import NoCoordinateError
@@ -300,9 +301,9 @@ def test_a_step_may_begin_at_given_latents(name, vectorize, coordinates):
     sampler = ParticleSampler(3, vectorize, math.inf)
     if name == "auto-low-rank" and coordinates == "noise":
         with pytest.raises(NoCoordinateError, match="'_AutoLowRankMultivariateNormal_latent'"):
-            LogWeight(sampler, example.programs, coordinates, latents=local)
+            LogWeight(sampler, example.programs, coordinates, begin=GivenLatents(local))
         return
-    found = LogWeight(sampler, example.programs, coordinates, latents=local)
+    found = LogWeight(sampler, example.programs, coordinates, begin=GivenLatents(local))
     run = found.first.sample.runs[0]
     for n in found.packing.sites:
         value = run.guide_trace.nodes[n]["value"]

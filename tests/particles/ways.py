@@ -69,9 +69,9 @@ def check_way(model, guide, args=(), way=None, vectorize=None, **options):
 
         return sample_fn
 
-    together = sampler.resample(programs, first, K, lambda rows: given)
+    together = sampler.resample(programs, first, K, lambda rows, shared: given)
     loop = ParticleSampler(K, False, float("inf"), **options)
-    apart = loop.resample(programs, first, K, lambda rows: alone(rows.start))
+    apart = loop.resample(programs, first, K, lambda rows, shared: alone(rows.start))
     assert len(together.runs) == 1
     assert len(apart.runs) == K
     torch.testing.assert_close(together.log_weight, apart.log_weight)

@@ -9,9 +9,9 @@ from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs import replay as module
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
-from pyro_mcvae.programs.messengers import Substitutes
+from pyro_mcvae.programs.leading import Leading
+from pyro_mcvae.programs.messengers import ParticlePlate, Substitutes
 from pyro_mcvae.programs.replay import replay_model
 from pyro_mcvae.programs.run import Run, terms_of
 
@@ -37,8 +37,8 @@ def both(model, vectorised, x=X):
     run = sampler.sample(programs).runs[0]
     changes = {"z": {"value": run.guide_trace.nodes["z"]["value"] + 0.1}}
     leading = (
-        module.ParticlePlate(3, -2, frozenset()) if vectorised else None,
-        module.ParticlePlate(3, -2, frozenset()) if vectorised else None,
+        Leading(model=ParticlePlate(3, -2)) if vectorised else Leading(),
+        Leading(model=ParticlePlate(3, -2)) if vectorised else Leading(),
     )
     ours, same = replay_model(programs, run, changes, leading[0])
     changed = with_changes(run.guide_trace, changes)
