@@ -28,6 +28,7 @@ from pyro_mcvae.programs.types import Distribution
 
 __all__ = [
     "Coordinate",
+    "DiscreteCoordinate",
     "NoiseCoordinate",
     "UnconstrainedCoordinate",
     "ValueCoordinate",
@@ -44,11 +45,16 @@ class Coordinate(ABC):
     :ivar event_shape: the shape of the coordinate of one batch element.
     :ivar reparameterized: whether gradients may pass through draws, to the guide's parameters.
     :ivar normal: whether its density is the standard normal one.
+    :ivar moves: whether chains move it.
+    :ivar follows: whether its density may depend on other coordinates. Then it belongs to the
+        density of all of them, also where a mask takes it out of the weight: it was drawn.
     """
 
     event_shape: torch.Size
     reparameterized: bool = True
     normal: bool = False
+    moves: bool = True
+    follows: bool = False
 
     @property
     def kind(self) -> tuple[type, bool, bool]:
@@ -135,8 +141,9 @@ class NoiseCoordinate(Coordinate):
 class UnconstrainedCoordinate(Coordinate):
     """The value itself, mapped to the real line where its support is constrained."""
 
+    follows = True
+
     def __init__(self, fn: Distribution) -> None:
-        # A mask takes density out of the weight, but the draw still has it.
         fn = self.fn = _without_masks(fn)
         self.reparameterized = fn.has_rsample
         self.transform = biject_to(_support(fn))
@@ -230,6 +237,21 @@ class ValueCoordinate(Coordinate):
         return self.fn.log_prob(value)
 
 
+class DiscreteCoordinate(ValueCoordinate):
+    """A discrete value, which no chain moves."""
+
+    moves = False
+    follows = True
+
+    def __init__(self, fn: Distribution) -> None:
+        super().__init__(fn)
+        bare = with_mask(fn, None) if is_masked(fn) else None
+        self._drawn = fn if bare is None else bare
+
+    def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
+        return self._drawn.log_prob(value)
+
+
 def _forbids_rsample(fn: Distribution) -> bool:
     """Whether has_rsample_(False) was said of this very distribution, as of a rough model's."""
     return any(vars(layer).get("has_rsample") is False for layer in layers(fn))
@@ -245,13 +267,15 @@ def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coord
         values where it is not known.
     :raises NotImplementedError: where there is none.
     """
-    if coordinates == "value" or known_support(fn).is_discrete:
-        return ValueCoordinate(fn)
+    if known_support(fn).is_discrete:
+        return DiscreteCoordinate(fn)
     noise = noise_of(fn) if coordinates in ("noise", "resting") else None
     return _without_noise(fn, coordinates) if noise is None else NoiseCoordinate(fn, noise)
 
 
 def _without_noise(fn: Distribution, coordinates: Coordinates) -> Coordinate:
+    if coordinates == "value":
+        return ValueCoordinate(fn)
     if is_straight_through(fn):
         # Their density is that of values that were never rounded: moving those leaves the
         # program, whose model sees 0 and 1 only.

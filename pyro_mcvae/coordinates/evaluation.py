@@ -22,7 +22,7 @@ class Evaluation:
 
     :ivar log_weight: :math:`\log p(x, z) - \log q(z \mid x)`, shape ``[*leading, *plates]``.
     :ivar log_base: the coordinates' density under the guide, of the same shape; coordinates that
-        a mask takes out of the guide are left out.
+        a mask takes out of the guide are left out, unless their density follows others.
     :ivar sample: the execution behind them.
     :ivar records: for each of its runs, where each site stands.
     """
@@ -48,6 +48,9 @@ def evaluate(sample: WeightedParticles, records: list[Record]) -> Evaluation:
             return 0
         density = placed.coordinate.log_base(placed.at, term.site["value"])
         mask = masked_entries(term.site)
-        return density if mask is None else torch.where(mask, density, 0.0)
+        if mask is None:
+            return density
+        counted = ~density.isnan() if placed.coordinate.follows else mask
+        return torch.where(counted, density, 0.0)
 
     return Evaluation(sample.log_weight, sample.local_sum(log_base), sample, records)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Set
 from dataclasses import dataclass, field
 
-from pyro_mcvae.coordinates.coordinate import (
-    Coordinate,
-    UnconstrainedCoordinate,
-    ValueCoordinate,
-)
+from pyro_mcvae.coordinates.coordinate import UnconstrainedCoordinate
 from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record, packing_of
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_plates
-from pyro_mcvae.programs.sites import is_random, known_support
+from pyro_mcvae.programs.sites import is_random
 
 __all__ = ["Plan", "check_names", "plan_of"]
 
@@ -97,13 +93,8 @@ def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]
     entangled = len(first) > 1 and unexplicit and not sample.structure.mean_field
     # The density of what is held may depend on the coordinates, unless no draw does on another.
     normal = all(c.normal for c in first) and (sample.structure.mean_field or not held)
-    discrete = (n for n in packing.sites if _is_discrete(records[0][n].coordinate))
+    discrete = (n for n in packing.sites if not records[0][n].coordinate.moves)
     return Plan(packing, normal, entangled, tuple(discrete))
-
-
-def _is_discrete(coordinate: Coordinate) -> bool:
-    # Not the dtype: Bernoulli and Poisson draws are floats.
-    return isinstance(coordinate, ValueCoordinate) and known_support(coordinate.fn).is_discrete
 
 
 def check_names(records: list[Record], packing: Packing, others: frozenset[str]) -> None:

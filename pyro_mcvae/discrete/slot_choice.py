@@ -27,7 +27,7 @@ from pyro_mcvae.programs.support import Choice, Support
 from pyro_mcvae.programs.supports import Categories, support_of
 from pyro_mcvae.programs.types import Distribution, Message, Site
 
-__all__ = ["SiteSlots", "check_count", "choose", "is_discrete", "single"]
+__all__ = ["SiteSlots", "check_num_slots", "choose", "is_discrete", "single"]
 
 # How many slots of a datum the slots of several sites may lead to.
 _MAX_SLOTS = 10_000
@@ -123,7 +123,7 @@ def is_discrete(msg: Message) -> bool:
     return is_random(msg) and not reparameterized(msg) and known_support(msg["fn"]).is_discrete
 
 
-def check_count(name: str, count: int) -> None:
+def check_num_slots(name: str, count: int) -> None:
     """
     :raises SlotError: for a site whose slots, times those of the sites before, are too many.
     """

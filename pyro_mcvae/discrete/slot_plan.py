@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from pyro_mcvae.discrete.relaxed_control_variates import RELAX
 from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotError
-from pyro_mcvae.discrete.slot_choice import check_count, choose, is_discrete
+from pyro_mcvae.discrete.slot_choice import check_num_slots, choose, is_discrete
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.sites import LEADING, is_random
@@ -101,7 +101,7 @@ def make_plan(
             continue
         sites[name] = SlotSite(block, before, _joined(term, sample.blocks[block].dims))
         counts[name] = _count(term, options, sites[name].joined, tell)
-        check_count(name, math.prod(counts[n] for n in (*before, name)))
+        check_num_slots(name, math.prod(counts[n] for n in (*before, name)))
     if not sites:
         return None
     for observed in sample.runs[0].guide_data:

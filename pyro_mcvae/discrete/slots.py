@@ -12,7 +12,7 @@ from pyro.poutine.enum_messenger import EnumMessenger
 from torch import Tensor
 
 from pyro_mcvae.discrete.site_options import SiteOptions
-from pyro_mcvae.discrete.slot_choice import check_count, choose
+from pyro_mcvae.discrete.slot_choice import check_num_slots, choose
 from pyro_mcvae.programs.types import Constraint, Distribution, Message
 
 __all__ = ["SLOTS", "SlotMessenger"]
@@ -91,4 +91,4 @@ class SlotMessenger(EnumMessenger):
         batch = msg["fn"].batch_shape
         upstream = math.prod(batch[: max(0, len(batch) + 1 + self.first_available_dim)])
         if upstream > 1:
-            check_count(msg["name"], upstream * count)
+            check_num_slots(msg["name"], upstream * count)

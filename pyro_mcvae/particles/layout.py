@@ -49,8 +49,7 @@ class Layout:
         state_dim = dim - (self.count is not None) if self.sums else None
         if self.count is None:
             return Leading(state_dim=state_dim)
-        plates = particle_plates(self.way, self.count, dim, self.shared)
-        return plates._replace(state_dim=state_dim)
+        return particle_plates(self.way, self.count, dim, self.shared, state_dim)
 
     def run(self, programs: Programs, substitutes: Substitutes) -> Run:
         """Run both programs; ``substitutes`` are what they do not draw."""

@@ -126,12 +126,11 @@ class ParticleSampler:
         execution = Execution(programs, execute, subsamples, shared, find_shared, depends)
         run = self.runner.run_together(execution, count) if count > 1 else None
         first = run or self.runner.run(execution, None)
-        structure = self._latest
-        sample = WeightedParticles([first], [structure.block_of], structure)
+        sample = WeightedParticles([first], [self._latest.block_of], self._latest)
         if run is None and count > 1:
             sample = self._with_others(execution, sample, count, run_rows)
-        if structure.collapsed and (count > 1 or make_sample_fn is not None):
-            check_not_collapsed(structure)
+        if sample.structure.collapsed and (count > 1 or make_sample_fn is not None):
+            check_not_collapsed(sample.structure)
         return sample
 
     def _with_others(

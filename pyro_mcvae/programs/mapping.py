@@ -31,16 +31,21 @@ class Way(Enum):
 
 
 def particle_plates(
-    way: Way, count: int, dim: int, shared: tuple[frozenset[str], frozenset[str]]
+    way: Way,
+    count: int,
+    dim: int,
+    shared: tuple[frozenset[str], frozenset[str]],
+    state_dim: int | None = None,
 ) -> Leading:
     """
     New plates of the particles, for the guide and for the model.
 
     :param shared: the sites of each that all particles share.
+    :param state_dim: as of :class:`~pyro_mcvae.programs.leading.Leading`.
     """
     guide = MappedPlate if way is Way.BOTH_MAPPED else ParticlePlate
     model = ParticlePlate if way is Way.BATCHED else MappedPlate
-    return Leading(guide(count, dim, shared[0]), model(count, dim, shared[1]))
+    return Leading(guide(count, dim, shared[0]), model(count, dim, shared[1]), state_dim)
 
 
 class MappedPlate(ParticlePlate):

@@ -564,15 +564,20 @@ def test_chains_begin_at_the_density_of_the_guide_at_each_slot():
 @pytest.mark.parametrize(
     ("cls", "kernel"), [(TraceSIS_ELBO, ULA(0.05)), (TraceAIS_ELBO, MALA(0.3))], ids=["sis", "ais"]
 )
-def test_a_scale_of_the_user_leaves_the_density_that_chains_begin_at(cls, kernel):
-    r"""The mean of :math:`\exp W` is that of :math:`(p / q)^s` over the guide's draws, as it is."""
-    scale, x, slope = 0.4, torch.full((8000,), 1.3), torch.tensor([2.5, -1.0, 0.5])
+@pytest.mark.parametrize(("scale", "mask"), [(0.4, True), (1.0, False)], ids=["scaled", "masked"])
+def test_what_weighs_less_was_drawn_all_the_same(cls, kernel, scale, mask):
+    r"""
+    Chains begin at the density of the draws, whatever scale and mask they are weighed with: the
+    mean of :math:`\exp W` is that of the weight over the guide's draws.
+    """
+    x, slope = torch.full((6000,), 1.3), torch.tensor([2.5, -1.0, 0.5])
     prior, labels = dist.Normal(0.0, 1.0), dist.Categorical(logits=torch.tensor([0.5, 0.0, -0.3]))
     own = dist.Normal(0.2, 1.2)
 
     def draw(fn, label):
         z = pyro.sample("z", fn)
-        return z + pyro.sample("y", label(z))
+        with pyro.poutine.mask(mask=mask):
+            return z + pyro.sample("y", label(z))
 
     def model():
         with pyro.plate("data", len(x)), pyro.poutine.scale(scale=scale):
@@ -586,9 +591,10 @@ def test_a_scale_of_the_user_leaves_the_density_that_chains_begin_at(cls, kernel
             draw(own, label)
 
     z, y = torch.linspace(-12, 12, 2401), torch.arange(3).unsqueeze(-1)
-    log_q = own.log_prob(z) + label(z).log_prob(y)
-    log_p = prior.log_prob(z) + labels.log_prob(y) + dist.Normal(z + y, 0.7).log_prob(x[0])
-    exact = (log_q + scale * (log_p - log_q)).exp().sum() * (z[1] - z[0])
+    log_y, log_q = label(z).log_prob(y), own.log_prob(z)
+    log_w = prior.log_prob(z) - log_q + dist.Normal(z + y, 0.7).log_prob(x[0])
+    log_w = log_w + mask * (labels.log_prob(y) - log_y)
+    exact = (log_q + log_y + scale * log_w).exp().sum() * (z[1] - z[0])
     elbo = cls(4, kernel, num_particles=2, vectorize_particles=True)
     elbo.bounds(model, guide)
     record = elbo.last_step
