@@ -88,7 +88,8 @@ def _is_right(q: Any, p: Any) -> bool:
     while isinstance(q, Independent) and isinstance(p, Independent):
         q, p = q.base_dist, p.base_dist
     kinds = type(q), type(p)
-    rule = kl._KL_MEMOIZE.get(kinds) or kl._dispatch_kl(*kinds)
+    # Which may be NotImplemented, of which nobody may ask whether it is true.
+    rule = kl._KL_MEMOIZE[kinds] if kinds in kl._KL_MEMOIZE else kl._dispatch_kl(*kinds)
     if rule is not kl._kl_transformed_transformed:
         return rule is not kl._kl_expfamily_expfamily
     return _is_right(q.base_dist, p.base_dist) and all(
