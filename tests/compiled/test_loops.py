@@ -108,7 +108,7 @@ def test_two_processes_train_as_without_recordings(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for (plain, recorded), replayed, refused in found:
         assert (replayed, refused) == (STEPS - 3, [])
         assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))

@@ -32,7 +32,10 @@ def on_ranks(name, num_ranks, out):
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     on_ranks("distributed", 2, out)
-    return [{**torch.load(out / f"rank{r}.pt"), "path": out / "run.pt"} for r in range(2)]
+    return [
+        {**torch.load(out / f"rank{r}.pt", weights_only=True), "path": out / "run.pt"}
+        for r in range(2)
+    ]
 
 
 def close(first, second):

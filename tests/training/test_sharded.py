@@ -25,7 +25,9 @@ def out(tmp_path_factory):
 
 
 def found(out, num_ranks):
-    return [torch.load(out / f"{num_ranks}-rank{r}.pt") for r in range(num_ranks)]
+    return [
+        torch.load(out / f"{num_ranks}-rank{r}.pt", weights_only=True) for r in range(num_ranks)
+    ]
 
 
 def states(out, num_ranks):

@@ -64,7 +64,9 @@ def psnr(image: Tensor, truth: Tensor) -> float:
 class Patches(nn.Module):
     """z ~ Bernoulli(pi), x | z ~ Normal(decoder(z), sigma); missing pixels are masked out."""
 
-    def __init__(self, patches: Tensor, known: Tensor, num_latents: int, hidden: int) -> None:
+    def __init__(
+        self, patches: Tensor, known: Tensor, num_latents: int, hidden: int, start: float | None
+    ) -> None:
         super().__init__()
         size = patches.shape[1]
         layers = [nn.Linear(num_latents, size)]
@@ -78,7 +80,7 @@ class Patches(nn.Module):
         # The network decodes standardized pixels, so that one learning rate suits all images.
         self.center, self.spread = patches[known].mean(), patches[known].std()
         self.logits = nn.Parameter(torch.full((num_latents,), 1.0 / num_latents).logit())
-        self.log_sigma = nn.Parameter(patches[known].std().log())
+        self.log_sigma = nn.Parameter(torch.tensor(start or self.spread.item()).log())
         self.patches, self.known = patches, known
 
     def decode(self, z: Tensor) -> Tensor:
@@ -136,6 +138,7 @@ def main(argv: list[str] | None = None) -> float:
         "--hidden", type=int, help="units of the decoder's middle layer; default: as many as pixels"
     )
     add("--linear", action="store_true", help="a linear decoder: binary sparse coding")
+    add("--start-sigma", type=float, help="of the model's noise; default: that of all pixels")
     add("--epochs", type=int, default=15)
     add("--every", type=int, default=5, help="epochs from one line of the output to the next")
     add("--batch-size", type=int, default=1000)
@@ -165,7 +168,7 @@ def main(argv: list[str] | None = None) -> float:
         unfold(image[None, None].float(), args.side)[0].t().contiguous() for image in (noisy, known)
     )
     hidden = 0 if args.linear else args.hidden or args.side**2
-    model = Patches(patches, there.bool(), args.latents, hidden)
+    model = Patches(patches, there.bool(), args.latents, hidden, args.start_sigma)
     evolution = EvolutionaryUpdate(*args.search, mutation=MUTATIONS[args.mutation]())
     guide = TruncatedPosterior(model, args.states, evolution)
     objective = TraceTruncated_ELBO(args.gradient_states, max_plate_nesting=1)
