@@ -65,7 +65,12 @@ class Patches(nn.Module):
     """z ~ Bernoulli(pi), x | z ~ Normal(decoder(z), sigma); missing pixels are masked out."""
 
     def __init__(
-        self, patches: Tensor, known: Tensor, num_latents: int, hidden: int, start: float | None
+        self,
+        patches: Tensor,
+        known: Tensor,
+        num_latents: int,
+        hidden: int,
+        start: float | None = None,
     ) -> None:
         super().__init__()
         size = patches.shape[1]
@@ -95,7 +100,9 @@ class Patches(nn.Module):
             pyro.sample("x", pixels.mask(known).to_event(1), obs=self.patches[index])
 
 
-def merge(patches: Tensor, shape: tuple[int, int], side: int, width: float) -> Tensor:
+def merge(
+    patches: Tensor, shape: tuple[int, int], side: int, width: float = float("inf")
+) -> Tensor:
     """Average overlapping patches to an image, weighted by a Gaussian about a patch's middle."""
     place = (torch.arange(side) - (side - 1) / 2) / (width * side)
     window = (-(place**2 + place[:, None] ** 2) / 2).exp().flatten()
