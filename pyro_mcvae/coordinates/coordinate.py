@@ -204,10 +204,15 @@ def _support(fn: Distribution) -> Any:
     return support.base_constraint if isinstance(support, mixture) else support
 
 
+def _drawn(fn: Distribution) -> Any:
+    """The distribution without its masks, but for those inside of a transform."""
+    return with_mask(fn, None) if is_masked(fn) else fn
+
+
 def _without_masks(fn: Distribution) -> Any:
     """The distribution of what is drawn, with the density of masked entries, too."""
-    bare = with_mask(fn, None) if is_masked(fn) else fn
-    if bare is None or is_masked(bare):
+    bare = _drawn(fn)
+    if is_masked(bare):
         name = type(bare).__name__
         raise NoCoordinateError(
             f"{name} transforms a distribution that masks itself: mask the result, as in "
@@ -245,8 +250,7 @@ class DiscreteCoordinate(ValueCoordinate):
 
     def __init__(self, fn: Distribution) -> None:
         super().__init__(fn)
-        bare = with_mask(fn, None) if is_masked(fn) else None
-        self._drawn = fn if bare is None else bare
+        self._drawn = _drawn(fn)
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         return self._drawn.log_prob(value)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["fit_generalized_pareto", "pareto_k", "tail_length"]
+__all__ = ["pareto_k", "tail_length"]
 
 # Fewer exceedances than this say nothing about a tail.
 _FEWEST = 5
@@ -63,22 +63,10 @@ def pareto_k(log_weight: Tensor, num_particles: int | None = None) -> Tensor:
     return torch.where(top[0].isnan(), math.nan, found).reshape(shape)
 
 
-def fit_generalized_pareto(exceedance: Tensor) -> Tensor:
-    r"""
-    The shape parameter of a generalized Pareto distribution, by the empirical Bayes estimate of
-    Zhang and Stephens [2], shrunk towards 0.5 by ten observations' worth [1].
-
-    :param ~torch.Tensor exceedance: positive, shape ``[n, *batch]``.
-    :returns: shape ``[*batch]``.
-    """
-    flat = exceedance.double().reshape(exceedance.shape[0], -1).sort(0).values
-    count = torch.full(flat.shape[1:], len(flat), device=flat.device)
-    return _shape(flat, count).reshape(exceedance.shape[1:])
-
-
 def _shape(exceedance: Tensor, count: Tensor) -> Tensor:
     """
-    For each column the fit to its last ``count`` entries.
+    The shape of a generalized Pareto distribution fitted to the last ``count`` entries of each
+    column: the empirical Bayes estimate [2], shrunk towards 0.5 by ten observations' worth [1].
 
     :param exceedance: increasing, zeros where there is none, shape ``[n, columns]``.
     """

@@ -17,7 +17,7 @@ __all__ = ["isolated", "rewindable"]
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Hide a run from outer handlers, random number generators, batch statistics and autocast."""
+    """Hide a run from outer handlers, random number generators and batch statistics."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
     with torch.random.fork_rng(devices), poutine.block(), FixedStatistics():
@@ -25,8 +25,6 @@ def isolated() -> Iterator[None]:
             yield
         finally:
             pyro.util.set_rng_state(state)
-            # torch 2.5 would go on with weights that were cast without gradients.
-            torch.clear_autocast_cache()
 
 
 def rewindable(active: bool) -> AbstractContextManager[Callable[[], bool]]:

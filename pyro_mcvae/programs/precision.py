@@ -16,7 +16,6 @@ from pyro_mcvae.programs.types import Distribution, Message
 __all__ = ["casts_with_gradients", "full_precision", "site_in_full_precision", "without_autocast"]
 
 _NOTHING = nullcontext()
-_KEEPS_CASTS = torch.__version__ < "2.13"
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -93,14 +92,6 @@ def _changed(fn: Distribution, changed: dict[str, Any]) -> Distribution:
     return wide
 
 
-def casts_with_gradients() -> AbstractContextManager[object]:
-    """
-    Has autocast cast weights at each use, where PyTorch is an older one: that would go on with
-    weights that a search without gradients has cast, and they would have none.
-    """
-    return _casts_anew() if _KEEPS_CASTS else _NOTHING
-
-
 @contextmanager
 def _casts_anew() -> Iterator[None]:
     before = torch.is_autocast_cache_enabled()
@@ -109,6 +100,11 @@ def _casts_anew() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+
+
+# Autocast casts weights at each use. An older PyTorch keeps those that it has cast, also without
+# gradients, as for a search: they would have none in the rest of the step.
+casts_with_gradients = _casts_anew if torch.__version__ < "2.13" else nullcontext
 
 
 def without_autocast() -> AbstractContextManager[object]:
