@@ -274,7 +274,7 @@ class Kernel(nn.Module, ABC):
         change = target.log_density(proposal.state) - target.log_density(state)
         change = change + proposal.log_ratio
         # A state of zero density, or NaN: nobody should go there.
-        return torch.where(change.isnan(), -math.inf, change)
+        return change.masked_fill(change.isnan(), -math.inf)
 
 
 def _select(accepted: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:

@@ -46,9 +46,8 @@ def coordinate_gradient(
     if value.requires_grad:
         # The backward pass of an operator computes in the precision that its forward pass had.
         with without_autocast():
-            found = torch.autograd.grad(
-                value.sum(), moving, None, reused or create_graph, create_graph, allow_unused=True
-            )
+            ones, kept = torch.ones_like(value), reused or create_graph
+            found = torch.autograd.grad(value, moving, ones, kept, create_graph, allow_unused=True)
     grads = {id(i): g for i, g in zip(moving, found, strict=False) if g is not None}
     full = (grads[id(i)] if id(i) in grads else torch.zeros_like(i) for i in inputs)
     packed = packing.pack_runs([{n: next(full) for n in names} for _ in records])

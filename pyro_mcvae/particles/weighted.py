@@ -172,6 +172,7 @@ class WeightedParticles:
         if len(found) < len(parts):
             like = found[0] if found else torch.zeros(())
             found = [like.new_zeros(shape) if p is None else p for p in parts]
+        found = [p if p.dim() == len(shape) else p.unsqueeze(0) for p in found]
         full = [p if p.shape == shape else p.expand(shape) for p in found]
         return full[0] if len(full) == 1 else torch.cat(full)
 

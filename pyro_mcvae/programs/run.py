@@ -99,16 +99,17 @@ class Run:
         return frozenset(n for shape in inner for n in shape if n > 1)
 
     def sum_to(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Sum a batch-shaped tensor over all plates but ``dims``: ``[leading, *dims]``."""
+        """
+        Sum a batch-shaped tensor over all plates but ``dims``: ``[leading, *dims]``, or ``[*dims]``
+        where it has no leading dimension.
+        """
         needed = -min(dims, default=0)
         if value.dim() < needed:
             value = value.reshape((1,) * (needed - value.dim()) + value.shape)
         lead = -self.nesting - 1
         has_lead = self.leading is not None and value.dim() > self.nesting
         drop = [d for d in range(-value.dim(), 0) if d not in dims and not (has_lead and d == lead)]
-        if drop:
-            value = value.sum(drop)
-        return value if has_lead else value.unsqueeze(0)
+        return value.sum(drop) if drop else value
 
     def align(self, weight: Tensor, dims: tuple[int, ...], value: Tensor, event_dim: int) -> Tensor:
         """

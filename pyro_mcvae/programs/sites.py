@@ -112,7 +112,8 @@ def layers(fn: Distribution | None) -> Iterator[Distribution]:
         fn = getattr(fn, "base_dist", None)
 
 
-_WRAPPERS = (torch.distributions.Independent, ExpandedDistribution, MaskedDistribution)
+_MASKABLE = (ExpandedDistribution, MaskedDistribution)
+_WRAPPERS = (torch.distributions.Independent, *_MASKABLE)
 
 
 def bare(fn: Distribution) -> Distribution:
@@ -207,9 +208,8 @@ def unscaled_masked(site: Site, log_prob: Tensor) -> Tensor:
 
 def masks_of(site: Site) -> list[bool | Tensor]:
     """The masks of a site and of its distribution, from the outermost one; maybe False."""
-    masks = [site["mask"]]
-    fn = site["fn"]
-    while isinstance(fn, ExpandedDistribution | MaskedDistribution):
+    masks, fn = [site["mask"]], site["fn"]
+    while isinstance(fn, _MASKABLE):
         masks.append(getattr(fn, "_mask", None))
         fn = fn.base_dist
     return [m for m in masks if m is not None and m is not True]
