@@ -4,16 +4,22 @@ A script takes its settings from flags, begins ``results = Results(out / "name.c
 adds a row for everything that it measures. The file is written at once, since long runs may be
 interrupted, with columns for the seed, the command, the commit, the machine and the CPU seconds of
 the process so far.
+
+A long run that was stopped goes on when its command is given again: :func:`same_settings` sees to
+it that a folder holds one experiment, and a checkpoint keeps the rows, as they were stamped, beside
+the training run.
 """
 
+import argparse
 import csv
+import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +61,29 @@ class Results:
         # Now: the files may change while a long run is on.
         self.stamp |= {"commit": commit(), "machine": machine()}
 
+    def stamped(self, **row: Any) -> dict[str, Any]:
+        """The row with its columns for what ran; what was given comes first, and wins."""
+        return {**row, **self.stamp, "cpu_seconds": round(time.process_time(), 2), **row}
+
     def add(self, **row: Any) -> None:
-        """Add a row and write the file; what the row says comes first, and wins."""
-        whole = {**row, **self.stamp, "cpu_seconds": round(time.process_time(), 2)}
-        self.rows.append({**whole, **row})
+        """Add a row, stamped now if it was not before, and write the file."""
+        self.rows.append(self.stamped(**row))
         write(self.rows, self.path)
+
+
+def same_settings(args: argparse.Namespace, may_differ: Collection[str]) -> None:
+    """Refuse to go on with what other settings have left in the folder ``args.out``."""
+    settings = {k: str(v) for k, v in vars(args).items() if k not in {"out", *may_differ}}
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "settings.json"
+    past = json.loads(path.read_text()) if path.exists() else settings
+    for name in settings:
+        if (before := past.get(name)) != settings[name]:
+            raise SystemExit(
+                f"{args.out} holds results with {name} = {before}, and now it is {settings[name]}: "
+                f"give another --out, or remove that folder"
+            )
+    path.write_text(json.dumps(settings))
 
 
 def write(rows: Sequence[dict[str, Any]], path: Path) -> None:

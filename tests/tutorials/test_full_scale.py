@@ -4,6 +4,7 @@ import csv
 import gzip
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from matplotlib.image import imsave
 
+from pyro_mcvae import save_checkpoint
 from tutorials.annealing import mnist
 from tutorials.annealing.networks import convolutional
 
@@ -170,6 +172,49 @@ def test_estimators_begin_alike(rao_blackwell: Callable[[str], dict[str, Any]]) 
         ):
             assert torch.equal(a, b)
     assert len(first["RELAX"][1]) > len(first["exact sum"][1])
+
+
+def test_a_run_that_was_stopped_prints_what_a_whole_one_does(
+    data: Path,
+    tmp_path: Path,
+    rao_blackwell: Callable[[str], dict[str, Any]],
+    as_a_command: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main, saves, threads = rao_blackwell("semi_supervised")["main"], [], torch.get_num_threads()
+    monkeypatch.setitem(main.__globals__, "draw_curves", lambda *_: None)  # to be quick
+    argv = ["--methods", "NVIL", "--data-root", str(data), "--warmup", "1"]
+
+    def without_times(text: str) -> list[str]:
+        return [re.sub(r"[\d.]+( s| \|)$", "", line) for line in text.splitlines()]
+
+    main([*argv, "--epochs", "2", "--out", str(tmp_path / "whole")])
+    whole = without_times(capsys.readouterr().out)
+
+    def stop(*args: Any, **extra: Any) -> None:
+        save_checkpoint(*args, **extra)
+        saves.append(args)
+        if len(saves) in (1, 2):  # in front of a method, and within it
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(main.__globals__, "save_checkpoint", stop)
+    parts = [*argv, "--out", str(tmp_path / "parts")]
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            main([*parts, "--epochs", "1"])
+    capsys.readouterr()
+    main([*parts, "--epochs", "2"])
+    assert without_times(capsys.readouterr().out) == whole
+    torch.set_num_threads(threads)
+    assert len(saves) == 3  # no epoch was trained twice
+
+    first, again = (rows(tmp_path / run / "semi_supervised.csv") for run in ("whole", "parts"))
+    for key in ("method", "epoch", "accuracy", "negative_elbo"):
+        assert [row[key] for row in again] == [row[key] for row in first]
+    assert ["--epochs 1" in row["command"] for row in again] == [True, False]  # who made it
+    with pytest.raises(SystemExit, match="results with seed = 0, and now it is 1"):
+        main([*parts, "--seed", "1"])
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ from pyro_mcvae import (
 sys.path.append(str(Path(__file__).parents[1]))  # modules of the folder of all tutorials
 from annealing.images import Task, load
 from annealing.networks import convolutional
-from results import commit, machine, write
+from results import commit, machine, same_settings, write
 
 
 def longer_steps() -> UnderdampedLangevin:
@@ -419,27 +419,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def same_settings(args: argparse.Namespace) -> None:
-    """Refuse to go on with what other settings have left in the folder."""
-    may_differ = ("objectives", "seeds", "out")
-    settings = {k: str(v) for k, v in vars(args).items() if k not in may_differ}
-    path = args.out / "settings.json"
-    past = json.loads(path.read_text()) if path.exists() else settings
-    for name in settings:
-        if (before := past.get(name)) != settings[name]:
-            raise SystemExit(
-                f"{args.out} holds results with {name} = {before}, and now it is {settings[name]}: "
-                f"give another --out, or remove that folder"
-            )
-    path.write_text(json.dumps(settings))
-
-
 def main(argv: Sequence[str] | None = None) -> list[Result]:
     args = parse(argv)
     torch.set_num_threads(1)  # CPU time compares on one thread only.
     pyro.enable_validation(False)  # It costs a good part of a step of models this small.
-    args.out.mkdir(parents=True, exist_ok=True)
-    same_settings(args)
+    same_settings(args, may_differ=("objectives", "seeds"))
     args.commit = commit()  # Now: the files may change while a long run is on.
     task = load(args.data_root, args.limit, args.test_images)
     results: list[Result] = []

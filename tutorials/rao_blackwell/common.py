@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
-from results import Results
+from results import Results, same_settings
 
-__all__ = ["Results", "draw_curves", "read_mnist", "write_table"]
+__all__ = ["Results", "draw_curves", "read_mnist", "same_settings", "write_table"]
 
 
 def read_mnist(root: str, train: bool) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,10 @@ The class y is summed or sampled by each estimator in turn; z | x, y is reparame
     python tutorials/rao_blackwell/semi_supervised.py --data-root data --full
 
 ``--full`` is the paper's scale, 100 epochs of each estimator. All begin with 100 epochs on the
-labelled images.
+labelled images. ``--compiled`` records each kind of step once and compiles it.
+A run that was stopped goes on when the same command is given again, with other ``--methods`` or
+more ``--epochs`` too: each continues from its last epoch. Times are CPU times of this process, on
+one thread: they mean the same on a busy machine.
 ``--time`` only times one unlabelled step of k = 1 beside the exact sum, in turns.
 """
 
@@ -15,25 +18,31 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
-from common import Results, draw_curves, read_mnist, write_table
+from common import Results, draw_curves, read_mnist, same_settings, write_table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, one_hot
+from tqdm import tqdm
 
 from pyro_mcvae import (
     NVIL,
     RELAX,
+    CompiledELBO,
     GumbelSoftmax,
     IndependentDraw,
     SummedMean,
     TraceRaoBlackwell_ELBO,
+    load_checkpoint,
+    save_checkpoint,
 )
 
 LATENT, CLASSES = 8, 10
@@ -101,17 +110,23 @@ METHODS: dict[str, Callable[[], TraceRaoBlackwell_ELBO]] = {
 }
 
 
+# Minibatch by minibatch: images without labels, images, their labels.
+Batch = tuple[Tensor | None, Tensor, Tensor]
+
+
 class Experiment:
-    def __init__(self, name: str, seed: int, device: str) -> None:
+    def __init__(self, name: str, seed: int, device: str, compiled: bool = False) -> None:
         pyro.clear_param_store()
         pyro.set_rng_seed(seed)
         self.model, self.guide = Generator().to(device), Inference().to(device)
         # A baseline's networks come from the seed as well, and take no draws from what follows:
         # every estimator begins with the same model, and meets the same minibatches.
         with torch.random.fork_rng():
-            elbo = METHODS[name]()
-        self.module = elbo.to(device)(self.model, self.guide)
-        self.optimizer = torch.optim.Adam(self.module.parameters(), lr=1e-3)
+            elbo = METHODS[name]().to(device)
+        self.judge = elbo(self.model, self.guide)
+        # Judging takes one step of an epoch: not worth a recording.
+        self.module = CompiledELBO(elbo)(self.model, self.guide) if compiled else self.judge
+        self.optimizer = torch.optim.Adam(self.judge.parameters(), lr=1e-3)
 
     def step(self, unlabelled: Tensor | None, x: Tensor, label: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -126,45 +141,89 @@ class Experiment:
         """Test accuracy, and the negative ELBO of an image at its most probable label."""
         with torch.no_grad():
             found = self.guide.classifier(x).argmax(-1)
-            loss = self.module(x, one_hot(found, CLASSES).to(x)) / len(x)
+            loss = self.judge(x, one_hot(found, CLASSES).to(x)) / len(x)
         return (found == label).double().mean().item(), loss.item()
+
+    def epochs(
+        self,
+        count: int,
+        batches: Callable[[], Iterable[Batch]],
+        path: Path,
+        row: Callable[..., dict[str, Any]] = dict,
+    ) -> Iterator[dict[str, Any]]:
+        """
+        Train; yield a row for each epoch, first those that the checkpoint already has.
+
+        :param batches: of one epoch.
+        :param path: of the checkpoint, which each epoch replaces.
+        :param row: judges an epoch, given its number and seconds.
+        """
+        parts = {"module": self.judge, "optimizer": self.optimizer}
+        rows: Any = load_checkpoint(path, parts)["rows"] if path.exists() else []
+        yield from rows[:count]
+        for epoch in range(len(rows) + 1, count + 1):
+            begun = time.process_time()
+            for batch in batches():
+                self.step(*batch)
+            rows.append(row(epoch=epoch, seconds=time.process_time() - begun))
+            save_checkpoint(path, parts, rows=rows)
+            yield rows[-1]
 
 
 def warmed_up(args: argparse.Namespace, data: list[Tensor]) -> list[dict[str, Tensor]]:
     """Networks trained on the labelled images alone: where every method begins."""
     labelled, labels = data[:2]
-    run = Experiment("exact sum", args.seed, args.device)
-    for _ in range(args.warmup):
-        for chosen in torch.randperm(len(labelled)).split(64):
-            run.step(None, labelled[chosen], labels[chosen])
+    run = Experiment("exact sum", args.seed, args.device, args.compiled)
+
+    def batches() -> Iterable[Batch]:
+        return ((None, labelled[i], labels[i]) for i in torch.randperm(len(labels)).split(64))
+
+    epochs = run.epochs(args.warmup, batches, args.out / "warmup.pt")
+    for _ in tqdm(epochs, "labelled images", args.warmup, unit="epoch", disable=None):
+        pass
     accuracy, bound = run.evaluate(*data[3:])
     print(f"after {args.warmup} labelled epochs: accuracy {accuracy:.4f}, -ELBO {bound:.2f}")
     return [run.model.state_dict(), run.guide.state_dict()]
 
 
 def train(
-    args: argparse.Namespace, name: str, data: list[Tensor], start: list[dict[str, Tensor]]
-) -> tuple[list[float], ...]:
+    args: argparse.Namespace,
+    name: str,
+    data: list[Tensor],
+    start: list[dict[str, Tensor]],
+    results: Results,
+) -> list[dict[str, Any]]:
+    """The rows of one method."""
     labelled, labels, unlabelled, test, truth = data
-    run = Experiment(name, args.seed, args.device)
+    run = Experiment(name, args.seed, args.device, args.compiled)
     run.model.load_state_dict(start[0])
     run.guide.load_state_dict(start[1])
-    accuracy, bounds, seconds = [], [], []
-    for epoch in range(args.epochs):
-        begun = time.perf_counter()
+
+    def batches() -> Iterable[Batch]:
         parts = torch.randperm(len(unlabelled)).split(64)
         few = torch.randperm(len(labelled)).tensor_split(len(parts))
-        for part, chosen in zip(parts, few, strict=True):
-            run.step(unlabelled[part], labelled[chosen], labels[chosen])
-        seconds.append(time.perf_counter() - begun)
-        for values, value in zip((accuracy, bounds), run.evaluate(test, truth), strict=True):
-            values.append(value)
+        pairs = tqdm(zip(parts, few, strict=True), name, len(parts), leave=False, disable=None)
+        return ((unlabelled[part], labelled[i], labels[i]) for part, i in pairs)
+
+    def row(epoch: int, seconds: float) -> dict[str, Any]:
+        accuracy, bound = run.evaluate(test, truth)
+        found = {"method": name, "epoch": epoch, "accuracy": accuracy, "negative_elbo": bound}
+        return results.stamped(**found, seconds=seconds)
+
+    rows = []
+    for found in run.epochs(args.epochs, batches, args.out / f"{file_name(name)}.pt", row):
+        results.add(**found)
+        rows.append(found)
         print(
-            f"{name:24s} epoch {epoch + 1:3d}: accuracy {accuracy[-1]:.4f}, "
-            f"-ELBO {bounds[-1]:.2f}, {seconds[-1]:.1f} s",
+            f"{name:26s} epoch {found['epoch']:3d}: accuracy {found['accuracy']:.4f}, "
+            f"-ELBO {found['negative_elbo']:.2f}, {found['seconds']:.1f} s",
             flush=True,
         )
-    return accuracy, bounds, seconds
+    return rows
+
+
+def file_name(method: str) -> str:
+    return re.sub(r"\W+", "-", method).strip("-").lower()
 
 
 def compare_times(x: Tensor, rounds: int) -> None:
@@ -188,7 +247,7 @@ def compare_times(x: Tensor, rounds: int) -> None:
     print(f"ratio {first / second:.3f}")
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-root", default="data")
     parser.add_argument("--epochs", type=int, default=3)
@@ -198,32 +257,38 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("--compiled", action="store_true", help="record each step, and compile it")
+    parser.add_argument("--out", type=Path, default=Path("results/semi_supervised"))
     parser.add_argument("--time", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.full:
         args.epochs = 100
     if args.smoke:
         args.epochs = args.warmup = 1
+    torch.set_num_threads(1)  # CPU time compares on one thread only.
     images, classes = (t.to(args.device) for t in read_mnist(args.data_root, True))
     pyro.enable_validation(False)
     if args.time:
         compare_times(images[:64], 100)
         return
+    same_settings(args, may_differ=("methods", "epochs", "full", "smoke", "time"))
+    results = Results(args.out / "semi_supervised.csv", args.seed, argv)
     test = [t.to(args.device) for t in read_mnist(args.data_root, False)]
     few = min(5000, len(images) // 2)
     data = [images[:few], classes[:few], images[few:50_000], *test]
     start = warmed_up(args, data)
-    curves, rows, results = {}, [], Results(args.out / "semi_supervised.csv", args.seed)
+    curves: dict[str, list[float]] = {}
+    table = []
     for name in args.methods:
-        accuracy, bounds, seconds = train(args, name, data, start)
+        found = train(args, name, data, start, results)
+        accuracy, bounds, seconds = (
+            [row[key] for row in found] for key in ("accuracy", "negative_elbo", "seconds")
+        )
         curves[name] = bounds
-        for i, (right, bound, time_of) in enumerate(zip(accuracy, bounds, seconds, strict=True), 1):
-            results.add(method=name, epoch=i, accuracy=right, negative_elbo=bound, seconds=time_of)
         spread = f"{statistics.median(seconds):.1f}"
-        rows.append([name, f"{accuracy[-1]:.4f}", f"{bounds[-1]:.2f}", spread])
+        table.append([name, f"{accuracy[-1]:.4f}", f"{bounds[-1]:.2f}", spread])
         header = ["method", "test accuracy", "-ELBO at the MAP label", "s/epoch"]
-        print(write_table(args.out / "semi_supervised.md", header, rows))
+        print(write_table(args.out / "semi_supervised.md", header, table))
         draw_curves(args.out / "semi_supervised.png", curves, "epoch", "-ELBO at the MAP label")
 
 
