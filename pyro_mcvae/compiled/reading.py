@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.compiled.refusal import NotRecordable
+from pyro_mcvae.ops.gumbel import one_hot
 from pyro_mcvae.ops.recording import assume
 from pyro_mcvae.programs.messengers import Recorder
 from pyro_mcvae.programs.source_lines import is_library, program_line
@@ -108,6 +109,8 @@ class ReadingMode(TorchFunctionMode):
             return Reading.of(args[0])
         if func is Tensor.__bool__ and is_library(sys._getframe(1).f_code):
             return _branch(args[0])
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **(kwargs or {}))
         if func in _READS or (func in _PICKS and _picks_by_value(args)):
             self.refused = NotRecordable(f"{_READS.get(func, _BY_VALUE)} at {program_line()}")
             raise self.refused
@@ -135,6 +138,18 @@ def _branch(condition: Tensor) -> bool:
     return way
 
 
+def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    """
+    As PyTorch's, which reads the categories to refuse those out of range.
+
+    Every replay checks that there are none; if there are, the plain step is taken, and refuses.
+    """
+    if num_classes < 0:
+        raise NotRecordable(f"{_BY_NUMBER} at {program_line()}")
+    assume(((input >= 0) & (input < num_classes)).all())
+    return one_hot(input, num_classes).long()
+
+
 def _in_a_program() -> bool:
     return any(
         isinstance(h, Recorder) or (isinstance(h, TraceMessenger) and not h.param_only)
@@ -156,6 +171,7 @@ def _picks_by_value(args: tuple[Any, ...]) -> bool:
 
 
 _BY_VALUE = "indexes by truth values, so that shapes depend on a tensor's value,"
+_BY_NUMBER = "has a shape that depends on values (one_hot without num_classes)"
 _PICKS = {Tensor.__getitem__}
 _READ = "reads a tensor's value"
 _READS: dict[object, str] = {

@@ -202,6 +202,10 @@ def masked(x: Tensor) -> None:
     normal_model(x, loc=x[x > 0].sum())
 
 
+def one_hot(x: Tensor) -> None:
+    normal_model(x, loc=torch.nn.functional.one_hot((x > 0).long())[:, 0])
+
+
 REFUSED = {
     "counter": (counter, "each step changes 'count', which model closes over"),
     "branch": (lambda: by_value, r"test_changes.py:\d+, loc = z if z.sum\(\) > 0 else -z"),
@@ -209,6 +213,7 @@ REFUSED = {
     "Python": (lambda: python_random, "draws random numbers from Python's generator"),
     "NumPy": (lambda: numpy_random, "draws random numbers from NumPy's generator"),
     "index": (lambda: masked, "indexes by truth values.* at .*test_changes.py"),
+    "one_hot": (lambda: one_hot, r"\(one_hot without num_classes\) at .*test_changes.py"),
 }
 
 

@@ -130,6 +130,39 @@ def test_discrete_latents(kind: str) -> None:
     assert uses(loss) == 7
 
 
+@pytest.mark.parametrize(
+    "make_loss",
+    [TraceSGVB_ELBO, lambda: TraceIWAE_ELBO(2, "vimco"), lambda: TraceRaoBlackwell_ELBO(0)],
+    ids=["SGVB", "IWAE", "Rao-Blackwell"],
+)
+def test_one_hot_draws_and_labels(make_loss: Callable[[], Any]) -> None:
+    """PyTorch's ``one_hot``, also within ``OneHotCategorical``, looks at values on the host."""
+
+    def model(x: Tensor, label: Tensor) -> None:
+        loc = pyro.param("loc", torch.tensor([-1.0, 0.0, 1.0]))
+        shift = torch.nn.functional.one_hot(label, num_classes=2).to(x) @ x.new_tensor([0.0, 0.5])
+        with pyro.plate("data", len(x)):
+            y = pyro.sample("y", dist.OneHotCategorical(logits=x.new_zeros(3)))
+            pyro.sample("x", dist.Normal((y * loc).sum(-1) + shift, 1.0), obs=x)
+
+    def guide(x: Tensor, label: Tensor) -> None:
+        weight = pyro.param("weight", x.new_tensor([-1.0, 0.1, 0.6]))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.OneHotCategorical(logits=x.unsqueeze(-1) * weight))
+
+    labels, runs = torch.tensor([0, 1, 1, 0]), []
+    for loss in (make_loss(), compiled := CompiledELBO(make_loss(), "eager")):
+        pyro.clear_param_store()
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+        torch.manual_seed(1)
+        runs.append([svi.step(torch.randn(4), labels.roll(i)) for i in range(9)])
+        with pytest.raises(RuntimeError, match="Class values must be smaller than num_classes"):
+            svi.step(torch.randn(4), 2 * labels)
+    assert runs[0] == runs[1]
+    assert uses(compiled) == 6 + 1  # the last one is no comparison with a plain step
+    assert not reasons(compiled)
+
+
 def test_minibatches_drawn_by_plates() -> None:
     data = torch.randn(20)
 
