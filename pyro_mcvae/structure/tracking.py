@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from pyro.ops.provenance import ProvenanceTensor, extract_provenance, track_provenance
+from pyro.ops.provenance import ProvenanceTensor, extract_provenance
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_mcvae.programs.types import Message, TorchFunction
 
@@ -32,7 +33,17 @@ class _Marked(ProvenanceTensor):
         inputs, marks = _parted(args)
         options, more = _parted(kwargs or {})
         result = func(*inputs, **options)
-        return (cls if isinstance(result, Tensor) else track_provenance)(result, marks | more)
+        return _mark(result, marks | more)
+
+
+def _mark(value: Any, marks: frozenset[str]) -> Any:
+    """A value whose tensors have these marks too."""
+    if not isinstance(value, Tensor):
+        return tree_map_only(Tensor, partial(_mark, marks=marks), value)
+    bare, own = _parted(value)
+    # Before torch 2.6, what a dispatch mode of the caller's returned is refused as a subclass.
+    with torch._C._DisableTorchDispatch():
+        return _Marked(bare, marks | own)
 
 
 def _parted(value: Any) -> tuple[Any, frozenset[str]]:
@@ -81,7 +92,7 @@ class TrackDraws(Messenger):
             leaf.requires_grad_()
         self.leaves[msg["name"]] = leaf
         self.name_of[id(leaf)] = msg["name"]
-        msg["value"] = _Marked(leaf, frozenset({msg["name"]}))
+        msg["value"] = _mark(leaf, frozenset({msg["name"]}))
 
 
 def _as_function_and_method(*names: str) -> set[object]:

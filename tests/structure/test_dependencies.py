@@ -10,6 +10,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer import autoguide
+from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
@@ -218,6 +219,20 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return 2.0 * grad
+
+
+def test_looking_works_under_a_dispatch_mode_of_the_callers():
+    def model():
+        z = pyro.sample("z", normal())
+        largest, _ = torch.stack([2.0 * z, z]).max(0)
+        pyro.sample("x", normal(largest), obs=torch.tensor(1.0))
+
+    def guide():
+        pyro.sample("z", normal(torch.zeros(()) + 1.0))
+
+    expected = {"model z": {"z"}, "model x": {"z"}, "guide z": {"z"}}
+    with FlopCounterMode(display=False):
+        assert factors(model, guide, "z") == expected
 
 
 def test_custom_autograd_functions_are_seen_through():
