@@ -21,6 +21,7 @@ from pyro_mcvae import (
 )
 
 
+@pytest.mark.filterwarnings("ignore:You are using `torch.load`:FutureWarning")  # Pyro 1.9.1 does
 def test_learned_parts_that_were_loaded_into_the_store_go_on_learning(tmp_path):
     """Pyro's own way of saving: the store, and the optimizer."""
 
