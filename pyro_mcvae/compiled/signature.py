@@ -10,9 +10,10 @@ import torch
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_mcvae.compiled.refusal import NotRecordable
+from pyro_mcvae.ops.trees import Tree
 from pyro_mcvae.programs.types import Program
 
 __all__ = ["Args", "Call", "Kwargs"]
@@ -51,7 +52,8 @@ class Call:
         leaves: list[object] = [*args, *kwargs.values()]
         spec: Hashable = (len(args), *kwargs)
         if not all(type(leaf) in _LEAVES for leaf in leaves):
-            leaves, spec = tree_flatten((args, kwargs))
+            leaves, tree = tree_flatten((args, kwargs))
+            spec = Tree(tree)
         return cls(function, model, guide, args, kwargs, leaves, spec)
 
     @property
@@ -97,8 +99,8 @@ class Call:
         """The arguments with other tensors in the place of the inputs."""
         given = iter(inputs)
         leaves = [next(given) if self.is_input(leaf) else leaf for leaf in self.leaves]
-        if isinstance(self.spec, TreeSpec):
-            args, kwargs = tree_unflatten(leaves, self.spec)
+        if isinstance(self.spec, Tree):
+            args, kwargs = tree_unflatten(leaves, self.spec.spec)
             return args, kwargs
         count = len(self.args)
         return tuple(leaves[:count]), dict(zip(self.kwargs, leaves[count:], strict=True))

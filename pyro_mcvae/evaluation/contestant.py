@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from pyro_mcvae.evaluation.arguments import as_arguments
+from pyro_mcvae.ops.trees import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.execution import Programs, run_pair
@@ -113,7 +114,7 @@ class Rehearsal:
     def weights(self, programs: Programs) -> float:
         """How many weights the loss on this batch is the sum of, N/B times those of a minibatch."""
         leaves, tree = tree_flatten((programs.args, programs.kwargs))
-        key = (tree, *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
+        key = (Tree(tree), *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
         if key not in self._units:
             generators = rng_state()
             with torch.no_grad(), evaluation_modules(find_modules(*programs.pair)):

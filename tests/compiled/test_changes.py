@@ -94,6 +94,23 @@ def test_floats_are_inputs_and_other_arguments_are_not() -> None:
     assert len(loss._cases) == 3
 
 
+def test_arguments_in_containers_are_told_apart_by_their_structure() -> None:
+    def model(batch: dict[str, Any], *normal: float) -> None:
+        normal_model(batch["x"], *normal, *batch.get("normal", ()))
+
+    def guide_of(batch: dict[str, Any], *_: float) -> None:
+        guide(batch["x"])
+
+    loss = check(model, guide=guide_of, args=({"x": x},))
+    for args in (({"x": x, "normal": [0.3, 2.0]},), ({"x": x, "normal": [0.3]}, 2.0)):
+        for step in range(5):
+            found = seeded(loss, model, *args, seed=step, guide=guide_of)
+            plain = seeded(TraceSGVB_ELBO(), model, *args, seed=step, guide=guide_of)
+            assert found == pytest.approx(plain, rel=1e-12)
+    assert len(loss._cases) == 3
+    assert uses(loss) == 4 + 2 + 2
+
+
 def test_a_float_that_python_needs_is_fixed() -> None:
     def model(x: Tensor, power: float) -> None:
         normal_model(x, loc=x.new_zeros(()).expand(int(power))[0])
