@@ -223,7 +223,7 @@ def test_an_evaluation_leaves_no_states_behind():
 
 def test_latents_that_all_data_share_are_weighed_with_them():
     guide = fitted(shifted, num_states=1, num_steps=1, guide=draws_theta)
-    found = log_evidence(shifted, guide, num_particles=60)
+    found = log_evidence(shifted, guide, num_particles=150)
     log_prior = dist.Normal(0.0, 1.0).log_prob(THETA)
     truth = (log_prior + shifted_exact(THETA).sum(-1)).logsumexp(0) + math.log(0.01)
     assert found.log_evidence.shape == ()
@@ -233,7 +233,7 @@ def test_latents_that_all_data_share_are_weighed_with_them():
     held = log_evidence(shifted, guide, num_particles=50, joint=False)
     assert held.given == ("theta",)
     assert held.log_evidence.shape == (4,)
-    draws = refine(shifted, guide, num_samples=8, num_particles=5)
+    draws = refine(shifted, guide, num_samples=8, num_particles=40)
     assert draws["theta"].shape == (8,)
     assert len(draws["theta"].unique()) == 8
 

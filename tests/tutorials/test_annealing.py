@@ -45,7 +45,7 @@ def test_the_ring_of_every_objective(tmp_path: Path) -> None:
     assert [row["objective"] for row in rows] == [method.name for method in found]
     exact = ring.log_evidence()
     for method in found:
-        assert method.bound < exact
+        assert method.bound < exact + 5 * method.error, method.name
         assert method.draws is not None
         assert method.draws.shape == (200, 2)
         if method.refined is not None:

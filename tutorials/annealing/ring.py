@@ -86,6 +86,7 @@ class Method:
     draws: Tensor | None = None
     refined: Tensor | None = None
     bound: float = math.nan
+    error: float = math.nan  # the bound's standard error
 
 
 def methods() -> list[Method]:
@@ -107,7 +108,9 @@ def train(method: Method, x: Tensor, steps: int) -> None:
     losses = []
     for _ in tqdm(range(steps), f"{method.name:>16}", leave=False):
         losses.append(svi.step(x))
-    method.bound = -sum(losses[-steps // 5 :]) / max(1, len(losses[-steps // 5 :]))
+    last = torch.tensor(losses[-steps // 5 :])
+    method.bound = -float(last.mean())
+    method.error = float(last.std(correction=0)) / math.sqrt(max(1, len(last) - 1))
 
 
 def sample(method: Method, x: Tensor, count: int) -> None:
