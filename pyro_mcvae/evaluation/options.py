@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
+from textwrap import indent
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -203,8 +204,9 @@ def _show(
     known = re.findall(r":param[^:]*?(\w+):", text)
     wanted = {p.name for p in parameters} - set(known)
     found = [entry for name, entry in _entries(inspect.cleandoc(Options.__doc__)) if name in wanted]
-    lines = "".join([*found, more]).splitlines()
-    function.__doc__ = text.replace("    {options}", "\n".join(f"    {line}" for line in lines))
+    entries = "".join([*found, more]).rstrip()
+    # From Python 3.13 on, the compiler has taken the margin of a docstring away.
+    function.__doc__ = re.sub(r"( *)\{options\}", lambda at: indent(entries, at[1]), text)
 
 
 def _entries(text: str) -> Iterator[tuple[str, str]]:
