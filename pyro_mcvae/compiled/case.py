@@ -27,7 +27,7 @@ _PLAIN_STEPS = 2
 _MAX_RECORDINGS = 4
 # After so many comparisons that failed, or programs that changed at each step, it is given up.
 _MAX_FAILURES, _MAX_UNSTABLE = 3, 16
-# So many steps in a row that are not as it assumes, and it is recorded as they are now.
+# So many steps in a row that are not as any of them assumes, and one is recorded as they are now.
 _MAX_MISSED = 4
 # A recording is compiled at its third use: one that serves once or twice is not worth it.
 _COMPILED_FROM = 3
@@ -38,6 +38,8 @@ def is_due(uses: int) -> bool:
     """Whether a recording is compared at this use: at 1, 2, 4, 8, ..., and every hundredth."""
     return uses % _EVERY == 0 or (uses & (uses - 1) == 0 and uses < _EVERY)
 
+
+_MISSED = object()
 
 Observed: TypeAlias = tuple[object, list[Tensor], list[Tensor]]
 
@@ -69,6 +71,7 @@ class Case:
         self._loss, self._side, self._backend, self._tell = loss, side, backend, tell
         self._recordings: list[Recording] = []
         self._plain_steps = self._failures = self._unstable = self._unusable = self._uses = 0
+        self._missed_in_a_row = self._ways = 0
         self._seen: Dependencies | None = None
         self.refused = ""
         # Why floats cannot be inputs of its recordings, if so.
@@ -78,10 +81,15 @@ class Case:
         """One step."""
         if self.refused:
             return self._side.plain(call)
-        for i, recording in enumerate(self._recordings):
+        missed = False
+        for recording in tuple(self._recordings):
             if recording.is_valid():
-                self._recordings.insert(0, self._recordings.pop(i))
-                return self._replayed(recording, call)
+                found = self._replayed(recording, call)
+                if found is not _MISSED:
+                    return found
+                missed = True
+        if missed:
+            return self._missed(call)
         if self._plain_steps >= _PLAIN_STEPS and self._is_stable():
             return self._recorded(call)
         return self._watched(call)
@@ -145,13 +153,24 @@ class Case:
             return self._compared(recording, outcome, call)
         if not outcome.is_usable():
             generators.put_back()
-            recording.missed += 1
-            if recording.missed == _MAX_MISSED:
-                self._failed(recording, "steps take another way now")
-            return self._plain_instead(call)
-        recording.missed = 0
+            return _MISSED
+        self._missed_in_a_row = 0
+        self._recordings.sort(key=lambda r: r is not recording)  # the first one to ask next time
         recording.commit(outcome)
         return self._side.handed(recording, outcome)
+
+    def _missed(self, call: Call) -> object:
+        """A step that takes another way than those recorded, or that is not finite."""
+        self._missed_in_a_row += 1
+        if self._missed_in_a_row <= _MAX_MISSED:
+            return self._plain_instead(call)
+        self._missed_in_a_row = 0
+        self._ways += 1
+        if self._ways > _MAX_RECORDINGS:
+            self._refuse("steps take ever other ways: it depends on what is not seen")
+            return self._side.plain(call)
+        _logger.warning("a step is recorded anew, since steps take another way now")
+        return self._recorded(call)
 
     def _run(self, recording: Recording, call: Call) -> Callable[..., list[Tensor]]:
         if recording.run is None:

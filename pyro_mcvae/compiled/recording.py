@@ -69,7 +69,6 @@ class Recording:
     :ivar params: names of ``pyro.param`` statements and the parameters behind them.
     :ivar param_sites: these statements as Pyro's handlers see them, without values.
     :ivar dependencies: what the graph took for constant.
-    :ivar missed: how many steps in a row were not as it assumes.
     """
 
     graph: GraphModule
@@ -85,7 +84,6 @@ class Recording:
     assumes: bool
     dependencies: Dependencies
     uses: int = 0
-    missed: int = 0
     run: Run | None = None
     _sources: list[tuple[int, Slot]] = field(default_factory=list)
 
