@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 from pyro import distributions as dist
 from torch import Tensor
-from torch.distributions import biject_to
 
+from pyro_mcvae.coordinates.bijection import bijection_of
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.masks import with_mask
@@ -146,7 +146,7 @@ class UnconstrainedCoordinate(Coordinate):
     def __init__(self, fn: Distribution) -> None:
         fn = self.fn = _without_masks(fn)
         self.reparameterized = fn.has_rsample
-        self.transform = biject_to(_support(fn))
+        self.transform = bijection_of(fn)
         shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)
         # A tuple where torch 2.5 adds the shapes of an expanded distribution.
         self.event_shape = torch.Size(shape[len(fn.batch_shape) :])
@@ -194,14 +194,6 @@ def _is_circular(fn: Distribution) -> bool:
 
 
 _CIRCULAR = (torch.distributions.VonMises, dist.SineBivariateVonMises, dist.SineSkewed)
-
-
-def _support(fn: Distribution) -> Any:
-    """The support, of a mixture that of its components."""
-    support = fn.support
-    # Newer versions of torch check a mixture's values by a constraint that has no bijection.
-    mixture = getattr(torch.distributions.constraints, "MixtureSameFamilyConstraint", ())
-    return support.base_constraint if isinstance(support, mixture) else support
 
 
 def _drawn(fn: Distribution) -> Any:

@@ -17,7 +17,7 @@ from torch.distributions import constraints
 from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Transform
 
-__all__ = ["is_elementary", "moves_support", "transforms_of"]
+__all__ = ["is_elementary", "is_pushed_forward", "moves_support", "transforms_of"]
 
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
@@ -30,9 +30,14 @@ def moves_support(fn: Distribution) -> bool:
     transform that may move its ends.
     """
     fn = bare(fn)
-    if isinstance(fn, _TRANSFORMED) and type(fn).support is _TRANSFORMED.support:
+    if is_pushed_forward(fn):
         return _moved_by_transforms(fn)
     return any(t.requires_grad for t in _bounds(known_support(fn)))
+
+
+def is_pushed_forward(fn: Distribution) -> bool:
+    """Whether transforms make a distribution of another, and it does not say its own support."""
+    return isinstance(fn, _TRANSFORMED) and type(fn).support is _TRANSFORMED.support
 
 
 def _moved_by_transforms(fn: Distribution) -> bool:

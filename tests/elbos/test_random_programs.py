@@ -1,0 +1,86 @@
+"""A guide that is the exact posterior: every objective is the evidence, in each single draw."""
+
+import functools
+
+import pytest
+import torch
+from pyro.infer.autoguide import AutoMultivariateNormal
+
+from pyro_mcvae import (
+    MALA,
+    ULA,
+    RandomWalk,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceRenyi_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    log_evidence,
+)
+from tests.estimates import assert_mean, values
+from tests.random_programs import solved
+
+OBJECTIVES = {
+    "sgvb": lambda: TraceSGVB_ELBO(analytic_kl=False),
+    "sgvb, vectorised": lambda: TraceSGVB_ELBO(3, analytic_kl=False, vectorize_particles=True),
+    "rb": TraceRaoBlackwell_ELBO,
+    "iwae": lambda: TraceIWAE_ELBO(4),
+    "iwae, looped": lambda: TraceIWAE_ELBO(3, vectorize_particles=False),
+    "iwae, joint": lambda: TraceIWAE_ELBO(4, joint=True),
+    "iwae, global": lambda: TraceIWAE_ELBO(3, num_global_particles=3),
+    "renyi": lambda: TraceRenyi_ELBO(0.5, num_particles=4),
+    "ais": lambda: TraceAIS_ELBO(3),
+    "ais, latent": lambda: TraceAIS_ELBO(2, MALA(0.1), coordinates="latent"),
+    "ais, random walk": lambda: TraceAIS_ELBO(2, RandomWalk(0.1)),
+}
+
+
+program = functools.cache(solved)
+# Programs of few and of many sites; those beyond the first ones are run with the slow tests.
+FEW, MANY = (15, 18), (1, 11, 13, 16, 22, 24, 25, 30, 33)
+SEEDS = [*FEW, *(pytest.param(s, marks=pytest.mark.slow) for s in MANY)]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_at_the_posterior_every_draw_is_the_evidence(seed, objective):
+    model, guide, exact = program(seed)
+    elbo = OBJECTIVES[objective]()
+    assert elbo.loss_and_grads(model, guide) == pytest.approx(-exact, rel=1e-8)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_judge_and_an_auto_guide_at_the_posterior(seed):
+    model, guide, exact = program(seed)
+    found = log_evidence(model, guide, num_particles=4, progress=False)
+    assert found.total.item() == pytest.approx(exact, rel=1e-8)
+    auto = AutoMultivariateNormal(model)
+    auto()
+    mean, precision, _ = model.gaussian()
+    tril = torch.linalg.cholesky(torch.linalg.inv(precision))
+    auto.loc.data.copy_(mean)
+    auto.scale = tril.diagonal().clone()
+    auto.scale_tril = tril / tril.diagonal().unsqueeze(-1)
+    for objective in ("sgvb", "iwae", "ais", "ais, latent"):
+        loss = OBJECTIVES[objective]().loss(model, auto)
+        assert loss == pytest.approx(-exact, rel=1e-8), objective
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", FEW + MANY)
+def test_off_the_posterior_means_are_exact(seed):
+    programs = program(seed).off(seed)
+    exact = programs.elbo()
+    for elbo in (TraceSGVB_ELBO(), TraceSGVB_ELBO(analytic_kl=False), TraceRaoBlackwell_ELBO()):
+        assert_mean(values(elbo, programs, 300), exact)
+    for elbo in (
+        TraceIWAE_ELBO(3),
+        TraceIWAE_ELBO(3, joint=True),
+        TraceIWAE_ELBO(2, num_global_particles=2),
+        TraceSIS_ELBO(2),
+        TraceSIS_ELBO(2, ULA(0.01), coordinates="latent"),
+        TraceAIS_ELBO(2, multi_sample=True),
+    ):
+        elbo.loss(programs.model, programs.guide)
+        assert_mean((values(elbo, programs, 200) - programs.log_evidence).exp(), 1.0)
