@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from pyro.infer.util import MultiFrameTensor
+from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, add_up, as_scalar, times
@@ -42,11 +43,14 @@ class Cost(NamedTuple):
     :ivar term: the site's term.
     :ivar value: batch-shaped summand without the plates' N/B.
     :ivar path: what its gradient passes through: ``value``, another tensor, or 0.
+    :ivar closed: whether the value is the same for every draw of the site, as a divergence in
+        closed form: then no score function of it is needed.
     """
 
     term: Term
     value: Tensor | int
     path: Tensor | int
+    closed: bool = False
 
 
 def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
@@ -217,9 +221,10 @@ def score_function_term(
 
     :math:`R_i` sums the costs over the plates that do not enclose the site: what lies in other
     elements of its own plates does not depend on it (Pyro's plate-wise Rao-Blackwellization), but
-    where the elements were found to meet.
+    where the elements were found to meet. Nor does the site's own divergence in closed form.
     """
     scored = [c.term for c in costs if isinstance(c.term.score, Tensor)]
+    closed = {c.term.key.name: c for c in costs if c.closed and c.term.key not in coupled}
     downstream = MultiFrameTensor() if extra is None else MultiFrameTensor(*extra.items())
     for c in costs:
         if isinstance(c.value, Tensor):
@@ -231,8 +236,18 @@ def score_function_term(
                 if f not in apart and f.dim is not None and value.dim() >= -f.dim:
                     value = value.sum(f.dim, keepdim=True)
             downstream.add((tuple(apart), value))
-    parts = ((downstream.sum_to(t.site["cond_indep_stack"]) * t.score).sum() for t in scored)
-    return add_up(parts)
+    return add_up(
+        ((downstream.sum_to(frames) - _apart(closed.get(t.key.name), frames)) * t.score).sum()
+        for t, frames in ((t, t.site["cond_indep_stack"]) for t in scored)
+    )
+
+
+def _apart(cost: Cost | None, frames: tuple[CondIndepStackFrame, ...]) -> Tensor | int:
+    """Of the costs behind a site in these plates what does not depend on its draw."""
+    if cost is None or not isinstance(cost.value, Tensor):
+        return 0
+    same = set(cost.term.site["cond_indep_stack"]) == set(frames)
+    return _padded(cost.value.detach() * cost.term.plate_scale, cost.term) if same else 0
 
 
 def _padded(value: Tensor, term: Term) -> Tensor:

@@ -118,4 +118,4 @@ def _closed_form(cost: Cost, negative_kl: Tensor) -> Cost:
     # The divergence stands at the model's site; the guide's own summand is part of it.
     if cost.term.in_guide:
         return Cost(cost.term, 0, 0)
-    return Cost(cost.term, negative_kl, negative_kl)
+    return Cost(cost.term, negative_kl, negative_kl, closed=True)
