@@ -1,4 +1,4 @@
-"""The picture of a step's way in CONTRIBUTING.md is that of the code."""
+"""The picture of a step's way in CONTRIBUTING.md is that of the code, and the way is not long."""
 
 import re
 import sys
@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
+import pytest
 import torch
 
 import pyro_mcvae
 from pyro_mcvae import TraceSIS_ELBO
+from tests.benchmarks import reading_path
 
 PACKAGE = Path(pyro_mcvae.__file__).parent
 TEXT = (PACKAGE.parent / "CONTRIBUTING.md").read_text().split("## The way of a step")[1]
@@ -58,3 +60,9 @@ def test_a_step_goes_the_way_of_the_picture():
 def test_the_picture_has_every_room_of_the_way():
     rooms = {file.split("/")[0] for file, _ in LINE.findall(PICTURE)}
     assert rooms == {file.split("/")[0] for file, _ in way()} - {"ops"}
+
+
+@pytest.mark.parametrize("objective", ["SIS-5, ULA", "SIS-5"])
+def test_a_step_of_a_chain_leads_through_twelve_hundred_lines_at_most(objective):
+    _, _, _, lines = reading_path.measured(objective)
+    assert lines <= 1200
