@@ -7,6 +7,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
+from pyro.contrib.forecast import ForecastingModel
+from pyro.infer.autoguide import AutoNormal
 from pyro.infer.reparam import ConjugateReparam
 
 from pyro_mcvae import TraceIWAE_ELBO, TraceSIS_ELBO, log_evidence
@@ -120,3 +122,31 @@ def test_an_intervention_leaves_a_site_that_has_to_be_hidden():
     model = poutine.do(normals, {"mu": torch.tensor(0.7)})
     with pytest.raises(ValueError, match="site 'mu' of the model is neither observed nor drawn"):
         TraceIWAE_ELBO(2).loss(model, local_guide)
+
+
+class Trend(ForecastingModel):
+    """Pyro's tutorial: its data have a dim of time that no plate declares."""
+
+    def model(self, zero_data, covariates):
+        num_series = zero_data.size(-1)
+        level = pyro.sample("level", dist.Normal(0.0, 2.0).expand([num_series]).to_event(1))
+        slope = pyro.sample("slope", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+        scale = pyro.sample("scale", dist.LogNormal(-1.0, 0.5).expand([num_series]).to_event(1))
+        self.predict(dist.Normal(0, scale), level + (slope * covariates).sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("elbo", [TraceIWAE_ELBO, TraceSIS_ELBO])
+def test_a_forecast_runs_its_particles_at_once_where_time_has_a_dim(elbo):
+    pyro.set_rng_seed(0)
+    data, time = torch.randn(6, 2).cumsum(0), torch.linspace(0.0, 1.0, 6).unsqueeze(-1)
+    model = Trend()
+    guide = AutoNormal(model, init_scale=0.3)
+    guide(data, time)
+    means = []
+    for how in ({"max_plate_nesting": 1, "vectorize_particles": True}, {}):
+        bounds = elbo(3, **how)
+        with torch.no_grad():
+            found = torch.tensor([bounds.loss(model, guide, data, time) for _ in range(60)])
+        means.append((found.mean(), found.var() / 60))
+    (at_once, first), (looped, second) = means
+    assert abs(at_once - looped) < 4 * (first + second).sqrt()
