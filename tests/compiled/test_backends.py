@@ -37,7 +37,10 @@ def recorded(
     return recording.graph, [*recording.constants, x]
 
 
-@pytest.mark.parametrize("kernel", [ULA(), None], ids=["ula", "trained"])
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(ULA(), id="ula"), pytest.param(None, id="trained", marks=pytest.mark.slow)],
+)
 def test_parts_compute_what_the_graph_computes_and_equal_ones_are_compiled_once(
     kernel: Kernel | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

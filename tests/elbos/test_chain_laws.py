@@ -189,8 +189,8 @@ def test_data_made_in_inference_mode(cls):
     ("cls", "kernel"),
     [
         (TraceSIS_ELBO, None),
-        (TraceSIS_ELBO, ULA),
-        (TraceAIS_ELBO, None),
+        pytest.param(TraceSIS_ELBO, ULA, marks=pytest.mark.slow),
+        pytest.param(TraceAIS_ELBO, None, marks=pytest.mark.slow),
         (TraceAIS_ELBO, MALA),
     ],
 )

@@ -110,6 +110,7 @@ class Steep:
         return svi, losses
 
 
+@pytest.mark.slow
 def test_trained_transitions_are_safe_from_bad_starts():
     """No worse than the ELBO after as many steps, from a guide ten widths away."""
     problem = Steep(0.2)

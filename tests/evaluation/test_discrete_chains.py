@@ -101,6 +101,7 @@ def knowing_guide(x):
         pyro.sample("z", dist.Normal(x / 2, 0.9))
 
 
+@pytest.mark.slow
 def test_the_evidence_of_simulated_data_lies_between():
     found = sandwich(labels_model, knowing_guide, data(3), schedule=20, num_particles=20, seed=0)
     assert -0.05 < found.mean_gap < 0.15

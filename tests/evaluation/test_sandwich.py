@@ -149,7 +149,13 @@ AUTO = {
 
 
 @pytest.mark.filterwarnings("ignore:the guide draws the same latents")
-@pytest.mark.parametrize("name", list(AUTO))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name.startswith("AutoMult") else [])
+        for name in AUTO
+    ],
+)
 def test_global_latents_and_auto_guides(name):
     seen = Seen(AUTO[name]())
     seen.program(torch.zeros(3))

@@ -20,10 +20,11 @@ def run(*argv: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("figure", "objectives"),
     [
-        pytest.param("bound", ["Wake-Sleep", "AEVB"], marks=pytest.mark.slow),
+        ("bound", ["Wake-Sleep", "AEVB"]),
         ("marginal", ["Wake-Sleep", "MCEM", "AEVB"]),
     ],
 )

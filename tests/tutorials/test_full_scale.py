@@ -58,6 +58,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_monte_carlo_vae(data: Path, tmp_path: Path, as_a_command: None) -> None:
     argv = ["--full", "--data-root", str(data), "--out", str(tmp_path)]
     args = mnist.parse(argv)

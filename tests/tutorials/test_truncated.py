@@ -38,6 +38,7 @@ def test_few_states_hold_the_evidence_of_the_bars():
     assert (evidence - guide.fit(images, num_steps=30)).mean() < 0.02
 
 
+@pytest.mark.slow
 def test_bars_are_found():
     pyro.enable_validation(False)
     bars = load("bars")
@@ -75,7 +76,7 @@ def test_bars_are_found_from_any_start(tmp_path):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(["--missing", "0.3"]),
+        pytest.param(["--missing", "0.3"], marks=pytest.mark.slow),
         pytest.param([], marks=pytest.mark.slow),
         pytest.param(["--linear"], marks=pytest.mark.slow),
         pytest.param(["--gradient-states", "4", "--window", "0.5"], marks=pytest.mark.slow),
