@@ -57,7 +57,7 @@ def test_gradient_is_exact_where_chains_begin_at_the_posterior(size, options):
     assert_gradient(elbo, exact, fisher(exact), 30)
 
 
-@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+@pytest.mark.parametrize("coordinates", ["noise", pytest.param("latent", marks=pytest.mark.slow)])
 def test_gradient_is_exact_after_long_chains(coordinates):
     exact = ProbabilisticPCA(p=3, N=100, sigma=0.5, family="mean_field")
     step = 0.3 if coordinates == "noise" else 0.12

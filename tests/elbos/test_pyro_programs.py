@@ -92,7 +92,7 @@ def test_chains_refuse_masks_that_are_drawn(objective):
         CHAINS[objective]().loss(*drawn(masked))
 
 
-@pytest.mark.parametrize("how", ["scale", "mask"])
+@pytest.mark.parametrize("how", [pytest.param("scale", marks=pytest.mark.slow), "mask"])
 def test_a_factor_belongs_to_the_latents_that_scale_or_mask_it(how):
     def model():
         with pyro.plate("data", 3):

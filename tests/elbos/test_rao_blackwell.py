@@ -142,7 +142,7 @@ def with_input(program, value):
     ("kind", "interface"),
     [
         ("nvil", "svi"),
-        ("relax", "module"),
+        pytest.param("relax", "module", marks=pytest.mark.slow),
         pytest.param("nvil", "module", marks=pytest.mark.slow),
         pytest.param("relax", "svi", marks=pytest.mark.slow),
         pytest.param("rebar", "svi", marks=pytest.mark.slow),

@@ -270,7 +270,7 @@ def test_importance_weights_within_slots(k):
         assert -losses[0] < many.total < labels_evidence().sum()
 
 
-@pytest.mark.parametrize("estimator", ["dreg", "auto"])
+@pytest.mark.parametrize("estimator", ["dreg", pytest.param("auto", marks=pytest.mark.slow)])
 def test_estimators_of_importance_weights_within_slots_have_one_mean(estimator):
     program, means = PROGRAMS["labels"], []
     for found in ("reparam", estimator):
@@ -365,7 +365,7 @@ def counts_bound():
     return total
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("vectorize", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_supports_may_depend_on_the_sites_before(vectorize):
     model, guide = (lambda: counts(True)), (lambda: counts(False))
     options = {"num_particles": 2, "vectorize_particles": vectorize}

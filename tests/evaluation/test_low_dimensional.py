@@ -32,7 +32,9 @@ def deviations(found, exact):
     return (found.log_evidence - exact) / found.standard_error
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["gamma", "2", pytest.param("3", marks=pytest.mark.slow), "sequential"]
+)
 def test_exact_models(name):
     exact = MODELS[name]()
     found = low_dimensional_evidence(exact.model, exact.guide)

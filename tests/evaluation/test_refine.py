@@ -33,7 +33,17 @@ WAYS = {
     "sis": {"schedule": 6, "kernel": ULA(), "num_particles": 20},
     "chain": {"schedule": 4, "num_particles": 1, "num_transitions": 6},
 }
-ways = pytest.mark.parametrize("options", list(WAYS.values()), ids=list(WAYS))
+
+
+def ways_but(*slow):
+    """Each way, of which some are run with the slow tests."""
+    return pytest.mark.parametrize(
+        "options",
+        [
+            pytest.param(way, id=name, marks=pytest.mark.slow if name in slow else [])
+            for name, way in WAYS.items()
+        ],
+    )
 
 
 def test_a_plate_without_a_size_has_that_of_its_data():
@@ -60,7 +70,7 @@ def assert_moments(draws, mean, variance):
     assert bool((ratio < 4.5 * math.sqrt(2 / count) + 0.05).all()), ratio
 
 
-@ways
+@ways_but()
 def test_draws_of_one_plate_have_the_posteriors_moments(options):
     exact = ConjugateGaussian(N=10)
     draws = refine(exact.model, exact.guide, num_samples=2000, **options)
@@ -68,7 +78,7 @@ def test_draws_of_one_plate_have_the_posteriors_moments(options):
     assert_moments(draws["z"], mean, sd**2)
 
 
-@ways
+@ways_but("ais")
 def test_draws_of_vectors_have_the_posteriors_moments(options):
     exact = ProbabilisticPCA(N=6)
     draws = refine(exact.model, exact.guide, num_samples=2000, **options)
@@ -78,7 +88,7 @@ def test_draws_of_vectors_have_the_posteriors_moments(options):
     assert torch.allclose(found, covariance, atol=0.1 * float(covariance.diagonal().max()))
 
 
-@ways
+@ways_but("sis", "chain")
 def test_draws_of_global_and_local_latents_have_the_posteriors_moments(options):
     exact = HierarchicalGaussian(N=4)
     options = {**options, "num_particles": 4 * options["num_particles"]}
@@ -213,7 +223,9 @@ def test_predictive_takes_the_draws(parallel):
     assert_moments(found, mean, sd**2 + 1)
 
 
-@pytest.mark.parametrize("auto", [AutoNormal, AutoMultivariateNormal])
+@pytest.mark.parametrize(
+    "auto", [AutoNormal, pytest.param(AutoMultivariateNormal, marks=pytest.mark.slow)]
+)
 def test_auto_guides_are_refined_in_the_models_space(auto):
     x = torch.tensor([0.5, 1.5, 1.0])
 

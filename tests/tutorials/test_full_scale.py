@@ -72,9 +72,8 @@ def test_monte_carlo_vae(data: Path, tmp_path: Path, as_a_command: None) -> None
         assert 530 < result.nll_chain < 570
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param(32, id="CIFAR-10"), pytest.param(64, id="CelebA", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [pytest.param(32, id="CIFAR-10"), pytest.param(64, id="CelebA")])
 def test_monte_carlo_vae_in_colour(size: int, tmp_path: Path, as_a_command: None) -> None:
     images = torch.randint(256, (53, 3, size, size), dtype=torch.uint8).numpy()
     path = tmp_path / "noise.npz"
