@@ -20,6 +20,15 @@ def run(*argv: str) -> str:
     return done.stdout
 
 
+def test_a_short_run_writes_its_bounds(tmp_path: Path) -> None:
+    run("--smoke", "--objectives", "AEVB", "--latent", "2", "--out", str(tmp_path))
+    with (tmp_path / "bound_digits.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["objective"], r["split"]) for r in rows] == [("AEVB", "train"), ("AEVB", "test")] * 2
+    # 64 fair coins have 44.4 nats, where the model begins.
+    assert all(-60 < float(r["value"]) < -20 for r in rows)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("figure", "objectives"),
