@@ -1,11 +1,9 @@
 """Each test and each doctest starts alone: its own seed, no parameters, Pyro's checks on."""
 
 import os
-import random
 import zlib
 from collections.abc import Iterator
 
-import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -28,22 +26,12 @@ def alone(request: pytest.FixtureRequest) -> Iterator[None]:
     # From the name: the same in every run and order, and different from one test to the next.
     seed = marker.kwargs["rng_seed"] if marker else zlib.crc32(request.node.name.encode())
     pyro.clear_param_store()
-    _seed(seed)
+    pyro.set_rng_seed(seed)
     pyro.enable_validation(True)
     if isinstance(request.node, pytest.DoctestItem):  # An example writes where its reader would.
         request.getfixturevalue("monkeypatch").chdir(request.getfixturevalue("tmp_path"))
     yield
     pyro.settings.set(**settings)
-
-
-def _seed(seed: int) -> None:
-    """As `pyro.set_rng_seed`, which formats the stack once for each device that is not there."""
-    if torch.cuda.is_available():
-        pyro.set_rng_seed(seed)
-        return
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -62,13 +62,16 @@ class VAE(nn.Module):
 # --- What a step enters ---------------------------------------------------------------------------
 
 
-def entered(step: Callable[[], Any]) -> set[CodeType]:
-    """The functions of the package that are called, lambdas and comprehensions as their own."""
-    found: set[CodeType] = set()
+def entered(step: Callable[[], Any]) -> list[CodeType]:
+    """
+    The functions of the package that are called, in the order of the first time; lambdas and
+    comprehensions as their own.
+    """
+    found: dict[CodeType, None] = {}
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and PACKAGE in Path(frame.f_code.co_filename).parents:
-            found.add(frame.f_code)
+            found[frame.f_code] = None
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -76,7 +79,7 @@ def entered(step: Callable[[], Any]) -> set[CodeType]:
         step()
     finally:
         sys.setprofile(before)
-    return found
+    return list(found)
 
 
 @cache

@@ -1,7 +1,7 @@
 """The picture of a step's way in CONTRIBUTING.md is that of the code, and the way is not long."""
 
 import re
-import sys
+from functools import partial
 from pathlib import Path
 
 import pyro
@@ -9,11 +9,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-import pyro_mcvae
 from pyro_mcvae import TraceSIS_ELBO
 from tests.benchmarks import reading_path
+from tests.benchmarks.reading_path import PACKAGE
 
-PACKAGE = Path(pyro_mcvae.__file__).parent
 TEXT = (PACKAGE.parent / "CONTRIBUTING.md").read_text().split("## The way of a step")[1]
 PICTURE = TEXT.split("```text")[1].split("```")[0]
 LINE = re.compile(r"^(\w+/\w+\.py) +(?:\w+\.)?(\w+)", re.M)
@@ -33,21 +32,10 @@ def guide(x):
 
 def way():
     """File and name of the functions that a warm step enters, in the order of the first time."""
-    elbo, x, found = TraceSIS_ELBO(2), torch.ones(3), []
-    elbo.loss_and_grads(model, guide, x)
-
-    def entered(frame, event, _):
-        file = Path(frame.f_code.co_filename)
-        if event == "call" and PACKAGE in file.parents:
-            found.append((file.relative_to(PACKAGE).as_posix(), frame.f_code.co_name))
-
-    before = sys.getprofile()
-    sys.setprofile(entered)
-    try:
-        elbo.loss_and_grads(model, guide, x)
-    finally:
-        sys.setprofile(before)
-    return found
+    step = partial(TraceSIS_ELBO(2).loss_and_grads, model, guide, torch.ones(3))
+    step()
+    codes = reading_path.entered(step)
+    return [(Path(c.co_filename).relative_to(PACKAGE).as_posix(), c.co_name) for c in codes]
 
 
 def test_a_step_goes_the_way_of_the_picture():

@@ -201,7 +201,6 @@ def test_comparisons_train_the_model_on_the_sum():
     assert em["prior"].abs().sum() > 0
 
 
-@pytest.mark.slow
 def test_judges_take_enumerated_models():
     pyro.set_rng_seed(1)
     found = sandwich(mixture, guide, X, schedule=2, num_particles=5)

@@ -107,7 +107,6 @@ def test_the_evidence_of_simulated_data_lies_between():
     assert -0.05 < found.mean_gap < 0.15
 
 
-@pytest.mark.slow
 def test_a_report_escalates():
     program = PROGRAMS["labels"]
     found = report(program.model, program.guide, num_particles=300, schedule=10, seed=0)

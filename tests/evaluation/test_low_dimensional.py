@@ -9,6 +9,7 @@ import torch
 from pyro import poutine
 
 from pyro_mcvae import HMC, ULA, AdaptiveStepSize, RandomWalk, low_dimensional_evidence
+from tests.cases import some_slow
 from tests.models import (
     ConjugateGaussian,
     DiscreteMixture,
@@ -32,9 +33,7 @@ def deviations(found, exact):
     return (found.log_evidence - exact) / found.standard_error
 
 
-@pytest.mark.parametrize(
-    "name", ["gamma", "2", pytest.param("3", marks=pytest.mark.slow), "sequential"]
-)
+@pytest.mark.parametrize("name", some_slow(MODELS, "3"))
 def test_exact_models(name):
     exact = MODELS[name]()
     found = low_dimensional_evidence(exact.model, exact.guide)

@@ -14,6 +14,7 @@ from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from torch.nn.functional import conv1d
 
 from pyro_mcvae import HMC, MALA, ULA, RandomWalk, refine, to_inference_data
+from tests.cases import some_slow
 from tests.estimates import called
 from tests.models import (
     BetaBernoulli,
@@ -33,17 +34,6 @@ WAYS = {
     "sis": {"schedule": 6, "kernel": ULA(), "num_particles": 20},
     "chain": {"schedule": 4, "num_particles": 1, "num_transitions": 6},
 }
-
-
-def ways_but(*slow):
-    """Each way, of which some are run with the slow tests."""
-    return pytest.mark.parametrize(
-        "options",
-        [
-            pytest.param(way, id=name, marks=pytest.mark.slow if name in slow else [])
-            for name, way in WAYS.items()
-        ],
-    )
 
 
 def test_a_plate_without_a_size_has_that_of_its_data():
@@ -70,28 +60,28 @@ def assert_moments(draws, mean, variance):
     assert bool((ratio < 4.5 * math.sqrt(2 / count) + 0.05).all()), ratio
 
 
-@ways_but()
-def test_draws_of_one_plate_have_the_posteriors_moments(options):
+@pytest.mark.parametrize("way", WAYS)
+def test_draws_of_one_plate_have_the_posteriors_moments(way):
     exact = ConjugateGaussian(N=10)
-    draws = refine(exact.model, exact.guide, num_samples=2000, **options)
+    draws = refine(exact.model, exact.guide, num_samples=2000, **WAYS[way])
     mean, sd = exact.posterior()
     assert_moments(draws["z"], mean, sd**2)
 
 
-@ways_but("ais")
-def test_draws_of_vectors_have_the_posteriors_moments(options):
+@pytest.mark.parametrize("way", some_slow(WAYS, "ais"))
+def test_draws_of_vectors_have_the_posteriors_moments(way):
     exact = ProbabilisticPCA(N=6)
-    draws = refine(exact.model, exact.guide, num_samples=2000, **options)
+    draws = refine(exact.model, exact.guide, num_samples=2000, **WAYS[way])
     mean, covariance = exact.posterior()
     assert_moments(draws["z"], mean, covariance.diagonal())
     found = torch.einsum("sni,snj->ij", draws["z"] - mean, draws["z"] - mean) / (2000 * 6)
     assert torch.allclose(found, covariance, atol=0.1 * float(covariance.diagonal().max()))
 
 
-@ways_but("sis", "chain")
-def test_draws_of_global_and_local_latents_have_the_posteriors_moments(options):
+@pytest.mark.parametrize("way", some_slow(WAYS, "sis", "chain"))
+def test_draws_of_global_and_local_latents_have_the_posteriors_moments(way):
     exact = HierarchicalGaussian(N=4)
-    options = {**options, "num_particles": 4 * options["num_particles"]}
+    options = {**WAYS[way], "num_particles": 4 * WAYS[way]["num_particles"]}
     draws = refine(exact.model, exact.guide, num_samples=1500, **options)
     mean, covariance = exact.posterior()
     together = torch.cat([draws["theta"].unsqueeze(-1), draws["z"]], -1)

@@ -19,6 +19,7 @@ from pyro.infer.autoguide import (
 from pyro_mcvae import HMC, MALA, ULA, RandomWalk, sandwich
 from pyro_mcvae.chains.annealing import anneal_back, evaluator
 from pyro_mcvae.chains.schedules import LinearSchedule
+from tests.cases import some_slow
 
 
 def model(x):
@@ -149,13 +150,7 @@ AUTO = {
 
 
 @pytest.mark.filterwarnings("ignore:the guide draws the same latents")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name.startswith("AutoMult") else [])
-        for name in AUTO
-    ],
-)
+@pytest.mark.parametrize("name", some_slow(AUTO, "AutoMultivariateNormal"))
 def test_global_latents_and_auto_guides(name):
     seen = Seen(AUTO[name]())
     seen.program(torch.zeros(3))

@@ -17,7 +17,7 @@ def judge(found, slack):
 
 @pytest.mark.parametrize(
     ("name", "interface"),
-    [
+    [  # one of each kind; the others are slow
         pytest.param(name, interface, marks=[] if i % 3 == 1 else pytest.mark.slow)
         for i, (name, interface) in enumerate(
             zip(OBJECTIVES, itertools.cycle(["svi", "module"]), strict=False)

@@ -37,7 +37,6 @@ def test_gaps_to_the_exact_evidence(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "ppca_gaps.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 # Twenty steps leave a guide that misses most of the ring, as it is told.
 @pytest.mark.filterwarnings("ignore:the Pareto k of the weights")
 def test_the_ring_of_every_objective(tmp_path: Path) -> None:

@@ -44,7 +44,6 @@ def test_every_recipe_makes_a_loss() -> None:
     assert all(hasattr(make(), "loss_and_grads") for make in mnist.OBJECTIVES.values())
 
 
-@pytest.mark.slow
 def test_all_go_on_from_the_same_pretrained_model(tmp_path: Path) -> None:
     argv = ["--smoke", "--pretrain", "1", "--objectives", "ELBO,SIS-5-reweighted", "--seeds", "0,1"]
     results = mnist.main([*argv, "--out", str(tmp_path)])
@@ -98,7 +97,6 @@ def test_bad_arguments(argv: list[str], message: str, capsys: pytest.CaptureFixt
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_it_had_not(tmp_path: Path) -> None:
     argv = ["--objectives", "IWAE-5,SIS-5-default", "--limit", "200", "--test-images", "20"]
     whole = mnist.main([*argv, "--epochs", "2", "--out", str(tmp_path / "whole")])
