@@ -45,8 +45,10 @@ def convolutional(
         nn.Unflatten(1, (64, least, least)),
         Block(64, 32, nn.Upsample(size // 4)),
         Block(32, 16, nn.Upsample(size // 2)),
-        Block(16, 16, nn.Upsample(size)),
+        Block(16, 16, nn.Identity()),
+        # A 1x1 convolution and nearest-neighbour upsampling commute; this order moves less memory.
         nn.Conv2d(16, channels, 1),
+        nn.Upsample(size),
         nn.Flatten(),
     )
     return encoder, decoder
