@@ -19,7 +19,7 @@ from pyro_mcvae import (
     log_evidence,
 )
 from tests.estimates import assert_mean, values
-from tests.random_programs import solved
+from tests.random_gaussian_programs import solved
 
 OBJECTIVES = {
     "sgvb": lambda: TraceSGVB_ELBO(analytic_kl=False),
