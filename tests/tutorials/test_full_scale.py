@@ -92,8 +92,12 @@ def test_monte_carlo_vae_in_colour(size: int, tmp_path: Path, as_a_command: None
 def test_the_papers_networks() -> None:
     encoder, decoder = convolutional(64)
     assert sum(p.numel() for p in encoder.parameters()) == 219_504  # as published
+    assert sum(p.numel() for p in decoder.parameters()) == 74_441
     assert encoder(torch.rand(3, 784)).shape == (3, 128)
-    assert decoder(torch.randn(3, 64)).shape == (3, 784)
+    found = decoder(torch.randn(3, 64))
+    assert found.shape == (3, 784)
+    # Convolutions come after the upsampling: else pixels would be equal in blocks.
+    assert len(found[0].unique()) > 700
 
 
 @pytest.mark.slow

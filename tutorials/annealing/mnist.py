@@ -132,6 +132,7 @@ class VAE(nn.Module):
         self.num_latents, self.binary = num_latents, task.binary
         if num_hidden is None:
             self.encoder, self.decoder = convolutional(num_latents, task.channels, task.size)
+            self.to(memory_format=torch.channels_last)  # A step takes three quarters of the time.
             return
         num_pixels = task.train.shape[-1]
         self.encoder = nn.Sequential(
@@ -253,7 +254,8 @@ def judges() -> tuple[TraceSIS_ELBO, TraceIWAE_ELBO, TraceAIS_ELBO]:
 @torch.no_grad()
 def held_out(vae: VAE, x: Tensor, judge: Any) -> Tensor:
     """The judge's estimate of log p(x) for each image."""
-    chunks = x.split(20)  # 500 decoded copies of each stay near the processor
+    # So many images at once that their decoded copies stay near the processor.
+    chunks = x.split(max(1, min(20, 1000 // judge.num_particles)))
     return torch.cat([judge.bounds(vae.model, vae.guide, chunk).per_datum for chunk in chunks])
 
 

@@ -1,23 +1,29 @@
-"""Convolutional networks for square images, as those of Thin et al. (2021)."""
+"""Convolutional networks for square images, those of Thin et al. (2021)."""
 
 from torch import Tensor, nn
 from torch.nn.functional import gelu, pad
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions around which the image goes on as it is, then a change of size."""
+    """
+    A change of size, then two 3x3 convolutions with GELU.
 
-    def __init__(self, channels: int, new_channels: int, resize: nn.Module) -> None:
+    The resized image is added to what they make, unless they have fewer channels.
+    """
+
+    def __init__(self, resize: nn.Module, channels: int, middle: int, new_channels: int) -> None:
         super().__init__()
-        self.first = nn.Conv2d(channels, new_channels, 3, padding=1)
-        self.second = nn.Conv2d(new_channels, new_channels, 3, padding=1)
-        self.resize, self.extra = resize, new_channels - channels
+        self.resize = resize
+        self.first = nn.Conv2d(channels, middle, 3, padding=1)
+        self.second = nn.Conv2d(middle, new_channels, 3, padding=1)
+        self.extra = new_channels - channels
 
     def forward(self, x: Tensor) -> Tensor:
-        # Channels that the block adds begin as zeros; those that it drops end here.
-        past = pad(x, (0, 0, 0, 0, 0, self.extra))
-        result: Tensor = self.resize(gelu(self.second(gelu(self.first(x))) + past))
-        return result
+        x = self.resize(x)
+        found = gelu(self.second(gelu(self.first(x))))
+        if self.extra < 0:
+            return found
+        return found + pad(x, (0, 0, 0, 0, 0, self.extra))
 
 
 def convolutional(
@@ -27,28 +33,27 @@ def convolutional(
     Encoder and decoder of square images, whose rows hold one channel after the other.
 
     Eight convolutional layers and a linear one to the parameters of a normal distribution; a linear
-    layer, nearest-neighbour upsampling and convolutions back to logits or means. Sizes, of MNIST:
-    28, 14, 7, 3. Convolutions know one leading dim: several particles are run under ``vmap``.
+    layer, nearest-neighbour upsampling and seven convolutions back to logits or means. Sizes, of
+    MNIST: 28, 14, 7, 3, and back 3, 6, 12, 28; 219,504 and 74,441 weights, as published.
+    Convolutions know one leading dim: several particles are run under ``vmap``.
     """
     least = size // 8
     encoder = nn.Sequential(
         nn.Unflatten(1, (channels, size, size)),
-        Block(channels, 16, nn.AvgPool2d(2)),
-        Block(16, 32, nn.AvgPool2d(2)),
-        Block(32, 64, nn.AvgPool2d(2)),
-        Block(64, 64, nn.Identity()),
+        Block(nn.Identity(), channels, 16, 16),
+        Block(nn.MaxPool2d(2), 16, 32, 32),
+        Block(nn.MaxPool2d(2), 32, 64, 64),
+        Block(nn.MaxPool2d(2), 64, 64, 64),
         nn.Flatten(),
         nn.Linear(64 * least * least, 2 * num_latents),
     )
     decoder = nn.Sequential(
         nn.Linear(num_latents, 64 * least * least),
         nn.Unflatten(1, (64, least, least)),
-        Block(64, 32, nn.Upsample(size // 4)),
-        Block(32, 16, nn.Upsample(size // 2)),
-        Block(16, 16, nn.Identity()),
-        # A 1x1 convolution and nearest-neighbour upsampling commute; this order moves less memory.
+        Block(nn.Upsample(2 * least), 64, 32, 32),
+        Block(nn.Upsample(4 * least), 32, 16, 16),
+        Block(nn.Upsample(size), 16, 8, 16),
         nn.Conv2d(16, channels, 1),
-        nn.Upsample(size),
         nn.Flatten(),
     )
     return encoder, decoder
