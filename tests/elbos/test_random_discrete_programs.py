@@ -3,6 +3,7 @@
 import functools
 import math
 
+import pyro
 import pytest
 import torch
 
@@ -89,7 +90,7 @@ def test_off_the_posterior_the_sum_over_all_values_is_exact(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", FEW + MANY)
+@pytest.mark.parametrize("seed", FEW + MANY[:9])
 def test_off_the_posterior_means_are_exact(seed):
     programs = solved(seed, max_states=100).off(seed)
     log_prob, log_weight = programs.log_weights()
@@ -111,7 +112,8 @@ def test_off_the_posterior_means_are_exact(seed):
         one_by_one = {"vectorize_particles": False} if "looped" in name else {}
         objective = OBJECTIVES.get(name, lambda k=one_by_one: TraceIWAE_ELBO(2, joint=True, **k))()
         assert_mean(values(objective, programs, 300), exact.item())
-        found = torch.stack([gradients(objective, programs) @ direction for _ in range(300)])
+        with pyro.validation_enabled(False):  # it costs most of the time, and has passed once
+            found = torch.stack([gradients(objective, programs) @ direction for _ in range(300)])
         assert_mean(found, (exact_gradients(exact, programs) @ direction).item())
     for objective in (TraceIWAE_ELBO(3), TraceIWAE_ELBO(2, num_global_particles=2)):
         found = values(objective, programs, 300)
