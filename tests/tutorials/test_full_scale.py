@@ -221,6 +221,19 @@ def test_a_run_that_was_stopped_prints_what_a_whole_one_does(
         main([*parts, "--seed", "1"])
 
 
+def test_estimators_of_similar_names_are_trained_each(
+    data: Path, tmp_path: Path, rao_blackwell: Callable[[str], dict[str, Any]], as_a_command: None
+) -> None:
+    """None begins with the checkpoint of another."""
+    threads = torch.get_num_threads()
+    argv = ["--smoke", "--data-root", str(data), "--out", str(tmp_path), "--methods"]
+    rao_blackwell("semi_supervised")["main"]([*argv, "REINFORCE", "REINFORCE+"])
+    torch.set_num_threads(threads)
+    first, second = rows(tmp_path / "semi_supervised.csv")
+    assert (first["method"], second["method"]) == ("REINFORCE", "REINFORCE+")
+    assert first["negative_elbo"] != second["negative_elbo"]
+
+
 @pytest.mark.slow
 def test_moving_mnist(data: Path, tmp_path: Path) -> None:
     flags = ["--full", "--data-root", str(data), "--batch", "200", "--epochs", "1"]

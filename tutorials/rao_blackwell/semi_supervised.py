@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import re
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -211,7 +210,7 @@ def train(
         return results.stamped(**found, seconds=seconds)
 
     rows = []
-    for found in run.epochs(args.epochs, batches, args.out / f"{file_name(name)}.pt", row):
+    for found in run.epochs(args.epochs, batches, args.out / f"{name}.pt", row):
         results.add(**found)
         rows.append(found)
         print(
@@ -238,10 +237,6 @@ def summarize(found: dict[str, list[dict[str, Any]]], out: Path) -> None:
     ):
         curves = {name: [row[key] for row in rows] for name, rows in found.items()}
         draw_curves(out / f"{file}.png", curves, "epoch", label)
-
-
-def file_name(method: str) -> str:
-    return re.sub(r"\W+", "-", method).strip("-").lower()
 
 
 def compare_times(x: Tensor, rounds: int) -> None:
