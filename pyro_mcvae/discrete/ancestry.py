@@ -8,7 +8,8 @@ from pyro_mcvae.discrete.enumerated import SlotRun
 from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.sites import PlateKey, is_random, plate_frames, plate_key
+from pyro_mcvae.programs.plates import PlateKey, plate_frames, plate_key
+from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.independence import find_dependent_plates
 

@@ -11,7 +11,8 @@ from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotErro
 from pyro_mcvae.discrete.slot_choice import check_num_slots, choose, is_discrete
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.sites import LEADING, is_random
+from pyro_mcvae.programs.plates import LEADING
+from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.dependencies import find_dependencies
 

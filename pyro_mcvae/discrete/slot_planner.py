@@ -42,6 +42,8 @@ class SlotPlanner:
     def __init__(self, options: SiteOptions, common: bool) -> None:
         self.options, self.common = options, common
         self._plans: PairCache[dict[Hashable, SlotPlan | None]] = PairCache(dict)
+        # Programs whose sites change from one step to the next, as where data name them.
+        self._changing: PairCache[set[Hashable]] = PairCache(set)
         self._tell = WarnOnce(_logger)
 
     def sample(
@@ -61,10 +63,12 @@ class SlotPlanner:
                 sample = plain(programs)
             else:
                 sample = sampler.sample(programs, draws.make_sample_fn, count=draws.count)
-                _check_scores(sample, draws)
             return sample, sample
 
-        return self.begin(programs, sampler.num_particles, make)
+        sample, draws = self.begin(programs, sampler.num_particles, make)
+        if draws is not None:
+            _check_scores(sample, draws)
+        return sample, draws
 
     def begin(
         self, programs: Programs, num_particles: int, make: Make[T]
@@ -75,8 +79,8 @@ class SlotPlanner:
         :returns: that, and its draws; None for programs without discrete local sites.
         :raises SlotError: naming a site that cannot have the slots that are asked for.
         """
-        plans = self._plans.of(programs)
-        with rewindable(programs.flags not in plans) as rewind:
+        plans, changing = self._plans.of(programs), self._changing.of(programs)
+        with rewindable(programs.flags not in plans or programs.flags in changing) as rewind:
             for _ in range(_MAX_ATTEMPTS):
                 plan = plans.get(programs.flags)
                 draws = None if plan is None else self._draws(plan, num_particles)
@@ -89,7 +93,9 @@ class SlotPlanner:
                 except SlotsChangedError as changed:
                     shown = changed.plan
                 plans[programs.flags] = shown
-                rewind()
+                if not rewind():  # The next runs would have other minibatches, with other sites.
+                    changing.add(programs.flags)
+                    return self.begin(programs, num_particles, make)
         raise _never_the_same()
 
     def _draws(self, plan: SlotPlan, num_particles: int) -> SlotDraws:

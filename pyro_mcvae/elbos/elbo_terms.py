@@ -18,8 +18,8 @@ from torch import Tensor
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, add_up, as_scalar, times
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.plates import PlateKey, plate_key
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import PlateKey, plate_key
 from pyro_mcvae.programs.terms import Term
 
 __all__ = [

@@ -14,8 +14,8 @@ from pyro_mcvae.elbos.kl import analytic_kl_sites, sites_apart
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.plates import PlateKey
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import PlateKey
 from pyro_mcvae.structure.cache import StructureCache
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.plates import plate_frames
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_latent, plate_frames
+from pyro_mcvae.programs.sites import is_latent
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 

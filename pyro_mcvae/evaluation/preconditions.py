@@ -9,8 +9,9 @@ from pyro_mcvae.coordinates.chain_checks import named
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.plates import is_subsampled
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, is_subsampled
+from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.truncated.draws import drawn_from_states
 

@@ -15,13 +15,8 @@ from torch import Tensor
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
+from pyro_mcvae.programs.plates import is_subsampled, plate_frames, plate_key, subsampling_scale
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import (
-    is_subsampled,
-    plate_frames,
-    plate_key,
-    subsampling_scale,
-)
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.blocks import Block, Structure
 

@@ -13,14 +13,8 @@ from pyro.poutine.trace_struct import Trace
 from pyro.util import check_model_guide_match, check_site_shape
 
 from pyro_mcvae.programs.enumeration import is_state
-from pyro_mcvae.programs.sites import (
-    LEADING,
-    is_latent,
-    is_scored,
-    nonfinite_report,
-    observes_data,
-    plate_frames,
-)
+from pyro_mcvae.programs.plates import LEADING, plate_frames
+from pyro_mcvae.programs.sites import is_latent, is_scored, nonfinite_report, observes_data
 from pyro_mcvae.programs.types import Site
 
 if TYPE_CHECKING:

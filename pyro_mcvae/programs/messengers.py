@@ -16,14 +16,9 @@ from torch import Tensor
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
 from pyro_mcvae.programs.moving_supports import moves_support
+from pyro_mcvae.programs.plates import LEADING
 from pyro_mcvae.programs.precision import site_in_full_precision, without_autocast
-from pyro_mcvae.programs.sites import (
-    LEADING,
-    is_masked,
-    is_random,
-    is_straight_through,
-    reparameterized,
-)
+from pyro_mcvae.programs.sites import is_masked, is_random, is_straight_through, reparameterized
 from pyro_mcvae.programs.types import Message
 
 __all__ = ["ParticlePlate", "Recorder", "SampleFn", "Substitutes", "score_function_draws"]

@@ -15,8 +15,8 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.plates import LEADING
 from pyro_mcvae.programs.run import Run, terms_of
-from pyro_mcvae.programs.sites import LEADING
 
 __all__ = ["checked_run", "find_nesting", "nesting_of", "single_run"]
 

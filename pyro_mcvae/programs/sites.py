@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import reduce
-from typing import NamedTuple
 
 import torch
 from pyro import distributions as dist
 from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_mcvae.programs.masks import with_mask
+from pyro_mcvae.programs.plates import subsampling_scale
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.relaxed import relaxed_log_prob
 from pyro_mcvae.programs.types import Constraint, Distribution, Site
 
 __all__ = [
-    "LEADING",
     "RELAXED",
-    "PlateKey",
     "bare",
     "changed_draw",
     "is_delta",
@@ -34,55 +31,17 @@ __all__ = [
     "is_masked",
     "is_random",
     "is_scored",
-    "is_subsampled",
     "known_support",
     "layers",
     "masked_entries",
     "masks_of",
     "observes_data",
-    "plate_frames",
-    "plate_key",
     "reparameterized",
-    "subsampling_scale",
 ]
 
 
-# The plate of the particles; the name that Pyro's own vectorised objectives give it.
-LEADING = "num_particles_vectorized"
 # Marks sites whose value is a relaxation of a discrete one.
 RELAXED = "_mcvae_relaxed"
-
-
-class PlateKey(NamedTuple):
-    """A plate as it is known from one minibatch to the next: without its size."""
-
-    name: str
-    dim: int | None
-    counter: int
-
-
-def plate_key(frame: CondIndepStackFrame) -> PlateKey:
-    """The key of a frame; ``dim`` is None and ``counter`` counts in sequential plates."""
-    return PlateKey(frame.name, frame.dim, frame.counter)
-
-
-def plate_frames(site: Site) -> frozenset[CondIndepStackFrame]:
-    """The user's plates around a site, the particles' plate left out."""
-    return frozenset(f for f in site["cond_indep_stack"] if f.name != LEADING)
-
-
-def is_subsampled(frame: CondIndepStackFrame) -> bool:
-    """Whether the plate's minibatch is smaller than the plate."""
-    return frame.full_size is not None and frame.full_size != frame.size
-
-
-def subsampling_scale(frames: Iterable[CondIndepStackFrame]) -> float:
-    """The product of N / B over plates: the part of a site's scale that comes from them."""
-    scale = 1.0
-    for frame in frames:
-        if is_subsampled(frame):
-            scale = scale * frame.full_size / frame.size
-    return scale
 
 
 def is_scored(site: Site) -> bool:

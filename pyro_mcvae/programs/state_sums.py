@@ -25,7 +25,7 @@ from torch import Tensor
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.enumeration import is_state
 from pyro_mcvae.programs.errors import SiteError
-from pyro_mcvae.programs.sites import LEADING, is_subsampled, plate_frames
+from pyro_mcvae.programs.plates import LEADING, is_subsampled, plate_frames
 from pyro_mcvae.programs.terms import Term, model_term, scored
 from pyro_mcvae.programs.types import Site
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.sites import LEADING, is_scored, is_subsampled, plate_key
+from pyro_mcvae.programs.plates import LEADING, is_subsampled, plate_key, subsampling_scale
+from pyro_mcvae.programs.sites import is_scored
 from pyro_mcvae.programs.types import Site
 
 __all__ = [
@@ -115,7 +116,7 @@ class Term:
     @cached_property
     def plate_scale(self) -> float:
         """N/B of the plates around the site."""
-        return sites.subsampling_scale(self.site["cond_indep_stack"])
+        return subsampling_scale(self.site["cond_indep_stack"])
 
     def without_density(self) -> Term:
         """A draw of the guide that was made, and has its score, but is no factor."""

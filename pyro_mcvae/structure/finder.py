@@ -14,17 +14,9 @@ from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.nesting import find_nesting
+from pyro_mcvae.programs.plates import LEADING, PlateKey, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import (
-    LEADING,
-    PlateKey,
-    is_delta,
-    is_latent,
-    is_subsampled,
-    plate_frames,
-    plate_key,
-    reparameterized,
-)
+from pyro_mcvae.programs.sites import is_delta, is_latent, reparameterized
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.blocks import (

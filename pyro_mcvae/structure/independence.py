@@ -21,15 +21,9 @@ from torch.distributions import constraints
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.plates import PlateKey, plate_frames, plate_key
 from pyro_mcvae.programs.probing import Probe, ProgramError, looking, probe
-from pyro_mcvae.programs.sites import (
-    PlateKey,
-    changed_draw,
-    is_random,
-    known_support,
-    plate_frames,
-    plate_key,
-)
+from pyro_mcvae.programs.sites import changed_draw, is_random, known_support
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 

@@ -9,7 +9,7 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
-from pyro_mcvae.programs.sites import plate_key
+from pyro_mcvae.programs.plates import plate_key
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.layout import DataIndex, StateLayout
 from pyro_mcvae.truncated.searched_sites import StatesError

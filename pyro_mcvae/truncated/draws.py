@@ -13,7 +13,8 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_mcvae.programs.sites import is_random, plate_frames
+from pyro_mcvae.programs.plates import plate_frames
+from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.evaluated_states import EvaluatedStates
 from pyro_mcvae.truncated.posterior import StatePosterior

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.sites import PlateKey, plate_frames, plate_key
+from pyro_mcvae.programs.plates import PlateKey, plate_frames, plate_key
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.search import Populations

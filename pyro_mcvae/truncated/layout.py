@@ -13,7 +13,8 @@ from torch.distributions import constraints
 
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.gumbel import one_hot
-from pyro_mcvae.programs.sites import PlateKey, bare, layers
+from pyro_mcvae.programs.plates import PlateKey
+from pyro_mcvae.programs.sites import bare, layers
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
 

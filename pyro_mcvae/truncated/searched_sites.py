@@ -22,16 +22,9 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.plates import PlateKey, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import (
-    PlateKey,
-    bare,
-    is_random,
-    is_subsampled,
-    known_support,
-    plate_frames,
-    plate_key,
-)
+from pyro_mcvae.programs.sites import bare, is_random, known_support
 from pyro_mcvae.programs.terms import Term, observed_terms
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.blocks import Structure

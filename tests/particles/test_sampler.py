@@ -14,7 +14,7 @@ from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.sites import LEADING
+from pyro_mcvae.programs.plates import LEADING
 from tests.zoo import EXAMPLES, data, nested, plain, subsampled
 
 INF = float("inf")

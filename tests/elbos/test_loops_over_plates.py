@@ -1,0 +1,139 @@
+"""Loops over plates: entered twice, or in another order in the guide, they are the same plates."""
+
+import itertools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae import (
+    MALA,
+    ULA,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+)
+
+X = torch.tensor([[0.3, -1.0, 2.0], [0.5, -0.2, 1.1]])
+LOCS = torch.tensor([-1.0, 0.0, 2.0])
+OBJECTIVES = {
+    "sgvb": TraceSGVB_ELBO,
+    "iwae": lambda: TraceIWAE_ELBO(3),
+    "sis": lambda: TraceSIS_ELBO(2, ULA(0.1)),
+    "ais": lambda: TraceAIS_ELBO(2, MALA(0.1)),
+    "rao-blackwell": lambda: TraceRaoBlackwell_ELBO(1),
+}
+
+
+def axes(batch):
+    return pyro.plate("rows", 2), pyro.plate("columns", 3, batch)
+
+
+def once(batch):
+    rows, columns = axes(batch)
+    for i in rows:
+        for j in columns:
+            z = pyro.sample(f"z_{i}_{j}", dist.Normal(0.0, 1.0))
+            pyro.sample(f"x_{i}_{j}", dist.Normal(z, 1.0), obs=X[i, j])
+
+
+def twice(batch):
+    rows, columns = axes(batch)
+    z = {}
+    for i in rows:
+        for j in columns:
+            z[i, j] = pyro.sample(f"z_{i}_{j}", dist.Normal(0.0, 1.0))
+    for i in rows:
+        for j in columns:
+            pyro.sample(f"x_{i}_{j}", dist.Normal(z[i, j], 1.0), obs=X[i, j])
+
+
+def draw(i, j):
+    pyro.sample(f"z_{i}_{j}", dist.Normal(X[i, j] / 2, 1.6 * math.sqrt(0.5)))
+
+
+def in_order(batch):
+    rows, columns = axes(batch)
+    for i in rows:
+        for j in columns:
+            draw(i, j)
+
+
+def later(batch):
+    rows, columns = axes(batch)
+    for _ in columns:
+        pass
+    for i in rows:
+        for j in columns:
+            draw(i, j)
+
+
+def swapped(batch):
+    rows, columns = axes(batch)
+    for j in columns:
+        for i in rows:
+            draw(i, j)
+
+
+def losses(elbo, model, guide, count=1):
+    pyro.set_rng_seed(0)
+    return torch.tensor([elbo.loss(model, guide, 2) for _ in range(count)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("guide", [in_order, later])
+@pytest.mark.parametrize("model", [once, twice])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_plate_that_is_entered_again_has_the_elements_of_before(objective, model, guide):
+    expected = losses(OBJECTIVES[objective](), once, in_order, 3)
+    found = losses(OBJECTIVES[objective](), model, guide, 3)
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_guide_may_swap_loops(objective):
+    """Every element has a weight of its own: with many particles, each minibatch its evidence."""
+    elbo = OBJECTIVES[objective]()
+    assert losses(elbo, once, swapped).isfinite().all()
+    evidence = dist.Normal(0.0, math.sqrt(2.0)).log_prob(X).sum(0)
+    pairs = [1.5 * sum(pair).item() for pair in itertools.combinations(evidence, 2)]
+    found = -losses(TraceIWAE_ELBO(20_000), once, swapped)
+    assert min(abs(found.item() - pair) for pair in pairs) < 0.05
+
+
+def labelled(batch):
+    for i in pyro.plate("data", 3, batch):
+        k = pyro.sample(f"k_{i}", dist.Categorical(torch.ones(3) / 3))
+        z = pyro.sample(f"z_{i}", dist.Normal(LOCS[k], 1.0))
+        pyro.sample(f"x_{i}", dist.Normal(z, 1.0), obs=X[0, i])
+
+
+def posterior(batch):
+    for i in pyro.plate("data", 3, batch):
+        logits = dist.Normal(LOCS, math.sqrt(2.0)).log_prob(X[0, i])
+        k = pyro.sample(f"k_{i}", dist.Categorical(logits=logits))
+        pyro.sample(f"z_{i}", dist.Normal((LOCS[k] + X[0, i]) / 2, math.sqrt(0.5)))
+
+
+@pytest.mark.parametrize(
+    "elbo",
+    [
+        pytest.param(TraceIWAE_ELBO(2), id="iwae"),
+        pytest.param(TraceIWAE_ELBO(2, num_categories=math.inf), id="iwae of sums"),
+        pytest.param(TraceSIS_ELBO(2, ULA(1e-6)), id="sis"),
+        pytest.param(TraceSIS_ELBO(2, ULA(1e-6), num_categories=1), id="sis, one summed"),
+        pytest.param(TraceAIS_ELBO(2, MALA(0.1)), id="ais"),
+        pytest.param(TraceRaoBlackwell_ELBO(1), id="rao-blackwell"),
+    ],
+)
+def test_discrete_sites_that_data_name(elbo):
+    """Each minibatch shows other sites; at the posterior its bound is its evidence, every time."""
+    evidence = dist.Normal(LOCS, math.sqrt(2.0)).log_prob(X[0, :, None]).logsumexp(-1)
+    pairs = [1.5 * (sum(p) - 2 * math.log(3)) for p in itertools.combinations(evidence, 2)]
+    found = -losses(elbo, labelled, posterior, 12)
+    distance = (found[:, None] - torch.stack(pairs)).abs()
+    assert distance.min(1).values.max() < 2e-3
+    assert len(distance.argmin(1).unique()) == 3
