@@ -10,8 +10,9 @@ every objective's mean::
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pyro
 import pyro.distributions as dist
@@ -38,6 +39,11 @@ class Choice(Site):
     @property
     def size(self) -> int:
         return 1
+
+    def cut(self, cut: Callable[[Tensor, int], Tensor]) -> "Choice":
+        site = cast("Choice", super().cut(cut))
+        value = None if self.value is None else cut(self.value, 0)
+        return replace(site, value=value, table=cut(self.table, len(self.parents) + 1))
 
     def distribution(self, draws: dict[str, Tensor]) -> dist.Distribution:
         behind = range(len(self.batch) - 1, -1, -1)
@@ -132,6 +138,10 @@ class Solved(NamedTuple):
     model: DiscreteProgram
     guide: DiscreteProgram
     log_evidence: float
+
+    def looped(self, seed: int) -> "Solved":
+        """The same programs with some plates as loops."""
+        return self._replace(model=self.model.looped(seed), guide=self.guide.looped(seed))
 
     def off(self, seed: int) -> "Solved":
         """With a guide between the posterior and chance, whose tables are leaves."""

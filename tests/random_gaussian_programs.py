@@ -9,8 +9,9 @@ posterior::
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import pyro.distributions as dist
 import torch
@@ -40,6 +41,17 @@ class Linear(Site):
     @property
     def size(self) -> int:
         return self.loc.shape[-1]
+
+    def cut(self, cut: Callable[[Tensor, int], Tensor]) -> "Linear":
+        site = cast("Linear", super().cut(cut))
+        return replace(
+            site,
+            value=None if self.value is None else cut(self.value, 1),
+            loc=cut(self.loc, 1),
+            tril=cut(self.tril, 2),
+            coefficients={k: cut(v, 2) for k, v in self.coefficients.items()},
+            centers={k: cut(v, 1) if v.dim() else v for k, v in self.centers.items()},
+        )
 
     def state(self, value: Tensor) -> Tensor:
         value = value.log() if self.family == "LogNormal" else value
@@ -144,6 +156,10 @@ class Solved(NamedTuple):
     model: GaussianProgram
     guide: GaussianProgram
     log_evidence: float
+
+    def looped(self, seed: int) -> "Solved":
+        """The same programs with some plates as loops."""
+        return self._replace(model=self.model.looped(seed), guide=self.guide.looped(seed))
 
     def off(self, seed: int) -> "Solved":
         """With a guide near the posterior: each site is moved and widened a little."""

@@ -1,14 +1,15 @@
 """
 Random programs: trees of plates with sites, of which subclasses know the distributions.
 
-A program is drawn from a seed: nested and neighbouring plates in any dims, masks and scales.
+A program is drawn from a seed: nested and neighbouring plates in any dims, masks and scales; its
+plates may be turned into loops.
 `tests.random_gaussian_programs` and `tests.random_discrete_programs` know their evidence and their
 posterior.
 """
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ import pyro.distributions as dist
 import torch
 from pyro import poutine
 from torch import Tensor
+from typing_extensions import Self
 
 
 class Plate(NamedTuple):
@@ -31,6 +33,7 @@ class Site:
     A draw, or data, given earlier draws.
 
     :ivar value: of data, as what `state` makes of it.
+    :ivar element: which elements it is of, of plates that are loops.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Site:
     mask: Tensor | None = None
     masks_itself: bool = False
     scale: float = 1.0
+    element: str = ""
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -67,16 +71,36 @@ class Site:
             found, mask = found.mask(mask), None
         value = None if self.value is None else self.value_of(self.value)
         with poutine.scale(scale=self.scale), poutine.mask(mask=True if mask is None else mask):
-            draws[self.name] = self.state(pyro.sample(self.name, found, obs=value))
+            draws[self.name] = self.state(pyro.sample(self.name + self.element, found, obs=value))
+
+    def at(self, plate: Plate, i: int) -> "Site":
+        """The site of one element of a plate around it."""
+        plates = tuple(p for p in self.plates if p != plate)
+        site = replace(self, plates=plates, element=f"{self.element}_{i}")
+        depth = len(site.batch)
+
+        def cut(tensor: Tensor, event_dim: int) -> Tensor:
+            axis = tensor.dim() - event_dim + plate.dim
+            if axis < 0:  # the same for all
+                return tensor
+            found = tensor.narrow(axis, i if tensor.shape[axis] > 1 else 0, 1)
+            return found.reshape(found.shape[max(0, found.dim() - event_dim - depth) :])
+
+        return site.cut(cut)
+
+    def cut(self, cut: Callable[[Tensor, int], Tensor]) -> "Site":
+        """With a part of each tensor, of which the function takes the event dims as well."""
+        return replace(self, mask=None if self.mask is None else cut(self.mask, 0))
 
 
 @dataclass
 class Node:
-    """The sites of a plate, or of none, and the nodes inside of it."""
+    """The sites of a plate, or of none, and the nodes inside of it, some of each turn of a loop."""
 
     plates: tuple[Plate, ...]
     sites: list[Site] = field(default_factory=list)
     nodes: list["Node"] = field(default_factory=list)
+    loops: list[tuple[Plate, list["Node"]]] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Site]:
         yield from self.sites
@@ -88,13 +112,45 @@ class Node:
         sites = [new for s in self.sites if (new := change(s)) is not None]
         return Node(self.plates, sites, [n.changed(change) for n in self.nodes])
 
-    def run(self, draws: dict[str, Tensor]) -> None:
+    def run(self, draws: dict[str, Tensor], plates: dict[str, pyro.plate]) -> None:
         for site in self.sites:
             site.run(draws)
+        # Pyro wants a plate that is entered in each turn of a loop to be made once.
         for node in self.nodes:
-            plate = node.plates[-1]
-            with pyro.plate(plate.name, plate.size, dim=plate.dim):
-                node.run(dict(draws))
+            name, size, dim = node.plates[-1]
+            if name not in plates:
+                plates[name] = pyro.plate(name, size, dim=dim)
+            with plates[name]:
+                node.run(dict(draws), plates)
+        for (name, size, _), turns in self.loops:
+            if name not in plates:
+                plates[name] = pyro.plate(name, size)
+            for i in plates[name]:
+                turns[int(i)].run(dict(draws), plates)
+
+    def looped(self, names: Collection[str]) -> "Node":
+        """With these plates as loops."""
+        found = Node(self.plates, self.sites)
+        for node in self.nodes:
+            inner, plate = node.looped(names), node.plates[-1]
+            if plate.name in names:
+                found.loops.append((plate, [inner.at(plate, i) for i in range(plate.size)]))
+            else:
+                found.nodes.append(inner)
+        return found
+
+    def at(self, plate: Plate, i: int) -> "Node":
+        """What is of one element of a plate around it."""
+        return Node(
+            tuple(p for p in self.plates if p != plate),
+            [s.at(plate, i) for s in self.sites],
+            [n.at(plate, i) for n in self.nodes],
+            [(p, [n.at(plate, i) for n in turns]) for p, turns in self.loops],
+        )
+
+    def plate_names(self) -> list[str]:
+        inner = [name for n in self.nodes for name in n.plate_names()]
+        return [*(n.plates[-1].name for n in self.nodes), *inner]
 
 
 class Program:
@@ -104,7 +160,12 @@ class Program:
         self.root = root
 
     def __call__(self) -> None:
-        self.root.run({})
+        self.root.run({}, {})
+
+    def looped(self, seed: int) -> Self:
+        """The same, with some plates as loops: to be run, and not to be solved."""
+        names, choose = self.root.plate_names(), random.Random(seed)
+        return type(self)(self.root.looped(choose.sample(names, choose.randint(1, len(names)))))
 
     @property
     def latents(self) -> list[Site]:

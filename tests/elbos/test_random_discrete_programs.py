@@ -38,9 +38,10 @@ FEW, MANY = (0, 1, 2), tuple(range(3, 30))
 SEEDS = [*FEW, *(pytest.param(s, marks=pytest.mark.slow) for s in MANY)]
 
 
+@pytest.mark.parametrize("looped", [False, True], ids=["plates", "loops"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_at_the_posterior_every_draw_is_the_evidence(seed):
-    model, guide, exact = program(seed)
+def test_at_the_posterior_every_draw_is_the_evidence(seed, looped):
+    model, guide, exact = program(seed).looped(seed) if looped else program(seed)
     for name, objective in OBJECTIVES.items():
         assert -objective().loss_and_grads(model, guide) == pytest.approx(exact, rel=1e-8), name
     found = log_evidence(model, guide, num_particles=4, progress=False)
@@ -66,6 +67,10 @@ def gradients(elbo, programs) -> torch.Tensor:
     for table in programs.tables():
         table.grad = None
     elbo.loss_and_grads(programs.model, programs.guide)
+    return gradients_of(programs)
+
+
+def gradients_of(programs) -> torch.Tensor:
     zeros = torch.zeros_like
     grads = [zeros(t) if t.grad is None else -t.grad for t in programs.tables()]
     return torch.cat([g.flatten() for g in grads])
@@ -78,15 +83,16 @@ def exact_gradients(bound, programs) -> torch.Tensor:
     return torch.cat([g.flatten() for g in found])
 
 
+@pytest.mark.parametrize("looped", [False, True], ids=["plates", "loops"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_off_the_posterior_the_sum_over_all_values_is_exact(seed):
+def test_off_the_posterior_the_sum_over_all_values_is_exact(seed, looped):
     programs = program(seed).off(seed)
     log_prob, log_weight = programs.log_weights()
     elbo = (log_prob.exp() * log_weight).sum()
     objective = TraceRaoBlackwell_ELBO(math.inf)
-    assert -objective.loss(programs.model, programs.guide) == pytest.approx(elbo.item(), rel=1e-8)
-    found = gradients(objective, programs)
-    torch.testing.assert_close(found, exact_gradients(elbo, programs))
+    model, guide, _ = programs.looped(seed) if looped else programs
+    assert -objective.loss_and_grads(model, guide) == pytest.approx(elbo.item(), rel=1e-8)
+    torch.testing.assert_close(gradients_of(programs), exact_gradients(elbo, programs))
 
 
 @pytest.mark.slow

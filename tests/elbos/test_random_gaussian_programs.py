@@ -43,9 +43,10 @@ SEEDS = [*FEW, *(pytest.param(s, marks=pytest.mark.slow) for s in MANY)]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("looped", [False, True], ids=["plates", "loops"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_at_the_posterior_every_draw_is_the_evidence(seed, objective):
-    model, guide, exact = program(seed)
+def test_at_the_posterior_every_draw_is_the_evidence(seed, looped, objective):
+    model, guide, exact = program(seed).looped(seed) if looped else program(seed)
     elbo = OBJECTIVES[objective]()
     assert elbo.loss_and_grads(model, guide) == pytest.approx(-exact, rel=1e-8)
 
@@ -68,10 +69,13 @@ def test_a_judge_and_an_auto_guide_at_the_posterior(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", FEW + MANY)
-def test_off_the_posterior_means_are_exact(seed):
+@pytest.mark.parametrize(
+    ("seed", "looped"), [*((s, False) for s in FEW + MANY), *((s, True) for s in FEW)]
+)
+def test_off_the_posterior_means_are_exact(seed, looped):
     programs = program(seed).off(seed)
     exact = programs.elbo()
+    programs = programs.looped(seed) if looped else programs
     for elbo in (TraceSGVB_ELBO(), TraceSGVB_ELBO(analytic_kl=False), TraceRaoBlackwell_ELBO()):
         assert_mean(values(elbo, programs, 300), exact)
     for elbo in (
