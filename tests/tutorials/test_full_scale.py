@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.image import imsave
+from pyro.infer import SVI
+from pyro.optim import Adam
 
-from pyro_mcvae import save_checkpoint
+from pyro_mcvae import TraceSGVB_ELBO, save_checkpoint
 from tutorials.annealing import mnist
 from tutorials.annealing.networks import convolutional
 
@@ -98,6 +100,14 @@ def test_the_papers_networks() -> None:
     assert found.shape == (3, 784)
     # Convolutions come after the upsampling: else pixels would be equal in blocks.
     assert len(found[0].unique()) > 700
+
+
+def test_all_of_the_papers_networks_are_trained(tmp_path: Path) -> None:
+    images = torch.rand(4, 784).bernoulli()
+    vae = mnist.VAE(mnist.Task("MNIST", images, images, 1, 28, True), None, 64)
+    before = [p.detach().clone() for p in vae.parameters()]
+    SVI(vae.model, vae.guide, Adam({"lr": 1e-3}), TraceSGVB_ELBO()).step(images)
+    assert not any(map(torch.equal, before, vae.parameters()))
 
 
 @pytest.mark.slow

