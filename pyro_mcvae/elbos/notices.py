@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import Tensor
 
+from pyro_mcvae.checks.copied_parameters import refuse_copied_parameters
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
@@ -32,15 +34,17 @@ class Notices:
     """What is logged once of the guides of one objective."""
 
     def __init__(self) -> None:
-        self._looked: PairCache[list[bool]] = PairCache(list)
+        self._looked: PairCache[set[bool]] = PairCache(set)
         self._warn = WarnOnce(_logger)
 
     def look(self, programs: Programs, runs: list[Run]) -> None:
-        """Log what of a guide has another effect than its user may think."""
-        looked = self._looked.of(programs)
-        if not looked:
+        """Log, or refuse, what of programs has another effect than their user may think."""
+        looked, training = self._looked.of(programs), torch.is_grad_enabled()
+        if training not in looked:
             self._look(runs[:1])
-            looked.append(True)
+            for run in runs[:1] if training else ():
+                refuse_copied_parameters(programs, run)
+            looked.add(training)
 
     def _look(self, runs: list[Run]) -> None:
         for term in (t for run in runs for t in run.terms if t.in_guide):

@@ -1,0 +1,85 @@
+"""Modules whose parameters Pyro would train a copy of are refused; others are trained whole."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
+from torch import nn
+
+from pyro_mcvae import (
+    CompiledELBO,
+    TraceIWAE_ELBO,
+    TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+)
+
+X = torch.rand(3, 2, 4, 4, dtype=torch.float64)
+LOSSES = {
+    "sgvb": TraceSGVB_ELBO,
+    "iwae": lambda: TraceIWAE_ELBO(2),
+    "sis": lambda: TraceSIS_ELBO(2),
+    "rao-blackwell": TraceRaoBlackwell_ELBO,
+    "compiled": lambda: CompiledELBO(TraceSGVB_ELBO(), backend="eager"),
+}
+
+
+def network(memory_format=torch.contiguous_format):
+    made = nn.Sequential(nn.Conv2d(2, 5, 3), nn.Tanh(), nn.Conv2d(5, 2, 2))
+    return made.to(memory_format=memory_format)
+
+
+def programs(encoder, **options):
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(1), 1.0).to_event(1))
+            loc = z.unsqueeze(-1).unsqueeze(-1)
+            pyro.sample("x", dist.Normal(loc + 0 * x, 1.0).to_event(3), obs=x)
+
+    def guide(x):
+        pyro.module("encoder", encoder, **options)
+        with pyro.plate("data", len(x)):
+            loc, log_scale = encoder(x).flatten(1).chunk(2, -1)
+            pyro.sample("z", dist.Normal(loc, log_scale.exp()).to_event(1))
+
+    return model, guide
+
+
+def changed(encoder, loss, **options):
+    """Which parameters of the module two steps change."""
+    svi = SVI(*programs(encoder, **options), Adam({"lr": 0.1}), loss)
+    before = [p.detach().clone() for p in encoder.parameters()]
+    for _ in range(2):
+        svi.step(X)
+    return [not torch.equal(a, b) for a, b in zip(before, encoder.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_memory_that_is_not_contiguous_is_refused(loss):
+    with pytest.raises(ValueError, match=r"parameter 'encoder\$\$\$0.weight' .* not contiguous"):
+        changed(network(torch.channels_last), LOSSES[loss]())
+    assert changed(network(), LOSSES[loss](), update_module_params=True) == [True] * 4
+
+
+def test_the_stores_own_values_are_refused_unless_the_module_takes_them():
+    changed(network(), TraceSGVB_ELBO())
+    with pytest.raises(ValueError, match=r"the store had one of this name.*update_module_params"):
+        changed(network(), TraceSGVB_ELBO())
+    assert changed(network(), TraceSGVB_ELBO(), update_module_params=True) == [True] * 4
+    pyro.clear_param_store()
+    assert changed(network(), TraceSGVB_ELBO()) == [True] * 4
+
+
+def test_a_module_that_takes_the_stores_copies_is_trained():
+    encoder = network(torch.channels_last)
+    assert changed(encoder, TraceSGVB_ELBO(), update_module_params=True) == [True] * 4
+    assert all(p.is_contiguous() for p in encoder.parameters())
+
+
+def test_values_need_no_training():
+    elbo, pair = TraceSGVB_ELBO(), programs(network(torch.channels_last))
+    assert elbo.loss(*pair, X) > 0
+    with pytest.raises(ValueError, match="not contiguous"):
+        elbo.loss_and_grads(*pair, X)
