@@ -107,11 +107,11 @@ class LogWeight:
         self.plan = plan_of(sample, self._records, self._beginning.held)
         self.packing = self.plan.packing
         self.first = evaluate(sample, self._records)
-        if self.packing.sites:
-            at = [{n: placed.at for n, placed in record.items()} for record in self._records]
-            self.coordinates = self.packing.pack_runs(at)
-        else:
-            self.coordinates = self.first.log_weight.unsqueeze(-1)[..., :0]
+        at = [{n: placed.at for n, placed in record.items()} for record in self._records]
+        self.coordinates = self.packing.pack_runs(at) if self.packing.sites else self._empty()
+
+    def _empty(self) -> Tensor:
+        return self.first.log_weight.unsqueeze(-1)[..., :0]
 
     def _first_draw(
         self, within: WeightedParticles | None

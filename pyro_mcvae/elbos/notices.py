@@ -41,12 +41,12 @@ class Notices:
         """Log, or refuse, what of programs has another effect than their user may think."""
         looked, training = self._looked.of(programs), torch.is_grad_enabled()
         if training not in looked:
-            self._look(runs[:1])
-            for run in runs[:1] if training else ():
-                refuse_copied_parameters(programs, run)
+            self._look(programs, runs[:1], training)
             looked.add(training)
 
-    def _look(self, runs: list[Run]) -> None:
+    def _look(self, programs: Programs, runs: list[Run], training: bool) -> None:
+        for run in runs if training else ():
+            refuse_copied_parameters(programs, run)
         for term in (t for run in runs for t in run.terms if t.in_guide):
             if term.site["infer"].get("baseline"):
                 self._warn(_BASELINE % term.key.name)

@@ -7,6 +7,7 @@ from copy import copy
 import torch
 from torch.distributions import Beta, LKJCholesky
 
+from pyro_mcvae.programs.sites import layers
 from pyro_mcvae.programs.types import Distribution
 
 __all__ = ["with_draws_of_its_density"]
@@ -20,6 +21,11 @@ def with_draws_of_its_density(fn: Distribution) -> Distribution:
     Beta(k / 2, .); PyTorch draws it from Beta(k - 1/2, .), so that the mean weight of such draws is
     1.13 in three dims, with concentrations of 1 and 1.5, where it has to be 1.
     """
+    inside = any(isinstance(layer, LKJCholesky) for layer in layers(fn))
+    return _mended(fn) if inside else fn
+
+
+def _mended(fn: Distribution) -> Distribution:
     if isinstance(fn, LKJCholesky):
         beta = getattr(fn, "_beta", None)
         if beta is None or fn.dim < 3:
@@ -28,10 +34,6 @@ def with_draws_of_its_density(fn: Distribution) -> Distribution:
         fixed = copy(fn)
         fixed._beta = Beta((row / 2).expand_as(beta.concentration0), beta.concentration0)
         return fixed
-    base = getattr(fn, "base_dist", None)
-    inner = None if base is None else with_draws_of_its_density(base)
-    if inner is base:
-        return fn
     outer = copy(fn)
-    outer.base_dist = inner
+    outer.base_dist = _mended(fn.base_dist)
     return outer

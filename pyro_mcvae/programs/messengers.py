@@ -114,9 +114,8 @@ class Recorder(Messenger):
             msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
         elif not msg["done"] and msg["value"] is None:
             msg["fn"] = with_draws_of_its_density(msg["fn"])
-            value = self._value_of(msg)
-            if value is not None:
-                msg["value"], msg["done"] = value, True
+            msg["value"] = self._value_of(msg)
+            msg["done"] = msg["value"] is not None
 
     def _value_of(self, msg: Message) -> Tensor | None:
         value, sample_fn = self._substitutes.values.get(msg["name"]), self._substitutes.sample_fn

@@ -15,6 +15,7 @@ from pyro_mcvae.programs.types import Distribution, Message
 
 __all__ = ["casts_with_gradients", "full_precision", "site_in_full_precision", "without_autocast"]
 
+_DISTRIBUTION = torch.distributions.Distribution
 _NOTHING = nullcontext()
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -35,13 +36,10 @@ def full_precision(fn: Distribution) -> Distribution:
     """
     changed = {}
     for name, value in vars(fn).items():
-        found = value
         if isinstance(value, Tensor) and value.dtype in _HALF:
-            found = value.float()
-        elif isinstance(value, torch.distributions.Distribution):
-            found = full_precision(value)
-        if found is not value:
-            changed[name] = found
+            changed[name] = value.float()
+        elif isinstance(value, _DISTRIBUTION) and (wide := full_precision(value)) is not value:
+            changed[name] = wide
     return _changed(fn, changed) if changed else fn
 
 
@@ -69,7 +67,7 @@ def _float_dtypes(fn: Distribution) -> Iterator[torch.dtype]:
     for value in vars(fn).values():
         if isinstance(value, Tensor) and value.is_floating_point():
             yield value.dtype
-        elif isinstance(value, torch.distributions.Distribution):
+        elif isinstance(value, _DISTRIBUTION):
             yield from _float_dtypes(value)
 
 

@@ -36,7 +36,6 @@ def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
         yield
     finally:
         for fn, before in own.items():
-            if before is None:
-                del fn._validate_args
-            else:
+            del fn._validate_args
+            if before is not None:
                 fn._validate_args = before

@@ -207,6 +207,7 @@ def test_other_objectives_parts_and_shapes_are_refused(tmp_path):
     save_checkpoint(path, Run("ais", "module").parts)
     pyro.clear_param_store()
     refuses(path, Run("sis", "module"), r"saved from a ELBOModule\(TraceAIS_ELBO\), and is now")
+    pyro.clear_param_store()
     refuses(path, Run("ais", "svi"), r"has the parts \['elbo', 'optimizer', 'rates'\].*'svi.guide'")
     wide = Run("ais", "module")
     wide.guide.encoder.weight = nn.Parameter(torch.zeros(4, 7))
