@@ -185,7 +185,18 @@ class Solved(NamedTuple):
 
 def solved(seed: int) -> Solved:
     """A random program, solved."""
-    model = GaussianProgram(LinearDraws(seed).tree())
+    return _solved(GaussianProgram(LinearDraws(seed).tree()))
+
+
+def minibatch(seed: int) -> Solved:
+    """A random program of which a third of the data are run, with the same guide for all."""
+    model, guide, log_evidence = _solved(GaussianProgram(LinearDraws(seed).forest()))
+    return Solved(
+        GaussianProgram(model.root, 1 / 3), GaussianProgram(guide.root, 1 / 3), 3 * log_evidence
+    )
+
+
+def _solved(model: GaussianProgram) -> Solved:
     exact, index = model.gaussian(), model.index()
     covariance = torch.linalg.inv(exact.precision)
     before: list[Linear] = []

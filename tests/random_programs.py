@@ -154,18 +154,29 @@ class Node:
 
 
 class Program:
-    """What runs the sites of a tree."""
+    """
+    What runs the sites of a tree.
 
-    def __init__(self, root: Node) -> None:
-        self.root = root
+    :ivar share: which part of their elements the outermost plates have: a minibatch, below one.
+    """
+
+    def __init__(self, root: Node, share: float = 1.0) -> None:
+        self.root, self.share = root, share
 
     def __call__(self) -> None:
-        self.root.run({}, {})
+        self.root.run({}, dict(self._minibatches()) if self.share < 1.0 else {})
+
+    def _minibatches(self) -> Iterator[tuple[str, pyro.plate]]:
+        plates = [(n.plates[-1], n.plates[-1].dim) for n in self.root.nodes]
+        for plate, dim in [*plates, *((p, None) for p, _ in self.root.loops)]:
+            full, chosen = round(plate.size / self.share), torch.arange(plate.size)
+            yield plate.name, pyro.plate(plate.name, full, subsample=chosen, dim=dim)
 
     def looped(self, seed: int) -> Self:
         """The same, with some plates as loops: to be run, and not to be solved."""
         names, choose = self.root.plate_names(), random.Random(seed)
-        return type(self)(self.root.looped(choose.sample(names, choose.randint(1, len(names)))))
+        chosen = choose.sample(names, choose.randint(1, len(names)))
+        return type(self)(self.root.looped(chosen), self.share)
 
     @property
     def latents(self) -> list[Site]:
@@ -191,6 +202,11 @@ class Draws:
     def tree(self) -> Node:
         return self._node((), [], self._choose.choice([1, 1, 2, 2, 3]))
 
+    def forest(self) -> Node:
+        """With nothing outside of plates."""
+        depth, number = self._choose.choice([1, 2, 3]), self._choose.choice([1, 1, 2])
+        return Node((), [], [self._node((self._plate(()),), [], depth) for _ in range(number)])
+
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
@@ -207,10 +223,13 @@ class Draws:
         for _ in range(choice([0, 1]) if deeper else choice([1, 2])):
             node.sites.append(self._weighted(self._observed(plates, parents)))
         for _ in range(choice([1, 1, 2]) if deeper else 0):
-            free = [d for d in (-1, -2, -3, -4) if d not in [p.dim for p in plates]]
-            plate = Plate(self._name("plate"), choice([1, 2, 3, 4]), choice(free[:2]))
-            node.nodes.append(self._node((*plates, plate), parents, depth))
+            node.nodes.append(self._node((*plates, self._plate(plates)), parents, depth))
         return node
+
+    def _plate(self, around: tuple[Plate, ...]) -> Plate:
+        free = [d for d in (-1, -2, -3, -4) if d not in [p.dim for p in around]]
+        choice = self._choose.choice
+        return Plate(self._name("plate"), choice([1, 2, 3, 4]), choice(free[:2]))
 
     def _latent(self, plates: tuple[Plate, ...], parents: list[Site]) -> Site:
         raise NotImplementedError

@@ -19,7 +19,7 @@ from pyro_mcvae import (
     log_evidence,
 )
 from tests.estimates import assert_mean, values
-from tests.random_gaussian_programs import solved
+from tests.random_gaussian_programs import minibatch, solved
 
 OBJECTIVES = {
     "sgvb": lambda: TraceSGVB_ELBO(analytic_kl=False),
@@ -40,6 +40,7 @@ program = functools.cache(solved)
 # Programs of few and of many sites; those beyond the first ones are run with the slow tests.
 FEW, MANY = (15, 18), (1, 11, 13, 16, 22, 24, 25, 30, 33)
 SEEDS = [*FEW, *(pytest.param(s, marks=pytest.mark.slow) for s in MANY)]
+MINIBATCHES = [3, *(pytest.param(s, marks=pytest.mark.slow) for s in (9, 16))]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -47,6 +48,16 @@ SEEDS = [*FEW, *(pytest.param(s, marks=pytest.mark.slow) for s in MANY)]
 @pytest.mark.parametrize("seed", SEEDS)
 def test_at_the_posterior_every_draw_is_the_evidence(seed, looped, objective):
     model, guide, exact = program(seed).looped(seed) if looped else program(seed)
+    elbo = OBJECTIVES[objective]()
+    assert elbo.loss_and_grads(model, guide) == pytest.approx(-exact, rel=1e-8)
+
+
+@pytest.mark.parametrize("objective", [name for name in OBJECTIVES if name != "iwae, joint"])
+@pytest.mark.parametrize("looped", [False, True], ids=["plates", "loops"])
+@pytest.mark.parametrize("seed", MINIBATCHES)
+def test_on_minibatches_at_the_posterior_every_draw_is_the_scaled_evidence(seed, looped, objective):
+    programs = minibatch(seed)
+    model, guide, exact = programs.looped(seed) if looped else programs
     elbo = OBJECTIVES[objective]()
     assert elbo.loss_and_grads(model, guide) == pytest.approx(-exact, rel=1e-8)
 
