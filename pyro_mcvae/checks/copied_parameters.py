@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs
@@ -9,7 +11,7 @@ from pyro_mcvae.programs.modules import find_modules
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["refuse_copied_parameters"]
+__all__ = ["collects_parameters", "refuse_copied_parameters"]
 
 # What stands between a module's name and its parameter's in the names of `pyro.module`.
 _DIVIDER = "$$$"
@@ -22,6 +24,11 @@ _KNOWN = (
     "the store had one of this name, loaded or of another module: pass update_module_params=True "
     "to pyro.module, or call pyro.clear_param_store() before"
 )
+
+
+def collects_parameters() -> bool:
+    """Whether a caller trains what Pyro's store holds, as SVI does, and not a module's own."""
+    return any(isinstance(h, TraceMessenger) and h.param_only for h in _PYRO_STACK)
 
 
 def refuse_copied_parameters(programs: Programs, run: Run) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from torch import Tensor
 
-from pyro_mcvae.checks.copied_parameters import refuse_copied_parameters
+from pyro_mcvae.checks.copied_parameters import collects_parameters, refuse_copied_parameters
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
@@ -39,13 +38,13 @@ class Notices:
 
     def look(self, programs: Programs, runs: list[Run]) -> None:
         """Log, or refuse, what of programs has another effect than their user may think."""
-        looked, training = self._looked.of(programs), torch.is_grad_enabled()
-        if training not in looked:
-            self._look(programs, runs[:1], training)
-            looked.add(training)
+        looked, collected = self._looked.of(programs), collects_parameters()
+        if collected not in looked:
+            self._look(programs, runs[:1], collected)
+            looked.add(collected)
 
-    def _look(self, programs: Programs, runs: list[Run], training: bool) -> None:
-        for run in runs if training else ():
+    def _look(self, programs: Programs, runs: list[Run], collected: bool) -> None:
+        for run in runs if collected else ():
             refuse_copied_parameters(programs, run)
         for term in (t for run in runs for t in run.terms if t.in_guide):
             if term.site["infer"].get("baseline"):

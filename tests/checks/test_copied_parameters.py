@@ -4,6 +4,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from pyro.optim import Adam
 from torch import nn
@@ -78,8 +79,28 @@ def test_a_module_that_takes_the_stores_copies_is_trained():
     assert all(p.is_contiguous() for p in encoder.parameters())
 
 
-def test_values_need_no_training():
-    elbo, pair = TraceSGVB_ELBO(), programs(network(torch.channels_last))
+def test_values_and_gradients_of_the_module_are_its_own():
+    elbo, encoder = TraceSGVB_ELBO(), network(torch.channels_last)
+    pair = programs(encoder)
     assert elbo.loss(*pair, X) > 0
+    elbo.loss_and_grads(*pair, X)
+    assert all((p.grad != 0).any() for p in encoder.parameters())
     with pytest.raises(ValueError, match="not contiguous"):
-        elbo.loss_and_grads(*pair, X)
+        SVI(*pair, Adam({"lr": 0.1}), elbo).step(X)
+    with pytest.raises(ValueError, match="not contiguous"), poutine.trace(param_only=True):
+        elbo.differentiable_loss(*pair, X)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_an_optimizer_of_the_module_needs_no_store(loss, memory_format):
+    changed(network(), TraceSGVB_ELBO())  # The store has parameters of these names already.
+    encoder = network(memory_format)
+    elbo = LOSSES[loss]()(*programs(encoder))
+    before = [p.detach().clone() for p in encoder.parameters()]
+    optimizer = torch.optim.Adam(encoder.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        elbo(X).backward()
+        optimizer.step()
+    assert not any(map(torch.equal, before, encoder.parameters()))
