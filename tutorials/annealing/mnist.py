@@ -18,8 +18,9 @@ Run it on the digits that come with scikit-learn, on MNIST, or on images in colo
 
 The last two are Tables 1 and 3 of Thin et al. (2021): convolutional networks, 64 latents (128 for
 images in colour, whose pixels are normal with a deviation of 1), 100 epochs, five seeds, all test
-images; days on a CPU. The one before is Table 1 with one hidden layer of 400 units: hours. The file
-has ``train_images`` and ``test_images``, bytes of shape [images, 3, size, size], such as
+images; days on a CPU, hours with ``--epochs 3 --seeds 0 --test-images 1000``. The one before is
+Table 1 with one hidden layer of 400 units: hours. The file has ``train_images`` and
+``test_images``, bytes of shape [images, 3, size, size], such as
 ``torchvision.datasets.CIFAR10(...).data.transpose(0, 3, 1, 2)``; of CelebA, at 64x64 pixels, it
 makes Table 2.
 A run that was stopped goes on when the same command is given again: what is finished is kept, and
@@ -389,7 +390,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch-size", type=int, help="default: 100; 50 for images in colour")
     add("--learning-rate", type=positive, default=2e-3)
     add("--limit", type=int, metavar="N", help="train on the first N images; default: all")
-    add("--test-images", type=int, default=1000, metavar="N")
+    add("--test-images", type=int, metavar="N", help="default: 1000; all with --full, --dense")
     add("--checkpoints", type=int, default=5, help="test NLLs on the way")
     add("--out", type=Path, default=Path("mnist_annealing"), metavar="DIR")
     add("--compiled", action="store_true", help="record each step once, and compile it")
@@ -404,11 +405,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
             flag = "--full" if args.full else "--dense"
             parser.error(f"{flag} needs --data-root, the folder of MNIST or a file of images")
         args.hidden, args.latent = 400 if args.dense else None, 128 if colour else 64
-        args.epochs, args.test_images, args.learning_rate = args.epochs or 100.0, 10_000, 1e-3
+        args.epochs, args.learning_rate = args.epochs or 100.0, 1e-3
+        args.test_images = args.test_images or 10_000
         args.seeds = args.seeds or ([0, 1] if args.dense else [0, 1, 2, 3, 4])
         args.objectives = args.objectives or names(DENSE if args.dense else PAPER)
         args.compiled = args.compiled or args.dense
-    args.seeds = args.seeds or [0]
+    args.seeds, args.test_images = args.seeds or [0], args.test_images or 1000
     default = AFTER_PRETRAINING if args.pretrain else FROM_SCRATCH
     args.objectives = args.objectives or names(default)
     if args.smoke:

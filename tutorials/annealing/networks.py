@@ -33,7 +33,8 @@ class Block(nn.Module):
         found = gelu(self.second(gelu(self.first(x))))
         if self.extra < 0:
             return found
-        return found + pad(x, (0, 0, 0, 0, 0, self.extra))
+        # Padding by nothing copies.
+        return found + (pad(x, (0, 0, 0, 0, 0, self.extra)) if self.extra else x)
 
 
 def convolutional(
