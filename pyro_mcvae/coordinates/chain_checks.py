@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.programs.sites import bare
 
 __all__ = ["check_chain", "check_continuous", "named"]
 
@@ -33,11 +34,12 @@ def _check_reparameterized(log_weight: LogWeight, objective: str) -> None:
     rough = log_weight.unreparameterized
     if rough:
         nodes = log_weight.first.sample.runs[0].guide_trace.nodes
-        kinds = ", ".join(type(nodes[n]["fn"]).__name__ for n in rough)
+        kinds = ", ".join(type(bare(nodes[n]["fn"])).__name__ for n in rough)
         raise ValueError(
             f"{objective} needs draws with a gradient to the guide's parameters, but the "
             f"guide's site{named(rough)} not reparameterized ({kinds}): use a distribution "
-            f"with rsample, or TraceIWAE_ELBO, which scores such sites"
+            f"with rsample and without rejections, or TraceIWAE_ELBO, which scores such "
+            f"sites"
         )
 
 

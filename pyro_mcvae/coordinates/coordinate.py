@@ -23,6 +23,7 @@ from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_ev
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.masks import with_mask
 from pyro_mcvae.programs.precision import without_autocast
+from pyro_mcvae.programs.score import is_rejection_sampled
 from pyro_mcvae.programs.sites import is_masked, is_straight_through, known_support, layers
 from pyro_mcvae.programs.types import Distribution
 
@@ -81,6 +82,15 @@ class Coordinate(ABC):
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         """The density of the coordinate under the guide, batch-shaped."""
 
+    def log_prob(self, coordinate: Tensor) -> Tensor | None:
+        r"""
+        :math:`\log q(T(\epsilon)) = \log \text{base}(\epsilon) - \log |\det T'|`, the site's
+        density, where the determinant does not depend on the noise: cheaper than the distribution's
+        own, and without the way through the value. None elsewhere, and where the distribution masks
+        itself, of which the noise knows nothing.
+        """
+        return None
+
 
 class NoiseCoordinate(Coordinate):
     r"""
@@ -119,12 +129,6 @@ class NoiseCoordinate(Coordinate):
         return sum_event(self.noise.standard.log_prob(coordinate), len(self.event_shape))
 
     def log_prob(self, coordinate: Tensor) -> Tensor | None:
-        r"""
-        :math:`\log q(T(\epsilon)) = \log \text{base}(\epsilon) - \log |\det T'|`, the site's
-        density, where the determinant does not depend on the noise: cheaper than the distribution's
-        own, and without the way through the value. None elsewhere, and where the distribution masks
-        itself, of which the noise knows nothing.
-        """
         if self.noise.log_scale is None or self._masked:
             return None
         self._latest = None
@@ -145,14 +149,14 @@ class UnconstrainedCoordinate(Coordinate):
 
     def __init__(self, fn: Distribution) -> None:
         fn = self.fn = _without_masks(fn)
-        self.reparameterized = fn.has_rsample
+        self.reparameterized = fn.has_rsample and not is_rejection_sampled(fn)
         self.transform = bijection_of(fn)
         shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)
         # A tuple where torch 2.5 adds the shapes of an expanded distribution.
         self.event_shape = torch.Size(shape[len(fn.batch_shape) :])
 
     def draw(self) -> Tensor:
-        value = self.fn.rsample() if self.fn.has_rsample else self.fn.sample()
+        value = self.fn.rsample() if self.reparameterized else self.fn.sample()
         # An alias: a flow knows the density of the tensor that it drew, without a gradient to it.
         return self.transform.inv(value.view_as(value))
 

@@ -7,12 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from pyro_mcvae.coordinates.coordinate import (
-    Coordinate,
-    Coordinates,
-    NoiseCoordinate,
-    coordinate_of,
-)
+from pyro_mcvae.coordinates.coordinate import Coordinate, Coordinates, coordinate_of
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -73,12 +68,10 @@ def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
 
 
 def value_at(msg: Message, placed: Placed) -> Tensor:
-    """The value of a guide site, with its density where the noise knows it."""
+    """The value of a guide site, and what is known of it: its density, that it needs a score."""
     coordinate, at = placed
-    known = coordinate.log_prob(at) if isinstance(coordinate, NoiseCoordinate) else None
-    if known is not None:
-        own = {**msg["infer"].get("mcvae", {}), "log_prob": known}
-        msg["infer"] = {**msg["infer"], "mcvae": own}
+    own = {"score_function": not coordinate.reparameterized, "log_prob": coordinate.log_prob(at)}
+    msg["infer"] = {**msg["infer"], "mcvae": {**msg["infer"].get("mcvae", {}), **own}}
     return coordinate.value(at)
 
 

@@ -102,10 +102,16 @@ class SiteOptions:
         return getattr(self.baseline, "extra_draw", False)
 
     def of(self, site: Site) -> SiteOptions:
-        """These options, with a site's own in ``infer={"mcvae": {...}}`` put over them."""
-        own = {k: v for k, v in site["infer"].get("mcvae", {}).items() if k in SITE_OPTIONS}
-        if site["infer"].get("enumerate") == "parallel" and not own:
-            return SiteOptions(math.inf, 0, exact_entropy=self.exact_entropy)
+        """
+        These options, with a site's own in ``infer={"mcvae": {...}}`` put over them, or what Pyro's
+        marks for enumeration say: all values, or so many draws.
+        """
+        infer = site["infer"]
+        own = {k: v for k, v in infer.get("mcvae", {}).items() if k in SITE_OPTIONS}
+        if infer.get("enumerate") and not own:
+            if infer.get("num_samples") is None:
+                return SiteOptions(math.inf, 0, exact_entropy=self.exact_entropy)
+            own = {"num_categories": 0, "num_samples": infer["num_samples"]}
         if not own:
             return self
         counts = own.keys() & {"num_categories", "num_samples"}
@@ -120,7 +126,7 @@ class SiteOptions:
         try:
             return replace(self, **own)
         except ValueError as error:
-            raise SlotError(f"guide site '{site['name']}', infer['mcvae']: {error}") from error
+            raise SlotError(f"guide site '{site['name']}', infer={infer}: {error}") from error
 
 
 SITE_OPTIONS = frozenset(SiteOptions.__dataclass_fields__)

@@ -152,7 +152,6 @@ def choose(
     :raises SlotError: naming the site.
     """
     asked = bool(msg["infer"].get("mcvae", {}).keys() & SITE_OPTIONS)
-    _check_kind(msg)
     if not is_random(msg):
         return None
     site_in_full_precision(msg)
@@ -161,6 +160,11 @@ def choose(
             raise SlotError(
                 f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) is continuous, so "
                 f"it has no categories to sum: remove infer['mcvae'] = {msg['infer']['mcvae']}"
+            )
+        if (count := msg["infer"].get("num_samples")) is not None:
+            tell(
+                f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) is marked for {count} "
+                f"draws of its own, and is drawn once for each particle: raise num_particles"
             )
         return None
     options = options.of(msg)
@@ -179,17 +183,6 @@ def choose(
         tell(f"{message}, so it is sampled, with the score function as its gradient")
         return None
     return _slots(msg, options, support)
-
-
-def _check_kind(msg: Message) -> None:
-    kind = msg["infer"].get("enumerate")
-    if kind == "sequential" or (kind == "parallel" and "num_samples" in msg["infer"]):
-        raise SlotError(
-            f"guide site '{msg['name']}' is marked for enumeration ({kind}, num_samples="
-            f"{msg['infer'].get('num_samples')}), of which this objective does the exact sum "
-            f"in parallel: mark it infer={{'mcvae': {{'num_categories': math.inf}}}} for "
-            f"that, or infer={{'mcvae': {{'num_samples': n}}}} for draws"
-        )
 
 
 def _support(msg: Message, joined: tuple[int, ...]) -> Support | None:

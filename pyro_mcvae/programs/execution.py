@@ -172,7 +172,7 @@ def _run_messenger(
         # One plate for one run: it leaves out the global sites of both programs.
         skip = guide_plate.skip | model_plate.skip
         both = ParticlePlate(guide_plate.size, guide_plate.depth, skip)
-    with Recorder(substitutes, records=()), entered(both):
+    with Recorder(substitutes, records=False), entered(both):
         programs.guide(*programs.args, **programs.kwargs)
     model_trace, guide_trace = poutine.unwrap(programs.guide).get_traces()
     for plate in (guide_plate, model_plate):
@@ -189,9 +189,7 @@ def run_model(
     states = None if state_dim is None else StateMessenger(guide_trace, state_dim)
     drawn = guide_trace if states is None else None
     noise = None if substitutes.noise is None else substitutes.noise.of_run()
-    # Parameters of a guide alone: judges ask which of them its first run made.
-    recorder = Recorder(substitutes, drawn, ("sample",))
-    with recorder, entered(states, leading.model, noise):
+    with Recorder(substitutes, drawn) as recorder, entered(states, leading.model, noise):
         programs.model(*programs.args, **programs.kwargs)
     return recorder.trace
 

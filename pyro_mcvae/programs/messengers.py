@@ -73,9 +73,6 @@ class Substitutes:
     noise: ModelNoise | None = None
 
 
-_ALL = ("sample", "param")
-
-
 class Recorder(Messenger):
     """
     Records the sites of one run, substitutes values at them, and keeps the minibatch that it draws.
@@ -86,12 +83,12 @@ class Recorder(Messenger):
 
     :param substitutes: what is not drawn.
     :param drawn: of a model the run of the guide that it takes its draws from.
-    :param records: the types of the sites that are recorded.
+    :param records: whether sites are recorded, parameters too.
     :ivar trace: the sites.
     """
 
     def __init__(
-        self, substitutes: Substitutes, drawn: Trace | None = None, records: tuple[str, ...] = _ALL
+        self, substitutes: Substitutes, drawn: Trace | None = None, records: bool = True
     ) -> None:
         super().__init__()
         self.trace, self._records = Trace(), records
@@ -127,7 +124,8 @@ class Recorder(Messenger):
     def _postprocess_message(self, msg: Message) -> None:
         if msg["type"] == "sample" and site_is_subsample(msg):
             self._substitutes.subsamples.keep(msg)
-        if msg["type"] in self._records and not msg["infer"].get("_do_not_trace"):
+        recorded = self._records and msg["type"] in ("sample", "param")
+        if recorded and not msg["infer"].get("_do_not_trace"):
             self.trace.add_node(msg["name"], **msg)
 
 

@@ -8,14 +8,12 @@ from functools import reduce
 
 import torch
 from pyro import distributions as dist
-from pyro.distributions.score_parts import ScoreParts
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.programs.masks import with_mask
 from pyro_mcvae.programs.plates import subsampling_scale
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.relaxed import relaxed_log_prob
@@ -35,6 +33,7 @@ __all__ = [
     "layers",
     "masked_entries",
     "masks_of",
+    "naming_site",
     "observes_data",
     "reparameterized",
 ]
@@ -194,26 +193,12 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     value = site["value"] if value is None else value
     if site["infer"].get(RELAXED):
         return relaxed_log_prob(site["fn"], value)
-    with _naming(site, program):
+    with naming_site(site, program):
         return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
 
 
-def score_parts(site: Site) -> ScoreParts:
-    """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked; the score of the whole draw."""
-    if site["infer"].get(RELAXED):
-        log_prob = unscaled_log_prob(site, "guide")
-        return ScoreParts(log_prob, 0, log_prob)
-    if is_random(site) and not reparameterized(site):
-        # Not the distribution's own: rejection samplers know the parts of their own draws only.
-        log_prob = unscaled_log_prob(site, "guide")
-        drawn = with_mask(site["fn"], None) if is_masked(site["fn"]) else None
-        return ScoreParts(log_prob, log_prob if drawn is None else drawn.log_prob(site["value"]), 0)
-    with _naming(site, "guide"):
-        return site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
-
-
 @contextmanager
-def _naming(site: Site, program: str) -> Iterator[None]:
+def naming_site(site: Site, program: str) -> Iterator[None]:
     """Errors of a density name its site."""
     try:
         with without_autocast():

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import LEADING, is_subsampled, plate_key, subsampling_scale
+from pyro_mcvae.programs.score import score_parts
 from pyro_mcvae.programs.sites import is_scored
 from pyro_mcvae.programs.types import Site
 
@@ -184,7 +185,7 @@ def guide_term(site: Site, key: FactorKey | None = None) -> Term:
 
 def _scored_term(site: Site, key: FactorKey) -> Term:
     """The log density of a draw's value, by Pyro's parts."""
-    parts = sites.score_parts(site)
+    parts = score_parts(site)
     entropy: Tensor | int
     log_prob = sites.masked(site, parts.log_prob)
     if parts.entropy_term is parts.log_prob or site["is_observed"]:

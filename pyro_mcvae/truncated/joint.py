@@ -83,7 +83,7 @@ class JointRuns:
         self.args, self.kwargs = args, kwargs
         given = GuideDraws() if given is None else given
         self.subsamples = Minibatch(given.subsamples)
-        with Recorder(Substitutes(self.subsamples, given.values), records=()):
+        with Recorder(Substitutes(self.subsamples, given.values), records=False):
             self.guide_trace = run_guide(guide, args, kwargs)
         self._guide_terms = [
             shared_by_data(guide_term(s), layouts.plates) for s in scored(self.guide_trace)

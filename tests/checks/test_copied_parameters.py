@@ -92,6 +92,27 @@ def test_values_and_gradients_of_the_module_are_its_own():
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+def test_a_models_modules_are_looked_at_as_well(loss):
+    def programs(decoder):
+        def model(x):
+            pyro.module("decoder", decoder)
+            with pyro.plate("data", len(x)):
+                z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+                pyro.sample("x", dist.Normal(decoder(z), 1.0).to_event(1), obs=x)
+
+        def guide(x):
+            with pyro.plate("data", len(x)):
+                pyro.sample("z", dist.Normal(x[:, :2], 1.0).to_event(1))
+
+        return model, guide
+
+    x = torch.rand(3, 4)
+    SVI(*programs(nn.Linear(2, 4)), Adam({"lr": 0.1}), LOSSES[loss]()).step(x)
+    with pytest.raises(ValueError, match=r"'decoder\$\$\$weight' .*the store had one of this name"):
+        SVI(*programs(nn.Linear(2, 4)), Adam({"lr": 0.1}), LOSSES[loss]()).step(x)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_an_optimizer_of_the_module_needs_no_store(loss, memory_format):
     changed(network(), TraceSGVB_ELBO())  # The store has parameters of these names already.

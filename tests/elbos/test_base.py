@@ -281,6 +281,20 @@ def test_without_validation_the_loss_is_not_read(objective):
 # Bad input: a clear error, and nothing is left half-changed.
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("first", ["param", "sample"])
+def test_a_parameter_with_the_name_of_a_latent_is_refused_as_by_pyro(objective, first):
+    def model():
+        if first == "param":
+            pyro.param("z", torch.ones(()))
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+        if first == "sample":
+            pyro.param("z", torch.ones(()))
+
+    with pytest.raises(RuntimeError, match=f"z is already in the trace as a {first}"):
+        OBJECTIVES[objective]().loss(model, lambda: pyro.sample("z", dist.Normal(0.0, 1.0)))
+
+
 @pytest.mark.parametrize("count", [0, -1, 1.5, "2", True, None])
 @pytest.mark.parametrize("cls", [TraceSGVB_ELBO, TraceIWAE_ELBO])
 def test_num_particles_must_be_a_positive_int(cls, count):

@@ -22,6 +22,7 @@ from pyro_mcvae import (
 )
 from tests.elbos.discrete_programs import PROGRAMS, Discrete, param, randn, x
 from tests.elbos.exhaustive import exhaustive
+from tests.estimates import assert_mean
 
 
 def one_site(logits, evaluated=None, infer=None, vector=False):
@@ -233,13 +234,10 @@ def test_sites_that_cannot_have_slots_are_named():
     elbo = TraceRaoBlackwell_ELBO()
     with pytest.raises(ValueError, match=r"guide site 'z' .Normal. is continuous.*num_categories"):
         elbo.loss_and_grads(*continuous({"mcvae": {"num_categories": 2}}))
-    with pytest.raises(ValueError, match=r"guide site 'y', infer.'mcvae'.: num_categories .* -1"):
+    with pytest.raises(ValueError, match=r"guide site 'y', infer=.*: num_categories .* -1"):
         elbo.loss_and_grads(*one_site(torch.zeros(2, 3), infer={"mcvae": {"num_categories": -1}}))
     with pytest.raises(ValueError, match=r"'y' has 3 values.*num_samples=0 leaves the others out"):
         TraceRaoBlackwell_ELBO(1, 0).loss_and_grads(*one_site(torch.zeros(2, 3)))
-    model, guide = one_site(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match=r"'y' is marked for enumeration .sequential"):
-        elbo.loss_and_grads(model, config_enumerate(guide, "sequential"))
     with pytest.raises(ValueError, match=r"GumbelSoftmax relaxes OneHot.*'y' is a Categorical"):
         TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax()).loss(*one_site(torch.zeros(2, 3)))
 
@@ -416,3 +414,47 @@ def test_labels_joined_with_data_have_the_sizes_of_their_plates():
     exact = TraceEnum_ELBO(max_plate_nesting=1).loss(model, expanded)
     for program in (guide, expanded):
         assert math.isclose(TraceRaoBlackwell_ELBO(math.inf).loss(model, program), exact)
+
+
+def test_sequential_enumeration_is_the_exact_sum():
+    logits = torch.tensor([[0.2, -1.0, 0.4], [1.0, 0.0, 0.3]])
+    losses = [
+        TraceRaoBlackwell_ELBO(num).loss(*one_site(logits, infer=infer))
+        for num, infer in ((math.inf, None), (1, {"enumerate": "sequential"}))
+    ]
+    model, guide = one_site(logits)
+    losses.append(TraceEnum_ELBO().loss(model, config_enumerate(guide, "sequential")))
+    assert losses == pytest.approx(losses[:1] * 3, rel=1e-9)
+
+
+@pytest.mark.parametrize("baseline", [None, LeaveOneOut()])
+def test_draws_of_one_site_have_the_mean_of_the_exact_sum(baseline):
+    def gradients(elbo, infer, count):
+        logits = torch.tensor([0.2, -1.0, 0.4]).expand(count, 3)
+        pyro.clear_param_store()
+        elbo.loss_and_grads(*one_site(logits, infer=infer))
+        return next(p for _, p in pyro.get_param_store().named_parameters()).grad
+
+    exact = gradients(TraceRaoBlackwell_ELBO(math.inf), None, 1)[0]
+    drawn = {"enumerate": "parallel", "num_samples": 4}
+    elbo = TraceRaoBlackwell_ELBO(num_samples=2, baseline=baseline)
+    assert_mean(gradients(elbo, drawn, 4000), exact)
+
+
+def test_a_baseline_that_needs_more_draws_of_one_site_says_so():
+    drawn = {"enumerate": "parallel", "num_samples": 1}
+    with pytest.raises(
+        ValueError, match=r"site 'y'.*LeaveOneOut compares.*num_samples >= 2, got 1"
+    ):
+        TraceRaoBlackwell_ELBO(num_samples=2, baseline=LeaveOneOut()).loss(
+            *one_site(torch.zeros(2, 3), infer=drawn)
+        )
+
+
+def test_continuous_sites_with_draws_of_their_own_are_drawn_once(caplog):
+    losses = []
+    for infer in (None, {"enumerate": "parallel", "num_samples": 10}):
+        pyro.set_rng_seed(0)
+        losses.append(TraceRaoBlackwell_ELBO(num_particles=3).loss(*continuous(infer or {})))
+    assert losses[0] == losses[1]
+    assert "'z' (Normal) is marked for 10 draws of its own" in caplog.text
