@@ -86,6 +86,9 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     "IWAE-10-reparam": lambda: TraceIWAE_ELBO(10, "reparam"),
     "SIS-5-ULA": lambda: TraceSIS_ELBO(5, ULA()),
     "SIS-10-ULA": lambda: TraceSIS_ELBO(10, ULA()),
+    # In the paper's coordinates; elsewhere chains move the encoder's noise.
+    "SIS-5-ULA-latent": lambda: TraceSIS_ELBO(5, ULA(), coordinates="latent"),
+    "SIS-10-ULA-latent": lambda: TraceSIS_ELBO(10, ULA(), coordinates="latent"),
     "SIS-5": lambda: TraceSIS_ELBO(5, UnderdampedLangevin()),
     "SIS-10": lambda: TraceSIS_ELBO(10, UnderdampedLangevin()),
     "SIS-5-reweighted": lambda: TraceSIS_ELBO(
