@@ -63,6 +63,20 @@ class SiteSlots:
         choice = Choice(value, weight.expand(*size, *batch), sampled.expand(*size, *batch))
         return replace(self, choice=choice)
 
+    def possible(self) -> SiteSlots:
+        """
+        The same where slots without weight, but for an independent draw, have the likeliest value.
+
+        A value of probability zero makes an inf - inf of its log weight, which gradients find.
+        """
+        value, weight, _ = self.choice
+        weight = weight.reshape(weight.shape + (1,) * (value.dim() - weight.dim()))
+        likeliest = value.gather(0, weight.argmax(0, keepdim=True).expand_as(value[:1]))
+        taken = torch.where(weight > 0, value, likeliest)
+        if self.extra:
+            taken = torch.cat([taken[:-1], value[-1:]])
+        return replace(self, choice=self.choice._replace(value=taken))
+
     def padded(self, count: int) -> SiteSlots:
         """With slots without weight in front, so that there are as many as elsewhere."""
         missing = count - len(self)

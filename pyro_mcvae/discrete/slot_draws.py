@@ -167,7 +167,7 @@ class SlotDraws(Beginning):
             counts = {**self.plan.counts, msg["name"]: len(slots)}
             raise SlotsChangedError(msg["name"], replace(self.plan, counts=counts))
         # A support may depend on the sites before, and have fewer values.
-        return slots.spread(msg["fn"], site.joined).padded(count)
+        return slots.spread(msg["fn"], site.joined).possible().padded(count)
 
     def _rows(self, rows: range, device: torch.device) -> Tensor | int:
         """The numbers of all rows, or that of one."""

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Hashable, Mapping
 
 from pyro import poutine
-from pyro.poutine.enum_messenger import EnumMessenger
 
 from pyro_mcvae.checks.leading_dims import SLOTS
 from pyro_mcvae.discrete.ancestry import CoupledSlotsError, find_ancestors
@@ -16,6 +15,7 @@ from pyro_mcvae.discrete.slots import SlotMessenger
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.particles.layout import Execution, Layout
 from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.programs.enumeration import ModelEnumeration
 from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.factors import FactorKey
@@ -130,7 +130,7 @@ class SlotSampler:
         with (
             Recorder(substitutes) as tracer,
             poutine.replay(trace=recorder.trace),
-            EnumMessenger(),
+            ModelEnumeration(recorder.trace),
             entered(leading.model),
         ):
             programs.model(*programs.args, **programs.kwargs)

@@ -78,7 +78,7 @@ class SlotSums:
             for c, k in zip(self._costs, self._keys, strict=True)
             if isinstance(c.path, Tensor)
         )
-        if not value.requires_grad:
+        if not (value.requires_grad and leaves):
             return value, path
         behind = torch.autograd.grad(value, leaves, allow_unused=True)
         scores = [

@@ -17,10 +17,39 @@ from pyro_mcvae.programs.errors import SiteError, first_line
 from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import Message, Site
 
-__all__ = ["StateMessenger", "is_state", "shows_states", "support_of_state"]
+__all__ = [
+    "ModelEnumeration",
+    "StateMessenger",
+    "is_state",
+    "shows_states",
+    "support_of_state",
+]
 
 
-class StateMessenger(EnumMessenger):
+class ModelEnumeration(EnumMessenger):
+    """
+    Gives all values to those of a model's sites that are to be enumerated.
+
+    :param guide_trace: the guide's draws.
+    :param first_available_dim: the first batch dim that is free; None to go on behind the guide's.
+    :raises SiteError: for a site that the guide does not draw, marked for another sum than that, or
+        whose dim is that of a site that it depends on.
+    """
+
+    def __init__(self, guide_trace: Trace, first_available_dim: int | None = None) -> None:
+        super().__init__(first_available_dim)
+        self._drawn = guide_trace.nodes
+
+    def _pyro_sample(self, msg: Message) -> None:
+        own = not msg["is_observed"] and msg["name"] not in self._drawn
+        if own:
+            _check_kind(msg)
+        super()._pyro_sample(msg)
+        if own and is_state(msg):
+            _check_dim(msg)
+
+
+class StateMessenger(ModelEnumeration):
     """
     Gives a model the guide's draws, and all values to those of its sites that are to be enumerated.
 
@@ -33,8 +62,7 @@ class StateMessenger(EnumMessenger):
     """
 
     def __init__(self, guide_trace: Trace, first_available_dim: int) -> None:
-        super().__init__(first_available_dim)
-        self._drawn = guide_trace.nodes
+        super().__init__(guide_trace, first_available_dim)
         self._summed: list[str] = []
 
     def _pyro_sample(self, msg: Message) -> None:
@@ -42,8 +70,6 @@ class StateMessenger(EnumMessenger):
         msg["infer"] = dict(msg["infer"])
         if drawn is not None:
             msg["infer"].pop("enumerate", None)
-        else:
-            _check_kind(msg)
         super()._pyro_sample(msg)
         if drawn is not None:
             msg["value"], msg["done"] = drawn["value"], True
@@ -80,6 +106,16 @@ def _check_kind(msg: Message) -> None:
             f"site '{msg['name']}' of the model is marked for enumeration ({kind}, num_samples="
             f"{draws}), of which the exact sum in parallel is done: mark it "
             f"infer={{'enumerate': 'parallel'}}, or draw it in the guide"
+        )
+
+
+def _check_dim(msg: Message) -> None:
+    dim, batch = msg["infer"]["_enumerate_dim"], msg["fn"].batch_shape
+    if len(batch) >= -dim and batch[dim] != 1:
+        raise SiteError(
+            f"Enumeration dim conflict at site '{msg['name']}' of the model: it depends on an "
+            f"enumerated site that its pyro.markov has forgotten. Try increasing pyro.markov "
+            f"history size: history=k remembers the sites of k steps before"
         )
 
 

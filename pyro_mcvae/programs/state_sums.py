@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from pyro import distributions as dist
 from pyro.ops import packed
 from pyro.ops.contract import contract_tensor_tree
@@ -22,6 +23,7 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
+from pyro_mcvae.ops.recording import holds
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.enumeration import is_state
 from pyro_mcvae.programs.errors import SiteError
@@ -163,14 +165,22 @@ def _common_scale(found: Sequence[Site]) -> float | Tensor:
                     f"enumerated site into the plate, or draw it in the guide"
                 )
     scales = {s["name"]: s["scale"] for s in found}
-    distinct = {id(s) if isinstance(s, Tensor) else s for s in scales.values()}
-    if len(distinct) != 1 or any(isinstance(s, Tensor) and s.dim() for s in scales.values()):
+    common = next(iter(scales.values()))
+    if not all(_is_the(common, s) for s in scales.values()):
         raise SiteError(
-            f"the sites {', '.join(map(repr, scales))} of the model depend on the same enumerated "
-            f"site, so they need one common scalar scale, got {list(scales.values())}: put "
-            f"poutine.scale and subsampled plates around all of them"
+            f"Expected all enumerated sample sites to share a common poutine.scale, but "
+            f"{', '.join(map(repr, scales))} of the model, which depend on the same one, have "
+            f"{list(scales.values())}: put one number around all of them, subsampled plates too"
         )
-    return next(iter(scales.values()))
+    return common
+
+
+def _is_the(common: float | Tensor, scale: float | Tensor) -> bool:
+    """Whether a scale is the common number, of which poutine.scale makes a tensor at each site."""
+    if isinstance(common, Tensor) or isinstance(scale, Tensor):
+        a, b = torch.as_tensor(common), torch.as_tensor(scale)
+        return not a.dim() and not b.dim() and (common is scale or holds(a.detach() == b.detach()))
+    return common == scale
 
 
 class StateFactors(NamedTuple):

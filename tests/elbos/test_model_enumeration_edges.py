@@ -59,9 +59,71 @@ def gradients(loss, model=mixture):
 @pytest.mark.parametrize(
     "infer", [{"enumerate": "sequential"}, {"enumerate": "parallel", "num_samples": 2}]
 )
-def test_other_enumeration_is_refused_by_name(infer):
+@pytest.mark.parametrize("elbo", [TraceIWAE_ELBO(2), TraceRaoBlackwell_ELBO()], ids=["iwae", "rb"])
+def test_other_enumeration_is_refused_by_name(infer, elbo):
     with pytest.raises(ValueError, match=r"site 'y' of the model is marked for enumeration \("):
-        TraceIWAE_ELBO(2).loss(lambda x: mixture(x, infer), guide, X)
+        elbo.loss(lambda x: mixture(x, infer), guide, X)
+
+
+LOSSES = {
+    "sgvb": TraceSGVB_ELBO,
+    "iwae": lambda: TraceIWAE_ELBO(2),
+    "sis": lambda: TraceSIS_ELBO(2),
+    "rb": TraceRaoBlackwell_ELBO,
+    "judge": None,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("validate", [True, False])
+def test_a_markov_chain_that_forgets_too_much_is_refused(loss, validate):
+    # Else a site's values would stand in the dim of those that it depends on.
+    prior, table = torch.tensor([[0.25, 0.3], [0.6, 0.2]]), torch.tensor([0.25, 0.4])
+
+    def model(history):
+        before = last = torch.tensor(0)
+        for t in pyro.markov(range(4), history=history):
+            fn = dist.Bernoulli(Vindex(prior)[before, last])
+            before, last = last, pyro.sample(f"x_{t}", fn, infer=PARALLEL).long()
+            pyro.sample(f"y_{t}", dist.Bernoulli(Vindex(table)[last]), obs=torch.tensor(0.0))
+
+    def empty(history):
+        pass
+
+    def value(history):
+        if loss == "judge":
+            return -log_evidence(model, empty, history, num_particles=2).log_evidence.item()
+        return LOSSES[loss]().loss(model, empty, history)
+
+    with pyro.validation_enabled(validate):
+        for history in (0, 1):
+            with pytest.raises(ValueError, match=r"dim conflict at site 'x_\d' .* history size"):
+                value(history)
+        exact = 0.0
+        for states in torch.cartesian_prod(*[torch.arange(2)] * 4):
+            chain = [0, 0, *states.tolist()]
+            p = 1.0
+            for a, b, c in zip(chain, chain[1:], chain[2:], strict=False):
+                p *= (prior[a, b] if c else 1 - prior[a, b]) * (1 - table[c])
+            exact += p
+        assert value(2) == pytest.approx(-math.log(exact), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "judge"])
+def test_a_scale_may_be_a_tensor_and_learned(loss):
+    @config_enumerate
+    def model():
+        scale = pyro.param("scale", torch.tensor(2.0))
+        table = pyro.param("table", torch.tensor([0.2, 0.8]))
+        with poutine.scale(scale=scale):
+            x = pyro.sample("x", dist.Bernoulli(0.3)).long()
+            pyro.sample("y", dist.Bernoulli(table[x]), obs=torch.tensor(0.0))
+
+    LOSSES[loss]().loss_and_grads(model, lambda: None)
+    found = dict(pyro.get_param_store().named_parameters())
+    p = 0.7 * 0.8 + 0.3 * 0.2  # loss = -scale log p
+    assert found["scale"].grad.item() == pytest.approx(-math.log(p))
+    assert found["table"].grad.tolist() == pytest.approx([2 * 0.7 / p, 2 * 0.3 / p])
 
 
 @pytest.mark.parametrize("elbo", [TraceSGVB_ELBO(), TraceRaoBlackwell_ELBO()], ids=["sgvb", "rb"])
@@ -90,7 +152,7 @@ def test_scales_inside_of_a_sum_are_refused_and_those_around_it_are_kept():
             pyro.sample("z", dist.Delta(0.3 * X))
 
     elbo = TraceSGVB_ELBO()
-    with pytest.raises(ValueError, match=r"sites 'y', 'x' .* need one common scalar scale"):
+    with pytest.raises(ValueError, match=r"to share a common poutine.scale, but 'y', 'x'"):
         elbo.loss(model, fixed, 0.5, 1.0)
     assert elbo.loss(model, fixed, 1.0, 0.3) == pytest.approx(0.3 * elbo.loss(model, fixed, 1, 1))
 

@@ -600,3 +600,45 @@ def test_what_weighs_less_was_drawn_all_the_same(cls, kernel, scale, mask):
     record = elbo.last_step
     weight = (record.slot_weight * record.log_weight.exp()).sum(1)
     assert_mean(weight.flatten() / exact, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(
+    "elbo",
+    [
+        lambda **k: TraceIWAE_ELBO(2, **k),
+        lambda **k: TraceSIS_ELBO(2, ULA(0.05), **k),
+        lambda **k: TraceAIS_ELBO(2, MALA(0.3), **k),
+    ],
+    ids=["iwae", "sis", "ais"],
+)
+@pytest.mark.parametrize("num_categories", [1, ALL])
+def test_values_that_cannot_be_leave_no_trace(elbo, num_categories):
+    """Of probability 0 under both programs: as if there were no such values, not inf - inf."""
+    means = torch.tensor([-1.0, 1.0, 7.0])
+
+    def gradient(categories, count):
+        allowed = torch.tensor([0.0, 0.0, -math.inf])[:categories]
+
+        def model():
+            with pyro.plate("data", count):
+                y = pyro.sample("y", dist.Categorical(logits=allowed))
+                z = pyro.sample("z", dist.Normal(means[y], 1.0))
+                pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.3))
+
+        def guide():
+            logits = pyro.param("logits", torch.tensor([0.2, -0.3]).expand(count, 2))
+            slope = pyro.param("slope", torch.full((count,), 0.5))
+            padded = torch.cat([logits, logits.new_zeros(count, 1)], -1)[:, :categories]
+            with pyro.plate("data", count):
+                y = pyro.sample("y", dist.Categorical(logits=padded + allowed))
+                pyro.sample("z", dist.Normal(slope * means[y], 1.0))
+
+        pyro.clear_param_store()
+        loss = elbo(num_categories=num_categories).loss_and_grads(model, guide)
+        assert math.isfinite(loss)
+        found = dict(pyro.get_param_store().named_parameters())
+        return torch.cat([found["logits"].grad, found["slope"].grad.unsqueeze(-1)], -1)
+
+    with_, without = gradient(3, 4000), gradient(2, 4000)
+    error = (with_.var(0) + without.var(0)).sqrt() / 4000**0.5
+    assert ((with_.mean(0) - without.mean(0)).abs() < 4.5 * error).all()
