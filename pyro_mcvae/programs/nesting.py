@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 
-import torch
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 
@@ -43,7 +42,7 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
         None to draw these.
     """
     state_dim = None if sums_in is None else -sums_in - 1
-    with isolated(), torch.no_grad():
+    with isolated():
         batch = Minibatch()
         traces = run_pair(programs, Substitutes(batch), Leading(state_dim=state_dim))
         terms, nesting = terms_of(*traces, state_dim), nesting_of(*traces)
@@ -56,7 +55,7 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
 
     :raises ValueError: for programs that do not fit together, as without particles.
     """
-    with isolated(), torch.no_grad():
+    with isolated():
         batch = Minibatch()
         traces = run_pair(programs, Substitutes(batch))
         check_sites(*traces, strict_enumeration, before_sums=True)

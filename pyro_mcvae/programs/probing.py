@@ -36,7 +36,7 @@ class Probe(NamedTuple):
 
     @property
     def log_probs(self) -> dict[FactorKey, Tensor]:
-        return {key: torch.as_tensor(t.log_prob) for key, t in self.terms.items()}
+        return {key: torch.as_tensor(t.log_prob).detach() for key, t in self.terms.items()}
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def looking() -> Iterator[None]:
     Around runs beside a step: without gradients, without Pyro's validation, and leaving nothing
     behind. Every such block begins with the random stream of the step.
     """
-    with isolated(), torch.no_grad(), pyro.validation_enabled(False):
+    with isolated(), pyro.validation_enabled(False):
         yield
 
 
