@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pyro_mcvae.programs.source_lines import is_core, program_line
+from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.types import Message, TorchFunction
 from pyro_mcvae.structure.tracking import READS, marks_of, unmarked
 
@@ -132,7 +132,7 @@ class _Reads(TorchFunctionMode):
             # Whether all particles are finite is whether each is, and a program stops otherwise.
             args = unmarked(args)
         frame = sys._getframe(1)
-        if func in READS and not is_core(frame.f_code):
+        if func in READS and not (is_core(frame.f_code) or in_assertion(frame)):
             self._watch.reads.append(Read(program_line(frame), marks_of(args)))
         return func(*args, **(kwargs or {}))
 

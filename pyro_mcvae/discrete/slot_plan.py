@@ -144,16 +144,18 @@ def _count(
 def _look_at_global(term: Term, tell: Callable[[str], object]) -> None:
     if not is_discrete(term.site):
         return
-    infer, name = term.site["infer"], term.key.name
-    if infer.get("mcvae", {}).keys() & SITE_OPTIONS or infer.get("enumerate"):
+    own, name = term.site["infer"].get("mcvae", {}), term.key.name
+    if own.keys() & SITE_OPTIONS:
         raise SlotError(
-            f"guide site '{name}' is shared by all data, so that it is drawn once a step, "
-            f"but is marked {infer}: remove the mark, sum it with TraceRaoBlackwell_ELBO, or, on "
-            f"the full data, weigh it with them by joint=True"
+            f"guide site '{name}' is shared by all data, so that it is drawn once a step, and has "
+            f"no use for infer['mcvae'] = {own}: remove that, sum the site with "
+            f"TraceRaoBlackwell_ELBO, in programs that run with several of its values at once, or, "
+            f"on the full data, weigh it with them by joint=True"
         )
     tell(
         f"guide site '{name}' is shared by all data, so it has no slots: it is drawn once a step, "
-        f"with the score function as its gradient; TraceRaoBlackwell_ELBO sums it"
+        f"with the score function as its gradient; TraceRaoBlackwell_ELBO sums it, in programs "
+        f"that run with several of its values at once"
     )
 
 

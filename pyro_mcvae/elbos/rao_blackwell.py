@@ -10,6 +10,7 @@ from torch import Tensor
 from pyro_mcvae.discrete.control_variates import Baseline
 from pyro_mcvae.discrete.enumerated import SlotRun
 from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_choice import is_discrete
 from pyro_mcvae.discrete.slot_planner import SlotPlanner
 from pyro_mcvae.discrete.slot_sampler import SlotSampler
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
@@ -27,7 +28,6 @@ from pyro_mcvae.elbos.slot_sums import SlotSums
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.run import Run
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -141,8 +141,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     def estimate(self, programs: Programs) -> Estimate:
         if is_messenger(programs):
-            runs = self._without_slots(programs)
-            return elbo_estimate(runs, [elbo_costs(r.summands) for r in runs], self.num_particles)
+            return self._estimate_drawn(self._without_slots(programs))
         slot_runs = self._slot_runs(programs)
         if slot_runs is None:
             return self._estimate_by_rows(programs)
@@ -158,9 +157,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     def bounds_of(self, programs: Programs) -> Bounds:
         if is_messenger(programs):
-            runs = self._without_slots(programs)
-            sample = self.sampler.arrange(programs, runs)
-            return elbo_bounds(sample, [elbo_costs(r.summands) for r in runs])
+            sample = self._without_slots(programs)
+            return elbo_bounds(sample, [elbo_costs(r.summands) for r in sample.runs])
         slot_runs = self._slot_runs(programs)
         if slot_runs is None:
             sample, slots = self._row_sample(programs)
@@ -192,8 +190,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         """The same sum over whole weights, for programs whose slots cannot stand in dims."""
         sample, slots = self._row_sample(programs)
         if slots.weight is None:
-            costs, coupled = [elbo_costs(r.summands) for r in sample.runs], sample.structure.coupled
-            return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
+            return self._estimate_drawn(sample)
         log_weight = sample.log_weight
         bound, surrogate = slots.mean(log_weight.detach()), slots.mean(log_weight)
         estimate = local_estimate(sample, bound, slots.without_entropy(surrogate), scored=True)
@@ -202,16 +199,20 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             estimate.surrogate = scores
         return estimate
 
+    def _estimate_drawn(self, sample: WeightedParticles) -> Estimate:
+        costs, coupled = [elbo_costs(r.summands) for r in sample.runs], sample.structure.coupled
+        return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
+
     def _sums(self, programs: Programs, slot_run: SlotRun) -> SlotSums:
         return SlotSums(slot_run, self._slots.ancestors(programs, slot_run))
 
-    def _without_slots(self, programs: Programs) -> list[Run]:
-        runs = self.sampler.independent(programs)
-        for term in runs[0].terms:
-            if isinstance(term.score, Tensor):
+    def _without_slots(self, programs: Programs) -> WeightedParticles:
+        sample = self.sampler.arrange(programs, self.sampler.independent(programs))
+        for term in sample.runs[0].terms:
+            if term.in_guide and is_discrete(term.site):
                 raise ValueError(
                     f"guide site '{term.key.name}' ({type(term.site['fn']).__name__}) can have no "
                     f"slots, because this guide is a messenger, which runs model and guide at "
                     f"once: write the guide as a function or module of its own"
                 )
-        return runs
+        return sample

@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 import pyro
 import torch
 
-__all__ = ["is_core", "is_library", "is_library_file", "program_line"]
+__all__ = ["in_assertion", "is_core", "is_library", "is_library_file", "program_line"]
 
 _ROOM = os.path.dirname(__file__)
 _OURS, *_THEIRS, _PYTHON = (
@@ -44,6 +44,12 @@ def _is_core_file(name: str) -> bool:
     if name.startswith(_INSTALLED):
         return name.startswith(_CORE)
     return name not in _TYPED_IN and name.startswith((*_CORE, _PYTHON, "<"))
+
+
+def in_assertion(frame: FrameType) -> bool:
+    """Whether a frame is at an ``assert``, which stops a program or changes nothing."""
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    return line.lstrip().startswith("assert ")
 
 
 def program_line(frame: FrameType | None = None) -> str:

@@ -204,9 +204,10 @@ def test_a_model_of_an_installed_package_decides_as_well():
 
 
 class Guarded(nn.Module):
-    """Looks at what is no latent, and whether all is finite."""
+    """Looks at what is no latent, and whether all is finite and as expected."""
 
     def forward(self, h):
+        assert (h.tanh().abs() <= 1).all(), "stops the program, or changes nothing"
         if torch.ones(3).sum() > 2 and not h.isnan().any():
             return h
         raise ValueError("not finite")

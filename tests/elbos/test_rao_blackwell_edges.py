@@ -9,6 +9,7 @@ import pytest
 import torch
 from pyro.infer import SVI, TraceEnum_ELBO, config_enumerate
 from pyro.infer.autoguide import AutoNormalMessenger
+from pyro.infer.autoguide.effect import GuideMessenger
 from pyro.ops.indexing import Vindex
 
 from pyro_mcvae import (
@@ -310,11 +311,37 @@ def test_an_nvil_network_of_the_wrong_shape():
         elbo.loss_and_grads(*one_site(torch.zeros(5, 3), infer=site))
 
 
+class Scored(GuideMessenger):
+    """Draws that are not reparameterized, discrete ones from their prior."""
+
+    def get_posterior(self, name, prior):
+        if prior.support.is_discrete:
+            return prior
+        loc = pyro.param("loc", torch.full(prior.batch_shape, 0.2))
+        return dist.Normal(loc, 1.0).has_rsample_(False)
+
+
 def test_messenger_guides_have_no_slots():
     def model():
         pyro.sample("z", dist.Normal(0.0, 1.0))
 
+    def mixed():
+        pyro.sample("y", dist.Bernoulli(0.3))
+        model()
+
     assert math.isfinite(TraceRaoBlackwell_ELBO().loss_and_grads(model, AutoNormalMessenger(model)))
+    with pytest.raises(ValueError, match=r"site 'y' .* can have no slots"):
+        TraceRaoBlackwell_ELBO().loss(mixed, Scored(mixed))
+
+
+def test_messenger_guides_score_continuous_draws():
+    def model():
+        with pyro.plate("data", 4000):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.7))
+
+    TraceRaoBlackwell_ELBO().loss_and_grads(model, Scored(model))
+    assert_mean(pyro.param("loc").grad, 0.2 + (0.2 - 0.7))
 
 
 @pytest.mark.parametrize(
