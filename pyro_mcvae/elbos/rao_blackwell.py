@@ -69,7 +69,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
       are sampled, with the score function as their gradient, and a log message says so.
     * **Per site**: ``infer={"mcvae": {"num_categories": 5, "num_samples": 2}}``, likewise
       ``"budget"``, ``"baseline"``, ``"exact_entropy"``. A guide site marked
-      ``infer={"enumerate": "parallel"}`` is summed exactly.
+      ``infer={"enumerate": "parallel"}`` (or ``"sequential"``) is summed exactly, and with
+      ``"num_samples": n`` beside it has n draws.
     * **Baselines** (``baseline=``) all have the same mean. None is REINFORCE;
       :class:`~pyro_mcvae.IndependentDraw` is REINFORCE+; :class:`~pyro_mcvae.LeaveOneOut` compares
       draws; :class:`~pyro_mcvae.SummedMean` takes the summed categories' cost and no further
