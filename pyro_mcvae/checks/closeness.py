@@ -38,7 +38,7 @@ def beyond_rounding(found: Tensor, expected: Tensor, elsewhere: Tensor | None) -
 def is_close(found: Tensor, expected: Tensor) -> bool:
     """Whether two log densities are equal to rounding, where both are finite."""
     try:
-        found, expected = torch.broadcast_tensors(found, expected)
+        found, expected = torch.broadcast_tensors(found.detach(), expected.detach())
     except RuntimeError:
         return True  # not comparable
     # Where a density is infinite or NaN (the step says so itself), rounding decides which.

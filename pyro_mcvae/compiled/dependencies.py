@@ -8,7 +8,9 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from numbers import Number
 from types import (
+    BuiltinFunctionType,
     CodeType,
     FunctionType,
     MemberDescriptorType,
@@ -19,6 +21,7 @@ from types import (
 from typing import Any, NamedTuple, TypeAlias
 
 import pyro
+import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
@@ -29,11 +32,18 @@ __all__ = ["Dependencies", "Entry", "is_plain"]
 
 # Values that are compared; everything else by identity.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_MAX_ENTRIES, _MAX_DEPTH, _MAX_LENGTH = 4096, 12, 64
+_MAX_ENTRIES, _MAX_DEPTH, _MAX_LENGTH = 16384, 12, 64
 _MISSING = object()
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 # Attributes that are data, though nobody looks into them.
-_REPLACED = (Distribution, Transform)
+_REPLACED = (
+    *(Tensor, nn.Module, Distribution, Transform, *_CONTAINERS),
+    *(FunctionType, MethodType, functools.partial),
+    *(type, BuiltinFunctionType, range, slice, Number, torch.dtype, torch.device),
+)
+# What every module has: followed as parameters, buffers and submodules, or no part of what it does.
+_OF_A_MODULE = {*vars(nn.Module()), "_pyro_context", "_pyro_name"}
+_OF_A_MODULE -= {"training", "_forward_hooks", "_forward_pre_hooks"}
 _OF_A_PLATE = ("name", "size", "subsample_size", "dim")
 
 
@@ -82,10 +92,13 @@ class Dependencies:
 
     Followed from the programs through functions, methods, partials, modules, containers and objects
     of classes that are not PyTorch's, Pyro's or other installed packages'.
+
+    :ivar is_cut: whether there are too many to look at in each step.
     """
 
     entries: list[Entry] = field(default_factory=list)
     objects: list[object] = field(default_factory=list)
+    is_cut: bool = False
     _seen: dict[int, object] = field(default_factory=dict)
 
     @classmethod
@@ -105,15 +118,20 @@ class Dependencies:
         return None
 
     def _visit(self, value: object, name: str, depth: int) -> None:
-        if depth > _MAX_DEPTH or id(value) in self._seen or len(self.entries) > _MAX_ENTRIES:
+        if isinstance(value, (*_PLAIN, Tensor)) or depth > _MAX_DEPTH or id(value) in self._seen:
             return
-        if isinstance(value, (*_PLAIN, Tensor)):
+        self.is_cut |= len(self.entries) > _MAX_ENTRIES
+        if self.is_cut:
             return
         self._seen[id(value)] = value
         if isinstance(value, nn.Module) or _is_of_the_user(value):
             self.objects.append(value)
         for entry in _entries(value, name):
             self.entries.append(entry)
+            if isinstance(entry.value, Tensor):
+                needs = entry.value.requires_grad
+                name_of = f"requires_grad of {entry.name}"
+                self.entries.append(Entry(_requires_grad, entry.value, needs, name_of))
             self._visit(entry.value, entry.name, depth + 1)
         for part, label in _parts(value, name):
             self._visit(part, label, depth + 1)
@@ -145,16 +163,27 @@ def _entries(value: Any, name: str) -> Iterator[Entry]:
 
 
 def _globals(function: FunctionType) -> Iterator[Entry]:
-    space = function.__globals__
-    for name in _names(function.__code__):
-        held = space.get(name, _MISSING)
+    space, names = function.__globals__, _names(function.__code__)
+    for name in names:
+        # What a function imports by itself is no global, but a module all the same.
+        held = space.get(name, sys.modules.get(name, _MISSING))
         if isinstance(held, ModuleType):
-            path = getattr(held, "__file__", None)
-            if path and not is_library_file(path):
-                inner = [n for n in _names(function.__code__) if n in vars(held)]
-                yield from _named(vars(held), f"'{{}}' of module {held.__name__}", inner)
+            yield from _of_module(held, names, set())
         elif held is not _MISSING:
             yield from _named(space, "global '{}'", [name])
+
+
+def _of_module(module: ModuleType, names: Iterable[str], seen: set[int]) -> Iterator[Entry]:
+    """What can be seen of a module of the user's, and of those within it, by these names."""
+    path = getattr(module, "__file__", None)
+    if not path or is_library_file(path) or id(module) in seen:
+        return
+    seen.add(id(module))
+    inner = [n for n in names if n in vars(module)]
+    yield from _named(vars(module), f"'{{}}' of module {module.__name__}", inner)
+    for held in (vars(module)[n] for n in inner):
+        if isinstance(held, ModuleType):
+            yield from _of_module(held, names, seen)
 
 
 def _names(code: CodeType) -> dict[str, None]:
@@ -175,7 +204,7 @@ def _named(
 
 def _attributes(value: object, kind: str) -> Iterator[Entry]:
     space = getattr(value, "__dict__", {})
-    keys = [k for k in space if not k.startswith("_") or not isinstance(value, nn.Module)]
+    keys = [k for k in space if k not in _OF_A_MODULE or not isinstance(value, nn.Module)]
     keys = [k for k in keys if _is_watched(space[k])]
     yield from _named(space, f"attribute '{{}}' of {kind}", keys)
 
@@ -197,14 +226,8 @@ def _is_datum(held: object) -> bool:
 
 
 def _is_watched(value: object) -> bool:
-    return (
-        is_plain(value)
-        or isinstance(
-            value, (Tensor, FunctionType, MethodType, functools.partial, *_CONTAINERS, *_REPLACED)
-        )
-        or _is_array(value)
-        or _is_of_the_user(value)
-    )
+    known = is_plain(value) or isinstance(value, _REPLACED)
+    return known or _is_array(value) or _is_of_the_user(value)
 
 
 def _is_array(value: object) -> bool:
@@ -223,7 +246,7 @@ def _parts(value: object, name: str) -> Iterator[tuple[object, str]]:
     elif isinstance(value, type):
         parts = _methods(value) if _is_written(value) else []
     else:
-        parts = [getattr(value, "__wrapped__", None), getattr(value, "__defaults__", None)]
+        parts = [getattr(value, f"__{n}__", None) for n in ("wrapped", "defaults", "kwdefaults")]
     yield from ((part, name) for part in parts if part is not None)
 
 
@@ -247,6 +270,10 @@ def _is_written(kind: type) -> bool:
     """Whether a class stands in a file, or a notebook, of the user's."""
     path = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return kind.__module__ == "__main__" or bool(path and not is_library_file(path))
+
+
+def _requires_grad(value: Any) -> object:
+    return value.requires_grad
 
 
 def _attribute(value: object, key: str) -> object:

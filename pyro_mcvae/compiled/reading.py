@@ -111,8 +111,10 @@ class ReadingMode(TorchFunctionMode):
             return _branch(args[0])
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **(kwargs or {}))
-        if func in _READS or (func in _PICKS and _picks_by_value(args)):
-            self.refused = NotRecordable(f"{_READS.get(func, _BY_VALUE)} at {program_line()}")
+        drawn = _OWN_GENERATOR if (kwargs or {}).get("generator") is not None else ""
+        if drawn or func in _READS or (func in _PICKS and _picks_by_value(args)):
+            why = drawn or _READS.get(func, _BY_VALUE)
+            self.refused = NotRecordable(f"{why} at {program_line()}")
             raise self.refused
         return func(*_as_tensors(args), **(kwargs or {}))
 
@@ -170,6 +172,7 @@ def _picks_by_value(args: tuple[Any, ...]) -> bool:
     return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
 
 
+_OWN_GENERATOR = "draws from a generator of its own, which comparisons would turn on,"
 _BY_VALUE = "indexes by truth values, so that shapes depend on a tensor's value,"
 _BY_NUMBER = "has a shape that depends on values (one_hot without num_classes)"
 _PICKS = {Tensor.__getitem__}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -12,11 +12,11 @@ import torch
 from pyro import poutine
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pyro_mcvae.compiled.dependencies import Dependencies, Entry
 from pyro_mcvae.compiled.generators import other_generators
+from pyro_mcvae.compiled.gradients import gradients_of, has_hooks, is_recorded, leaves_of
 from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.reading import Reading, ReadingMode
 from pyro_mcvae.compiled.refusal import NotRecordable, said_by
@@ -69,6 +69,8 @@ class Recording:
     :ivar params: names of ``pyro.param`` statements and the parameters behind them.
     :ivar param_sites: these statements as Pyro's handlers see them, without values.
     :ivar dependencies: what the graph took for constant.
+    :ivar adds_gradients: whether replays add gradients to their parameters' without PyTorch's
+        backward pass, in which hooks on them are called.
     """
 
     graph: GraphModule
@@ -83,6 +85,7 @@ class Recording:
     fixed: list[object]
     assumes: bool
     dependencies: Dependencies
+    adds_gradients: bool
     uses: int = 0
     run: Run | None = None
     _sources: list[tuple[int, Slot]] = field(default_factory=list)
@@ -99,6 +102,8 @@ class Recording:
         return (
             all(store.get(name) is value for name, value in self.params)
             and all(_is_like(s.space.get(s.key), s.before) for _, s in self._sources)
+            and all(leaf.requires_grad for leaf in self.leaves)
+            and not (self.adds_gradients and any(map(has_hooks, self.leaves)))
             and self.dependencies.changed() is None
         )
 
@@ -173,7 +178,7 @@ class _Step:
             self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
             self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
             holds = [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else []
-        self.slots = self._spaces.written(_is_recorded)
+        self.slots = self._spaces.written(is_recorded)
         parts = [results, holds, self.gradients, *(s.tensors for s in self.slots)]
         self.sizes = [len(part) for part in parts]
         self.outputs = [t.detach() for part in parts for t in part]
@@ -182,10 +187,10 @@ class _Step:
     def _backward(
         self, loss: Tensor, gradient: Tensor | None = None, *_: object, **__: object
     ) -> None:
-        leaves = list(_leaves(loss))
+        leaves = list(leaves_of(loss))
         if not leaves:
             return
-        found = torch.autograd.grad(loss, leaves, gradient, retain_graph=True, allow_unused=True)
+        found = gradients_of(loss, leaves, gradient)
         for leaf, gradient in zip(leaves, found, strict=True):
             if gradient is None:
                 continue
@@ -214,10 +219,20 @@ def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
     """
     roots = (call.model, call.guide, loss, *(a for a in call.leaves if callable(a)))
     before, others = Dependencies.of(*roots), other_generators()
+    if before.is_cut:
+        raise NotRecordable(
+            f"the programs can see more than {len(before.entries)} values that may change: too "
+            f"many to look at in each step"
+        )
     spaces, names = Spaces(before), set(pyro.get_param_store()._params)
     step = _Step(loss, call, spaces)
     try:
-        traced = trace(step, call.inputs())
+        # Tensors of their own: what a program sees elsewhere, too, is not the argument.
+        traced = trace(step, [t.detach() for t in call.inputs()])
+        if (adds := call.function == "loss_and_grads") and any(map(has_hooks, step.leaves)):
+            raise NotRecordable(
+                "a parameter has a hook on its gradient: use (model, guide) modules"
+            )
         check_unchanged(before, others, step.slots, names)
         graph, constants, updates = as_function(traced)
     except NotRecordable:
@@ -239,6 +254,7 @@ def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
         step.fixed,
         bool(step.sizes[1]),
         _without_slots(Dependencies.of(*roots), step.slots),
+        adds,
     )
     outcome = recording.outcome(step.outputs)
     if not outcome.is_usable():
@@ -272,22 +288,3 @@ def _without_slots(dependencies: Dependencies, slots: list[Slot]) -> Dependencie
 
     dependencies.entries = [e for e in dependencies.entries if not is_slot(e)]
     return dependencies
-
-
-def _is_recorded(tensor: Tensor) -> bool:
-    mode = get_proxy_mode()
-    return mode is not None and has_proxy_slot(tensor, mode.tracer)
-
-
-def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """The parameters behind a loss, in the order of their discovery."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and not _is_recorded(variable):
-            yield variable
-        waiting += [following for following, _ in node.next_functions]

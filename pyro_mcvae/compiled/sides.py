@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.compiled.case import Observed
+from pyro_mcvae.compiled.gradients import gradients_of
 from pyro_mcvae.compiled.recording import Outcome, Recording
 from pyro_mcvae.compiled.signature import Call
 
@@ -81,8 +82,7 @@ class DifferentiableLoss(Loss):
         assert isinstance(found, Tensor)
         if not found.requires_grad:
             return found, [found], []
-        gradients = torch.autograd.grad(found, leaves, retain_graph=True, allow_unused=True)
-        zipped = zip(gradients, leaves, strict=True)
+        zipped = zip(gradients_of(found, leaves), leaves, strict=True)
         return found, [found], [torch.zeros_like(p) if g is None else g for g, p in zipped]
 
     def handed(self, recording: Recording, outcome: Outcome) -> object:

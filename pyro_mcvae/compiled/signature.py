@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from pyro.poutine.runtime import _PYRO_STACK
@@ -64,7 +64,8 @@ class Call:
         :raises NotRecordable: naming an argument that no recording can take.
         """
         about = [self._about(i, leaf) for i, leaf in enumerate(self.leaves)]
-        return (self.function, self.model, self.guide, self.spec, *about, *_settings())
+        pair = _hashable(self.model), _hashable(self.guide)
+        return (self.function, *pair, self.spec, *about, *_settings())
 
     def _about(self, index: int, leaf: object) -> Hashable:
         if isinstance(leaf, Tensor) and type(leaf) in _TENSORS and not leaf.requires_grad:
@@ -76,7 +77,7 @@ class Call:
         if isinstance(leaf, Tensor):
             why = "requires a gradient" if leaf.requires_grad else f"is a {type(leaf).__name__}"
         elif callable(leaf):
-            return leaf  # its own globals and attributes are watched
+            return _hashable(leaf)  # its own globals and attributes are watched
         else:
             why = f"is a {type(leaf).__name__}, whose changes do not show"
         raise NotRecordable(
@@ -104,6 +105,22 @@ class Call:
             return args, kwargs
         count = len(self.args)
         return tuple(leaves[:count]), dict(zip(self.kwargs, leaves[count:], strict=True))
+
+
+class _Itself(NamedTuple):
+    """Stands for a program without a hash, as objects of dataclasses are."""
+
+    program: object
+
+    def __hash__(self) -> int:
+        return id(self.program)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.program is self.program
+
+
+def _hashable(program: object) -> Hashable:
+    return program if isinstance(program, Hashable) else _Itself(program)
 
 
 def _settings() -> tuple[Hashable, ...]:

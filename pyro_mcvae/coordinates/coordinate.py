@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any, Literal
 
 import torch
-from pyro import distributions as dist
 from torch import Tensor
 
+from pyro_mcvae.checks.angles import is_circular
 from pyro_mcvae.coordinates.bijection import bijection_of
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
 from pyro_mcvae.programs.errors import NoCoordinateError
@@ -188,18 +188,6 @@ class CircularCoordinate(UnconstrainedCoordinate):
         return self.fn.log_prob(value)
 
 
-def _is_circular(fn: Distribution) -> bool:
-    while not isinstance(fn, _CIRCULAR):
-        base = getattr(fn, "base_dist", None)
-        if base is None or isinstance(fn, torch.distributions.TransformedDistribution):
-            return False
-        fn = base
-    return True
-
-
-_CIRCULAR = (torch.distributions.VonMises, dist.SineBivariateVonMises, dist.SineSkewed)
-
-
 def _drawn(fn: Distribution) -> Any:
     """The distribution without its masks, but for those inside of a transform."""
     return with_mask(fn, None) if is_masked(fn) else fn
@@ -282,4 +270,4 @@ def _without_noise(fn: Distribution, coordinates: Coordinates) -> Coordinate:
         raise NotImplementedError("it rounds its draws")
     if coordinates == "resting":
         return ValueCoordinate(fn)
-    return CircularCoordinate(fn) if _is_circular(fn) else UnconstrainedCoordinate(fn)
+    return CircularCoordinate(fn) if is_circular(fn) else UnconstrainedCoordinate(fn)

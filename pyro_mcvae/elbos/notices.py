@@ -6,6 +6,7 @@ import logging
 
 from torch import Tensor
 
+from pyro_mcvae.checks.angles import unwound
 from pyro_mcvae.checks.copied_parameters import collects_parameters, refuse_copied_parameters
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.programs.execution import Programs
@@ -46,6 +47,8 @@ class Notices:
     def _look(self, programs: Programs, runs: list[Run], collected: bool) -> None:
         for run in runs if collected else ():
             refuse_copied_parameters(programs, run)
+        for why in (why for run in runs for why in unwound(run)):
+            self._warn(why)
         for term in (t for run in runs for t in run.terms if t.in_guide):
             if term.site["infer"].get("baseline"):
                 self._warn(_BASELINE % term.key.name)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain, anneal
+from pyro_mcvae.checks.angles import check_angles
 from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
@@ -255,3 +256,4 @@ class ImportanceSampler(Weights):
             self.programs = count_masked(self.programs, *pair)
             self.reference = sampler.single(self.programs, subsamples)
         check_masks(self.reference.runs[0], apart)
+        check_angles(self.reference.runs[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pyro_mcvae.chains.annealing import anneal
+from pyro_mcvae.checks.angles import is_circular
 from pyro_mcvae.coordinates.chain_checks import named
 from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.whitened import WhitenedDensity, Whitening
@@ -31,13 +32,19 @@ def whiten(density: ChainDensity, annealing: Annealing) -> Whitening:
     window coordinates are white with respect to where they stand then, and the step size has
     adapted; so the chains spread as far as the posterior does, window by window.
 
-    :raises ValueError: for discrete sites of the guide.
+    :raises ValueError: for discrete sites of the guide, and for angles.
     """
     discrete = density.log_weight.plan.discrete
     if discrete:
         raise ValueError(
             f"coordinates='whitened' moves all latents, but the guide's site{named(discrete)} "
             f"discrete: use coordinates='noise', where they stay as they were drawn"
+        )
+    angles = [n for n, fn in density.log_weight.unconstrained.items() if is_circular(fn)]
+    if angles:
+        raise ValueError(
+            f"coordinates='whitened' fits a normal density on the line, but the guide's site"
+            f"{named(tuple(angles))} an angle, which has no end there: use coordinates='noise'"
         )
     position, movable = density.log_weight.coordinates.detach(), density.log_weight.movable
     dense = position[0].numel() * position.shape[-1] <= _LARGEST

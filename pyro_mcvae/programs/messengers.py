@@ -116,7 +116,9 @@ class Recorder(Messenger):
 
     def _value_of(self, msg: Message) -> Tensor | None:
         value, sample_fn = self._substitutes.values.get(msg["name"]), self._substitutes.sample_fn
-        if value is not None or sample_fn is None or not is_random(msg):
+        # An untraced draw is noise of the program's own, as that of dropout is.
+        untraced = msg["infer"].get("_do_not_trace", False)
+        if value is not None or sample_fn is None or untraced or not is_random(msg):
             return value
         with without_autocast():
             return sample_fn(msg)

@@ -223,12 +223,35 @@ def one_hot(x: Tensor) -> None:
     normal_model(x, loc=torch.nn.functional.one_hot((x > 0).long())[:, 0])
 
 
+def own_generator() -> Callable[..., None]:
+    generator = torch.Generator().manual_seed(0)
+
+    def model(x: Tensor) -> None:
+        normal_model(x, loc=torch.randn((), generator=generator))
+
+    return model
+
+
+def many() -> Callable[..., None]:
+    layers = [nn.Identity() for _ in range(60)]
+    for layer in layers:
+        for i in range(300):
+            setattr(layer, f"value_{i}", i)
+
+    def model(x: Tensor) -> None:
+        normal_model(x, loc=layers[0](x[:1]))
+
+    return model
+
+
 REFUSED = {
     "counter": (counter, "each step changes 'count', which model closes over"),
     "branch": (lambda: by_value, r"test_changes.py:\d+, loc = z if z.sum\(\) > 0 else -z"),
     "item": (lambda: item, r"\(.item\(\)\) at .*test_changes.py:\d+, normal_model"),
     "Python": (lambda: python_random, "draws random numbers from Python's generator"),
     "NumPy": (lambda: numpy_random, "draws random numbers from NumPy's generator"),
+    "generator": (own_generator, r"draws from a generator of its own.* at .*test_changes.py"),
+    "too many": (many, "see more than 16[0-9]* values"),
     "index": (lambda: masked, "indexes by truth values.* at .*test_changes.py"),
     "one_hot": (lambda: one_hot, r"\(one_hot without num_classes\) at .*test_changes.py"),
 }

@@ -1,8 +1,10 @@
 """What programs see besides their arguments is watched, wherever they keep it."""
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -51,6 +53,25 @@ class Net(nn.Module):
     width = 1.0
 
 
+class Private(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self._width = 1.0
+
+    @property
+    def width(self) -> float:
+        return self._width
+
+    @width.setter
+    def width(self, value: float) -> None:
+        self._width = value
+
+
+outer, inner = ModuleType("outer"), ModuleType("outer.inner")
+outer.__file__ = inner.__file__ = __file__
+outer.inner, inner.width = inner, 1.0  # type: ignore[attr-defined]
+
+
 def _of(held: Any) -> tuple[Callable[[], float], Callable[[float], None]]:
     return lambda: held.width, lambda value: setattr(held, "width", value)
 
@@ -94,6 +115,32 @@ def _of_another_class(name: str) -> Any:
     return found, lambda value: setattr(Global, "width", value)
 
 
+def _of_an_inner_module() -> Any:
+    return lambda: outer.inner.width, lambda value: setattr(inner, "width", value)
+
+
+def _of_a_module_that_is_imported_within() -> Any:
+    def get() -> float:
+        import outer.inner as found  # type: ignore[import-not-found]
+
+        return float(found.width)
+
+    return get, lambda value: setattr(inner, "width", value)
+
+
+def _of_a_module_that_an_object_holds() -> Any:
+    held = Bare()
+    held.part = nn.Dropout()
+    return lambda: 2.0 - held.part.training, lambda value: held.part.train(value == 1)
+
+
+def _of_a_keyword() -> Any:
+    def get(*, width: float = 1.0) -> float:
+        return width
+
+    return get, lambda value: get.__kwdefaults__.update(width=value)
+
+
 PLACES: dict[str, Callable[[], Any]] = {
     "object without methods": _bare(Bare),
     "slot": _bare(Slots),
@@ -105,6 +152,18 @@ PLACES: dict[str, Callable[[], Any]] = {
     "set": _of_a_set,
     "distribution": _replaced(lambda value: dist.Normal(0.0, value), lambda prior: prior.scale),
     "array": _replaced(lambda value: np.full(1, value), lambda array: float(array[0])),
+    "number of numpy": _replaced(np.float32, float),
+    "class of distributions": _replaced(
+        lambda value: dist.Normal if value == 1 else dist.Laplace, lambda kind: kind(0, 1).variance
+    ),
+    "builtin function": _replaced(
+        lambda value: torch.abs if value == 1 else torch.exp, lambda f: f(torch.ones(()))
+    ),
+    "private, of a module": lambda: _of(Private()),
+    "inner module": _of_an_inner_module,
+    "module that is imported within": _of_a_module_that_is_imported_within,
+    "mode of a module that an object holds": _of_a_module_that_an_object_holds,
+    "keyword-only default": _of_a_keyword,
     "through a property": lambda: _of_another_class("property"),
     "through a classmethod": lambda: _of_another_class("classmethod"),
 }
@@ -123,7 +182,11 @@ def seeded(loss: Any, model: Any, *args: Any, seed: int) -> float:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_value_that_changes_between_steps_is_seen_at_the_next_one(place: str) -> None:
+def test_a_value_that_changes_between_steps_is_seen_at_the_next_one(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (outer, inner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     get, put = PLACES[place]()
 
     def model(x: Tensor) -> None:

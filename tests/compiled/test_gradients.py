@@ -1,0 +1,144 @@
+"""What decides which gradients a step has, and where they go, is noticed; hooks are called once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO
+from tests.compiled.programs import reasons, uses
+
+x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
+
+
+class Programs:
+    def __init__(self) -> None:
+        self.net = nn.Linear(1, 1).double()
+        nn.init.constant_(self.net.weight, 0.3)
+        nn.init.constant_(self.net.bias, 0.1)
+
+    def model(self, x: Tensor, target: Tensor) -> None:
+        pyro.module("net", self.net, update_module_params=True)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            loc = self.net((z + x).unsqueeze(-1)).squeeze(-1)
+            pyro.sample("x", dist.Normal(loc, 1.0), obs=target)
+
+    def guide(self, x: Tensor, target: Tensor) -> None:
+        slope = pyro.param("slope", torch.tensor(0.1))
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(slope * x, 0.7))
+
+
+def by_svi(loss: Any, programs: Programs) -> Callable[[Any, int], float]:
+    svi = pyro.infer.SVI(programs.model, programs.guide, pyro.optim.SGD({"lr": 0.01}), loss)
+
+    def step(args: Any, seed: int) -> float:
+        torch.manual_seed(seed)
+        return float(svi.step(*args))
+
+    return step
+
+
+def by_module(loss: Any, programs: Programs) -> Callable[[Any, int], float]:
+    elbo = loss(programs.model, programs.guide)
+
+    def step(args: Any, seed: int) -> float:
+        torch.manual_seed(seed)
+        programs.net.zero_grad()
+        found = elbo(*args)
+        found.backward()
+        with torch.no_grad():
+            for p in programs.net.parameters():
+                if p.grad is not None and p.requires_grad:
+                    p -= 0.01 * p.grad
+        return float(found.detach())
+
+    return step
+
+
+def train(compiled: bool, how: Any, change: Callable[[Programs, int], Any]) -> tuple[Any, ...]:
+    """The losses and the weights of some steps, with a change before each."""
+    pyro.clear_param_store()
+    programs, plain = Programs(), TraceSGVB_ELBO()
+    loss = CompiledELBO(plain, "eager") if compiled else plain
+    step, found = how(loss, programs), []
+    for i in range(24):
+        args = change(programs, i) or (x, x)
+        found += [step(args, i), *(p.item() for p in programs.net.parameters())]
+    return found, loss
+
+
+def freeze(programs: Programs, step: int) -> None:
+    if step in (7, 17):
+        programs.net.weight.requires_grad_(step == 17)
+
+
+def unfreeze(programs: Programs, step: int) -> None:
+    programs.net.weight.requires_grad_(step >= 9)
+
+
+def hook(programs: Programs, step: int) -> None:
+    if step == 0:
+        programs.net.weight.register_hook(lambda gradient: gradient * 10)
+
+
+def later_hook(programs: Programs, step: int) -> None:
+    if step == 9:
+        programs.net.bias.register_hook(lambda gradient: gradient * 10)
+
+
+def ten_times(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(10)
+
+
+def hook_after(programs: Programs, step: int) -> None:
+    if step == 9:
+        programs.net.bias.register_post_accumulate_grad_hook(ten_times)
+
+
+def same_then_other(programs: Programs, step: int) -> tuple[Tensor, Tensor]:
+    return (x, x) if step < 9 else (x, 2 * x)
+
+
+CHANGES = (freeze, unfreeze, hook, later_hook, hook_after, same_then_other)
+
+
+@pytest.mark.filterwarnings("ignore:weight was not registered in the param store")
+@pytest.mark.parametrize("how", [by_svi, by_module])
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_are_the_plain_ones_whatever_changes(change: Any, how: Any) -> None:
+    plain, _ = train(False, how, change)
+    found, loss = train(True, how, change)
+    assert found == pytest.approx(plain, rel=1e-12)
+    may_not = how is by_svi and change in (hook, later_hook, hook_after)
+    assert bool(reasons(loss)) == may_not
+    assert may_not or uses(loss) > 8
+
+
+@dataclass
+class Model:
+    width: float = 1.0
+
+    def __call__(self, x: Tensor, target: Tensor) -> None:
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, self.width))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=target)
+
+
+def test_a_model_without_a_hash() -> None:
+    model, plain = Model(), TraceSGVB_ELBO()
+    loss, found = CompiledELBO(plain, "eager"), []
+    for elbo in (loss, plain):
+        model.width = 1.0
+        for step in range(12):
+            model.width = 1.0 if step < 7 else 2.0
+            torch.manual_seed(step)
+            found.append(elbo.loss(model, Programs().guide, x, x))
+    assert found[:12] == found[12:]
