@@ -7,13 +7,23 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
+from pyro.infer.reparam import ConjugateReparam
 
-from pyro_mcvae import CompiledELBO, LinearSchedule, TraceSIS_ELBO, UnderdampedLangevin
+from pyro_mcvae import (
+    ULA,
+    CompiledELBO,
+    LinearSchedule,
+    TraceIWAE_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs
 from tests.compiled.programs import reasons
+from tests.estimates import assert_mean
 
 x = torch.tensor([1.0, -0.5, 2.0])
 # Given the noise x is normal: the evidence is a mixture's.
@@ -78,3 +88,46 @@ def test_a_compiled_step_with_such_a_model_runs_as_ever(model, reason):
         found.append([svi.step(x) for _ in range(6)])
     assert found[0] == found[1]
     assert [reason in said for said in reasons(loss)] == ([True] if reason else [])
+
+
+def conjugate(count, al=2.0):
+    """A Gamma that ConjugateReparam draws aside, from its guess of what is known after the data."""
+
+    def model():
+        shape = pyro.param("shape", torch.full((count,), al))
+        with pyro.plate("data", count):
+            a = pyro.sample("a", dist.LogNormal(0.0, 0.5))
+            x = pyro.sample("x", dist.Gamma(shape, a))
+            pyro.sample("y", dist.Poisson(x), obs=torch.tensor(3.0))
+
+    def guide():
+        with pyro.plate("data", count):
+            pyro.sample("a", dist.LogNormal(torch.full((count,), -0.2), 0.5))
+
+    guess = dist.Gamma(torch.full((count,), 3.0), torch.full((count,), 0.9))
+    return poutine.reparam(model, {"x": ConjugateReparam(guess)}), guide
+
+
+@pytest.mark.parametrize(
+    "elbo",
+    [TraceIWAE_ELBO(1), TraceSIS_ELBO(3, ULA(0.05)), TraceSIS_ELBO(2, coordinates="latent")],
+    ids=["iwae", "sis", "latent"],
+)
+def test_draws_that_leave_no_trace_are_noise(elbo):
+    log_a = torch.linspace(-5, 5, 2001)
+    given = dist.GammaPoisson(2.0, log_a.exp()).log_prob(torch.tensor(3.0))
+    joint = dist.Normal(0.0, 0.5).log_prob(log_a) + given
+    evidence = joint.logsumexp(0) + (log_a[1] - log_a[0]).log()
+    weights = (elbo.bounds(*conjugate(4000)).per_datum - evidence).exp()
+    assert_mean(weights, 1.0)
+
+
+def test_no_estimator_takes_the_gradient_of_such_draws():
+    found = []
+    for estimator in ("reparam", "vimco"):
+        pyro.clear_param_store()
+        TraceIWAE_ELBO(3, estimator).loss_and_grads(*conjugate(4000))
+        found.append(pyro.param("shape").grad)
+    error = (found[0].var() + found[1].var()).sqrt() / 4000**0.5
+    assert (found[0].mean() - found[1].mean()).abs() < 4.5 * error
+    assert found[0].mean().abs() > 10 * error
