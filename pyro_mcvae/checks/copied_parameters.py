@@ -22,7 +22,8 @@ _CONTIGUOUS = (
 )
 _KNOWN = (
     "the store had one of this name, loaded or of another module: pass update_module_params=True "
-    "to pyro.module, or call pyro.clear_param_store() before"
+    "to pyro.module, call pyro.clear_param_store() before, or, of PyroModules with parts of one "
+    "name, pyro.settings.set(module_local_params=True)"
 )
 
 
