@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pyro.poutine.runtime import _PYRO_STACK
-from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.messengers import is_param_tracer
 from pyro_mcvae.programs.modules import find_modules
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.types import Site
@@ -29,7 +29,7 @@ _KNOWN = (
 
 def collects_parameters() -> bool:
     """Whether a caller trains what Pyro's store holds, as SVI does, and not a module's own."""
-    return any(isinstance(h, TraceMessenger) and h.param_only for h in _PYRO_STACK)
+    return any(map(is_param_tracer, _PYRO_STACK))
 
 
 def refuse_copied_parameters(programs: Programs, run: Run) -> None:

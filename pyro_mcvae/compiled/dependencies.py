@@ -35,8 +35,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _MAX_ENTRIES, _MAX_DEPTH, _MAX_LENGTH = 16384, 12, 64
 _MISSING = object()
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-# Attributes that are data, though nobody looks into them.
-_REPLACED = (
+# What may stand in an attribute and be replaced; not all of it is looked into.
+_WATCHED = (
     *(Tensor, nn.Module, Distribution, Transform, *_CONTAINERS),
     *(FunctionType, MethodType, functools.partial),
     *(type, BuiltinFunctionType, range, slice, Number, torch.dtype, torch.device),
@@ -226,7 +226,7 @@ def _is_datum(held: object) -> bool:
 
 
 def _is_watched(value: object) -> bool:
-    known = is_plain(value) or isinstance(value, _REPLACED)
+    known = is_plain(value) or isinstance(value, _WATCHED)
     return known or _is_array(value) or _is_of_the_user(value)
 
 

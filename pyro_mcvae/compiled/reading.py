@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.ops.gumbel import one_hot
 from pyro_mcvae.ops.recording import assume
-from pyro_mcvae.programs.messengers import Recorder
+from pyro_mcvae.programs.messengers import Recorder, is_param_tracer
 from pyro_mcvae.programs.source_lines import is_library, program_line
 from pyro_mcvae.programs.types import TorchFunction
 
@@ -154,7 +154,7 @@ def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
 
 def _in_a_program() -> bool:
     return any(
-        isinstance(h, Recorder) or (isinstance(h, TraceMessenger) and not h.param_only)
+        isinstance(h, Recorder) or (isinstance(h, TraceMessenger) and not is_param_tracer(h))
         for h in _PYRO_STACK
     )
 

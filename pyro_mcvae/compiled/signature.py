@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from pyro.poutine.runtime import _PYRO_STACK
-from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.ops.trees import Tree
+from pyro_mcvae.programs.messengers import is_param_tracer
 from pyro_mcvae.programs.types import Program
 
 __all__ = ["Args", "Call", "Kwargs"]
@@ -125,7 +125,7 @@ def _hashable(program: object) -> Hashable:
 
 def _settings() -> tuple[Hashable, ...]:
     for handler in _PYRO_STACK:
-        if not (isinstance(handler, TraceMessenger) and handler.param_only):
+        if not is_param_tracer(handler):
             raise NotRecordable(
                 f"the loss is called within a handler ({type(handler).__name__}), which would not "
                 f"see the sites of a recording: put it around the model or the guide"

@@ -9,6 +9,7 @@ import torch
 from pyro.poutine.broadcast_messenger import BroadcastMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame, IndepMessenger
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -22,7 +23,14 @@ from pyro_mcvae.programs.precision import site_in_full_precision, without_autoca
 from pyro_mcvae.programs.sites import is_masked, is_random, is_straight_through, reparameterized
 from pyro_mcvae.programs.types import Message
 
-__all__ = ["ParticlePlate", "Recorder", "SampleFn", "Substitutes", "score_function_draws"]
+__all__ = [
+    "ParticlePlate",
+    "Recorder",
+    "SampleFn",
+    "Substitutes",
+    "is_param_tracer",
+    "score_function_draws",
+]
 
 # Called for a random guide site of a run; returns its value, or None to let Pyro draw.
 SampleFn = Callable[[Message], Tensor | None]
@@ -91,7 +99,7 @@ class Recorder(Messenger):
         self, substitutes: Substitutes, drawn: Trace | None = None, records: bool = True
     ) -> None:
         super().__init__()
-        self.trace, self._records = Trace(), records
+        self.trace, self._recorded = Trace(), ("sample", "param") if records else ()
         self._substitutes, self._drawn = substitutes, {} if drawn is None else drawn.nodes
 
     def _process_message(self, msg: Message) -> None:
@@ -126,9 +134,13 @@ class Recorder(Messenger):
     def _postprocess_message(self, msg: Message) -> None:
         if msg["type"] == "sample" and site_is_subsample(msg):
             self._substitutes.subsamples.keep(msg)
-        recorded = self._records and msg["type"] in ("sample", "param")
-        if recorded and not msg["infer"].get("_do_not_trace"):
+        if msg["type"] in self._recorded and not msg["infer"].get("_do_not_trace"):
             self.trace.add_node(msg["name"], **msg)
+
+
+def is_param_tracer(handler: object) -> bool:
+    """Whether a handler collects parameters alone, as ``SVI``'s does to train them."""
+    return isinstance(handler, TraceMessenger) and handler.param_only
 
 
 def score_function_draws(skip: frozenset[str]) -> SampleFn:

@@ -42,8 +42,9 @@ class Probe(NamedTuple):
 @contextmanager
 def looking() -> Iterator[None]:
     """
-    Around runs beside a step: without gradients, without Pyro's validation, and leaving nothing
-    behind. Every such block begins with the random stream of the step.
+    Around runs beside a step: in its gradient mode, which programs may depend on, without Pyro's
+    validation, and leaving nothing behind. Every such block begins with the random stream of the
+    step.
     """
     with isolated(), pyro.validation_enabled(False):
         yield
