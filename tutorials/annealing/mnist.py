@@ -119,7 +119,7 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     ),
 }
 FROM_SCRATCH = "ELBO,IWAE-10,IWAE-50,SIS-5-ULA,SIS-10-ULA,SIS-5,SIS-10,AIS-5"
-PAPER = "ELBO,IWAE-10,IWAE-50,SIS-5-ULA,SIS-10-ULA,AIS-3,AIS-5"
+PAPER = "ELBO,IWAE-10,IWAE-50,SIS-5-ULA-latent,SIS-10-ULA-latent,AIS-3,AIS-5"
 DENSE = "ELBO,IWAE-10,SIS-5-ULA,SIS-5-default,AIS-5-default,SIS-10-ULA,AIS-5,SIS-10-default"
 AFTER_PRETRAINING = "ELBO,IWAE-5,IWAE-10,SIS-5,SIS-5-reweighted,SIS-5-ULA"
 
@@ -184,6 +184,7 @@ class Result:
     commit: str
     machine: str
     curve: list[tuple[float, float]] = field(default_factory=list)  # CPU seconds, quick NLL
+    each: list[float] = field(default_factory=list)  # nll_chain of each test image
 
 
 @dataclass
@@ -192,6 +193,11 @@ class Limits:
 
     epochs: float
     seconds: float = float("inf")
+
+
+def quiet() -> float:
+    """Seconds between two updates of a progress bar; a log file needs fewer than a terminal."""
+    return 30 if "CI" in os.environ or not sys.stderr.isatty() else 0.5
 
 
 def train(
@@ -212,36 +218,39 @@ def train(
     if path.exists():
         past = load_checkpoint(path, {"svi": svi})
     bounds, curve, spent = past["bounds"], [(a, b) for a, b in past["curve"]], past["spent"]
+
+    def save() -> None:
+        save_checkpoint(path, {"svi": svi}, bounds=bounds, curve=curve, spent=spent)
+
+    def look() -> tuple[float, float]:
+        # A thousand images tell where a curve goes.
+        return spent, -held_out(vae, task.test[:1000], TraceIWAE_ELBO(50)).mean().item()
+
     per_epoch = -(-len(task.train) // args.batch_size)
     batches = task.batches(args.batch_size)
-    quiet = 30 if "CI" in os.environ else 0.5  # A log file needs fewer updates than a terminal.
-    with tqdm(total=100, desc=f"{name:>18}", unit="%", mininterval=quiet) as progress:
+    with tqdm(total=100, desc=f"{name:>18}", unit="%", mininterval=quiet()) as progress:
         while (
             fraction := max(len(bounds) / per_epoch / limits.epochs, spent / limits.seconds)
         ) < 1:
             progress.update(round(100 * fraction) - progress.n)
             if fraction >= len(curve) / args.checkpoints:
-                curve.append((spent, -held_out(vae, task.test, quick()).mean().item()))
+                curve.append(look())
             x = next(batches)
             start = time.process_time()
             bounds.append(-svi.step(x) / len(x))
             spent += time.process_time() - start
             progress.set_postfix_str(f"{bounds[-1]:.1f}", refresh=False)
             if len(bounds) % per_epoch == 0:
-                save_checkpoint(path, {"svi": svi}, bounds=bounds, curve=curve, spent=spent)
-    curve.append((spent, -held_out(vae, task.test, quick()).mean().item()))
+                save()
+    save()  # Also within an epoch: what the judges keep is of this model.
+    curve.append(look())
     return bounds, curve, loss
 
 
 # --- Judging --------------------------------------------------------------------------------------
 
 
-def quick() -> TraceIWAE_ELBO:
-    """For learning curves only."""
-    return TraceIWAE_ELBO(50)
-
-
-def judges() -> tuple[TraceSIS_ELBO, TraceIWAE_ELBO, TraceAIS_ELBO]:
+def judges() -> dict[str, TraceSIS_ELBO | TraceIWAE_ELBO | TraceAIS_ELBO]:
     """
     What every model is judged by, whatever has trained it; all estimate log p(x) from below.
 
@@ -249,17 +258,32 @@ def judges() -> tuple[TraceSIS_ELBO, TraceIWAE_ELBO, TraceAIS_ELBO]:
     """
     # The step is small enough for guides of all objectives, and fixed: nothing is tuned to one.
     kernel = UnderdampedLangevin(0.4, momentum=0.9)
-    chain = TraceSIS_ELBO(40, kernel, num_particles=10, multi_sample=True)
-    paper = TraceAIS_ELBO(5, HMC(0.05, num_leapfrog=3), num_particles=10, multi_sample=True)
-    return chain, TraceIWAE_ELBO(500), paper
+    return {
+        "chain": TraceSIS_ELBO(40, kernel, num_particles=10, multi_sample=True),
+        "IWAE-500": TraceIWAE_ELBO(500),
+        "paper": TraceAIS_ELBO(5, HMC(0.05, num_leapfrog=3), num_particles=10, multi_sample=True),
+    }
 
 
 @torch.no_grad()
-def held_out(vae: VAE, x: Tensor, judge: Any) -> Tensor:
+def held_out(vae: VAE, x: Tensor, judge: Any, progress: str | None = None) -> Tensor:
     """The judge's estimate of log p(x) for each image."""
     # So many images at once that their decoded copies stay near the processor.
     chunks = x.split(max(1, min(20, 1000 // judge.num_particles)))
-    return torch.cat([judge.bounds(vae.model, vae.guide, chunk).per_datum for chunk in chunks])
+    with tqdm(chunks, progress, disable=progress is None, mininterval=quiet()) as shown:
+        return torch.cat([judge.bounds(vae.model, vae.guide, chunk).per_datum for chunk in shown])
+
+
+def judged(vae: VAE, x: Tensor, path: Path) -> list[Tensor]:
+    """The NLL of each image by each judge; what is finished is read, for it can take an hour."""
+    found = []
+    for name, judge in judges().items():
+        kept = path.with_suffix(f".{name}.pt")
+        if not kept.exists():
+            pyro.set_rng_seed(0)  # The judges' noise is the same for all.
+            torch.save(-held_out(vae, x, judge, f"{path.stem}, {name}"), kept)
+        found.append(torch.load(kept))
+    return found
 
 
 def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) -> Result:
@@ -271,8 +295,7 @@ def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) ->
     limits = Limits(args.epochs, args.seconds)
     bounds, curve, loss = train(name, vae, task, args, limits, path.with_suffix(".pt"))
     record = getattr(loss, "last_step", None)
-    pyro.set_rng_seed(0)  # The judges' noise is the same for all.
-    chain, iwae, paper = (held_out(vae, task.test, judge) for judge in judges())
+    chain, iwae, paper = judged(vae, task.test, path)
     result = Result(
         name,
         seed,
@@ -280,15 +303,16 @@ def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) ->
         len(bounds) * args.batch_size / len(task.train),
         curve[-1][0],
         statistics.fmean(bounds[-max(1, len(bounds) // 10) :]),
-        -chain.mean().item(),
+        chain.mean().item(),
         chain.std().item() / len(chain) ** 0.5,
-        -iwae.mean().item(),
-        -paper.mean().item(),
+        iwae.mean().item(),
+        paper.mean().item(),
         None if record is None else record.step_size.mean().item(),
         None if record is None else record.acceptance.mean().item(),
         args.commit,
         machine(),
         curve,
+        chain.tolist(),
     )
     path.write_text(json.dumps(asdict(result)))
     return result
@@ -298,7 +322,11 @@ def run(name: str, vae: VAE, task: Task, args: argparse.Namespace, seed: int) ->
 
 
 def table(results: Sequence[Result]) -> str:
-    """Markdown: one row per objective, one column per seed, and the gain over the first row."""
+    """
+    Markdown: one row per objective, one column per seed, and the gain over the first row.
+
+    The gain's standard error is that of a mean of differences, image by image.
+    """
     seeds = list(dict.fromkeys(r.seed for r in results))
     head = [
         "objective",
@@ -309,10 +337,11 @@ def table(results: Sequence[Result]) -> str:
         "epochs",
     ]
     lines = [[*head, "CPU s"]]
-    first = {r.seed: r.nll_chain for r in results if r.objective == results[0].objective}
+    first = {r.seed: Tensor(r.each) for r in results if r.objective == results[0].objective}
     for name in dict.fromkeys(r.objective for r in results):
         mine = {r.seed: r for r in results if r.objective == name}
-        gain = statistics.fmean(first[s] - r.nll_chain for s, r in mine.items())
+        gains = torch.stack([first[s] - Tensor(r.each) for s, r in mine.items()]).mean(0)
+        gain = f"{gains.mean():+.2f} ± {gains.std() / len(gains) ** 0.5:.2f}"
         nlls = [f"{mine[s].nll_chain:.2f}" if s in mine else "" for s in seeds]
         rest = [
             statistics.fmean(getattr(r, key) for r in mine.values())
@@ -322,7 +351,7 @@ def table(results: Sequence[Result]) -> str:
             [
                 name,
                 *nlls,
-                f"{gain:+.2f}",
+                gain,
                 *map("{:.2f}".format, rest[:2]),
                 *map("{:.1f}".format, rest[2:]),
             ]
@@ -441,7 +470,8 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
         for name in args.objectives:
             results.append(run(name, copy.deepcopy(start), task, args, seed))
             # At once: a long run may be interrupted.
-            rows = [{k: v for k, v in asdict(r).items() if k != "curve"} for r in results]
+            long = {"curve", "each"}
+            rows = [{k: v for k, v in asdict(r).items() if k not in long} for r in results]
             write(rows, args.out / "results.csv")
     print(f"\n{task.name}, {len(task.train)} training and")
     print(f"{len(task.test)} test images; NLL in nats per image, standard error over images")
