@@ -58,7 +58,7 @@ class Runner:
         check_nesting(max_plate_nesting)
         self.declared_nesting = max_plate_nesting
         self.checks = RunChecks(strict_enumeration)
-        self.ways = Ways(self.checks, vectorize)
+        self.ways = Ways(self.checks, vectorize, not self._is_open)
         self.auxiliary = AuxiliaryDraws()
         self._found_nesting: int | None = None
         # Whether a model has shown sites to be summed. Then all run so, and the first run, which

@@ -32,10 +32,14 @@ class Ways:
 
     :param RunChecks checks: compare a way with a loop.
     :param vectorize: True to refuse a loop, None to take it where nothing else is right.
+    :param bool declared: whether the place of the leading dim is known without a run. Where a loop
+        is refused too, programs are run at once with all of their particles, and only so: they may
+        rely on it.
     """
 
-    def __init__(self, checks: RunChecks, vectorize: bool | None) -> None:
+    def __init__(self, checks: RunChecks, vectorize: bool | None, declared: bool) -> None:
         self._checks, self._vectorize = checks, vectorize
+        self._at_once = declared and self.refuses_loops
         self._chosen: PairCache[dict[Hashable, Way]] = PairCache(dict)
 
     @property
@@ -49,7 +53,7 @@ class Ways:
             return Way.LOOPED
         way = self._chosen.of(programs).get(programs.flags)
         # Plain steps come before one that is recorded, and a look would be recorded.
-        return Way.BATCHED if way is None and is_recording() else way
+        return Way.BATCHED if way is None and (self._at_once or is_recording()) else way
 
     def choose(
         self,

@@ -84,7 +84,7 @@ def test_without_global_latents_a_step_is_one_run_per_particle_or_one_for_all():
     for first in (1, 0, 0):
         looks = first * LOOKS
         assert counter.runs(looped) == (K + looks, K + looks)
-        looks += first * (1 + ALIKE)  # with a run that shows what is compared
+        looks += first * ALIKE  # of a declared nesting nothing is to be found out before
         assert counter.runs(vectorized) == (1 + looks, 1 + looks)
 
 

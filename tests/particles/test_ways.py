@@ -14,6 +14,7 @@ from pyro_mcvae import (
     CompiledELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
+    TraceSGVB_ELBO,
     TraceSIS_ELBO,
     TraceTruncated_ELBO,
     TruncatedPosterior,
@@ -337,3 +338,33 @@ def test_a_mapped_step_is_recorded():
             pyro.set_rng_seed(seed)
             found.append(elbo.loss_and_grads(model, guide))
         assert math.isclose(*found, rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("make", [TraceSGVB_ELBO, TraceIWAE_ELBO, TraceRaoBlackwell_ELBO])
+def test_programs_may_rely_on_the_particles_that_they_were_promised(make):
+    """As Pyro's test_vectorized_num_particles does: all in every run, in a declared dim."""
+    x = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+
+    def model(told):
+        with pyro.plate("components", 2):
+            p = pyro.sample("p", dist.Beta(1.1, 1.1))
+            assert not told or p.shape == (10, 1, 2)
+            with pyro.plate("data", 3):
+                pyro.sample("x", dist.Bernoulli(p), obs=x)
+
+    def guide(told):
+        with pyro.plate("components", 2):
+            p = pyro.sample("p", dist.Beta(pyro.param("a", torch.tensor(2.0)), 1.1))
+            assert not told or p.shape == (10, 1, 2)
+
+    loss = make(num_particles=10, vectorize_particles=True, max_plate_nesting=2)
+    found = []
+    for told in (True, False):
+        pyro.set_rng_seed(0)
+        value = loss.loss_and_grads(model, guide, told)
+        grad = pyro.param("a").grad
+        found.append((value, grad.item()))
+        grad.zero_()
+    assert found[0] == found[1]
+    with pytest.raises(AssertionError):
+        make(num_particles=10, max_plate_nesting=2).loss_and_grads(model, guide, True)
