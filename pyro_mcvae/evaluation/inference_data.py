@@ -35,9 +35,10 @@ def to_inference_data(
     Groups: ``posterior``; ``log_likelihood``, one number per datum; ``sample_stats`` with the log
     weight, and of chains the acceptance and the step size; ``observed_data``. With a ``model`` also
     ``posterior_predictive``, one draw of the observed sites for each posterior draw, on its
-    minibatch; ``prior`` and ``prior_predictive``; and what the model names by
-    ``pyro.deterministic``, in ``posterior`` and ``prior``. The model is run once for each draw.
-    Plates are named dimensions, whose coordinates are the indices of the data.
+    minibatch; ``prior`` and ``prior_predictive``; and what the model computes, in ``posterior``
+    (from its data) and ``prior``: sites of ``pyro.deterministic``, with those that ``obs_mask``
+    puts together, and reparameterized ones. The model is run for each draw, twice where it has
+    such sites. Plates are named dimensions, whose coordinates are the indices of the data.
 
     :param PosteriorDraws draws: from :func:`refine`.
     :param model: the model that was refined, for predictive draws.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,7 @@ from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.progress import Progress
-from pyro_mcvae.programs.sites import is_scored
+from pyro_mcvae.programs.sites import is_record
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.programs.unconditioned import Unconditioned
 
@@ -27,7 +28,7 @@ class Predicted:
 
     :ivar latents: of the latents.
     :ivar observed: of the observed sites, which are drawn here.
-    :ivar deterministic: of ``pyro.deterministic``.
+    :ivar deterministic: of what the model computes: ``pyro.deterministic``, reparameterized sites.
     :ivar dims: the names of the plates of each.
     """
 
@@ -63,7 +64,13 @@ def predict(
         bar.expect(count)
         for i in range(count):
             values = {n: v[i] for n, v in draws.items()} if num_prior is None else {}
-            runs.append(_run(model, args, kwargs, draws.coords, values))
+            given = model, args, kwargs, draws.coords, values
+            run = _run(*given, Unconditioned())
+            if num_prior is None and any(map(is_record, run.values())):
+                # Of the posterior, what is computed from data is so from those that were seen.
+                run = {n: s for n, s in run.items() if not is_record(s)}
+                run |= {n: s for n, s in _run(*given, nullcontext()).items() if is_record(s)}
+            runs.append(run)
             bar.step()
     return _together(runs, draws)
 
@@ -74,11 +81,12 @@ def _run(
     kwargs: Mapping[str, object],
     coords: Mapping[str, Tensor],
     values: Mapping[str, Tensor],
+    handler: AbstractContextManager[object],
 ) -> dict[str, Site]:
-    with Recorder(Substitutes(Minibatch(coords), values)) as recorder, Unconditioned():
+    with Recorder(Substitutes(Minibatch(coords), values)) as recorder, handler:
         model(*args, **kwargs)
     nodes = recorder.trace.nodes.items()
-    return {n: s for n, s in nodes if is_scored(s) or _is_deterministic(s)}
+    return {n: s for n, s in nodes if s["type"] == "sample"}
 
 
 def _together(runs: list[dict[str, Site]], draws: PosteriorDraws) -> Predicted:
@@ -95,13 +103,9 @@ def _together(runs: list[dict[str, Site]], draws: PosteriorDraws) -> Predicted:
             continue  # what comes and goes has no common shape
         found.dims[name] = site_dims(site)
         group = found.latents if name in draws else found.observed
-        if _is_deterministic(site):
+        if is_record(site):
             group = found.deterministic
         elif name not in draws and name not in draws.observed:
             continue
         group[name] = torch.stack(values)
     return found
-
-
-def _is_deterministic(site: Site) -> bool:
-    return site["type"] == "sample" and bool(site["infer"].get("_deterministic"))

@@ -184,18 +184,27 @@ class ParticleSampler:
             values; None to draw them anew.
         :param detach_latents: local ones reach the model without their gradient to the guide.
         """
-        fixed = sample.global_values()
+        fixed, shared = sample.global_values(), sample.structure.global_sites
         attached: frozenset[str] | None = frozenset() if detach_latents else None
-        together = self.vectorizes(programs, count)
-        layout = (count, sample.structure.global_sites) if together else (None, _NONE)
-        parts = [range(count)] if together else [range(k, k + 1) for k in range(count)]
-        runs = []
-        for rows, noise in zip(parts, sample.noise(count), strict=False):
-            shared = sample.structure.global_sites.guide
-            sample_fn = None if make_sample_fn is None else make_sample_fn(rows, shared)
-            given = fixed, sample_fn, attached, noise
-            runs.append(self._run(programs, Substitutes(sample.subsamples, *given), *layout))
-        return self.arrange(programs, runs)
+
+        def find_shared(run: Run) -> GlobalSites:
+            self.structures.of(programs, run, renew=False)  # looks at what particles share
+            return shared
+
+        def execution(rows: range, noise: ModelNoise) -> Execution:
+            sample_fn = None if make_sample_fn is None else make_sample_fn(rows, shared.guide)
+            substitutes = Substitutes(sample.subsamples, fixed, sample_fn, attached, noise)
+            return replace(_execution(programs, substitutes, shared), find_shared=find_shared)
+
+        run = None
+        if self.vectorizes(programs, count):
+            together = execution(range(count), next(sample.noise(count)))
+            run = self.runner.run_together(together, count)
+        if run is not None:
+            return self.arrange(programs, [run])
+        rows = (range(k, k + 1) for k in range(count))
+        each = (execution(*one) for one in zip(rows, sample.noise(count), strict=False))
+        return self.arrange(programs, [self.runner.run(e, None) for e in each])
 
     def replay(
         self, programs: Programs, sample: WeightedParticles, latents: Iterable[SiteChanges]

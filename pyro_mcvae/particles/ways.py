@@ -97,15 +97,20 @@ class Ways:
 
 
 _AT_ONCE = Way.BATCHED, Way.MAPPED, Way.BOTH_MAPPED
-# Of the two under vmap the first says what the user may mend.
-_IN_WORDS = {Way.BATCHED: "in a leading dim", Way.MAPPED: "under vmap"}
+_IN_WORDS = {
+    Way.BATCHED: "in a leading dim",
+    Way.MAPPED: "under vmap",
+    Way.BOTH_MAPPED: "under vmap, the guide too",
+}
 
 
 def _tell(
     programs: Programs, way: Way, name: LeadingDimsName, errors: dict[Way, LeadingDimsError]
 ) -> None:
     model = poutine.unwrap(programs.model)
-    why = "; ".join(f"{how}: {errors[w].reason}" for w, how in _IN_WORDS.items() if w in errors)
+    # Of the two under vmap the first says what the user may mend.
+    told = [w for w in errors if w is not Way.BOTH_MAPPED or Way.MAPPED not in errors]
+    why = "; ".join(f"{_IN_WORDS[w]}: {errors[w].reason}" for w in told)
     _logger.log(
         logging.WARNING if way is Way.LOOPED else logging.INFO,
         "%s of %s are run %s (%s)",

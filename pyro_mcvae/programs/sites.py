@@ -28,6 +28,7 @@ __all__ = [
     "is_latent",
     "is_masked",
     "is_random",
+    "is_record",
     "is_scored",
     "known_support",
     "layers",
@@ -48,14 +49,18 @@ def is_scored(site: Site) -> bool:
     return (
         site["type"] == "sample"
         and not site_is_subsample(site)
-        and not site["infer"].get("_deterministic", False)
-        and not (site["is_observed"] and _is_record(site["fn"]))
+        and not is_record(site)
     )
 
 
-def _is_record(fn: Distribution) -> bool:
-    """Whether an observed site only records a value, as one that was reparameterized does."""
-    return isinstance(fn, MaskedDistribution) and fn._mask is False and is_delta(fn)
+def is_record(site: Site) -> bool:
+    """Whether a sample site only records a value: ``pyro.deterministic``, or what a reparameterizer
+    has computed."""
+    if site["infer"].get("_deterministic", False):
+        return True
+    fn = site["fn"]
+    masked = isinstance(fn, MaskedDistribution) and fn._mask is False
+    return bool(site["is_observed"]) and masked and is_delta(fn)
 
 
 def is_latent(site: Site) -> bool:

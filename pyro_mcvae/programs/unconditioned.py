@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pyro.poutine.uncondition_messenger import UnconditionMessenger
 
+from pyro_mcvae.programs.sites import is_record
 from pyro_mcvae.programs.types import Message
 
 __all__ = ["Unconditioned"]
@@ -11,10 +12,10 @@ __all__ = ["Unconditioned"]
 
 class Unconditioned(UnconditionMessenger):
     """
-    Observed sites are drawn, as by Pyro's ``uncondition``; but ``pyro.deterministic`` stays what it
-    is: inside of a plate Pyro's would draw it once for each element, with a dim too many.
+    Observed sites are drawn, as by Pyro's ``uncondition``; but what is computed stays what it is:
+    inside of a plate Pyro's would draw it once for each element, with a dim too many.
     """
 
     def _pyro_sample(self, msg: Message) -> None:
-        if not msg["infer"].get("_deterministic"):
+        if not is_record(msg):
             super()._pyro_sample(msg)

@@ -31,12 +31,14 @@ def find_collapsed(
         if not t.in_guide and any(factor.site["is_observed"] for factor in t.sites)
     }
     lost = names - _reaching(found, observed)
+    if not lost:
+        return None
+    own = {n: found.parameters.get(FactorKey("guide", n), frozenset()) for n in names}
+    # What a draw that reaches data has too says nothing: networks of several sites, tied weights.
+    others = frozenset().union(*(own[n] for n in names - lost))
     for key in observed:
-        if not lost or found.factors.get(key, names):
-            continue
         for name in sorted(lost):
-            own = found.parameters.get(FactorKey("guide", name), frozenset())
-            if own & found.parameters.get(key, frozenset()):
+            if (own[name] - others) & found.parameters.get(key, frozenset()):
                 return name, key.name
     return None
 

@@ -33,6 +33,11 @@ class _Marked(ProvenanceTensor):
         inputs, marks = _parted(args)
         options, more = _parted(kwargs or {})
         result = func(*inputs, **options)
+        if func is torch.broadcast_tensors:
+            # As all distributions broadcast their parameters: each tells nothing of the others.
+            given = args[0] if isinstance(args[0], tuple | list) else args
+            own = [marks_of(value) for value in given]
+            return tuple(_mark(*part) if part[1] else part[0] for part in zip(result, own))
         return _mark(result, marks | more)
 
 
@@ -140,7 +145,14 @@ _OPTIONS_ONLY: set[object] = {
     *(getattr(torch, f"{kind}_like") for kind in ("zeros", "ones", "full", "empty")),
     *(getattr(torch, f"{kind}_like") for kind in ("rand", "randn")),
 }
-_CONVERSIONS: set[object] = {torch.Tensor.type_as, torch.Tensor.to}
+# The second argument only says the dtype and the device, or the shape.
+_CONVERSIONS: set[object] = {
+    torch.Tensor.type_as,
+    torch.Tensor.to,
+    torch.Tensor.expand_as,
+    torch.Tensor.reshape_as,
+    torch.Tensor.view_as,
+}
 
 
 def _selects(func: TorchFunction, args: tuple[object, ...]) -> bool:

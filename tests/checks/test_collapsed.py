@@ -7,6 +7,7 @@ import pyro.contrib.gp as gp
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.nn import PyroSample
 from torch import nn
 
 from pyro_mcvae import (
@@ -51,6 +52,24 @@ def test_a_latent_that_is_integrated_in_closed_form_is_not_weighed(kind, objecti
     with pytest.raises(ValueError, match=r"'likelihood.y' of the model has the parameters"):
         WEIGHING[objective]().loss(found.model, found.guide)
     with pytest.raises(ValueError, match=r"use TraceSGVB_ELBO, or a model that reads its latent"):
+        log_evidence(found.model, found.guide, num_particles=5)
+
+
+@pytest.mark.parametrize("likelihood", [gp.likelihoods.Gaussian, gp.likelihoods.Binary])
+@pytest.mark.parametrize("whiten", [False, True])
+def test_nor_where_the_data_see_another_draw(whiten, likelihood):
+    # With whitening the data depend on the kernel's draw: 2.8 nats above the evidence.
+    x = torch.linspace(-1, 1, 7)
+    kernel = gp.kernels.RBF(1)
+    kernel.lengthscale = PyroSample(dist.LogNormal(-0.5, 0.2))
+    kernel.autoguide("lengthscale", dist.Normal)
+    y = (torch.sin(3 * x) > 0).to(x.dtype)
+    found = gp.models.VariationalGP(x, y, kernel, likelihood=likelihood(), whiten=whiten)
+    # One after the other: these programs have no leading dims.
+    for name in WEIGHING.keys() - {"vectorized"}:
+        with pytest.raises(ValueError, match=r"parameters of the guide's site 'f' in it"):
+            WEIGHING[name]().loss(found.model, found.guide)
+    with pytest.raises(ValueError, match=r"parameters of the guide's site 'f' in it"):
         log_evidence(found.model, found.guide, num_particles=5)
 
 

@@ -8,7 +8,10 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoNormal
+from pyro.infer.reparam import LocScaleReparam, TransformReparam
 
 from pyro_mcvae import refine, sandwich, to_inference_data
 from tests.models import ConjugateGaussian, DiscreteMixture, NestedGaussian
@@ -93,6 +96,58 @@ def test_deterministic_values_keep_their_shape(groups):
         )
     assert data.groups["posterior_predictive"]["x"].shape == (4, 10, 3)
     assert data.dims["theta"] == ["data"]
+
+
+def test_what_is_computed_from_data_is_computed_from_those_that_were_seen(groups):
+    x, seen = torch.tensor([1.0, 0.0, -1.0]), torch.tensor([True, False, True])
+
+    def model():
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(mu, 1.0), obs=x, obs_mask=seen)  # the second is missing
+            pyro.deterministic("residual", z - mu)
+            pyro.sample("y", dist.Normal(z, 1.0), obs=x + 0.5)
+
+    def guide():
+        pyro.sample("mu", dist.Normal(torch.tensor(0.2), 0.6))
+        with pyro.plate("data", 3):
+            pyro.sample("z_unobserved", dist.Normal(torch.full((3,), 0.3), 0.8))
+
+    draws = refine(model, guide, num_samples=20, num_particles=5)
+    data = to_inference_data(draws, model, num_prior=7, seed=0)
+    posterior, prior = (
+        {n: torch.as_tensor(v) for n, v in data.groups[g].items()} for g in ("posterior", "prior")
+    )
+    expected = torch.where(seen, x, posterior["z_unobserved"])
+    assert torch.equal(posterior["z"], expected)
+    assert torch.equal(posterior["residual"], expected - posterior["mu"][..., None])
+    assert torch.equal(prior["residual"], prior["z"] - prior["mu"][..., None])
+    assert (prior["z"].std(1) > 0.1).all()  # by itself the model draws what it observes
+    theirs = Predictive(model, posterior_samples=draws)()
+    assert torch.equal(theirs["residual"].reshape(20, 3), posterior["residual"].reshape(20, 3))
+
+
+@pytest.mark.parametrize("reparam", [LocScaleReparam(0.0), LocScaleReparam(0.3), TransformReparam()])
+def test_reparameterized_sites_are_in_the_posterior_and_the_prior(reparam, groups):
+    def schools():
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("schools", 3):
+            base = dist.Normal(mu, 2.0)
+            moved = dist.TransformedDistribution(base, dist.transforms.AffineTransform(1.0, 2.0))
+            theta = pyro.sample("theta", base if isinstance(reparam, LocScaleReparam) else moved)
+            pyro.sample("x", dist.Normal(theta, 1.0), obs=torch.tensor([0.5, -1.0, 2.0]))
+
+    model = poutine.reparam(schools, {"theta": reparam})
+    guide = AutoNormal(model)
+    guide()
+    draws = refine(model, guide, num_samples=20, num_particles=1)
+    data = to_inference_data(draws, model, num_prior=7, seed=0)
+    theirs = Predictive(model, posterior_samples=draws)()
+    found = torch.as_tensor(data.groups["posterior"]["theta"])
+    assert found.shape == (4, 5, 3)
+    assert torch.equal(found.reshape(20, 3), theirs["theta"].reshape(20, 3))
+    assert data.groups["prior"]["theta"].shape == (1, 7, 3)
+    assert data.dims["theta"] == ["schools"]
 
 
 def test_a_sandwich_on_a_model_with_deterministic_sites():
