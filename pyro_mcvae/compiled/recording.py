@@ -173,7 +173,9 @@ class _Step:
                 self._backward(returned)
             if mode.refused is not None:
                 raise mode.refused
-            sites = capture.trace.nodes
+            store = pyro.get_param_store()
+            # Under module_local_params those of modules are no parameters of the store.
+            sites = {n: site for n, site in capture.trace.nodes.items() if n in store}
             results = self._results(returned)
             self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
             self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}

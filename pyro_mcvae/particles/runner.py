@@ -106,6 +106,7 @@ class Runner:
                         # The generators draw the same minibatch again.
                         _set_back(execution.subsamples, before)
                 except LeadingDimsError as error:
+                    rewind()  # one seed, one number
                     _set_back(execution.subsamples, before)
                     self._change_way(execution, count, error)
                     shared = execution.shared

@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.nn import PyroModule, PyroParam
 from torch import Tensor, nn
+from torch.distributions import constraints
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae import ULA, CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
@@ -55,6 +59,58 @@ def test_a_loop_that_accumulates_and_clips_gradients() -> None:
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
     assert uses(loss) == 7
+
+
+class Scaled(PyroModule):
+    """A model whose parameters are its own: a module's, and one under a constraint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = PyroModule[nn.Linear](2, 3)
+        self.scale = PyroParam(torch.tensor(1.0), constraints.positive)
+
+    def forward(self, x: Tensor) -> None:
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(self.decoder(z), self.scale).to_event(1), obs=x)
+
+
+class Encoder(PyroModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loc = PyroModule[nn.Linear](3, 2)
+
+    def forward(self, x: Tensor) -> None:
+        loc = self.loc(x)
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(loc, 0.7).to_event(1))
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_parameters_of_modules_that_share_no_names(local: bool) -> None:
+    """Also where they are changed by hand, replaced, and frozen between recorded steps."""
+    found = []
+    for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
+        pyro.clear_param_store()
+        torch.manual_seed(0)
+        loss, x = wrap(TraceSGVB_ELBO()), torch.randn(5, 3)
+        with pyro.settings.context(module_local_params=local):
+            model = Scaled()
+            elbo = loss(model, Encoder())
+            values = [elbo(x)]  # which makes the parameters
+            for step in range(12):
+                if step == 5:
+                    model.scale = torch.tensor(2.0)
+                if step == 8:
+                    model.decoder.bias.requires_grad_(False)
+                optim = torch.optim.SGD(elbo.parameters(), 0.01)
+                optim.zero_grad()
+                values.append(elbo(x))
+                values[-1].backward()
+                optim.step()
+        found.append([float(v.detach()) for v in values] + model.decoder.bias.tolist())
+    assert found[0] == pytest.approx(found[1], rel=1e-10)
+    assert uses(loss) >= 3
 
 
 def test_a_step_in_which_ranks_talk_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from pyro_mcvae import (
     ULA,
     CompiledELBO,
+    TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
     TraceSGVB_ELBO,
@@ -271,10 +272,55 @@ def test_a_batch_norm_is_updated_by_each_particle():
             pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
 
     elbo = TraceIWAE_ELBO(5)
-    elbo.loss_and_grads(model, guide)
-    before = int(decoder[1].num_batches_tracked)  # the first step looks at the programs
-    elbo.loss_and_grads(model, guide)
-    assert decoder[1].num_batches_tracked == before + 5
+    for batches in (5, 10):
+        elbo.loss_and_grads(model, guide)
+        assert decoder[1].num_batches_tracked == batches
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: TraceSGVB_ELBO(num_particles=3), lambda: TraceIWAE_ELBO(4), TraceAIS_ELBO]
+)
+def test_finding_a_way_does_not_change_what_a_seed_gives(make):
+    decoder, x = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)), data(9, 3)
+
+    def model():
+        with pyro.plate("data", 9):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(decoder(z), 1.0).to_event(1), obs=x)
+
+    def guide():
+        with pyro.plate("data", 9):
+            pyro.sample("z", dist.Normal(x[:, :2], 1.0).to_event(1))
+
+    loss, found = make(), []
+    for _ in range(3):
+        pyro.set_rng_seed(7)
+        found.append(loss.loss(model, guide))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    "make", [TraceSGVB_ELBO, lambda: TraceIWAE_ELBO(5), lambda: TraceSIS_ELBO(3), TraceAIS_ELBO]
+)
+def test_looks_are_no_batches_of_a_batch_norm(make):
+    norm = nn.BatchNorm1d(3, momentum=None)  # by which each batch has one weight
+    batches = [data(4, 3, seed=seed) for seed in range(6)]
+
+    def model(x):
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=x)
+
+    def guide(x):
+        loc = norm(x)
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(loc, 0.7).to_event(1))
+
+    loss = make()
+    for x in batches:
+        loss.loss_and_grads(model, guide, x)
+    assert norm.num_batches_tracked == 6
+    torch.testing.assert_close(norm.running_mean, torch.stack(batches).mean((0, 1)))
 
 
 def counts(x):
