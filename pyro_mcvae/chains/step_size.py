@@ -43,7 +43,8 @@ class AdaptiveStepSize(StepSize):
     itself, and no coordinate grows while the acceptance is below its target. Before the first chain
     a step size per coordinate is fitted to the guide: divided by the steepness of its log density
     (the largest root mean square of a coordinate's gradient; squared for Langevin's
-    :math:`\eta`), as noise coordinates would have it.
+    :math:`\eta`), as noise coordinates would have it. Where chains come to have another number of
+    coordinates, as of longer sequences, these begin with the geometric mean of the last ones.
 
     One update changes a step size by a bounded factor, values stay within ``bounds``, a step whose
     acceptance is not finite changes nothing, and a gradient that is not finite leaves its
@@ -132,8 +133,15 @@ class AdaptiveStepSize(StepSize):
         return self.value.clone()
 
     @torch.no_grad()
-    def begin(self, gradient: Tensor) -> None:
-        if self.training and self.per_coordinate and self._new:
+    def begin(self, gradient: Tensor, learns: bool = True) -> None:
+        if self.per_coordinate:
+            self._begin(gradient, learns and self.training)
+
+    def _begin(self, gradient: Tensor, learns: bool) -> None:
+        if self.value.dim() and self.value.shape[-1] != gradient.shape[-1]:
+            # Coordinates of other sequences, or of another model.
+            self._assign("value", self.value.log().mean().exp())
+        if learns and self._new:
             self._new = False
             self._fit(gradient)
 
@@ -267,9 +275,9 @@ class LearnedStepSize(StepSize):
         factor = _clipped(log, 0.1, 10.0) * (self.left <= 0)
         return self.start(transition) * factor.exp()
 
-    def begin(self, gradient: Tensor) -> None:
+    def begin(self, gradient: Tensor, learns: bool = True) -> None:
         if self.start is not None:
-            self.start.begin(gradient)
+            self.start.begin(gradient, learns)
 
     @torch.no_grad()
     def update(self, acceptance: Tensor, gradient: Tensor | None = None) -> None:

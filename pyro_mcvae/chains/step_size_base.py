@@ -51,11 +51,12 @@ class StepSize(nn.Module, ABC):
             return self()
         return torch.stack([self(k) for k in range(self.num_transitions)])
 
-    def begin(self, gradient: Tensor) -> None:
+    def begin(self, gradient: Tensor, learns: bool = True) -> None:
         r"""
-        Learn from the draws that chains begin with; does nothing unless a subclass says so.
+        See the draws that chains begin with; does nothing unless a subclass says so.
 
         :param ~torch.Tensor gradient: :math:`\nabla \log q(z)` at the draws, ``[*batch, D]``.
+        :param bool learns: whether they are of a training step, to learn from.
         """
 
     def update(self, acceptance: Tensor, gradient: Tensor | None = None) -> None:

@@ -215,9 +215,10 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         betas = self.schedule()
         with torch.set_grad_enabled(GradientMode.CHAIN in density.gradient):
             start = density.start()
-            if self.training and density.gradient.keeps_graph and start.grad_base is not None:
-                # Let the step size see where the first chains start.
-                self.kernel.step_size.begin(start.grad_base.detach())
+            if start.grad_base is not None:
+                # Let the step size see where the chains start.
+                learns = self.training and density.gradient.keeps_graph
+                self.kernel.step_size.begin(start.grad_base.detach(), learns)
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
             chain = anneal(start, betas, self.kernel, density, density.log_weight.movable, last)

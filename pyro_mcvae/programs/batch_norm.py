@@ -46,7 +46,7 @@ class FixedStatistics(TorchFunctionMode):
 
         self._counters.enter_context(register_module_forward_pre_hook(before))
         self._counters.enter_context(register_module_forward_hook(after, always_call=True))
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._counters.close()

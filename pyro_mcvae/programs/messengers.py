@@ -106,7 +106,7 @@ class Recorder(Messenger):
         if msg["type"] != "sample":
             return
         if site_is_subsample(msg):
-            self._substitutes.subsamples.fill(msg)
+            self._substitutes.subsamples.fill(msg, bool(self._drawn))
             return
         site_in_full_precision(msg)
         if not msg["is_observed"]:

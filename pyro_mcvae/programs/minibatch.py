@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyro_mcvae.programs.types import Message
@@ -23,8 +25,13 @@ class Minibatch(dict[str, Tensor]):
         super().__init__(of or {})
         self.sizes: dict[str, int] = dict(of.sizes) if isinstance(of, Minibatch) else {}
 
-    def fill(self, msg: Message) -> None:
-        """Give a plate's message the indices that are known."""
+    def fill(self, msg: Message, drawn: bool = False) -> None:
+        """
+        Give a plate's message the indices that are known.
+
+        :param bool drawn: whether latents have been drawn for them, by the guide.
+        :raises ValueError: if the model is given others then.
+        """
         name, fn = msg["name"], msg["fn"]
         if name not in self:
             return
@@ -33,6 +40,8 @@ class Minibatch(dict[str, Tensor]):
         if fn.size != size and (msg["value"] is None or msg["done"]):
             self._check_whole(name, size, fn.size)
             return
+        if drawn and msg["value"] is not None and not msg["done"]:
+            _check_choice(name, msg["value"], self[name])
         msg["value"], msg["done"] = self[name], True
 
     def _check_whole(self, name: str, size: int, now: int) -> None:
@@ -51,6 +60,26 @@ class Minibatch(dict[str, Tensor]):
             raise _empty(msg)
         self[msg["name"]] = msg["value"]
         self.sizes[msg["name"]] = msg["fn"].size
+
+
+def _check_choice(name: str, given: Any, known: Tensor) -> None:
+    """Most often both programs are given one object."""
+    if given is known:
+        return
+    index = torch.as_tensor(given, device=known.device)
+    if index.shape == known.shape and bool((index == known).all()):
+        return
+    raise ValueError(
+        f"plate '{name}' of the model is given the minibatch {_some(given)}, and the guide has "
+        f"drawn its latents for {_some(known)}, which are not those of these data: give the guide "
+        f"the same subsample=, as by the argument create_plates of an AutoGuide, or let Pyro draw "
+        f"the minibatch, by subsample_size="
+    )
+
+
+def _some(index: Any) -> str:
+    shown = [int(i) for i in index[:4]]
+    return f"[{', '.join(map(str, shown))}{', ...' if len(index) > 4 else ''}]"
 
 
 def _empty(msg: Message) -> ValueError:

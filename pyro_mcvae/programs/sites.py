@@ -46,21 +46,14 @@ RELAXED = "_mcvae_relaxed"
 
 def is_scored(site: Site) -> bool:
     """Whether a site carries a log density: a sample statement, not a plate's subsample."""
-    return (
-        site["type"] == "sample"
-        and not site_is_subsample(site)
-        and not is_record(site)
-    )
+    return site["type"] == "sample" and not (site_is_subsample(site) or is_record(site))
 
 
 def is_record(site: Site) -> bool:
-    """Whether a sample site only records a value: ``pyro.deterministic``, or what a reparameterizer
-    has computed."""
-    if site["infer"].get("_deterministic", False):
-        return True
+    """Whether a sample site only records what was computed, by a reparameterizer or the user."""
     fn = site["fn"]
-    masked = isinstance(fn, MaskedDistribution) and fn._mask is False
-    return bool(site["is_observed"]) and masked and is_delta(fn)
+    masked = site["is_observed"] and isinstance(fn, MaskedDistribution) and fn._mask is False
+    return (masked and is_delta(fn)) or bool(site["infer"].get("_deterministic"))
 
 
 def is_latent(site: Site) -> bool:

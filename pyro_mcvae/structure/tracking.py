@@ -36,8 +36,8 @@ class _Marked(ProvenanceTensor):
         if func is torch.broadcast_tensors:
             # As all distributions broadcast their parameters: each tells nothing of the others.
             given = args[0] if isinstance(args[0], tuple | list) else args
-            own = [marks_of(value) for value in given]
-            return tuple(_mark(*part) if part[1] else part[0] for part in zip(result, own))
+            parts = zip(result, map(marks_of, given), strict=True)
+            return tuple(_mark(wide, own) if own else wide for wide, own in parts)
         return _mark(result, marks | more)
 
 

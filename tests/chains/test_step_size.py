@@ -3,11 +3,13 @@
 import math
 
 import hypothesis.strategies as st
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from hypothesis import given
 
-from pyro_mcvae import MALA, ULA, UnderdampedLangevin
+from pyro_mcvae import MALA, ULA, TraceAIS_ELBO, TraceSIS_ELBO, UnderdampedLangevin
 from pyro_mcvae.chains.step_size import (
     AdaptiveStepSize,
     FixedStepSize,
@@ -344,3 +346,57 @@ def test_a_step_size_of_ones_own():
     assert step_size() == 0.5
     with pytest.raises(TypeError, match="abstract"):
         StepSize()
+
+
+SEQUENCES = {
+    "ula": lambda: TraceSIS_ELBO(3, ULA(), coordinates="latent"),
+    "mala": lambda: TraceAIS_ELBO(
+        3, MALA(), num_particles=2, multi_sample=True, coordinates="latent"
+    ),
+    "learned": lambda: TraceSIS_ELBO(
+        3, UnderdampedLangevin(LearnedStepSize(AdaptiveStepSize())), coordinates="latent"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences_of_other_lengths_are_weighed_right(name):
+    """z ~ N(0, I), x ~ N(cumsum(z), I) in each of so many steps; E exp W is the evidence."""
+
+    def model(x):
+        with pyro.plate("series", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(x.shape[1]), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z.cumsum(-1), 1.0).to_event(1), obs=x)
+
+    def guide(x):
+        with pyro.plate("series", len(x)):
+            pyro.sample("z", dist.Normal(0.3 * x, 0.7).to_event(1))
+
+    torch.manual_seed(0)
+    loss = SEQUENCES[name]()
+    for length in (5, 3, 1, 7):
+        x = torch.linspace(-1.0, 1.0, length).expand(2000, length)
+        triangle = torch.ones(length, length).tril()
+        cov = triangle @ triangle.mT + torch.eye(length)
+        exact = dist.MultivariateNormal(torch.zeros(length), cov).log_prob(x[0])
+        for training in (False, True):
+            loss.train(training)
+            bound = loss.bounds(model, guide, x).per_datum
+            weight = (bound - exact).exp()
+            assert abs(weight.mean() - 1) < 5 * weight.std() / 2000**0.5
+            if training:
+                loss.loss_and_grads(model, guide, x[:20])
+
+
+def test_other_coordinates_begin_with_the_mean_of_the_last_ones():
+    step_size = AdaptiveStepSize(0.1, target_acceptance=0.8, per_coordinate=True)
+    gradient = torch.tensor([1.0, 10.0, 0.1]) * torch.randn(50, 3)
+    for _ in range(20):
+        step_size.begin(gradient)
+        step_size.update(number(0.8), gradient)
+    before = step_size()
+    assert before.max() > 2 * before.min()
+    step_size.begin(torch.randn(50, 2), learns=False)
+    torch.testing.assert_close(step_size(), before.log().mean().exp())
+    step_size.update(number(0.8), torch.randn(50, 2))
+    assert step_size().shape == (2,)

@@ -104,7 +104,9 @@ def test_what_is_computed_from_data_is_computed_from_those_that_were_seen(groups
     def model():
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Normal(mu, 1.0), obs=x, obs_mask=seen)  # the second is missing
+            z = pyro.sample(
+                "z", dist.Normal(mu, 1.0), obs=x, obs_mask=seen
+            )
             pyro.deterministic("residual", z - mu)
             pyro.sample("y", dist.Normal(z, 1.0), obs=x + 0.5)
 
@@ -127,7 +129,9 @@ def test_what_is_computed_from_data_is_computed_from_those_that_were_seen(groups
     assert torch.equal(theirs["residual"].reshape(20, 3), posterior["residual"].reshape(20, 3))
 
 
-@pytest.mark.parametrize("reparam", [LocScaleReparam(0.0), LocScaleReparam(0.3), TransformReparam()])
+@pytest.mark.parametrize(
+    "reparam", [LocScaleReparam(0.0), LocScaleReparam(0.3), TransformReparam()]
+)
 def test_reparameterized_sites_are_in_the_posterior_and_the_prior(reparam, groups):
     def schools():
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
