@@ -84,8 +84,8 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
         found.log_likelihood[name] = _stack(
             sample, name, term.site, 0, lambda run, n: _term(run, n).log_prob
         )
-        found.observed[name] = term.site["value"]
         found.dims[name] = site_dims(term.site)
+        found.observed[name] = _in_full(term.site, len(found.dims[name]))
     sites = [t.site for t in first.terms if not t.in_guide]
     for name, size in _plate_sizes(sites).items():
         index = sample.subsamples.get(name)
@@ -93,6 +93,13 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
             index = torch.arange(size)
         found.coords[name] = index
     return found
+
+
+def _in_full(site: Site, depth: int) -> Tensor:
+    """An observed value with all of its plates' dims, over which data may broadcast."""
+    shape, value = site["fn"].shape(), torch.as_tensor(site["value"])
+    shape = shape[max(0, len(shape) - depth - site["fn"].event_dim) :]
+    return value.expand(shape) if value.dim() <= len(shape) else value
 
 
 def _plate_sizes(sites: list[Site]) -> dict[str, int]:

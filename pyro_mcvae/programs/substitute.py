@@ -36,7 +36,8 @@ def substitute(
     :param values: the new value for each of them.
     :param subsamples: the indices of each plate.
     :param remedy: what to do where it is not clear how the arguments hold the data.
-    :raises ValueError: naming a site whose data are in no argument, or not in one place.
+    :raises ValueError: naming a site whose data are in no argument, or not in one place, or are
+        fewer than the values.
     """
     call = (programs.args, programs.kwargs)
     leaves = _distinct(t for t in tree_leaves(call) if isinstance(t, Tensor) and _is_strided(t))
@@ -45,6 +46,12 @@ def substitute(
     _refuse_twice(sites, values, remedy)
     for name, value in values.items():
         old = torch.as_tensor(sites[name]["value"])
+        if old.numel() != value.numel():
+            raise ValueError(
+                f"site '{name}' observes data of shape {tuple(old.shape)}, which its plates "
+                f"broadcast, but the model draws a value of shape {tuple(value.shape)} there: pass "
+                f"data in the shape of the plates (.expand(...).clone()), or {remedy}"
+            )
         if any(_overlap(old, leaf) for leaf in leaves):
             shared[name] = value
             continue
@@ -94,7 +101,7 @@ def _rewritten(
             if any(old is t for t in group):
                 _refuse_repeats(name, old, remedy)
                 place = flat.as_strided(old.shape, old.stride(), old.storage_offset() - begin)
-                place.copy_(value)
+                place.copy_(value.reshape(old.shape))
         for leaf in leaves:
             if any(leaf is t for t in group):
                 found[id(leaf)] = flat.as_strided(

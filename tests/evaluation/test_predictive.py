@@ -104,9 +104,7 @@ def test_what_is_computed_from_data_is_computed_from_those_that_were_seen(groups
     def model():
         mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
         with pyro.plate("data", 3):
-            z = pyro.sample(
-                "z", dist.Normal(mu, 1.0), obs=x, obs_mask=seen
-            )
+            z = pyro.sample("z", dist.Normal(mu, 1.0), obs=x, obs_mask=seen)
             pyro.deterministic("residual", z - mu)
             pyro.sample("y", dist.Normal(z, 1.0), obs=x + 0.5)
 
@@ -152,6 +150,46 @@ def test_reparameterized_sites_are_in_the_posterior_and_the_prior(reparam, group
     assert torch.equal(found.reshape(20, 3), theirs["theta"].reshape(20, 3))
     assert data.groups["prior"]["theta"].shape == (1, 7, 3)
     assert data.dims["theta"] == ["schools"]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 1), (1, 3), (3,), (1, 1), (2, 3)])
+def test_data_that_broadcast_over_their_plates(shape, groups):
+    x = torch.full(shape, 0.3)
+
+    def model(x):
+        with pyro.plate("rows", 2, dim=-2), pyro.plate("columns", 3, dim=-1):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x):
+        with pyro.plate("rows", 2, dim=-2), pyro.plate("columns", 3, dim=-1):
+            pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+
+    draws = refine(model, guide, x, num_samples=6, num_particles=1)
+    data = to_inference_data(draws, model, x, num_prior=3)
+    assert data.dims["x"] == ["rows", "columns"]
+    for group, lead in (("observed_data", ()), ("log_likelihood", (1, 6))):
+        assert data.groups[group]["x"].shape == (*lead, 2, 3)
+    assert (data.groups["observed_data"]["x"] == x.expand(2, 3).numpy()).all()
+    if x.numel() == 6:
+        assert sandwich(model, guide, x, num_particles=5, schedule=3).lower.shape[-2:] == (2, 3)
+        return
+    with pytest.raises(ValueError, match=r"pass data in the shape of the plates \(\.expand"):
+        sandwich(model, guide, x, num_particles=5, schedule=3)
+
+
+def test_a_sandwich_of_data_without_a_plates_dim_of_size_one():
+    def model(x):
+        with pyro.plate("one", 1, dim=-2), pyro.plate("columns", 3, dim=-1):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x):
+        with pyro.plate("one", 1, dim=-2), pyro.plate("columns", 3, dim=-1):
+            pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+
+    found = sandwich(model, guide, torch.ones(3), num_particles=5, schedule=3)
+    torch.testing.assert_close(found.lower, found.upper)  # the guide is the posterior
 
 
 def test_a_sandwich_on_a_model_with_deterministic_sites():
