@@ -35,8 +35,7 @@ class _Marked(ProvenanceTensor):
         result = func(*inputs, **options)
         if func is torch.broadcast_tensors:
             # As all distributions broadcast their parameters: each tells nothing of the others.
-            given = args[0] if isinstance(args[0], tuple | list) else args
-            parts = zip(result, map(marks_of, given), strict=True)
+            parts = zip(result, map(marks_of, args), strict=True)
             return tuple(_mark(wide, own) if own else wide for wide, own in parts)
         return _mark(result, marks | more)
 

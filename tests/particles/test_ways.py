@@ -7,6 +7,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
+from pyro.infer.autoguide import AutoNormal, init_to_value
+from pyro.infer.reparam import StudentTReparam
 from torch import nn
 
 from pyro_mcvae import (
@@ -19,6 +22,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     TraceTruncated_ELBO,
     TruncatedPosterior,
+    log_evidence,
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs
@@ -414,3 +418,40 @@ def test_programs_may_rely_on_the_particles_that_they_were_promised(make):
     assert found[0] == found[1]
     with pytest.raises(AssertionError):
         make(num_particles=10, max_plate_nesting=2).loss_and_grads(model, guide, True)
+
+
+def robust(x, y):
+    """Under vmap the degrees of freedom have no particles, which they do not depend on."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    with pyro.plate("data", len(x)):
+        pyro.sample("y", dist.StudentT(3.0, x @ w, 0.5), obs=y)
+
+
+def unsure(x, y):
+    """The same for all that can be told from outside: the rate comes from a list with draws."""
+    w = pyro.sample("w", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+    rate = torch.atleast_1d(torch.tensor(1.5), w[0])[0]
+    with pyro.plate("data", len(x)):
+        s = pyro.sample("s", dist.Gamma(1.5, rate))
+        pyro.sample("y", dist.Normal(x @ w, 0.5 * s.rsqrt()), obs=y)
+
+
+@pytest.mark.parametrize("program", [robust, unsure])
+def test_judges_run_what_losses_run(program, caplog):
+    """Both integrals are over w of Student's densities; by a grid."""
+    x = data(5, 2)
+    y = x @ torch.tensor([1.0, -1.0])
+    model = poutine.reparam(program, {"y": StudentTReparam()}) if program is robust else program
+    start = init_to_value(values={"w": torch.tensor([1.0, -1.0])})
+    guide = AutoNormal(model, init_loc_fn=start, init_scale=0.6)
+    guide(x, y)
+    axis = torch.linspace(-5.0, 5.0, 401)
+    w = torch.cartesian_prod(axis, axis)
+    log_p = dist.StudentT(3.0, w @ x.T, 0.5).log_prob(y).sum(-1)
+    log_p = log_p + dist.Normal(0.0, 1.0).log_prob(w).sum(-1)
+    exact = log_p.logsumexp(0) + 2 * (axis[1] - axis[0]).log()
+    with caplog.at_level(logging.INFO):
+        count = 20_000 if program is robust else 300
+        found = log_evidence(model, guide, x, y, num_particles=count, seed=0)
+    assert abs(found.total - exact) < 5 * found.total_standard_error
+    assert ("one by one" in caplog.text) == (program is unsure)

@@ -74,6 +74,36 @@ def test_a_distribution_does_not_depend_on_its_own_value():
     }
 
 
+def test_what_is_broadcast_together_depends_on_its_own_draws():
+    """As the parameters of all distributions are; what gives a shape gives nothing else."""
+
+    def model():
+        a, b = pyro.sample("a", normal()), pyro.sample("b", normal())
+        one, two, three = torch.broadcast_tensors(a, b.expand(3), torch.tensor(2.0))
+        pyro.sample("one", dist.Normal(one, 1.0).to_event(1), obs=torch.ones(3))
+        pyro.sample("two", dist.Normal(two, 1.0).to_event(1), obs=torch.ones(3))
+        pyro.sample("three", dist.Gamma(three, 2.0).to_event(1), obs=torch.ones(3))
+        pyro.sample("student", dist.StudentT(3.0, a, b.exp()), obs=torch.tensor(1.0))
+        pyro.sample("df", normal(dist.StudentT(3.0, a, b.exp()).df), obs=torch.tensor(1.0))
+        pyro.sample("shape", normal(torch.tensor(3.0).expand_as(b)), obs=torch.tensor(1.0))
+
+    def guide():
+        pyro.sample("a", normal())
+        pyro.sample("b", normal())
+
+    found = dependencies(model, guide, "a", "b").distributions
+    assert {k.name: parents for k, parents in found.items() if k.program == "model"} == {
+        "a": set(),
+        "b": set(),
+        "one": {"a"},
+        "two": {"b"},
+        "three": set(),
+        "student": {"a", "b"},
+        "df": set(),
+        "shape": set(),
+    }
+
+
 def test_only_tracked_sites_are_reported():
     def model():
         a = pyro.sample("a", normal())
