@@ -14,7 +14,7 @@ from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.progress import Progress
-from pyro_mcvae.programs.sites import is_record
+from pyro_mcvae.programs.sites import is_record, is_scored
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.programs.unconditioned import Unconditioned
 
@@ -86,7 +86,7 @@ def _run(
     with Recorder(Substitutes(Minibatch(coords), values)) as recorder, handler:
         model(*args, **kwargs)
     nodes = recorder.trace.nodes.items()
-    return {n: s for n, s in nodes if s["type"] == "sample"}
+    return {n: s for n, s in nodes if is_scored(s) or (s["type"] == "sample" and is_record(s))}
 
 
 def _together(runs: list[dict[str, Site]], draws: PosteriorDraws) -> Predicted:
