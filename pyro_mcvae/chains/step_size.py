@@ -170,14 +170,14 @@ class AdaptiveStepSize(StepSize):
         # What has not been whitened may need steps of any length.
         most = self.bounds[1] if self.per_coordinate else min(self.bounds[1], self.most)
         self._assign("base", base.clamp(self.bounds[0], most))
-        value = self.base
-        if self.per_coordinate and gradient is not None:
-            followed = self._followed(gradient.reshape(-1, gradient.shape[-1]), change)
-            value = torch.where(acceptance.isfinite(), followed, self.value)
-        self._assign("value", value)
+        if gradient is None or not self.per_coordinate:
+            self._assign("value", self.base)
+        else:
+            self._assign("value", self._followed(gradient, acceptance, change))
 
-    def _followed(self, gradient: Tensor, change: Tensor) -> Tensor:
-        """Step sizes that follow the spread of a gradient of shape ``[count, D]``."""
+    def _followed(self, gradient: Tensor, acceptance: Tensor, change: Tensor) -> Tensor:
+        """Step sizes that follow the spread of a gradient of shape ``[*batch, D]``."""
+        gradient = gradient.reshape(-1, gradient.shape[-1])
         spread = gradient.std(0, correction=0)
         value = self.value.to(spread.device).expand_as(spread)
         # One gradient, or gradients that differ by their rounding, say nothing of a coordinate.
@@ -187,7 +187,7 @@ class AdaptiveStepSize(StepSize):
         most = torch.where(change < 0, value, 2 * value)
         aim = torch.minimum(torch.maximum(aim.clamp(*self.bounds), value / 2), most)
         mixed = torch.where(spread.isfinite(), 0.9 * value + 0.1 * aim, value)
-        return mixed.clamp(*self.bounds)
+        return torch.where(acceptance.isfinite(), mixed.clamp(*self.bounds), self.value)
 
     def _assign(self, name: str, value: Tensor) -> None:
         """In place where shapes allow, so that a recorded step goes on with what it learns."""

@@ -149,8 +149,6 @@ class LogWeight:
         """
         1 for coordinates that chains move, 0 for those of discrete sites, and for those that a mask
         of the guide takes out; shape ``[K, *plates, D]``, or None where all move.
-
-        :raises ValueError: if a mask depends on a latent that moves, so that it would change.
         """
         return unmasked_coordinates(self.first.sample, self._records, self.plan, self.plan.discrete)
 

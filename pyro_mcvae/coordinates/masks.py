@@ -25,11 +25,7 @@ def unmasked_coordinates(
 
     :param without: sites whose coordinates are left out like masked ones.
     :returns: shape ``[K, *plates, D]``.
-    :raises ValueError: if a mask depends on a latent that moves, so that it would change.
     """
-    for name, draws in sample.structure.masked_by.items():
-        if not draws.isdisjoint(plan.moving):
-            raise _moving(name, draws)
     sites = plan.packing.sites
     masks = [
         {n: m for n in sites if (m := masked_entries(run.guide_trace.nodes[n])) is not None}
@@ -50,14 +46,6 @@ def all_coordinates(
         one = {n: torch.full_like(record[n].at, float(n not in without)) for n in packing.sites}
         packed.append(one | {n: one[n] * _as_event(m, record[n]) for n, m in found.items()})
     return packing.pack_runs(packed)
-
-
-def _moving(name: str, draws: frozenset[str]) -> ValueError:
-    return ValueError(
-        f"the mask of site '{name}' of the guide depends on {', '.join(sorted(draws))}, so "
-        f"moves would change how many latents count: let the masks of both programs depend on "
-        f"data only (an unmasked latent without an effect does no harm), or use TraceIWAE_ELBO"
-    )
 
 
 def _as_event(mask: Tensor, placed: Placed) -> Tensor:

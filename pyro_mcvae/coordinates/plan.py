@@ -50,7 +50,8 @@ def plan_of(sample: WeightedParticles, records: list[Record], held: frozenset[st
 
     :param records: for each of its runs, where each site stands.
     :param held: local sites of the guide that stay as they are, so that no vector has them.
-    :raises ValueError: for guides of which no latent has a weight, or coordinates.
+    :raises ValueError: for guides of which no latent has a weight, or coordinates; and if a mask
+        depends on a latent that moves, so that it would change.
     """
     run, plans = sample.runs[0], sample.structure.notes
     sites = [(n, at.shape, at.dtype, c.kind) for record in records for n, (c, at) in record.items()]
@@ -94,7 +95,19 @@ def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]
     # The density of what is held may depend on the coordinates, unless no draw does on another.
     normal = all(c.normal for c in first) and (sample.structure.mean_field or not held)
     discrete = (n for n in packing.sites if not records[0][n].coordinate.moves)
-    return Plan(packing, normal, entangled, tuple(discrete))
+    plan = Plan(packing, normal, entangled, tuple(discrete))
+    for name, draws in sample.structure.masked_by.items():
+        if not draws.isdisjoint(plan.moving):
+            raise _moving(name, draws)
+    return plan
+
+
+def _moving(name: str, draws: frozenset[str]) -> ValueError:
+    return ValueError(
+        f"the mask of site '{name}' of the guide depends on {', '.join(sorted(draws))}, so "
+        f"moves would change how many latents count: let the masks of both programs depend on "
+        f"data only (an unmasked latent without an effect does no harm), or use TraceIWAE_ELBO"
+    )
 
 
 def check_names(records: list[Record], packing: Packing, others: frozenset[str]) -> None:

@@ -42,8 +42,17 @@ class TraceSIS_ELBO(ChainELBO):
       are parameters of the objective, in Pyro's store under SVI and in ``elbo(model,
       guide).parameters()``. Step sizes start small and adapt for 100 training steps before they
       learn; where no optimizer takes them, they go on adapting. ``eval()`` freezes what adapts.
-      With a kernel that is given the schedule is linear, unless it is given too: ``kernel=ULA()``
-      is the paper's.
+      With a kernel that is given the schedule is linear and nothing defends the weights, unless
+      these are given too: ``kernel=ULA()`` is the paper's.
+    * **Lost chains**: nothing rejects an unadjusted step that is too long, and its weight and
+      gradient may be of any size, which ruins a model that has just begun to train. So each weight
+      is a defensive mixture [2] with that of the chain's beginning, a plain importance weight,
+
+      .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big),
+          \qquad E[e^{W'}] = p(x),
+
+      with :math:`\alpha` = ``defensive``, 0.01 by default: a lost chain counts as its first draw,
+      with the gradient of that, and a good one pays 0.01 nats.
     * Coordinates that a mask takes out of the guide do not move.
     * **Discrete sites** of the guide are held. Each slot of their values has its own chain, and
 
@@ -82,6 +91,8 @@ class TraceSIS_ELBO(ChainELBO):
     :param int num_samples: draws from the others; 1 by default.
     :param budget: instead of both, as of :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
     :param baseline: a :class:`~pyro_mcvae.Baseline` of the discrete sites, or None.
+    :param float defensive: :math:`\alpha`, from 0 to below 1; 0.01 by default, and 0 where a kernel
+        is given, or ``"reweighted"``.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance, step size and log weights of the last step, a
@@ -93,6 +104,8 @@ class TraceSIS_ELBO(ChainELBO):
 
     [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational
     Auto-Encoders*.
+    [2] Hesterberg (1995), *Weighted Average Importance Sampling and Defensive Mixture
+    Distributions*.
 
     Example::
 

@@ -98,9 +98,8 @@ def _flags(programs: Programs) -> Iterator[object]:
     for program in programs.pair:
         function = poutine.unwrap(program)
         owner = getattr(function, "__self__", function)
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if isinstance(value, _FLAGS):
-                yield name, value
+        attributes = getattr(owner, "__dict__", {}).items()
+        yield from (pair for pair in attributes if isinstance(pair[1], _FLAGS))
         yield from map(_held, getattr(function, "__closure__", None) or ())
 
 

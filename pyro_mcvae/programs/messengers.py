@@ -103,14 +103,12 @@ class Recorder(Messenger):
         self._substitutes, self._drawn = substitutes, {} if drawn is None else drawn.nodes
 
     def _process_message(self, msg: Message) -> None:
-        if msg["type"] != "sample":
-            return
         if site_is_subsample(msg):
             self._substitutes.subsamples.fill(msg, bool(self._drawn))
-            return
-        site_in_full_precision(msg)
-        if not msg["is_observed"]:
-            self._give(msg)
+        elif msg["type"] == "sample":
+            site_in_full_precision(msg)
+            if not msg["is_observed"]:
+                self._give(msg)
 
     def _give(self, msg: Message) -> None:
         """Give a latent its value."""
@@ -132,7 +130,7 @@ class Recorder(Messenger):
             return sample_fn(msg)
 
     def _postprocess_message(self, msg: Message) -> None:
-        if msg["type"] == "sample" and site_is_subsample(msg):
+        if site_is_subsample(msg):
             self._substitutes.subsamples.keep(msg)
         if msg["type"] in self._recorded and not msg["infer"].get("_do_not_trace"):
             self.trace.add_node(msg["name"], **msg)

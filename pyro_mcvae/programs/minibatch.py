@@ -32,19 +32,20 @@ class Minibatch(dict[str, Tensor]):
         :param bool drawn: whether latents have been drawn for them, by the guide.
         :raises ValueError: if the model is given others then.
         """
-        name, fn = msg["name"], msg["fn"]
+        name, now = msg["name"], msg["fn"].size
         if name not in self:
             return
-        size = self.sizes.get(name, fn.size)
         # A value that is not done is the user's own choice, perhaps another one in each run.
-        if fn.size != size and (msg["value"] is None or msg["done"]):
-            self._check_whole(name, size, fn.size)
+        chosen = msg["value"] is not None and not msg["done"]
+        if not chosen and now != self.sizes.get(name, now):
+            self._check_whole(name, now)
             return
-        if drawn and msg["value"] is not None and not msg["done"]:
+        if chosen and drawn:
             _check_choice(name, msg["value"], self[name])
         msg["value"], msg["done"] = self[name], True
 
-    def _check_whole(self, name: str, size: int, now: int) -> None:
+    def _check_whole(self, name: str, now: int) -> None:
+        size = self.sizes[name]
         if len(self[name]) != size:
             raise ValueError(
                 f"plate '{name}' has size {now}, but its minibatch of {len(self[name])} was "
