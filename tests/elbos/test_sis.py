@@ -1,8 +1,10 @@
 """TraceSIS_ELBO: gradients against finite differences, the counts of runs, its own errors."""
 
 import itertools
+import math
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import scipy.special
 import torch
@@ -15,6 +17,7 @@ from pyro_mcvae import (
     LearnedSchedule,
     LinearSchedule,
     RandomWalk,
+    TraceAIS_ELBO,
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
@@ -183,3 +186,137 @@ class Quantile(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * torch._standard_gamma_grad(*ctx.saved_tensors)
+
+
+# --- Defensive weights ----------------------------------------------------------------------------
+
+LOST = 1.9  # ten times the width of the posterior: the steps of such chains multiply
+
+
+def five():
+    return torch.linspace(-1.0, 1.0, 5)
+
+
+def narrow(x):
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 0.2), obs=x)
+
+
+def wide(x):
+    slope = pyro.param("slope", torch.tensor(0.9))
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.Normal(slope * x, 0.6))
+
+
+def lost(defensive, step_size=LOST, **options):
+    return TraceSIS_ELBO(4, UnderdampedLangevin(step_size), defensive=defensive, **options)
+
+
+def evidence(x):
+    return dist.Normal(0.0, 1.04**0.5).log_prob(x)
+
+
+@pytest.mark.parametrize("defensive", [0.01, 0.3])
+@pytest.mark.parametrize("step_size", [0.1, 0.4])
+@pytest.mark.parametrize("multi_sample", [False, True])
+def test_the_mean_defensive_weight_is_the_evidence(defensive, step_size, multi_sample):
+    torch.manual_seed(0)
+    x = five().repeat(4000)
+    particles = 3 if multi_sample else 1
+    elbo = lost(defensive, step_size, num_particles=particles, multi_sample=multi_sample)
+    weight = (elbo.bounds(narrow, wide, x).per_datum - evidence(x)).exp()
+    assert abs(weight.mean() - 1) < 4.5 * weight.std() / len(x) ** 0.5
+
+
+@pytest.mark.parametrize("defensive", [0.01, 0.3])
+def test_a_lost_chain_counts_as_its_first_draw(defensive):
+    """The same draws with and without; the plain weight is that of a chain that stands still."""
+    found = {}
+    for name, elbo in {
+        "defended": lost(defensive),
+        "chain": lost(0.0),
+        "plain": lost(0.0, step_size=1e-12),
+    }.items():
+        torch.manual_seed(0)
+        found[name] = elbo.bounds(narrow, wide, five()).per_datum
+    assert found["chain"].min() < -1000
+    expected = torch.logaddexp(
+        found["chain"] + math.log1p(-defensive), found["plain"] + math.log(defensive)
+    )
+    torch.testing.assert_close(found["defended"], expected, rtol=1e-6, atol=1e-6)
+    assert (found["defended"] >= found["plain"] + math.log(defensive) - 1e-6).all()
+
+
+def test_so_is_its_gradient():
+    slopes = {}
+    for name, elbo in {
+        "defended": lost(0.01),
+        "chain": lost(0.0),
+        "plain": lost(0.0, 1e-12),
+    }.items():
+        torch.manual_seed(0)
+        pyro.clear_param_store()
+        elbo.loss_and_grads(narrow, wide, five())
+        slopes[name] = float(pyro.param("slope").grad)
+    assert abs(slopes["chain"]) > 1000
+    assert slopes["defended"] == pytest.approx(slopes["plain"], rel=1e-4)
+
+
+@pytest.mark.parametrize("step_size", [0.1, 0.4, LOST])
+def test_its_gradient_is_that_of_finite_differences(step_size):
+    def value(slope):
+        torch.manual_seed(3)
+        pyro.clear_param_store()
+        pyro.param("slope", torch.tensor(slope))
+        return lost(0.2, step_size).differentiable_loss(narrow, wide, five())
+
+    value(0.9).backward()
+    found = float(pyro.param("slope").grad)
+    h = 1e-5
+    expected = float((value(0.9 + h) - value(0.9 - h)).detach()) / (2 * h)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_which_chains_are_defended():
+    assert TraceSIS_ELBO().defensive == TraceSIS_ELBO(10).defensive == 0.01
+    assert TraceSIS_ELBO(5, ULA()).defensive == 0.0
+    assert TraceSIS_ELBO(5, gradient_estimator="reweighted").defensive == 0.0
+    assert TraceSIS_ELBO(5, ULA(), defensive=0.1).defensive == 0.1
+    assert TraceSIS_ELBO(defensive=0.0).defensive == 0.0
+    assert TraceAIS_ELBO(num_particles=2).defensive == 0.0
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, math.nan, True, "0.1"])
+def test_shares_that_are_none(value):
+    with pytest.raises(ValueError, match="defensive must be a number from 0 to below 1, got"):
+        TraceSIS_ELBO(defensive=value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TraceAIS_ELBO(num_particles=2, defensive=0.1), "chains that reject"),
+        (lambda: TraceSIS_ELBO(5, gradient_estimator="reweighted", defensive=0.1), "reweighted"),
+    ],
+)
+def test_where_nothing_is_to_be_defended(make, message):
+    with pytest.raises(ValueError, match=f"defensive=0.1 keeps lost chains .*{message}.* leave it"):
+        make()
+
+
+def test_a_chain_of_no_number_is_told_of_and_not_hidden():
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal((z**2).exp(), 1.0), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(0.1 * x, 1.0))
+
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="the loss is inf"):
+        TraceSIS_ELBO(4, UnderdampedLangevin(50.0), defensive=0.01).loss_and_grads(
+            model, guide, five()
+        )
