@@ -133,8 +133,21 @@ class SiteSlots:
 
 
 def is_discrete(msg: Message) -> bool:
-    """Whether a site of the guide draws a discrete value, with the score as its gradient."""
-    return is_random(msg) and not reparameterized(msg) and known_support(msg["fn"]).is_discrete
+    """
+    Whether a site of the guide draws a discrete value, with the score as its gradient.
+
+    :raises SlotError: for one that passes a gradient through its values.
+    """
+    if not is_random(msg) or not known_support(msg["fn"]).is_discrete:
+        return False
+    if reparameterized(msg):
+        raise SlotError(
+            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) passes a gradient through its "
+            f"discrete values, which sums and score functions of them do not have: use the "
+            f"distribution without it, such as OneHotCategorical; or TraceSGVB_ELBO or "
+            f"TraceIWAE_ELBO without slots, which leave the site its own (biased) gradient"
+        )
+    return True
 
 
 def check_num_slots(name: str, count: int) -> None:

@@ -18,8 +18,10 @@ from pyro_mcvae import (
     GumbelSoftmax,
     IndependentDraw,
     LeaveOneOut,
+    TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
     TraceSGVB_ELBO,
+    TraceSIS_ELBO,
 )
 from tests.elbos.discrete_programs import PROGRAMS, Discrete, param, randn, x
 from tests.elbos.exhaustive import exhaustive
@@ -229,6 +231,33 @@ def continuous(infer):
 def test_options_out_of_range(options, match):
     with pytest.raises(ValueError, match=match):
         TraceRaoBlackwell_ELBO(**options)
+
+
+@pytest.mark.parametrize("infer", [{}, {"enumerate": "parallel"}, {"mcvae": {"num_categories": 2}}])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TraceRaoBlackwell_ELBO(math.inf),
+        TraceRaoBlackwell_ELBO,
+        lambda: TraceIWAE_ELBO(2, num_categories=3),
+        lambda: TraceSIS_ELBO(2),
+    ],
+)
+def test_discrete_values_with_a_gradient_are_not_summed(make, infer):
+    """Sampled, and so 50 standard errors from the gradient of the sum that was asked for."""
+
+    def model():
+        with pyro.plate("data", 3):
+            y = pyro.sample("y", dist.OneHotCategorical(torch.ones(3)))
+            pyro.sample("x", dist.Normal(y @ torch.arange(3.0), 1.0), obs=torch.ones(3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            probs = pyro.param("probs", torch.ones(3, 3))
+            pyro.sample("y", dist.OneHotCategoricalStraightThrough(probs), infer=infer)
+
+    with pytest.raises(ValueError, match=r"'y' .OneHot.*StraightThrough. passes .* OneHotCategor"):
+        make().loss_and_grads(model, guide)
 
 
 def test_sites_that_cannot_have_slots_are_named():
