@@ -320,3 +320,16 @@ def test_a_chain_of_no_number_is_told_of_and_not_hidden():
         TraceSIS_ELBO(4, UnderdampedLangevin(50.0), defensive=0.01).loss_and_grads(
             model, guide, five()
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vae", {"recompute": True}),
+        ("vae", {"recompute": True, "vectorize_particles": False, "multi_sample": True}),
+        ("vae", {"coordinates": "latent", "multi_sample": True}),
+        *((n, {"coordinates": ("noise", "latent")[i % 2]}) for i, n in enumerate(SMOOTH)),
+    ],
+)
+def test_defensive_gradients_in_every_mode(name, options):
+    check(EXAMPLES[name](), UnderdampedLangevin(0.2, momentum=0.8), defensive=0.3, **options)
