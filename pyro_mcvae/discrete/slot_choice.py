@@ -142,8 +142,8 @@ def is_discrete(msg: Message) -> bool:
         return False
     if reparameterized(msg):
         raise SlotError(
-            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) passes a gradient through its "
-            f"discrete values, which sums and score functions of them do not have: use the "
+            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) passes a gradient through "
+            f"its discrete values, which sums and score functions of them do not have: use the "
             f"distribution without it, such as OneHotCategorical; or TraceSGVB_ELBO or "
             f"TraceIWAE_ELBO without slots, which leave the site its own (biased) gradient"
         )
