@@ -8,7 +8,6 @@ A chain starts at a draw :math:`z_0` from a base density and moves through
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -75,21 +74,6 @@ class Chain:
         if self.infos[0].accepted is not None:
             return self.mean(acceptance)
         return self.mean(acceptance.clamp_min(torch.finfo(acceptance.dtype).tiny).log()).exp()
-
-    def defended(self, share: float) -> Tensor:
-        r"""
-        The log weight of a defensive mixture of the chain and its beginning (see
-        :class:`~pyro_mcvae.TraceSIS_ELBO`); of unadjusted kernels, whose chains may be lost.
-
-        .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big)
-
-        :param float share: :math:`\alpha`, between 0 and 1.
-        :returns: shape ``[*batch]``; W where that is not finite.
-        """
-        usable, first = self.log_weight.isfinite(), self.start.log_weight
-        chain = torch.where(usable, self.log_weight, 0.0) + math.log1p(-share)
-        first = torch.where(first.isfinite(), first, -math.inf) + math.log(share)
-        return torch.where(usable, torch.logaddexp(chain, first), self.log_weight)
 
 
 def anneal(

@@ -43,8 +43,8 @@ class AdaptiveStepSize(StepSize):
     itself, and no coordinate grows while the acceptance is below its target. Before the first chain
     a step size per coordinate is fitted to the guide: divided by the steepness of its log density
     (the largest root mean square of a coordinate's gradient; squared for Langevin's
-    :math:`\eta`), as noise coordinates would have it. Where chains come to have another number of
-    coordinates, as of longer sequences, these begin with the geometric mean of the last ones.
+    :math:`\eta`), as noise coordinates would have it. Coordinates of another number, as of longer
+    sequences, begin with the geometric mean of the last ones.
 
     One update changes a step size by a bounded factor, values stay within ``bounds``, a step whose
     acceptance is not finite changes nothing, and a gradient that is not finite leaves its
@@ -139,7 +139,6 @@ class AdaptiveStepSize(StepSize):
 
     def _begin(self, gradient: Tensor, learns: bool) -> None:
         if self.value.dim() and self.value.shape[-1] != gradient.shape[-1]:
-            # Coordinates of other sequences, or of another model.
             self._assign("value", self.value.log().mean().exp())
         if learns and self._new:
             self._new = False

@@ -52,9 +52,6 @@ _OVERFLOW = (
     "has the present one and the acceptance), or let it adapt from a small one"
 )
 
-# Costs a bound of good chains 0.01 nats; a lost one costs log(100) = 4.6 nats over a plain draw.
-_DEFENSIVE = 0.01
-
 # In the order of creation, so that a program run again finds its parameters in the store.
 _numbers = itertools.count()
 
@@ -70,7 +67,6 @@ class ChainOptions(ELBOOptions, total=False):
     num_samples: int | None
     budget: int | None
     baseline: Baseline | None
-    defensive: float | None
 
 
 class ChainELBO(MonteCarloELBO, nn.Module):
@@ -103,7 +99,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         num_samples: int | None = None,
         budget: int | None = None,
         baseline: Baseline | None = None,
-        defensive: float | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
         nn.Module.__init__(self)
@@ -112,17 +107,14 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         check_flag("recompute", recompute)
         check_choice("coordinates", coordinates, get_args(ChainCoordinates))
         check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
-        self.multi_sample = multi_sample
-        self.coordinates = coordinates
-        self.gradient_estimator = gradient_estimator
+        self.multi_sample, self.recompute = multi_sample, recompute
+        self.coordinates, self.gradient_estimator = coordinates, gradient_estimator
         # A kernel that is given, the papers' say, goes along the papers' schedule.
         trained = kernel is None and gradient_estimator == "full"
         default = LearnedSchedule if trained else LinearSchedule
         self.schedule = as_schedule(schedule, num_steps, default)
         self.kernel = self._checked(self._default_kernel(trained) if kernel is None else kernel)
         self.kernel.check_transitions(self.num_steps)
-        self.defensive = self._share(defensive, trained)
-        self.recompute = recompute
         self.last_step: ChainRecord | None = None
         self.param_name = f"{type(self).__name__}_{next(_numbers)}"
         for step_size in self.kernel.step_size.modules():
@@ -131,8 +123,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
         self.baseline = baseline
-        arguments = num_categories, num_samples, budget, baseline
-        site_options = SiteOptions.of_arguments(*arguments)
+        site_options = SiteOptions.of_arguments(num_categories, num_samples, budget, baseline)
         self.slots: SlotPlanner | NoSlots = NoSlots()
         if self._has_slots:
             self.slots = SlotPlanner(site_options, common=multi_sample)
@@ -228,11 +219,13 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
             chain = anneal(start, betas, self.kernel, density, density.log_weight.movable, last)
-        log_weight = chain.defended(self.defensive) if self.defensive else chain.log_weight
-        chain = replace(chain, weight=slots.row_weight, log_weight=log_weight)
+        chain = replace(chain, weight=slots.row_weight, log_weight=self._log_weight(chain))
         step_size = self.kernel.step_size.values().detach().clone()
         self.last_step = ChainRecord.of(chain, step_size, betas.detach(), slots)
         return chain
+
+    def _log_weight(self, chain: Chain) -> Tensor:
+        return chain.log_weight
 
     def _average(self, log_weight: Tensor) -> Tensor:
         return log_mean_exp(log_weight) if self.multi_sample else log_weight.mean(0)
@@ -276,21 +269,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _default_kernel(self, trained: bool) -> Kernel:
         """What moves the chains by default; trained with the bound, where it has the gradient."""
         raise NotImplementedError(f"{type(self).__name__} has no default kernel")
-
-    def _share(self, defensive: float | None, trained: bool) -> float:
-        """How much of each weight is that of the chain's beginning."""
-        if defensive is None:
-            return _DEFENSIVE if trained and not self._adjusted else 0.0
-        number = isinstance(defensive, int | float) and not isinstance(defensive, bool)
-        if not (number and 0 <= defensive < 1):
-            raise ValueError(f"defensive must be a number from 0 to below 1, got {defensive!r}")
-        if defensive and (self._adjusted or self.gradient_estimator == "reweighted"):
-            what = "chains that reject" if self._adjusted else "gradient_estimator='reweighted'"
-            raise ValueError(
-                f"defensive={defensive} keeps lost chains of TraceSIS_ELBO's full gradient from "
-                f"deciding a step, which {what} cannot have: leave it out"
-            )
-        return float(defensive)
 
     def _wrong_kernel(self, name: str) -> str:
         raise NotImplementedError(f"{type(self).__name__} does not say which kernels it takes")

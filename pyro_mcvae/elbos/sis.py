@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.langevin import ULA
+from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.chains.underdamped import UnderdampedLangevin
-from pyro_mcvae.elbos.chain import ChainELBO
+from pyro_mcvae.elbos.chain import ChainELBO, ChainOptions
+from pyro_mcvae.elbos.defensive import defended, defensive_share
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["TraceSIS_ELBO"]
 
@@ -80,6 +90,8 @@ class TraceSIS_ELBO(ChainELBO):
     :param int num_particles: independent chains, whose W are averaged.
     :param bool multi_sample: average :math:`\exp W` inside of the logarithm instead, which is
         tighter for several particles.
+    :param float defensive: :math:`\alpha`, from 0 to below 1; 0.01 by default, and 0 where a kernel
+        is given, or ``"reweighted"``.
     :param str coordinates: ``"noise"`` or ``"latent"``.
     :param str gradient_estimator: ``"full"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
@@ -91,8 +103,6 @@ class TraceSIS_ELBO(ChainELBO):
     :param int num_samples: draws from the others; 1 by default.
     :param budget: instead of both, as of :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
     :param baseline: a :class:`~pyro_mcvae.Baseline` of the discrete sites, or None.
-    :param float defensive: :math:`\alpha`, from 0 to below 1; 0.01 by default, and 0 where a kernel
-        is given, or ``"reweighted"``.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance, step size and log weights of the last step, a
@@ -130,6 +140,23 @@ class TraceSIS_ELBO(ChainELBO):
     """
 
     _adjusted = False
+
+    def __init__(
+        self,
+        num_steps: int | None = None,
+        kernel: Kernel | None = None,
+        schedule: Schedule | Tensor | None = None,
+        num_particles: int = 1,
+        multi_sample: bool = False,
+        defensive: float | None = None,
+        **options: Unpack[ChainOptions],
+    ) -> None:
+        super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
+        reweighted = self.gradient_estimator == "reweighted"
+        self.defensive = defensive_share(defensive, kernel is None and not reweighted, reweighted)
+
+    def _log_weight(self, chain: Chain) -> Tensor:
+        return defended(chain, self.defensive) if self.defensive else chain.log_weight
 
     def _default_kernel(self, trained: bool) -> Kernel:
         return UnderdampedLangevin.trained(self.num_steps) if trained else ULA()
