@@ -97,8 +97,7 @@ def _flags(programs: Programs) -> Iterator[object]:
     yield tuple(programs.kwargs)
     for program in programs.pair:
         function = poutine.unwrap(program)
-        owner = getattr(function, "__self__", function)
-        attributes = getattr(owner, "__dict__", {}).items()
+        attributes = getattr(getattr(function, "__self__", function), "__dict__", {}).items()
         yield from (pair for pair in attributes if isinstance(pair[1], _FLAGS))
         yield from map(_held, getattr(function, "__closure__", None) or ())
 

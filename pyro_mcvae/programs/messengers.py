@@ -131,7 +131,7 @@ class Recorder(Messenger):
 
     def _postprocess_message(self, msg: Message) -> None:
         if site_is_subsample(msg):
-            self._substitutes.subsamples.keep(msg)
+            self._substitutes.subsamples.keep(msg, bool(self._drawn))
         if msg["type"] in self._recorded and not msg["infer"].get("_do_not_trace"):
             self.trace.add_node(msg["name"], **msg)
 

@@ -19,18 +19,20 @@ class Minibatch(dict[str, Tensor]):
 
     :ivar sizes: the plates' full sizes. A plate may be of another size in another run, as one over
         objects whose number is drawn: it then takes indices of its own, unless they are a choice.
+    :ivar of_guide: the plates that the guide has, in which it draws latents.
     """
 
     def __init__(self, of: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(of or {})
-        self.sizes: dict[str, int] = dict(of.sizes) if isinstance(of, Minibatch) else {}
+        self.sizes: dict[str, int] = dict(getattr(of, "sizes", {}))
+        self.of_guide: frozenset[str] = getattr(of, "of_guide", frozenset())
 
     def fill(self, msg: Message, drawn: bool = False) -> None:
         """
         Give a plate's message the indices that are known.
 
-        :param bool drawn: whether latents have been drawn for them, by the guide.
-        :raises ValueError: if the model is given others then.
+        :param bool drawn: whether the guide's latents have been drawn, for its own plates.
+        :raises ValueError: if the model is given others of one of these then.
         """
         name, now = msg["name"], msg["fn"].size
         if name not in self:
@@ -40,7 +42,7 @@ class Minibatch(dict[str, Tensor]):
         if not chosen and now != self.sizes.get(name, now):
             self._check_whole(name, now)
             return
-        if chosen and drawn:
+        if chosen and drawn and name in self.of_guide:
             _check_choice(name, msg["value"], self[name])
         msg["value"], msg["done"] = self[name], True
 
@@ -53,8 +55,9 @@ class Minibatch(dict[str, Tensor]):
                 f"programs, which does not depend on latents"
             )
 
-    def keep(self, msg: Message) -> None:
+    def keep(self, msg: Message, drawn: bool = False) -> None:
         """Remember the indices of a plate's message."""
+        self.of_guide |= {msg["name"]} if not drawn else set()
         if msg["name"] in self:
             return
         if len(msg["value"]) == 0:

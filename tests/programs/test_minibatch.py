@@ -87,3 +87,21 @@ def test_equal_indices_agree_whatever_holds_them(kind):
             pyro.sample("x", dist.Normal(z, 1.0), obs=X[i])
 
     assert TraceIWAE_ELBO(3).loss(other, guide, index) == pytest.approx(-float(exact), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sgvb", "iwae", "looped", "rb", "compiled"])
+def test_a_model_may_choose_in_each_run_where_no_latent_is_concerned(name):
+    """Of the data alone, as by a regression that draws its rows by itself."""
+
+    def regression():
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        rows = torch.randperm(N)[:2]
+        with pyro.plate("data", N, subsample=rows) as i:
+            pyro.sample("x", dist.Normal(w, 1.0), obs=X[i])
+
+    def guide():
+        pyro.sample("w", dist.Normal(pyro.param("loc", torch.tensor(0.0)), 0.5))
+
+    loss = LOSSES[name]()
+    for _ in range(3):
+        loss.loss_and_grads(regression, guide)
