@@ -282,7 +282,7 @@ def judged(vae: VAE, x: Tensor, path: Path) -> list[Tensor]:
         if not kept.exists():
             pyro.set_rng_seed(0)  # The judges' noise is the same for all.
             torch.save(-held_out(vae, x, judge, f"{path.stem}, {name}"), kept)
-        found.append(torch.load(kept))
+        found.append(torch.load(kept, weights_only=True))
     return found
 
 
