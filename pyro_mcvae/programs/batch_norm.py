@@ -1,4 +1,4 @@
-"""Batch normalisation while a program is only looked at."""
+"""Batch normalisation, and that of instances, while a program is only looked at."""
 
 from __future__ import annotations
 
@@ -59,6 +59,12 @@ class FixedStatistics(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        if func is torch.nn.functional.instance_norm:
+            call = {**dict(zip(_INSTANCE_NORM, args, strict=False)), **(kwargs or {})}
+            if call.get("use_input_stats", True):
+                # By each instance's own statistics, of which none are kept.
+                call |= {"running_mean": None, "running_var": None}
+            return func(**call)
         if func is not torch.nn.functional.batch_norm:
             return func(*args, **(kwargs or {}))
         call = {**dict(zip(_BATCH_NORM, args, strict=False)), **(kwargs or {}), "training": False}
@@ -71,6 +77,16 @@ class FixedStatistics(TorchFunctionMode):
         return func(**call)
 
 
+_INSTANCE_NORM = (
+    "input",
+    "running_mean",
+    "running_var",
+    "weight",
+    "bias",
+    "use_input_stats",
+    "momentum",
+    "eps",
+)
 _BATCH_NORM = (
     "input",
     "running_mean",

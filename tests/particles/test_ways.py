@@ -327,6 +327,26 @@ def test_looks_are_no_batches_of_a_batch_norm(make):
     torch.testing.assert_close(norm.running_mean, torch.stack(batches).mean((0, 1)))
 
 
+def test_nor_of_an_instance_norm():
+    norm = nn.InstanceNorm1d(3, track_running_stats=True)
+    x = data(4, 3, 5)
+
+    def model():
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+            pyro.sample("x", dist.Normal(z, 1.0).to_event(1), obs=x[..., 0])
+
+    def guide():
+        loc = norm(x)[..., 0]
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(loc, 0.7).to_event(1))
+
+    loss = TraceIWAE_ELBO(5)
+    for _ in range(3):
+        loss.loss_and_grads(model, guide)
+    torch.testing.assert_close(norm.running_mean, (1 - 0.9**3) * x.mean((0, 2)))
+
+
 def counts(x):
     def model():
         with pyro.plate("data", 4):
