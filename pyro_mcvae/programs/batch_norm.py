@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from inspect import signature
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm, instance_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -59,15 +61,17 @@ class FixedStatistics(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        if func is torch.nn.functional.instance_norm:
-            call = {**dict(zip(_INSTANCE_NORM, args, strict=False)), **(kwargs or {})}
-            if call.get("use_input_stats", True):
+        if func not in (batch_norm, instance_norm):
+            return func(*args, **(kwargs or {}))
+        bound = signature(func).bind(*args, **(kwargs or {}))
+        bound.apply_defaults()
+        call = bound.arguments
+        if func is instance_norm:
+            if call["use_input_stats"]:
                 # By each instance's own statistics, of which none are kept.
                 call |= {"running_mean": None, "running_var": None}
             return func(**call)
-        if func is not torch.nn.functional.batch_norm:
-            return func(*args, **(kwargs or {}))
-        call = {**dict(zip(_BATCH_NORM, args, strict=False)), **(kwargs or {}), "training": False}
+        call["training"] = False
         x = call["input"]
         mean, variance = call["running_mean"], call["running_var"]
         like = x if mean is None else mean
@@ -75,25 +79,3 @@ class FixedStatistics(TorchFunctionMode):
         call["running_mean"] = shift if mean is None else mean + shift
         call["running_var"] = like.new_ones(x.shape[1]) if variance is None else variance
         return func(**call)
-
-
-_INSTANCE_NORM = (
-    "input",
-    "running_mean",
-    "running_var",
-    "weight",
-    "bias",
-    "use_input_stats",
-    "momentum",
-    "eps",
-)
-_BATCH_NORM = (
-    "input",
-    "running_mean",
-    "running_var",
-    "weight",
-    "bias",
-    "training",
-    "momentum",
-    "eps",
-)
