@@ -201,16 +201,18 @@ def naming_site(site: Site, program: str) -> Iterator[None]:
     try:
         with without_autocast():
             yield
+    except (KeyError, NotImplementedError) as error:  # the latter is a RuntimeError
+        raise _no_inverse(site, program, error) from error
     except (ValueError, RuntimeError) as error:
         raise _density_error(site, program, error) from error
-    except (KeyError, NotImplementedError) as error:
-        raise _no_inverse(site, program, error) from error
 
 
 def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
+    if not any(getattr(layer, "transforms", ()) for layer in layers(site["fn"])):
+        return _density_error(site, program, error)
     return ValueError(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
-        f"({type(site['fn']).__name__}): {error}\nA flow without an inverse knows the density of "
+        f"({type(site['fn']).__name__}): {error or 'no inverse'}\nA flow without an inverse knows the density of "
         f"its own draws only, and no longer once these are detached or moved: use an invertible "
         f"one, or a loss that leaves them where they are (TraceSGVB_ELBO, TraceIWAE_ELBO), or, "
         f"for chains, coordinates='noise' with the full gradient."
