@@ -61,10 +61,19 @@ class CompiledELBO(ELBO, nn.Module):
         nn.Module.__init__(self)
         if not callable(getattr(loss, "loss", None)):
             raise ValueError(f"CompiledELBO takes a loss such as Trace_ELBO(), got {loss!r}")
-        ELBO.__init__(self)
         self.plain = loss
+        ELBO.__init__(self, num_particles=getattr(loss, "num_particles", 1))
         self._backend = Backend(backend, options)
         self._forget()
+
+    @property
+    def num_particles(self) -> Any:
+        """The plain loss's, also where it is assigned."""
+        return self.plain.num_particles
+
+    @num_particles.setter
+    def num_particles(self, num_particles: int) -> None:
+        self.plain.num_particles = num_particles
 
     def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Any:
         """The plain loss's ``loss``."""

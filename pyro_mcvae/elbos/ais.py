@@ -116,12 +116,15 @@ class TraceAIS_ELBO(ChainELBO):
         **options: Unpack[ChainOptions],
     ) -> None:
         super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
+
+    def _use_particles(self, num_particles: int) -> None:
         if num_particles < 2 and self.num_steps > 1 and self.gradient_estimator == "full":
             raise ValueError(
                 f"the score-function terms of TraceAIS_ELBO take the other particles as their "
                 f"baseline and need num_particles >= 2, got {num_particles}; for one particle use "
                 f"TraceSIS_ELBO, or gradient_estimator='reweighted'"
             )
+        super()._use_particles(num_particles)
 
     def _default_kernel(self, trained: bool) -> Kernel:
         return HMC(num_leapfrog=2, laziness=0.03)

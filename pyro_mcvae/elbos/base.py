@@ -110,7 +110,12 @@ class MonteCarloELBO(ELBO):
         check_flag("vectorize_particles", vectorize_particles, or_none=True)
         check_flag("strict_enumeration_warning", strict_enumeration_warning)
         check_flag("retain_graph", retain_graph, or_none=True)
-        num_particles = check_count("num_particles", num_particles)
+        self.sampler = ParticleSampler(
+            check_count("num_particles", num_particles),
+            vectorize_particles,
+            max_plate_nesting,
+            strict_enumeration=strict_enumeration_warning,
+        )
         super().__init__(
             num_particles=num_particles,
             max_plate_nesting=max_plate_nesting,
@@ -120,13 +125,20 @@ class MonteCarloELBO(ELBO):
             ignore_jit_warnings=ignore_jit_warnings,
             jit_options=jit_options,
         )
-        self.sampler = ParticleSampler(
-            num_particles,
-            vectorize_particles,
-            max_plate_nesting,
-            strict_enumeration=strict_enumeration_warning,
-        )
         self._notices = Notices()
+
+    @property
+    def num_particles(self) -> int:
+        """The number of draws, of the next step if it is assigned."""
+        return self.sampler.num_particles
+
+    @num_particles.setter
+    def num_particles(self, num_particles: int) -> None:
+        self._use_particles(check_count("num_particles", num_particles))
+
+    def _use_particles(self, num_particles: int) -> None:
+        """Draw that many from now on; a subclass refuses what its estimator cannot do with."""
+        self.sampler.num_particles = num_particles
 
     @abstractmethod
     def estimate(self, programs: Programs) -> Estimate:

@@ -79,8 +79,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     _adjusted: bool
     # Whether discrete sites of the guide have slots.
     _has_slots = True
-    # nn.Module would have it be a module.
-    num_particles: int
     kernel: Kernel
     schedule: Schedule
 
@@ -102,7 +100,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         **options: Unpack[ELBOOptions],
     ) -> None:
         nn.Module.__init__(self)
-        MonteCarloELBO.__init__(self, num_particles, **options)
         check_flag("multi_sample", multi_sample)
         check_flag("recompute", recompute)
         check_choice("coordinates", coordinates, get_args(ChainCoordinates))
@@ -113,6 +110,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         trained = kernel is None and gradient_estimator == "full"
         default = LearnedSchedule if trained else LinearSchedule
         self.schedule = as_schedule(schedule, num_steps, default)
+        MonteCarloELBO.__init__(self, num_particles, **options)
         self.kernel = self._checked(self._default_kernel(trained) if kernel is None else kernel)
         self.kernel.check_transitions(self.num_steps)
         self.last_step: ChainRecord | None = None

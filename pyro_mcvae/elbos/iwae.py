@@ -170,15 +170,10 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         baseline: Baseline | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
-        super().__init__(num_particles, **options)
         check_choice("gradient_estimator", gradient_estimator, get_args(GradientEstimator))
-        if gradient_estimator == "vimco" and num_particles < 2:
-            raise ValueError(
-                f"gradient_estimator='vimco' has a leave-one-out baseline and needs "
-                f"num_particles >= 2, got {num_particles}; use 'auto' for one particle"
-            )
         self.gradient_estimator = gradient_estimator
         self.joint = joint
+        super().__init__(num_particles, **options)
         self.num_global_particles = check_count("num_global_particles", num_global_particles)
         if joint and num_global_particles > 1:
             raise ValueError(
@@ -193,8 +188,16 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             # A site that is marked for enumeration has all of its values for slots.
             self.sampler.runner.checks.strict_enumeration = False
         self._warn = WarnOnce(_logger)
-        self._path = PathGradient(gradient_estimator, self.num_particles, self.alpha)
-        self.sampler.structures = StructureFinder(joint, self._path.needs_roots)
+
+    def _use_particles(self, num_particles: int) -> None:
+        if self.gradient_estimator == "vimco" and num_particles < 2:
+            raise ValueError(
+                f"gradient_estimator='vimco' has a leave-one-out baseline and needs "
+                f"num_particles >= 2, got {num_particles}; use 'auto' for one particle"
+            )
+        super()._use_particles(num_particles)
+        self._path = PathGradient(self.gradient_estimator, num_particles, self.alpha)
+        self.sampler.structures = StructureFinder(self.joint, self._path.needs_roots)
 
     def _check_slots(self, baseline: Baseline | None) -> None:
         wrong = {

@@ -113,8 +113,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         tensor([2, 7])
     """
 
-    # nn.Module would have them be modules.
-    num_particles: int
+    # nn.Module would have it be a module.
     vectorize_particles: bool | None
 
     def __init__(

@@ -1,6 +1,7 @@
 """Arguments and programs that are wrong, or that Pyro takes: what is said, and what is accepted."""
 
 import logging
+from functools import partial
 
 import numpy as np
 import pyro
@@ -10,6 +11,7 @@ import torch
 from pyro.infer import SVI
 
 from pyro_mcvae import (
+    CompiledELBO,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
@@ -53,6 +55,36 @@ def test_counts_are_whole_numbers_of_any_library(make):
     assert type(TraceIWAE_ELBO(make(3)).num_particles) is int
     options = TraceRaoBlackwell_ELBO(make(2), make(1))._site_options
     assert (type(options.num_categories), options.num_categories) == (int, 2)
+
+
+@pytest.mark.parametrize("wrap", [lambda elbo: elbo, partial(CompiledELBO, backend="eager")])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_particles_that_are_assigned_are_those_of_an_objective_made_with_them(loss, wrap):
+    def learned():
+        loc = pyro.param("loc", torch.tensor(0.3))
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(loc, 0.5**0.5))
+
+    found = []
+    for given, assigned in ((2, 5), (5, 5), (10, 5)):
+        elbo = wrap(loss(num_particles=given))
+        elbo.num_particles = assigned
+        assert elbo.num_particles == assigned
+        pyro.set_rng_seed(0)
+        value = elbo.loss_and_grads(model, learned)
+        gradient = pyro.param("loc").grad.clone()
+        pyro.param("loc").grad.zero_()
+        found.append((value, gradient.item()))
+    assert found[0] == found[1] == found[2]
+
+
+def test_particles_that_are_assigned_are_checked():
+    with pytest.raises(ValueError, match="num_particles must be an int of at least 1, got 0"):
+        TraceSGVB_ELBO().num_particles = 0
+    with pytest.raises(ValueError, match="num_particles >= 2, got 1"):
+        TraceAIS_ELBO().num_particles = 1
+    with pytest.raises(ValueError, match="num_particles >= 2, got 1"):
+        TraceIWAE_ELBO(3, "vimco").num_particles = 1
 
 
 @pytest.mark.parametrize(
