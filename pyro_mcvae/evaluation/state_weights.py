@@ -15,6 +15,7 @@ from pyro_mcvae.evaluation import preconditions
 from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options
+from pyro_mcvae.evaluation.state_steps import draw_steps, log_step
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.evaluation.weights import Weighed, Weights, shared_factors
 from pyro_mcvae.programs.execution import Programs
@@ -26,6 +27,7 @@ from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
 from pyro_mcvae.truncated.posterior import StatePosterior
 from pyro_mcvae.truncated.search import Population, take_rows
 from pyro_mcvae.truncated.searched_sites import SearchMessenger
+from pyro_mcvae.truncated.states import StateSpace
 
 __all__ = ["StateWeights", "look_outside"]
 
@@ -41,8 +43,8 @@ class StateWeights(Weights):
         w = \sum_{z \in \Phi_n} p(x_n, z) + 1[z' \notin \Phi_n] \frac{p(x_n, z')}{r(z')}, \qquad
         z' \sim r ,
 
-    where r draws a state by its weight and changes each entry with a small probability, so that
-    every state may be drawn.
+    where r draws a state by its weight and changes each entry with a small probability (a count
+    rather to values near by), so that every state may be drawn.
 
     Latents of the posterior's own ``guide`` are drawn anew for each weight, and their p / q is part
     of it: one weight of all data, where these share one; with ``joint=False`` such a draw is held.
@@ -195,9 +197,8 @@ def _propose(population: Population, count: int) -> tuple[Tensor, Tensor, Tensor
     begun = take_rows(kept, chosen).long()
     rate = rates[torch.randint(len(rates), begun.shape[:2], device=kept.device)]
     changed = torch.rand(begun.shape, device=kept.device) < rate.unsqueeze(-1)
-    step = 1 + (torch.rand(begun.shape, device=kept.device) * (sizes - 1)).long()
-    step = torch.minimum(step, (sizes - 1).clamp_min(1))
-    states = torch.where(changed & (sizes > 1), (begun + step) % sizes, begun).to(kept.dtype)
+    ordinal = torch.tensor(space.ordinal, device=kept.device)
+    states = torch.where(changed, draw_steps(begun, sizes, ordinal), begun).to(kept.dtype)
     return states, *_proposal_of(population, states)
 
 
@@ -206,8 +207,7 @@ def _proposal_of(population: Population, states: Tensor) -> tuple[Tensor, Tensor
     space = population.space
     keys = space.keys(space.pack(states))
     known = (keys.unsqueeze(-1) == population.keys.unsqueeze(1)).any(-1)
-    sizes = torch.tensor(space.sizes, device=states.device)
-    distances = _log_distances(states, population.states, sizes, _rates(population))
+    distances = _log_distances(states, population.states, space, _rates(population))
     log_weight = population.log_joint.log_softmax(-1)
     return (log_weight.unsqueeze(1) + distances).logsumexp(-1), known
 
@@ -216,18 +216,19 @@ def _rates(population: Population) -> list[float]:
     return [min(0.5, change / len(population.space)) for change in _CHANGES]
 
 
-def _log_distances(states: Tensor, kept: Tensor, sizes: Tensor, rates: list[float]) -> Tensor:
+def _log_distances(states: Tensor, kept: Tensor, space: StateSpace, rates: list[float]) -> Tensor:
     """The log probability of each state from each that is kept, ``[E, count, S]``."""
     apart = torch.zeros(*states.shape[:2], kept.shape[1], device=kept.device)
-    ways = torch.zeros_like(apart)
-    for d, size in enumerate(sizes.tolist()):
+    steps = torch.zeros_like(apart)
+    for d, (size, ordinal) in enumerate(zip(space.sizes, space.ordinal, strict=True)):
         if size > 1:
-            other = (states[:, :, d].unsqueeze(-1) != kept[:, :, d].unsqueeze(1)).to(apart.dtype)
+            reached, begun = states[:, :, d].long().unsqueeze(-1), kept[:, :, d].long().unsqueeze(1)
+            other = (reached != begun).to(apart.dtype)
             apart += other
-            ways += math.log(size - 1) * other
-    entries = int((sizes > 1).sum())
+            steps += log_step(begun, reached, size, ordinal) * other
+    entries = sum(size > 1 for size in space.sizes)
     parts = [
-        apart * math.log(rate) + (entries - apart) * math.log1p(-rate) - ways for rate in rates
+        apart * math.log(rate) + (entries - apart) * math.log1p(-rate) + steps for rate in rates
     ]
     return torch.stack(parts).logsumexp(0) - math.log(len(parts))
 

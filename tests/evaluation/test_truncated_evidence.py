@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pyro_mcvae import TruncatedPosterior, compare_models, log_evidence
+from pyro_mcvae.evaluation.state_steps import draw_steps, log_step
 
 X = torch.tensor(
     [[0.3, 1.2, -0.4], [2.0, 0.1, 0.7], [-1.0, 0.4, 1.5], [0.2, 0.2, 0.2]], dtype=torch.float64
@@ -17,6 +18,9 @@ LOADING = torch.tensor(
     [[1.0, 0.2, -0.5], [0.3, 1.1, 0.2], [-0.7, 0.4, 0.9], [0.5, -0.6, 0.1], [0.2, 0.3, 1.0]],
     dtype=torch.float64,
 )
+
+
+COUNTED = torch.tensor([2.0, 5.0, 0.0])
 
 
 def binary(x=X):
@@ -77,6 +81,43 @@ def test_all_states_leave_nothing_to_draw():
     assert torch.allclose(found.log_evidence, exact(mixed))
     assert torch.allclose(found.log_evidence, found.bound)
     assert found.pareto_k.max() == -math.inf
+
+
+def counts(x=COUNTED):
+    with pyro.plate("data", len(x)):
+        n = pyro.sample("n", dist.Poisson(4.0))
+        b = pyro.sample("b", dist.Binomial(3, 0.4))
+        pyro.sample("x", dist.Normal(n + b, 2.0), obs=x)
+
+
+def test_counts_without_an_upper_bound_are_proposed_near_those_that_are_kept():
+    n, b = torch.arange(60.0)[:, None], torch.arange(4.0)[:, None, None]
+    near = dist.Normal(n + b, 2.0).log_prob(COUNTED)
+    joint = near + dist.Poisson(4.0).log_prob(n) + dist.Binomial(3, 0.4).log_prob(b)
+    evidence = joint.flatten(0, 1).logsumexp(0)
+    guide = TruncatedPosterior(counts, num_states=4)
+    guide.fit(num_steps=20)
+    found = log_evidence(counts, guide, num_particles=10_000)
+    # Of 65,536 values a uniform proposal saw none that counts, and knew no error of that.
+    assert float((evidence - found.bound).min()) > 0.3
+    assert float(found.standard_error.min()) > 0.002
+    assert float(found.standard_error.max()) < 0.05
+    assert bool(((found.log_evidence - evidence).abs() < 4 * found.standard_error).all())
+
+
+@pytest.mark.parametrize("ordinal", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_steps_have_the_probability_that_they_are_weighed_by(size, ordinal):
+    reached, count = torch.arange(size), 40_000
+    for begun in range(size):
+        values = torch.full((count, 1), begun)
+        drawn = draw_steps(values, torch.tensor([size]), torch.tensor([ordinal])).flatten()
+        chance = torch.as_tensor(log_step(torch.tensor(begun), reached, size, ordinal)).exp()
+        chance = chance.expand(size).masked_fill(reached == begun, 0.0)
+        assert float(chance.sum()) == pytest.approx(1.0, abs=1e-6)
+        often = torch.bincount(drawn, minlength=size) / count
+        error = (chance * (1 - chance) / count).sqrt()
+        assert bool(((often - chance).abs() <= 4.5 * error).all())
 
 
 def test_models_with_truncated_posteriors_compare():
