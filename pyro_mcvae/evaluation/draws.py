@@ -12,7 +12,7 @@ from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.plates import plate_frames
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_latent
+from pyro_mcvae.programs.sites import is_factor, is_latent
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
@@ -31,8 +31,8 @@ class PosteriorDraws(dict[str, Tensor]):
     :ivar acceptance: of chains, the mean acceptance on the way to each draw, shaped as
         ``log_weight``; None without chains.
     :ivar step_size: of chains; None without.
-    :ivar log_likelihood: by observed site, log p(x | z) of each datum, shape ``[num_samples,
-        *batch_shape]``; 0 where it is masked.
+    :ivar log_likelihood: by observed site (and ``pyro.factor``), log p(x | z) of each datum, shape
+        ``[num_samples, *batch_shape]``; 0 where it is masked.
     :ivar observed: the observations, by site.
     :ivar plates: the names of the plates of ``log_weight``.
     :ivar dims: by site, the names of the plates of its batch dims, leftmost first.
@@ -85,7 +85,8 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
             sample, name, term.site, 0, lambda run, n: _term(run, n).log_prob
         )
         found.dims[name] = site_dims(term.site)
-        found.observed[name] = _in_full(term.site, len(found.dims[name]))
+        if not is_factor(term.site["fn"]):  # whose value is empty
+            found.observed[name] = _in_full(term.site, len(found.dims[name]))
     sites = [t.site for t in first.terms if not t.in_guide]
     for name, size in _plate_sizes(sites).items():
         index = sample.subsamples.get(name)

@@ -229,6 +229,23 @@ def test_discrete_draws_and_predictive_of_pyro(groups):
     assert drawn["x"].shape == drawn["theta"].shape == (6, 3)
 
 
+def test_a_factor_has_a_likelihood_and_no_value(groups):
+    def model(x=torch.zeros(3)):  # noqa: B008
+        b = pyro.sample("b", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 3):
+            pyro.sample("x", dist.Normal(b, 1.0), obs=x)
+            pyro.factor("likelihood", -((x - b) ** 2))
+
+    guide = AutoNormal(model)
+    guide()
+    draws = refine(model, guide, num_samples=20, num_particles=1)
+    found = to_inference_data(draws, model, num_prior=2).groups
+    factor = torch.as_tensor(found["log_likelihood"]["likelihood"])
+    assert torch.allclose(factor, -torch.as_tensor(found["posterior"]["b"])[..., None].square())
+    for group in ("observed_data", "posterior_predictive", "prior_predictive"):
+        assert set(found[group]) == {"x"}
+
+
 def test_arguments(groups):
     exact = ConjugateGaussian(N=4)
     draws = refine(exact.model, exact.guide, num_samples=4)
