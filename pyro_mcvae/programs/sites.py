@@ -212,10 +212,10 @@ def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
         return _density_error(site, program, error)
     return ValueError(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
-        f"({type(site['fn']).__name__}): {error or 'no inverse'}\nA flow without an inverse knows the density of "
-        f"its own draws only, and no longer once these are detached or moved: use an invertible "
-        f"one, or a loss that leaves them where they are (TraceSGVB_ELBO, TraceIWAE_ELBO), or, "
-        f"for chains, coordinates='noise' with the full gradient."
+        f"({type(site['fn']).__name__}): {str(error) or 'no inverse'}\nA flow without an inverse "
+        f"knows the density of its own draws only, and no longer once these are detached or moved: "
+        f"use an invertible one, or a loss that leaves them where they are (TraceSGVB_ELBO, "
+        f"TraceIWAE_ELBO), or, for chains, coordinates='noise' with the full gradient."
     )
 
 
