@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs, is_messenger, run_model, with_changes
 from pyro_mcvae.programs.leading import Leading
-from pyro_mcvae.programs.masks import counted_values, hides_masks, with_mask
+from pyro_mcvae.programs.masks import counted_values, hides_masks, is_flat, with_mask
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
@@ -101,12 +101,15 @@ def check_masks(run: Run, apart: frozenset[str]) -> None:
         model_site = run.model_trace.nodes[name]
         if name in apart or _count_alike(counted_values(model_site), counted_values(site)):
             continue
+        if is_flat(model_site["fn"]) and counted_values(site) is None:
+            continue  # as ImproperUniform: its prior is in the factors that read it
         if _lost(model_site, site):
             raise ValueError(
                 f"site '{name}' has entries that a mask takes out of the model and not of the "
                 f"guide, though the model reads them: without a prior of theirs the evidence is "
                 f"no probability of the data. Mask the observations alone, or put the same "
-                f"poutine.mask around the site in both programs"
+                f"poutine.mask around the site in both programs; or, where its prior is in other "
+                f"factors, draw it from a distribution with .mask(False)"
             )
         raise ValueError(
             f"site '{name}' has entries that a mask takes out of the guide and not of the model, "

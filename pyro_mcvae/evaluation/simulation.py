@@ -17,6 +17,7 @@ from pyro_mcvae.evaluation.arguments import as_arguments
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.masks import is_flat
 from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
@@ -69,6 +70,11 @@ def simulate(
     for name, site in nodes.items():
         if is_scored(site):
             _check_generative(name, site)
+    for name in (n for n, s in nodes.items() if is_latent(s) and is_flat(s["fn"])):
+        raise ValueError(
+            f"site '{name}' of the model says .mask(False), so that the model has no prior of it "
+            f"that data could be drawn from: leave the mask out"
+        )
     values = {n: nodes[n]["value"] for n in held if n in nodes}
     with Recorder(Substitutes(reference.subsamples, values)) as recorder, Unconditioned():
         programs.model(*programs.args, **programs.kwargs)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_mcvae.programs.types import Distribution, Site
 
-__all__ = ["counted_values", "hides_masks", "with_mask"]
+__all__ = ["counted_values", "hides_masks", "is_flat", "with_mask"]
 
 # What a mask goes through: the density of the whole is a sum over its entries.
 _SUMS = torch.distributions.Independent, ExpandedDistribution, MaskedDistribution
@@ -44,6 +44,12 @@ def hides_masks(fn: Distribution) -> bool:
         return hides_masks(fn.base_dist)
     inside = [part for part in vars(fn).values() if _is_distribution(part)]
     return any(isinstance(part, MaskedDistribution) or hides_masks(part) for part in inside)
+
+
+def is_flat(fn: Distribution) -> bool:
+    """Whether a distribution says ``.mask(False)``: of it a program wants the support alone."""
+    own = isinstance(fn, MaskedDistribution) and fn._mask is False
+    return own or (isinstance(fn, _SUMS) and is_flat(fn.base_dist))
 
 
 def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:

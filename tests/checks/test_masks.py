@@ -168,6 +168,40 @@ def test_a_masked_latent_that_the_model_reads_is_refused():
         log_evidence(model, called(AutoNormal(model)))
 
 
+def test_a_prior_may_stand_in_a_factor():
+    """``.mask(False)`` leaves the support alone, as Pyro's compartmental models have it."""
+
+    def model(flat):
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", flat)
+            pyro.factor("prior", dist.Normal(0.0, 1.0).log_prob(z))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=X)
+
+    exact = dist.Normal(0.0, math.sqrt(2)).log_prob(X)
+    at_half = init_to_value(values={"z": X / 2})
+    for flat, scale in ((dist.Uniform(-9.0, 9.0), 0.2), (dist.Normal(0.0, 4.0), 0.8)):
+        pyro.clear_param_store()
+        flat = flat.mask(False)
+        guide = AutoNormal(model, init_loc_fn=at_half, init_scale=scale)
+        guide(flat)
+        for how in ({"num_particles": 4000}, {"num_particles": 200, "schedule": 10}):
+            assert_near(log_evidence(model, guide, flat, **how), exact)
+
+
+def test_a_masked_prior_draws_no_data():
+    def model(x):
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 3.0).mask(False))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(x, 1.0))
+
+    with pytest.raises(ValueError, match=r"'z' of the model says .mask\(False\)"):
+        sandwich(model, guide, X)
+
+
 def test_a_messenger_guide_has_the_masks_of_its_model():
     guide = called(AutoNormalMessenger(imputing, init_scale=1.5))
     found = log_evidence(imputing, guide, num_particles=20_000)
