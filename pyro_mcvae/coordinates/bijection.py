@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributions import ComposeTransform, biject_to, constraints
 
-from pyro_mcvae.programs.moving_supports import is_pushed_forward
+from pyro_mcvae.programs.moving_supports import elementwise, is_pushed_forward
 from pyro_mcvae.programs.sites import bare
 from pyro_mcvae.programs.types import Constraint, Distribution, Transform
 
@@ -53,17 +53,11 @@ def _flat(transforms: list[Transform]) -> list[Transform]:
 
 def _same(image: Constraint, domain: Constraint) -> bool:
     """Whether all that a transform could take comes in."""
-    image, domain = _elementwise(image), _elementwise(domain)
+    image, domain = elementwise(image), elementwise(domain)
     if type(image) is not type(domain):
         return False
     ends = [(vars(image)[name], end) for name, end in vars(domain).items()]
     return all(a is b or (not isinstance(a, Tensor | list) and a == b) for a, b in ends)
-
-
-def _elementwise(constraint: Constraint) -> Constraint:
-    while hasattr(constraint, "base_constraint"):
-        constraint = constraint.base_constraint
-    return constraint
 
 
 def _support(fn: Distribution) -> Constraint:

@@ -9,15 +9,17 @@ Score functions and the estimators that leave out the score's mean (``stl``, ``d
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_mcvae.ops.recording import holds
 from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Transform
 
-__all__ = ["is_elementary", "is_pushed_forward", "moves_support", "transforms_of"]
+__all__ = ["elementwise", "is_elementary", "is_pushed_forward", "moves_support", "transforms_of"]
 
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
@@ -45,14 +47,39 @@ def _moved_by_transforms(fn: Distribution) -> bool:
     if moves_support(base):
         return True
     bounded = not _is_real(known_support(base))
+    image: Constraint | None = known_support(base)
     for transform in fn.transforms:
-        if bounded and _may_learn(transform):
+        fills = image is not None and _fills(image, transform.domain)
+        # The ends of what a transform takes go to infinity, and those of a part of it do not.
+        opens = fills and _is_real(transform.codomain) and not _is_real(transform.domain)
+        if bounded and _may_learn(transform) and not (opens and is_elementary(transform)):
             return True
-        if not _is_real(transform.codomain):
-            bounded = True
-        elif not _is_real(transform.domain):
-            bounded = False  # its ends are at infinity now
+        bounded = not opens and (bounded or not _is_real(transform.codomain))
+        image = transform.codomain if fills else None
     return False
+
+
+def _fills(image: Constraint, domain: Constraint) -> bool:
+    """Whether all that a transform could take comes in."""
+    image, domain = elementwise(image), elementwise(domain)
+    ends = [(vars(image).get(name), end) for name, end in vars(domain).items()]
+    return type(image) is type(domain) and all(_agree(*pair) for pair in ends)
+
+
+def _agree(end: Any, other: Any) -> bool:
+    if end is other or isinstance(other, Tensor | list):
+        return end is other
+    if not isinstance(end, Tensor):
+        return bool(end == other)
+    # Of what stands under vmap nobody may ask.
+    return not torch._C._functorch.is_batchedtensor(end) and holds((end == other).all())
+
+
+def elementwise(constraint: Constraint) -> Constraint:
+    """The constraint of each element of what a vector's is about."""
+    while hasattr(constraint, "base_constraint"):
+        constraint = constraint.base_constraint
+    return constraint
 
 
 def _bounds(constraint: Constraint) -> Iterator[Tensor]:
@@ -68,20 +95,20 @@ def _bounds(constraint: Constraint) -> Iterator[Tensor]:
 
 
 def _is_real(constraint: Constraint) -> bool:
-    while hasattr(constraint, "base_constraint"):
-        constraint = constraint.base_constraint
-    return constraint is constraints.real
+    return elementwise(constraint) is constraints.real
 
 
 def _may_learn(transform: Transform) -> bool:
     """Whether a transform has parameters; of flows it is taken for granted."""
     if not is_elementary(transform):
         return True
-    return any(
-        (isinstance(value, Tensor) and value.requires_grad)
-        for part in _parts(transform)
-        for value in vars(part).values()
-    )
+    return any(_learns(value) for part in _parts(transform) for value in vars(part).values())
+
+
+def _learns(value: object) -> bool:
+    if isinstance(value, torch.distributions.Distribution):  # whose quantiles a transform has
+        return any(map(_learns, vars(value).values()))
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _parts(transform: Transform) -> Iterator[Transform]:

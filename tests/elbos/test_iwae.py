@@ -551,3 +551,41 @@ def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
         param.grad = None
     assert_mean(torch.stack(found), exact)
     assert (exact.abs() > 0.01).all()
+
+
+@pytest.mark.parametrize("estimator", ["dreg", "vimco", "auto"])
+def test_a_truncated_distribution_has_the_exact_gradient(estimator):
+    # A part of the unit interval goes to a part of the line, with ends where loc and scale put
+    # them: dreg and auto were 0.05 and 0.14 off, 20 and 48 standard errors, vimco 0.11 and 0.30.
+    parameters, x, size = torch.tensor([0.1, 1.2]), torch.tensor(1.0), 5000
+    logit, low, high = dist.transforms.SigmoidTransform().inv, torch.tensor(0.1), torch.tensor(0.9)
+
+    def distribution(loc, scale):
+        parts = [logit, dist.transforms.AffineTransform(loc, scale)]
+        return dist.TransformedDistribution(dist.Uniform(low, high), parts)
+
+    def joint(z):
+        return dist.Normal(0.0, 1.5).log_prob(z) + dist.Normal(z, 1.0).log_prob(x)
+
+    def model():
+        with pyro.plate("data", size):
+            z = pyro.sample("z", dist.Normal(0.0, 1.5))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x.expand(size))
+
+    def guide():
+        with pyro.plate("data", size):
+            pyro.sample("z", distribution(*pyro.param("parameters", parameters)))
+
+    leaf = parameters.clone().requires_grad_()
+    z = leaf[0] + leaf[1] * logit(low + (high - low) * (torch.arange(400) + 0.5) / 400)
+    log_weight = joint(z) - distribution(leaf[0], leaf[1]).log_prob(z)
+    pair = torch.stack(torch.broadcast_tensors(log_weight[:, None], log_weight))
+    (exact,) = torch.autograd.grad(log_mean_exp(pair).mean(), leaf)
+    elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=True)
+    found = []
+    for _ in range(12):
+        elbo.loss_and_grads(model, guide)
+        param = dict(pyro.get_param_store().named_parameters())["parameters"]
+        found.append(-param.grad / size)
+        param.grad = None
+    assert_mean(torch.stack(found), exact)

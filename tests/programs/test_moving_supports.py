@@ -32,6 +32,13 @@ MOVES = {
     "of a normal": lambda: transformed(
         dist.Normal(0.0, 1.0), T.SigmoidTransform(), T.AffineTransform(0.0, p())
     ),
+    "truncated logistic": lambda: transformed(
+        dist.Uniform(torch.tensor(0.1), torch.tensor(1.0)), LOGIT, T.AffineTransform(p(), p())
+    ),
+    "truncated normal": lambda: transformed(
+        dist.Uniform(torch.tensor(0.1), torch.tensor(1.0)),
+        T.CumulativeDistributionTransform(dist.Normal(p(), p())).inv,
+    ),
     "flow of a cube": lambda: transformed(
         UNIT.expand([2]).to_event(1), dist.transforms.affine_autoregressive(2)
     ),
@@ -49,6 +56,15 @@ STAYS = {
         dist.Normal(0.0, 1.0), T.AffineTransform(p(), p()), T.ExpTransform()
     ),
     "logistic by hand": lambda: transformed(UNIT, LOGIT, T.AffineTransform(p(), p())),
+    "normal by its quantiles": lambda: transformed(
+        UNIT,
+        T.CumulativeDistributionTransform(dist.Normal(p(), p())).inv,
+        T.AffineTransform(p(), p()),
+    ),
+    "of beta draws": lambda: transformed(dist.Beta(p(), p()), LOGIT, T.AffineTransform(p(), p())),
+    "fixed truncation": lambda: transformed(
+        dist.Uniform(torch.tensor(0.1), torch.tensor(1.0)), LOGIT, T.AffineTransform(1.0, 2.0)
+    ),
     "fixed shift": lambda: transformed(UNIT, T.AffineTransform(1.0, 2.0)),
     "flow": lambda: transformed(
         dist.Normal(torch.zeros(2), 1.0).to_event(1), dist.transforms.affine_autoregressive(2)
