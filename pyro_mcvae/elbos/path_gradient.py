@@ -174,10 +174,13 @@ def _log_q(term: Term) -> Tensor:
 
 
 def _score(term: Term) -> Tensor:
-    """log q(z), with its gradient through the parameters alone."""
-    value = term.site["value"].detach()
+    """log q(z), with its gradient through the distribution's parameters alone."""
+    value, scale = term.site["value"].detach(), term.site["scale"]
+    if isinstance(scale, Tensor):
+        scale = scale.detach()  # whose own gradient has log q itself, and is no score
     with unvalidated([term.site["fn"]]):  # which the term has been
-        return masked(term.site, unscaled_log_prob(term.site, "guide", value))
+        log_q = unscaled_log_prob(term.site, "guide", value)
+    return masked({**term.site, "scale": scale}, log_q)
 
 
 def _second_factor(term: Term, weight: Tensor) -> Tensor:
