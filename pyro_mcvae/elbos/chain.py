@@ -184,7 +184,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
-            log_weight, draws = self.slots.begin(programs, self.num_particles, make)
+            log_weight, draws = self.slots.begin(programs, self.sampler.num_particles, make)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
         return ChainDensity(log_weight), SlotAverage.of(sample, draws, self.multi_sample)

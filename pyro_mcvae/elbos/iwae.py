@@ -189,6 +189,16 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             self.sampler.runner.checks.strict_enumeration = False
         self._warn = WarnOnce(_logger)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("alpha", "gradient_estimator", "joint") and "sampler" in vars(self):
+            # Half of the parts would be made for what was given before.
+            kind = type(self).__name__
+            raise AttributeError(
+                f"{name} of a {kind} is settled when it is made, and cannot become {value!r}: make "
+                f"another one, {kind}(..., {name}={value!r})"
+            )
+        super().__setattr__(name, value)
+
     def _use_particles(self, num_particles: int) -> None:
         if self.gradient_estimator == "vimco" and num_particles < 2:
             raise ValueError(

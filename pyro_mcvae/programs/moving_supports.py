@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_mcvae.ops.lanes import is_mapped
 from pyro_mcvae.ops.recording import holds
 from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Transform
@@ -71,8 +72,7 @@ def _agree(end: Any, other: Any) -> bool:
         return end is other
     if not isinstance(end, Tensor):
         return bool(end == other)
-    # Of what stands under vmap nobody may ask.
-    return not torch._C._functorch.is_batchedtensor(end) and holds((end == other).all())
+    return not is_mapped(end) and holds((end == other).all())
 
 
 def elementwise(constraint: Constraint) -> Constraint:

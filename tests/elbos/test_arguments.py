@@ -15,6 +15,7 @@ from pyro_mcvae import (
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
+    TraceRenyi_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
     TraceTruncated_ELBO,
@@ -76,6 +77,24 @@ def test_particles_that_are_assigned_are_those_of_an_objective_made_with_them(lo
         pyro.param("loc").grad.zero_()
         found.append((value, gradient.item()))
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("elbo", "name", "value"),
+    [
+        (TraceIWAE_ELBO(2), "joint", True),
+        (TraceIWAE_ELBO(2), "gradient_estimator", "stl"),
+        (TraceIWAE_ELBO(2), "alpha", 0.5),
+        (TraceRenyi_ELBO(0.5), "alpha", 0.3),
+    ],
+)
+def test_what_an_objective_is_made_for_is_not_assigned(elbo, name, value):
+    # Half of its parts would go on with what was given before: a bound of one order, say, with the
+    # gradient of another.
+    before = getattr(elbo, name)
+    with pytest.raises(AttributeError, match=f"{name} of a {type(elbo).__name__} is settled"):
+        setattr(elbo, name, value)
+    assert getattr(elbo, name) == before
 
 
 def test_particles_that_are_assigned_are_checked():
