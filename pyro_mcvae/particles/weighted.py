@@ -78,8 +78,7 @@ class WeightedParticles:
         for i, (run, block_of) in enumerate(zip(self.runs, self.block_of, strict=True)):
             for term in run.terms:
                 b = block_of[term.key]
-                value = None if b is None else pick(term, i)
-                if b is not None and isinstance(value, Tensor):
+                if b is not None and isinstance(value := pick(term, i), Tensor):
                     part = run.sum_to(value, self.blocks[b].dims)
                     totals[b][i] = _plus(totals[b][i], part, signed and term.in_guide)
         return self.join([self._stack(*t) for t in zip(totals, self.shapes, strict=True)])

@@ -21,8 +21,7 @@ def with_draws_of_its_density(fn: Distribution) -> Distribution:
     Beta(k / 2, .); PyTorch draws it from Beta(k - 1/2, .), so that the mean weight of such draws is
     1.13 in three dims, with concentrations of 1 and 1.5, where it has to be 1.
     """
-    inside = any(isinstance(layer, LKJCholesky) for layer in layers(fn))
-    return _mended(fn) if inside else fn
+    return _mended(fn) if any(isinstance(f, LKJCholesky) for f in layers(fn)) else fn
 
 
 def _mended(fn: Distribution) -> Distribution:

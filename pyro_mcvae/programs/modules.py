@@ -44,7 +44,7 @@ def _parts(value: object) -> Iterator[object]:
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, list | tuple):
-        yield from value
+        yield from (item for item in value if not isinstance(item, _LEAVES))
     elif isinstance(value, dict):
         yield from value.values()
     elif isinstance(value, _LEAVES):

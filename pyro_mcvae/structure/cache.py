@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
+from torch import nn
+
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.modules import find_modules
 from pyro_mcvae.programs.types import Program
 
 __all__ = ["PairCache", "StructureCache"]
@@ -28,12 +32,13 @@ class PairCache(Generic[T]):
     """
     One object for each pair of programs, of those that were used last.
 
-    :param make: makes it for a pair that was not seen.
+    :param make: makes it for a pair that was not seen, or seen with modules in evaluation mode of
+        which one trains now: dropout then draws numbers that nobody has looked at.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._pairs: list[tuple[tuple[Program, Program], T]] = []
+        self._pairs: list[_Pair[T]] = []
 
     def __getstate__(self) -> dict[str, object]:
         # Programs are often local functions, which cannot be pickled; they are looked at again.
@@ -41,15 +46,42 @@ class PairCache(Generic[T]):
 
     def of(self, programs: Programs) -> T:
         """The object of a pair."""
-        if not self._pairs or self._pairs[0][0] != programs.pair:
-            self._to_front(programs.pair)
-        return self._pairs[0][1]
+        if not self._pairs or not self._pairs[0].is_of(programs):
+            self._to_front(programs)
+        return self._pairs[0].found
 
-    def _to_front(self, pair: tuple[Program, Program]) -> None:
-        index = next((i for i, (known, _) in enumerate(self._pairs) if known == pair), None)
-        found = (pair, self._make()) if index is None else self._pairs.pop(index)
-        self._pairs.insert(0, found)
-        del self._pairs[_MAX_PAIRS:]
+    def _to_front(self, programs: Programs) -> None:
+        pair = next((p for p in self._pairs if p.is_of(programs)), None)
+        others = [p for p in self._pairs if p.programs != programs.pair]
+        self._pairs = [pair or _Pair(programs, self._make()), *others][:_MAX_PAIRS]
+
+
+class _Pair(Generic[T]):
+    """
+    A pair of programs.
+
+    :ivar found: what is kept of them.
+    """
+
+    def __init__(self, programs: Programs, found: T) -> None:
+        self.programs, self.found = programs.pair, found
+        resting = programs.once(_resting, lambda: _resting(*programs.pair))
+        self._resting = [weakref.ref(module) for module in resting]
+
+    def is_of(self, programs: Programs) -> bool:
+        """Whether these are the programs, and no module of theirs trains that did not."""
+        return self.programs == programs.pair and not any(map(_trains, self._resting))
+
+
+def _resting(*programs: Program) -> list[nn.Module]:
+    """The programs' modules in evaluation mode."""
+    modules = (m for root in find_modules(*programs) for m in root.modules())
+    return [m for m in modules if not m.training]
+
+
+def _trains(ref: weakref.ref[nn.Module]) -> bool:
+    module = ref()
+    return module is not None and module.training
 
 
 class StructureCache(Generic[T]):

@@ -281,6 +281,29 @@ def test_a_batch_norm_is_updated_by_each_particle():
         assert decoder[1].num_batches_tracked == batches
 
 
+def test_each_training_mode_of_a_module_that_is_held_has_its_way():
+    drop, loc = nn.Dropout(0.5), torch.ones(4)
+
+    def model():
+        with pyro.plate("data", 4):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 0.3), obs=loc)
+
+    def guide():
+        with pyro.plate("data", 4):
+            pyro.sample("z", dist.Normal(drop(loc), 0.3))
+
+    loss = TraceIWAE_ELBO(5)
+    drop.eval()
+    loss.loss(model, guide)
+    drop.train()
+    found = []
+    for elbo in (loss, TraceIWAE_ELBO(5)):
+        pyro.set_rng_seed(3)
+        found.append(elbo.loss(model, guide))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     "make", [lambda: TraceSGVB_ELBO(num_particles=3), lambda: TraceIWAE_ELBO(4), TraceAIS_ELBO]
 )
