@@ -78,6 +78,7 @@ class RunChecks:
         way: Way,
         name: LeadingDimsName,
         ran: bool = True,
+        mixes: bool = True,
     ) -> None:
         """
         Check that leading dims are what a loop would be.
@@ -85,6 +86,7 @@ class RunChecks:
         :param way: how they are run.
         :param name: what stands in them.
         :param ran: whether ``run`` has them; otherwise it shows what is to be run with them.
+        :param mixes: whether batch normalisation may take what stands in them for one batch.
         :raises LeadingDimsError: as :func:`check_count` and :func:`check_vectorization`.
         """
         for count in sorted(run.outer_sizes & run.inner_sizes):
@@ -103,7 +105,7 @@ class RunChecks:
                 _THEN_ONE_IN,
             )
         if len(compared) < _AT_ONCE or len(compared) % _THEN_ONE_IN == 0:
-            check_vectorization(programs, run, shared, way, name, ran)
+            check_vectorization(programs, run, shared, way, name, ran, mixes)
         compared.add(sizes)
 
     def check_states(self, programs: Programs, run: Run) -> None:

@@ -17,15 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.nn.functional import batch_norm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pyro_mcvae.programs.batch_norm import batch_size
 from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.types import Message, TorchFunction
 from pyro_mcvae.structure.tracking import READS, marks_of, unmarked
 
-__all__ = ["Read", "UnseenDraw", "Watch", "shared_draws"]
+__all__ = ["Batch", "Read", "UnseenDraw", "Watch", "shared_draws"]
 
 _FINITE: set[object] = {
     getattr(m, n) for m in (torch, Tensor) for n in ("isfinite", "isinf", "isnan")
@@ -56,18 +58,32 @@ class Read(NamedTuple):
     sites: frozenset[str]
 
 
+class Batch(NamedTuple):
+    """
+    What is normalised by its own statistics.
+
+    :ivar size: of how many numbers.
+    :ivar line: where.
+    """
+
+    size: int
+    line: str
+
+
 class Watch(Messenger):
     """
     Watches programs that are run inside of :meth:`watching`.
 
     :ivar draws: what was drawn apart from sites.
     :ivar reads: the values that its Python code has looked at.
+    :ivar batches: what batch normalisation has taken for a batch.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.draws: list[UnseenDraw] = []
         self.reads: list[Read] = []
+        self.batches: list[Batch] = []
         self._at_site = False
 
     @contextmanager
@@ -134,6 +150,8 @@ class _Reads(TorchFunctionMode):
         frame = sys._getframe(1)
         if func in READS and not (is_core(frame.f_code) or in_assertion(frame)):
             self._watch.reads.append(Read(program_line(frame), marks_of(args)))
+        if func is batch_norm and (size := batch_size(args, kwargs or {})):
+            self._watch.batches.append(Batch(size, program_line(frame)))
         return func(*args, **(kwargs or {}))
 
 

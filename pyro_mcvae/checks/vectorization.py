@@ -16,20 +16,25 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from pyro_mcvae.checks.closeness import beyond_rounding, is_close, moved
+from pyro_mcvae.checks.compared_runs import (
+    Densities,
+    TogetherError,
+    one_of,
+    probe_alone,
+    probe_together,
+    values_of,
+)
 from pyro_mcvae.checks.leading_dims import LeadingDimsName, not_vectorizable
-from pyro_mcvae.checks.unseen import Read, UnseenDraw, Watch, shared_draws
-from pyro_mcvae.ops.shapes import as_shape
-from pyro_mcvae.programs.contract import check_batch_dims
+from pyro_mcvae.checks.unseen import Batch, Read, UnseenDraw, Watch, shared_draws
 from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.mapping import Way, particle_plates
+from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.probing import Probe, ProgramError, looking, probe
+from pyro_mcvae.programs.probing import Probe, ProgramError, looking
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import changed_draw, is_random
-from pyro_mcvae.programs.types import Message, Site
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.tracking import TrackDraws
 
@@ -37,13 +42,8 @@ __all__ = ["check_count", "check_vectorization"]
 
 _logger = logging.getLogger(__name__)
 
-Densities = dict[FactorKey, Tensor]
 # A site is odd if it is so at each of so many draws: the inverse of a flow may fail at one.
 _DRAWS = 2
-
-
-class _TogetherError(ProgramError):
-    """Programs failed with leading dims while they were looked at."""
 
 
 def check_count(
@@ -83,7 +83,7 @@ def _failure(
     """How the programs fail with so many particles, if they do."""
     with looking():
         try:
-            _together(programs, run, shared, count, way)
+            probe_together(programs, run, shared, count, way)
         except ProgramError as error:
             return error
     return None
@@ -96,6 +96,7 @@ def check_vectorization(
     way: Way,
     name: LeadingDimsName,
     ran: bool = True,
+    mixes: bool = True,
 ) -> None:
     """
     Check that a vectorised run has the densities of its particles run one by one.
@@ -109,24 +110,29 @@ def check_vectorization(
     :param way: how these are run.
     :param name: what stands in the leading dims.
     :param ran: whether ``run`` was made in that way: then it is known that the programs can be.
-    :raises LeadingDimsError: naming the site that has another density.
+    :param mixes: whether batch normalisation may take all particles for one batch.
+    :raises LeadingDimsError: naming the site that has another density, or the batch's line.
     """
     # Not as many as the data: these must not be taken for each other.
     count = next(n for n in itertools.count(2) if n not in run.inner_sizes)
     try:
         with looking():
             with Watch().watching() as watch:
-                found = _together(programs, run, shared, count, way)
+                found = probe_together(programs, run, shared, count, way)
             _check_reads(programs, run, watch.reads, name)
             if run.leading is not None or not ran:  # slots may share what they are not values of
-                values = _values(found, 0, count, run.nesting)
+                values = values_of(found, 0, count, run.nesting)
                 _check_draws(programs, run, values, watch.draws, name)
+                if not mixes and watch.batches:
+                    _check_batches(programs, run, values, watch.batches, name)
             odd = _odd(programs, run, found, count)
             for _ in range(1, _DRAWS if odd else 0):
-                again = _odd(programs, run, _together(programs, run, shared, count, way), count)
+                again = _odd(
+                    programs, run, probe_together(programs, run, shared, count, way), count
+                )
                 odd = {key: sums for key, sums in odd.items() if key in again}
     except ProgramError as error:
-        if isinstance(error, _TogetherError) and not ran:
+        if isinstance(error, TogetherError) and not ran:
             raise not_vectorizable(name, count, run.nesting, error) from error
         _logger.info("%s cannot be compared with a loop: %s", name.name, error)
         return  # the run of the step itself has its own errors
@@ -142,43 +148,22 @@ def check_vectorization(
         )
 
 
-def _together(programs: Programs, run: Run, shared: GlobalSites, count: int, way: Way) -> Probe:
-    plates = particle_plates(way, count, -run.nesting - 1, shared)
-    try:
-        found = probe(programs, run.subsamples, leading=plates)
-        check_batch_dims([*found.terms.values()], run.nesting)
-        return found
-    except (ProgramError, ValueError) as error:
-        raise _TogetherError(str(error)) from error
-
-
 def _odd(
     programs: Programs, run: Run, found: Probe, count: int
 ) -> dict[FactorKey, tuple[float, float]]:
     """The factors whose density at one particle is not that of the particle alone, with both."""
     together = found.log_probs
     for particle in (count - 1, 0):
-        values = _values(found, particle, count, run.nesting)
-        alone = _alone(programs, run.subsamples, values)
+        values = values_of(found, particle, count, run.nesting)
+        alone = probe_alone(programs, run.subsamples, values)
         pairs = {
-            key: (_particle(together[key], particle, count, run.nesting), alone[key])
+            key: (one_of(together[key], particle, count, run.nesting), alone[key])
             for key in together.keys() & alone.keys()
         }
         odd = {key: pair for key, pair in pairs.items() if not is_close(*pair)}
         if odd:
             return _beyond_noise(programs, run.subsamples, values, odd)
     return {}
-
-
-def _values(found: Probe, particle: int, count: int, nesting: int) -> dict[str, Tensor]:
-    """The latents of one particle."""
-    return {
-        name: _particle_draw(site, particle, count, nesting)
-        # The model may have latents of its own, to be enumerated.
-        for trace in (found.model_trace, found.guide_trace)
-        for name, site in trace.nodes.items()
-        if is_random(site)
-    }
 
 
 def _check_draws(
@@ -198,13 +183,13 @@ def _check_draws(
 
     def run_alone() -> list[UnseenDraw]:
         with Watch().watching() as watch:
-            found.append(_alone(programs, run.subsamples, values))
+            found.append(probe_alone(programs, run.subsamples, values))
         return watch.draws
 
     shared = shared_draws(drawn, run_alone)
     if not shared:
         return
-    first, again = *found, _alone(programs, run.subsamples, values)
+    first, again = *found, probe_alone(programs, run.subsamples, values)
     for key in first:
         if key in again and not is_close(first[key], again[key]):
             raise LeadingDimsError(
@@ -213,6 +198,31 @@ def _check_draws(
                 f"{name.remedy} draw them by pyro.sample",
                 reason=f"site '{key.name}' of the {key.program} has draws that are no sites, at "
                 f"{shared[0].line}",
+            )
+
+
+def _check_batches(
+    programs: Programs,
+    run: Run,
+    values: Mapping[str, Tensor],
+    together: Sequence[Batch],
+    name: LeadingDimsName,
+) -> None:
+    """
+    Check that each particle has the statistics of its own batch.
+
+    :param values: the latents of one particle.
+    :param together: what is normalised where there are several.
+    """
+    with Watch().reading() as watch:
+        probe_alone(programs, run.subsamples, values)
+    sizes = [batch.size for batch in watch.batches] + [0] * len(together)
+    for batch, size in zip(together, sizes, strict=False):
+        if batch.size > size:
+            raise LeadingDimsError(
+                f"batch normalisation at {batch.line} takes all {name.name} for one batch. "
+                f"{name.remedy} have it in the encoder, which runs once, or normalise layers",
+                reason=f"all {name.name} would be one batch at {batch.line}",
             )
 
 
@@ -251,8 +261,10 @@ def _beyond_noise(
     odd: Mapping[FactorKey, tuple[Tensor, Tensor]],
 ) -> dict[FactorKey, tuple[float, float]]:
     """Noise that the programs draw apart from their sites is no difference, nor is rounding."""
-    again = _alone(programs, subsamples, values)
-    elsewhere = _alone(programs, subsamples, {n: changed_draw(moved, v) for n, v in values.items()})
+    again = probe_alone(programs, subsamples, values)
+    elsewhere = probe_alone(
+        programs, subsamples, {n: changed_draw(moved, v) for n, v in values.items()}
+    )
     return {
         key: (float(found.sum()), float(expected.sum()))
         for key, (found, expected) in odd.items()
@@ -260,26 +272,3 @@ def _beyond_noise(
         and is_close(expected, again[key])
         and beyond_rounding(found, expected, elsewhere.get(key))
     }
-
-
-def _alone(
-    programs: Programs, subsamples: Mapping[str, Tensor], values: Mapping[str, Tensor]
-) -> Densities:
-    def sample_fn(msg: Message) -> Tensor:
-        # A latent that particles do not show: the error ends the comparison.
-        return changed_draw(lambda v: as_shape(v, msg["fn"].shape()), values[msg["name"]])
-
-    return probe(programs, subsamples, sample_fn=sample_fn).log_probs
-
-
-def _particle_draw(site: Site, particle: int, count: int, nesting: int) -> Tensor:
-    inner = nesting + site["fn"].event_dim
-    return changed_draw(lambda v: _particle(v, particle, count, inner), site["value"])
-
-
-def _particle(value: Tensor, particle: int, count: int, inner: int) -> Tensor:
-    """One particle of a tensor whose last ``inner`` dims are a particle's own."""
-    if value.dim() <= inner:
-        return value
-    lead = value.shape[value.dim() - inner - 1]
-    return value.select(value.dim() - inner - 1, particle if lead == count else 0)

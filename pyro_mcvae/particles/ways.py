@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
+from functools import partial
 
 from pyro import poutine
 
@@ -80,7 +81,8 @@ class Ways:
             ways = ways[ways.index(before) + len(errors) :]
         for way in ways:
             try:
-                self._checks.check_leading_dims(programs, run, shared, way, name, ran=False)
+                check = partial(self._checks.check_leading_dims, ran=False)
+                check(programs, run, shared, way, name, mixes=self.refuses_loops)
             except LeadingDimsError as found:
                 errors[way] = found
                 continue

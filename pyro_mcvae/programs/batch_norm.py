@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.programs.types import TorchFunction
 
-__all__ = ["FixedStatistics"]
+__all__ = ["FixedStatistics", "batch_size"]
 
 
 class FixedStatistics(TorchFunctionMode):
@@ -63,9 +63,7 @@ class FixedStatistics(TorchFunctionMode):
     ) -> object:
         if func not in (batch_norm, instance_norm):
             return func(*args, **(kwargs or {}))
-        bound = signature(func).bind(*args, **(kwargs or {}))
-        bound.apply_defaults()
-        call = bound.arguments
+        call = _bound(func, args, kwargs or {})
         if func is instance_norm:
             if call["use_input_stats"]:
                 # By each instance's own statistics, of which none are kept.
@@ -79,3 +77,15 @@ class FixedStatistics(TorchFunctionMode):
         call["running_mean"] = shift if mean is None else mean + shift
         call["running_var"] = like.new_ones(x.shape[1]) if variance is None else variance
         return func(**call)
+
+
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """How many numbers a call of ``batch_norm`` takes its statistics of; 0 if they are given."""
+    call = _bound(batch_norm, args, kwargs)
+    return int(call["input"].numel()) if call["training"] else 0
+
+
+def _bound(func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments

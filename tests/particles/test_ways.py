@@ -281,6 +281,33 @@ def test_a_batch_norm_is_updated_by_each_particle():
         assert decoder[1].num_batches_tracked == batches
 
 
+@pytest.mark.parametrize("trained_before", [True, False])
+def test_flattened_particles_have_the_statistics_of_their_own_batches(trained_before):
+    norm, x = nn.BatchNorm1d(1, affine=False), torch.tensor([-1.0, 1.0])
+
+    def model():
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            loc = norm(z.reshape(-1, 1)).reshape(z.shape)
+            pyro.sample("x", dist.Normal(loc, 0.3), obs=x)
+
+    def guide():
+        with pyro.plate("data", 2):
+            pyro.sample("z", dist.Normal(x, 1.0))
+
+    elbo, loop = TraceIWAE_ELBO(20), TraceIWAE_ELBO(20, vectorize_particles=False)
+    norm.train(trained_before)
+    elbo.loss(model, guide)
+    norm.train()
+    found = []
+    for one in (elbo, loop):
+        one.loss(model, guide)  # finds the way out
+        pyro.set_rng_seed(0)
+        found.append(torch.tensor([one.loss(model, guide) for _ in range(50)]))
+    # All particles in one batch have 3.0, each in its own 0.04.
+    assert torch.equal(*found)
+
+
 def test_each_training_mode_of_a_module_that_is_held_has_its_way():
     drop, loc = nn.Dropout(0.5), torch.ones(4)
 
