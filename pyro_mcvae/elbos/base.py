@@ -88,6 +88,9 @@ class MonteCarloELBO(ELBO):
         True
     """
 
+    # Whether the objective is more than a mean of log densities, so that scales do not multiply it.
+    _weighs = False
+
     def __new__(cls, *args: object, **kwargs: object) -> MonteCarloELBO:
         if len(args) > 1 and callable(args[0]) and callable(args[1]):
             # SVI takes any function for a loss, and calls it with the model and the guide.
@@ -153,7 +156,7 @@ class MonteCarloELBO(ELBO):
             estimate = self.estimate(programs)
         if torch.is_grad_enabled() and not estimate.scored:
             refuse_scores(type(self).__name__, estimate.runs)
-        self._notices.look(programs, estimate.runs)
+        self._notices.look(programs, estimate.runs, self._weighs)
         return estimate
 
     def _get_trace(

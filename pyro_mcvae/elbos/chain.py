@@ -78,7 +78,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     _adjusted: bool
     # Whether discrete sites of the guide have slots.
-    _has_slots = True
+    _has_slots = _weighs = True
     kernel: Kernel
     schedule: Schedule
 

@@ -206,6 +206,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
                 f"num_particles >= 2, got {num_particles}; use 'auto' for one particle"
             )
         super()._use_particles(num_particles)
+        self._weighs = num_particles > 1
         self._path = PathGradient(self.gradient_estimator, num_particles, self.alpha)
         self.sampler.structures = StructureFinder(self.joint, self._path.needs_roots)
 
@@ -229,11 +230,8 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             return self._over_slots(programs, sample, draws)
         if self.num_global_particles > 1 and draws_globals(sample):
             return self._global_average(programs, sample).estimate(self._path)
-        if not sample.blocks:
-            self._tell_of_averaging(sample)
-        if not sample.blocks or self.num_particles == 1:
-            costs, coupled = self._path.costs(sample), sample.structure.coupled
-            return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
+        if not (sample.blocks and self._weighs):
+            return self._averaged(sample)
         bound = renyi_bound(sample.log_weight.detach(), self.alpha)
         surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
         return local_estimate(sample, bound, surrogate, scored=True)
@@ -277,14 +275,17 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         others = range(1, self.num_global_particles)
         return GlobalAverage([first, *(self._sample(programs) for _ in others)])
 
-    def _tell_of_averaging(self, sample: WeightedParticles) -> None:
+    def _averaged(self, sample: WeightedParticles) -> Estimate:
+        """The particles as in the plain ELBO."""
         drawn = any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide)
-        if drawn and self.num_particles > 1:
+        if drawn and self._weighs:
             self._warn(
                 f"no latent of the guide lies in all subsampled plates around its factors, so none "
                 f"can be weighed per datum: the {self.num_particles} particles are averaged as in "
                 f"the plain ELBO"
             )
+        costs, coupled = self._path.costs(sample), sample.structure.coupled
+        return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
 
     def _surrogate(self, sample: WeightedParticles) -> Tensor:
         """Per datum, a tensor whose gradient estimates that of the bound: ``[*plates]``."""

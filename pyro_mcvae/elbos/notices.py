@@ -10,7 +10,9 @@ from pyro_mcvae.checks.angles import unwound
 from pyro_mcvae.checks.copied_parameters import collects_parameters, refuse_copied_parameters
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.plates import plate_frames
 from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import inner_scale
 from pyro_mcvae.structure.cache import PairCache
 
 __all__ = ["Notices", "refuse_scores"]
@@ -28,6 +30,11 @@ _OBSERVED = (
     "training lowers it, and is in no weight and no evidence. To train a network that predicts it, "
     "subtract its log_prob from differentiable_loss instead"
 )
+_TEMPERED = (
+    "poutine.scale multiplies all sites in plates by %g, inside of the weights, which it tempers: "
+    "the objective is %s bound on %g log p(x) then. Multiply the loss instead; a minibatch is "
+    "pyro.plate(name, size, subsample_size=...), whose N/B stays outside of the weights"
+)
 
 
 class Notices:
@@ -37,16 +44,23 @@ class Notices:
         self._looked: PairCache[set[bool]] = PairCache(set)
         self._warn = WarnOnce(_logger)
 
-    def look(self, programs: Programs, runs: list[Run]) -> None:
-        """Log, or refuse, what of programs has another effect than their user may think."""
+    def look(self, programs: Programs, runs: list[Run], weighs: bool) -> None:
+        """
+        Log, or refuse, what of programs has another effect than their user may think.
+
+        :param bool weighs: whether the objective is more than a mean of log densities.
+        """
         looked, collected = self._looked.of(programs), collects_parameters()
         if collected not in looked:
-            self._look(programs, runs[:1], collected)
+            self._look(programs, runs[:1], collected, weighs)
             looked.add(collected)
 
-    def _look(self, programs: Programs, runs: list[Run], collected: bool) -> None:
+    def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: bool) -> None:
         for run in runs if collected else ():
             refuse_copied_parameters(programs, run)
+        for scale in map(_common_scale, runs if weighs else ()):
+            if scale is not None:
+                self._warn(_TEMPERED % (scale, "no" if scale > 1 else "a loose", scale))
         for why in (why for run in runs for why in unwound(run)):
             self._warn(why)
         for term in (t for run in runs for t in run.terms if t.in_guide):
@@ -54,6 +68,14 @@ class Notices:
                 self._warn(_BASELINE % term.key.name)
         for term in (t for run in runs for t in run.guide_data):
             self._warn(_OBSERVED % term.key.name)
+
+
+def _common_scale(run: Run) -> float | None:
+    """The user's own scale of all sites in plates, if it is one that says something."""
+    scales = [inner_scale(t.site) for t in run.terms if plate_frames(t.site)]
+    numbers = {scale for scale in scales if isinstance(scale, float)}
+    same = len(numbers) == 1 and all(isinstance(scale, float) for scale in scales)
+    return numbers.pop() if same and numbers != {1.0} else None
 
 
 def refuse_scores(objective: str, runs: list[Run]) -> None:

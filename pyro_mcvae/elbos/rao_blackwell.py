@@ -151,7 +151,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             wanted = torch.is_grad_enabled()
             found.append(sums.differentiate(programs) if wanted else (sums.value(), 0.0))
         value, surrogate = map(as_scalar, map(add_up, zip(*found, strict=True)))
-        each = 1 / self.num_particles
+        each = 1 / self.sampler.num_particles
         value, surrogate = times(value, each), times(surrogate, each)
         return Estimate(value, surrogate, [r.run for r in slot_runs], scored=True)
 

@@ -89,7 +89,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
                 # Which costs a score multiplies depends on whether a plate's elements meet.
                 coupled |= self.sampler.structures.of(programs, run).coupled
         costs = [self._costs(programs, run) for run in runs]
-        return elbo_estimate(runs, costs, self.num_particles, coupled)
+        return elbo_estimate(runs, costs, self.sampler.num_particles, coupled)
 
     def bounds_of(self, programs: Programs) -> Bounds:
         runs = self.sampler.independent(programs)

@@ -8,6 +8,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 
 from pyro_mcvae import (
@@ -227,3 +228,27 @@ def test_a_subsampled_plate_inside_of_the_data_is_named():
 
     with pytest.raises(ValueError, match=r"site 'a'.*in the subsampled plate 'rep' \(2 of 4\)"):
         TraceTruncated_ELBO().loss(replicated, TruncatedPosterior(replicated, 2))
+
+
+@pytest.mark.parametrize(("scale", "what"), [(5.0, "no bound on 5"), (0.25, "loose bound on 0.25")])
+def test_a_scale_around_everything_is_told_to_temper(scale, what, caplog):
+    def model(x, inner=1.0):
+        with pyro.plate("data", 4), poutine.scale(scale=scale):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            with poutine.scale(scale=inner):
+                pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(x, inner=1.0):
+        with pyro.plate("data", 4), poutine.scale(scale=scale):
+            pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+
+    x = torch.zeros(4)
+    for elbo in (TraceIWAE_ELBO(3), TraceSIS_ELBO(2)):
+        caplog.clear()
+        elbo.loss(model, guide, x)
+        assert what in caplog.text
+    caplog.clear()
+    for elbo in (TraceSGVB_ELBO(3), TraceIWAE_ELBO(1), TraceRaoBlackwell_ELBO()):
+        elbo.loss(model, guide, x)  # of which it is a factor
+    TraceIWAE_ELBO(3).loss(model, guide, x, 0.5)  # annealed
+    assert "log p(x)" not in caplog.text
