@@ -121,6 +121,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             surrogate = _weighted(sample, weights, joint, bound)
         self.num_runs, self.num_evaluations = runs.num_runs, runs.num_states
         estimate = local_estimate(sample, bound, surrogate, scored=True)
+        estimate.remedy = _REMEDY
         if training and guide.training:
             estimate.finish = partial(step.keep, populations, shared=True)
         return estimate
@@ -156,6 +157,12 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             picked.append(torch.where(weight > 0, index, best))
             weights.append(weight)
         return picked, weights
+
+
+_REMEDY = (
+    "Where no state of a datum that is kept makes it possible: search before the first step "
+    "(guide.fit(..., num_steps=100)), or let the search begin elsewhere (proposals=)."
+)
 
 
 def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:

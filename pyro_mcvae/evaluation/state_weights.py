@@ -19,6 +19,7 @@ from pyro_mcvae.evaluation.state_steps import draw_steps, log_step
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.evaluation.weights import Weighed, Weights, shared_factors
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.impossible import with_impossible_data
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_latent
@@ -55,7 +56,8 @@ class StateWeights(Weights):
     """
 
     def __init__(self, programs: Programs, options: Options, progress: Progress) -> None:
-        self.guide, self.programs = _asked(programs), programs
+        self.guide = _asked(programs)
+        self.programs = replace(programs, model=with_impossible_data(programs.model))
         self.progress, self._options = progress, options
         self.posterior = self._ask()
         self.reference = self.posterior.states.sample

@@ -229,7 +229,7 @@ def _density_error(site: Site, program: str, error: Exception) -> Exception:
     )
     return type(error)(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
-        f"({type(site['fn']).__name__}, value of shape {shape}): {error}\n{remedy}"
+        f"({_name(site['fn'])}, value of shape {shape}): {error}\n{remedy}"
     )
 
 
@@ -239,6 +239,11 @@ def nonfinite_report(site: Site, program: str, log_prob: Tensor) -> str | None:
     if not nans and not infs:
         return None
     return (
-        f"site '{site['name']}' of the {program} ({type(site['fn']).__name__}): "
+        f"site '{site['name']}' of the {program} ({_name(site['fn'])}): "
         f"{nans} NaN and {infs} infinite of {log_prob.numel()} log_prob entries"
     )
+
+
+def _name(fn: Distribution) -> str:
+    """The name that the user knows a distribution by."""
+    return type(getattr(fn, "users", fn)).__name__

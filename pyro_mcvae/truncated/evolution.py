@@ -10,6 +10,7 @@ with Binary Latents*.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -82,23 +83,36 @@ def distinct_states(space: StateSpace, states: Tensor, count: int) -> Tensor:
         >>> distinct_states(StateSpace([2, 2]), torch.zeros(1, 1, 2, dtype=torch.uint8), 4).shape
         torch.Size([1, 4, 2])
     """
-    sizes, device = space.sizes, states.device
+    device = states.device
+    # Of counts that may be many as many values as are wanted, near zero and ever farther apart.
+    both = zip(space.sizes, space.ordinal, strict=True)
+    sizes = tuple(min(n, count) if many else n for n, many in both)
     cycle = torch.arange(count, device=device) % states.shape[1]
     spare = states.index_select(1, cycle).clone()
     # As many leading entries as have enough values: counting through them from a random start
     # makes distinct states, also where these are all that there are.
     last, total = 0, 1
-    while last < len(space) and total < 4 * count:
+    while last < len(space) and total < (4 if sizes[:last] == space.sizes[:last] else 1) * count:
         total, last = total * sizes[last], last + 1
     start = torch.randint(total, (states.shape[0], 1), device=device)
     code = (start + torch.arange(count, device=device)) % total
     for d in range(last):
-        spare[..., d] = (code % sizes[d]).to(spare.dtype)
+        at = code % sizes[d]
+        spare[..., d] = _ladder(space.sizes[d], sizes[d], device)[at].to(spare.dtype)
         code = code // sizes[d]
-    both = torch.cat([states, spare], dim=1)
-    repeated = duplicates(space.keys(space.pack(both)))
+    found = torch.cat([states, spare], dim=1)
+    repeated = duplicates(space.keys(space.pack(found)))
     first = repeated.to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
-    return both.gather(1, first.unsqueeze(-1).expand(-1, -1, len(space)))
+    return found.gather(1, first.unsqueeze(-1).expand(-1, -1, len(space)))
+
+
+def _ladder(size: int, count: int, device: torch.device) -> Tensor:
+    """``count`` of the values below ``size``, from zero to the last one."""
+    every = torch.arange(count, device=device)
+    if count == size:
+        return every
+    far = torch.logspace(0, math.log10(size), count, dtype=torch.double, device=device) - 1
+    return torch.maximum(every, far.round().long().clamp_max(size - 1))
 
 
 class FitnessProportional:

@@ -55,9 +55,10 @@ class TruncatedPosterior(StateBuffers):
     one-hot and count sites are searched (counts without an upper bound: below 65,536). Which data a
     minibatch holds is read from the plate: give it indices, ``pyro.plate("data", N,
     subsample=index)``, or let it draw them by ``subsample_size``. Entries that are masked out have
-    no density and keep the value zero. Every other latent is drawn by ``guide``, once per step,
-    and enters as in the plain ELBO; one draw of a datum's latents serves all of its states, so
-    that they may not depend on its discrete ones.
+    no density and keep the value zero. States that make the data impossible (fewer animals than a
+    Binomial has counted) have density zero. Every other latent is drawn by ``guide``, once per
+    step, and enters as in the plain ELBO; one draw of a datum's latents serves all of its states,
+    so that they may not depend on its discrete ones.
 
     States belong to a datum by its index, and were searched for its observations. A search that
     meets other observations there warns, once; whatever else is asked of the guide is refused for

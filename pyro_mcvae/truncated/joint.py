@@ -18,6 +18,7 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.impossible import with_impossible_data
 from pyro_mcvae.programs.messengers import Recorder, SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import nesting_of
@@ -77,6 +78,7 @@ class JointRuns:
         given: GuideDraws | None = None,
     ) -> None:
         self._sampler, self.layouts = sampler, layouts
+        model = with_impossible_data(model)
         self._programs = Programs(model, SearchMessenger(model, guide), args, kwargs)
         # In which the model draws the discrete sites itself, in whatever dims it runs.
         self._plain = Programs(model, guide or _draw_nothing, args, kwargs)

@@ -111,6 +111,9 @@ class Mutation(ABC):
     """
     Makes children, each by one move, the children of one parent by different moves.
 
+    A count goes up or down: by one, or, one time in four, by a distance of whose logarithm all
+    values are about as likely, since where counts are may be far from where the prior draws them.
+
     A subclass says which moves it prefers; one that changes more than single entries overrides
     :meth:`__call__`.
 
@@ -155,6 +158,8 @@ class Mutation(ABC):
         current = states.gather(-1, entry).long()
         # What is not allowed but had to be taken changes nothing, and is dropped as a repetition.
         value = torch.where(allowed.gather(-1, moves), space.moved(current, moves), current)
+        if any(space.ordinal):
+            value = _strides(space, moves, current, value)
         children = states.unsqueeze(2).expand(-1, -1, moves.shape[-1], -1)
         return children.scatter(-1, entry.unsqueeze(-1), value.unsqueeze(-1).to(states.dtype))
 
@@ -254,6 +259,15 @@ class InformedFlips(Mutation):
         scores = parents.flip_scores.nan_to_num(0.0, 0.0, 0.0) / 2
         blind = torch.rand(*scores.shape[:2], 1, device=scores.device) < self.uniform
         return share + scores.masked_fill(blind, 0.0)
+
+
+def _strides(space: StateSpace, moves: Tensor, current: Tensor, value: Tensor) -> Tensor:
+    """Some of the steps of counts made longer, as far as there is room."""
+    step, last = value - current, space.table("move size", value.device)[moves] - 1
+    room = torch.where(step > 0, last - current, current)
+    scale = (4 * torch.rand(room.shape, device=room.device, dtype=torch.double) - 3).clamp_min(0.0)
+    distance = torch.minimum((room + 1).double().pow(scale).long(), room.clamp_min(1))
+    return torch.where(space.table("wraps", value.device)[moves], value, current + step * distance)
 
 
 def _share(parents: Parents) -> Tensor:

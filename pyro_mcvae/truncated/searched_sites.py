@@ -19,6 +19,7 @@ from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.impossible import with_impossible_data
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
@@ -199,6 +200,7 @@ def find_layouts(
 
     :raises StatesError: naming what cannot have states of its own.
     """
+    model = with_impossible_data(model)
     search = SearchMessenger(model, guide)
     programs = Programs(model, search, args, kwargs)
     with isolated(), torch.no_grad():

@@ -1,0 +1,105 @@
+"""States that make the data impossible, as fewer animals than were seen, have density zero."""
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+
+from pyro_mcvae import TraceTruncated_ELBO, TruncatedPosterior, log_evidence, report
+
+SEEN = torch.tensor([[2.0, 3.0, 1.0], [0.0, 0.0, 0.0], [5.0, 4.0, 6.0]])
+
+
+def log_evidence_of(seen, rate, p, mask=None):
+    """The N-mixture's evidence, by a sum over the number of animals."""
+    n = torch.arange(0.0, 150.0)[:, None, None]
+    each = dist.Binomial(torch.maximum(n, seen), p).log_prob(seen)
+    each = each.masked_fill(n < seen, -torch.inf)
+    if mask is not None:
+        each = torch.where(mask, each, 0.0)
+    return (dist.Poisson(rate).log_prob(n[..., 0]) + each.sum(-1)).logsumexp(0)
+
+
+def in_an_event(seen, rate, p, mask):
+    with pyro.plate("sites", len(seen)):
+        n = pyro.sample("n", dist.Poisson(rate)).unsqueeze(-1)
+        visits = dist.Binomial(n, p * torch.ones(3)).mask(mask)
+        pyro.sample("y", visits.to_event(1), obs=seen)
+
+
+def in_a_plate(seen, rate, p, mask):
+    with pyro.plate("sites", len(seen), dim=-2):
+        n = pyro.sample("n", dist.Poisson(rate))
+        with pyro.plate("visits", 3, dim=-1), poutine.mask(mask=mask):
+            pyro.sample("y", dist.Binomial(n, p), obs=seen)
+
+
+def one_by_one(seen, rate, p, mask):
+    with pyro.plate("sites", len(seen)):
+        n = pyro.sample("n", dist.Poisson(rate * torch.ones(3)))
+        n = torch.stack([n, n, n], 1)  # counts dims from the left
+        visits = dist.Binomial(n, p * torch.ones(3)).mask(mask)
+        pyro.sample("y", visits.to_event(1), obs=seen)
+
+
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("model", [in_an_event, in_a_plate, one_by_one])
+def test_n_mixtures_have_their_evidence_and_its_gradient(model, validates):
+    rate = torch.tensor(3.0, requires_grad=True)
+    p = torch.tensor(0.5, requires_grad=True)
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    mask[0, 1] = mask[2, 2] = False
+    seen = torch.where(mask, SEEN, 99.0)
+    exact = log_evidence_of(seen, rate, p, mask)
+    with pyro.validation_enabled(validates):
+        guide = TruncatedPosterior(model, num_states=30)
+        guide.fit(seen, rate, p, mask, num_steps=80)
+        loss = TraceTruncated_ELBO()(model, guide)(seen, rate, p, mask)
+    torch.testing.assert_close(-loss, exact.sum(), rtol=0, atol=1e-4)
+    expected = torch.autograd.grad(-exact.sum(), [rate, p])
+    found = torch.autograd.grad(loss, [rate, p])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+
+def counted(seen, rate=2.0):
+    with pyro.plate("sites", len(seen)):
+        n = pyro.sample("n", dist.Poisson(rate))
+        pyro.sample("y", dist.Binomial(n, 0.5), obs=seen)
+
+
+@pytest.mark.parametrize("num_states", [2, 30])
+def test_counts_that_the_prior_never_draws_are_found(num_states):
+    seen = torch.tensor([40.0, 0.0])
+    guide = TruncatedPosterior(counted, num_states=num_states)
+    found = guide.fit(seen, num_steps=100)
+    # Seen and unseen animals are independent Poisson variables.
+    exact = dist.Poisson(1.0).log_prob(seen)
+    assert ((found < exact + 1e-9) & (found > exact - 0.6)).all()
+
+
+def test_judges_know_impossible_states():
+    seen, guide = SEEN[:, 0], TruncatedPosterior(counted, num_states=3)
+    guide.fit(seen, num_steps=20)
+    exact = dist.Poisson(1.0).log_prob(seen)
+    found = log_evidence(counted, guide, seen, num_particles=2_000)
+    assert ((found.log_evidence - exact).abs() < 4 * found.standard_error + 1e-6).all()
+    assert not isinstance(report(counted, guide, seen, num_particles=100).prior, str)
+
+
+def test_what_no_state_makes_possible_is_named_with_the_remedy():
+    def model(seen):
+        with pyro.plate("sites", len(seen)):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Binomial(10, 0.2 + 0.5 * z), obs=seen)
+
+    guide = TruncatedPosterior(model, num_states=2)
+    with pytest.raises(ValueError, match=r"site 'y' of the model \(Binomial\).*\n.*proposals="):
+        TraceTruncated_ELBO().loss(model, guide, torch.tensor([11.0, 2.0]))
+
+
+def test_data_that_are_no_counts_are_refused():
+    guide = TruncatedPosterior(counted, num_states=2)
+    for wrong in (torch.nan, 0.5):
+        with pytest.raises(ValueError, match=r"site 'y' of the model \(Binomial"):
+            guide.fit(torch.tensor([wrong, 2.0]), num_steps=20)
