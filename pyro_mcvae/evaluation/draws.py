@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.plates import plate_frames
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_factor, is_latent
@@ -47,7 +48,7 @@ class PosteriorDraws(dict[str, Tensor]):
     observed: dict[str, Tensor]
     plates: tuple[str, ...]
     dims: dict[str, tuple[str, ...]]
-    coords: dict[str, Tensor]
+    coords: Minibatch
 
     @property
     def num_samples(self) -> int:
@@ -63,7 +64,7 @@ class SiteDraws:
     log_likelihood: dict[str, Tensor] = field(default_factory=dict)
     observed: dict[str, Tensor] = field(default_factory=dict)
     dims: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    coords: dict[str, Tensor] = field(default_factory=dict)
+    coords: Minibatch = field(default_factory=Minibatch)
 
 
 def site_draws(sample: WeightedParticles) -> SiteDraws:
@@ -93,6 +94,7 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
         if not isinstance(index, Tensor) or len(index) != size:
             index = torch.arange(size)
         found.coords[name] = index
+        found.coords.sizes[name] = sample.subsamples.sizes.get(name, size)
     return found
 
 

@@ -75,6 +75,17 @@ def predict(
     return _together(runs, draws)
 
 
+class _OfDraws(Minibatch):
+    """The data that draws are of."""
+
+    def _check_whole(self, name: str, now: int) -> None:
+        raise ValueError(
+            f"plate '{name}' has size {now} with these arguments, and {self.sizes[name]} in the "
+            f"draws: pass the arguments that were refined; predictions for other data are those of "
+            f"pyro.infer.Predictive(model, posterior_samples=...), with draws of what they share"
+        )
+
+
 def _run(
     model: Program,
     args: tuple[object, ...],
@@ -83,7 +94,7 @@ def _run(
     values: Mapping[str, Tensor],
     handler: AbstractContextManager[object],
 ) -> dict[str, Site]:
-    with Recorder(Substitutes(Minibatch(coords), values)) as recorder, handler:
+    with Recorder(Substitutes(_OfDraws(coords), values)) as recorder, handler:
         model(*args, **kwargs)
     nodes = recorder.trace.nodes.items()
     return {n: s for n, s in nodes if is_scored(s) or (s["type"] == "sample" and is_record(s))}

@@ -275,3 +275,21 @@ def test_arviz_plots_and_compares_what_is_written():
         import matplotlib.pyplot as plt
 
         plt.close("all")
+
+
+def test_data_of_another_number_are_refused(groups):
+    """Which were predicted in silence, as many as there had been."""
+
+    def model(n):
+        with pyro.plate("data", n):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(n))
+
+    def guide(n):
+        with pyro.plate("data", n):
+            pyro.sample("z", dist.Normal(0.0, torch.ones(n)))
+
+    draws = refine(model, guide, 3, num_samples=20)
+    assert to_inference_data(draws, model, 3).groups["posterior_predictive"]["x"].shape[-1] == 3
+    with pytest.raises(ValueError, match=r"plate 'data' has size 5 .*, and 3 in the draws"):
+        to_inference_data(draws, model, 5)
