@@ -49,6 +49,11 @@ def _of_states(report: Findings) -> str:
             f"posterior. Let it begin there (proposals=PriorDraws()), or keep more states "
             f"(num_states={4 * n})."
         )
+    if gap < _CLOSE and bool(report.guide.pareto_k.isnan().any()):
+        return (
+            f"The {n} states of a datum hold nearly all that was found, by too few draws to tell "
+            f"what lies outside: draw more (num_particles=)."
+        )
     if gap < _CLOSE and not heavy:
         return f"The {n} states of a datum hold nearly all of its posterior: they are enough."
     if gap < _CLOSE:

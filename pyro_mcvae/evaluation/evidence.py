@@ -37,7 +37,8 @@ class LogEvidence:
     :ivar pareto_k: :math:`\hat k`, the weights' tail: above 0.7 the estimate is unreliable, above
         0.3 two standard errors hold less often than they say (measured, with 1,000 draws: 83 % of
         the time at 0.3 to 0.4, 68 % at 0.5 to 0.6); ``-inf`` for weights without a tail, NaN for 20
-        particles or less.
+        particles or less, and where draws beside a :class:`TruncatedPosterior`'s states found
+        nothing and were fewer than a state has neighbours.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
     :ivar num_particles: how many weights each datum has, K.
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
@@ -271,7 +272,7 @@ def estimate(weights: Weights, num_particles: int, keep_log_weight: bool = False
         summary.log_mean.to(bound.dtype),
         summary.standard_error.to(bound.dtype),
         summary.effective_sample_size.to(bound.dtype),
-        summary.pareto_k.to(bound.dtype),
+        weights.pareto_k(summary).to(bound.dtype),
         bound,
         summary.num_particles,
         weights.plates,

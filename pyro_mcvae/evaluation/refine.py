@@ -139,7 +139,7 @@ def _collect(
     if summary.count:
         draws.pareto_k = summary.pareto_k.to(draws.log_weight.dtype)
     if candidates > 1:
-        _warn(draws.pareto_k)
+        _warn(draws.pareto_k, isinstance(weights, StateWeights))
     return draws
 
 
@@ -215,12 +215,15 @@ def _move(
     return state.position
 
 
-def _warn(pareto_k: Tensor) -> None:
+def _warn(pareto_k: Tensor, of_states: bool) -> None:
+    remedy = "Use chains (schedule=10, and more), or num_transitions"
+    if of_states:
+        remedy = "Search on (guide.fit(..., num_steps=100)), or keep more states (num_states=)"
     bad = int((pareto_k > 0.7).sum())
     if bad:
         warnings.warn(
             f"the Pareto k of the weights is above 0.7 for {bad} of {pareto_k.numel()} posteriors "
             f"(largest {float(pareto_k.max()):.2f}): their draws may miss what the guide misses. "
-            f"Use chains (schedule=10, and more), or num_transitions",
+            f"{remedy}",
             stacklevel=5,
         )

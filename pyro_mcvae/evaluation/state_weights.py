@@ -89,12 +89,12 @@ class StateWeights(Weights):
     @property
     def chunk_size(self) -> int:
         return self._options.chunk(
-            max(
-                p.keys.numel() + p.packed.shape[0] * len(p.space)
-                for p in self.posterior.states.populations
-                if p is not None
-            )
+            max(p.keys.numel() + p.packed.shape[0] * len(p.space) for p in self._populations)
         )
+
+    @property
+    def _populations(self) -> list[Population]:
+        return [p for p in self.posterior.states.populations if p is not None]
 
     def weigh(self, count: int) -> Weighed:
         if not self._renews:
@@ -118,6 +118,14 @@ class StateWeights(Weights):
         if not self._renews:
             return self.posterior.free_energy
         return self._bound.mean_log.to(self.reference.log_weight.dtype)
+
+    def pareto_k(self, summary: WeightSummary) -> Tensor:
+        k, spaces = summary.pareto_k, [p.space for p in self._populations]
+        if all(space.cardinality == self.guide.num_states for space in spaces):
+            return k
+        # That nothing was found says little where not even all single changes could be looked at.
+        few = summary.num_particles < max(space.num_moves for space in spaces)
+        return k.masked_fill(k.isneginf(), math.nan) if few else k
 
     def shared(self) -> Tensor:
         if self._drawn:

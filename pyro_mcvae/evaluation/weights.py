@@ -90,6 +90,10 @@ class Weights(ABC):
         """The guide's bound on the log evidence, after these weights were drawn."""
         return summary.mean_log.to(self.reference.log_weight.dtype)
 
+    def pareto_k(self, summary: WeightSummary) -> Tensor:
+        """The tail of the weights, NaN where they say nothing of it."""
+        return summary.pareto_k
+
     @property
     def plates(self) -> tuple[str, ...]:
         """The names of the weights' plates."""

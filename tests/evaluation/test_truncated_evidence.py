@@ -8,7 +8,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae import TruncatedPosterior, compare_models, log_evidence
+from pyro_mcvae import (
+    EvolutionaryUpdate,
+    TruncatedPosterior,
+    compare_models,
+    log_evidence,
+    refine,
+    report,
+)
 from pyro_mcvae.evaluation.state_steps import draw_steps, log_step
 
 X = torch.tensor(
@@ -145,3 +152,33 @@ def test_what_belongs_to_no_datum_is_shared():
     assert torch.allclose(
         found.total - exact(binary).sum(), dist.Normal(0.0, 1.0).log_prob(torch.zeros(()))
     )
+
+
+def test_draws_that_find_nothing_among_many_values_leave_doubt():
+    """Two of 3,000 clusters lie at the datum, and states hold one of them."""
+    centres = torch.full((3000,), 100.0)
+    centres[[5, 2005]] = 0.0
+
+    def model():
+        with pyro.plate("data", 1):
+            k = pyro.sample("k", dist.Categorical(torch.ones(3000)))
+            pyro.sample("x", dist.Normal(centres[k], 0.1), obs=torch.zeros(1))
+
+    def start(*args):
+        return {"k": torch.tensor([[5], [6], [7]])}
+
+    guide = TruncatedPosterior(model, 3, EvolutionaryUpdate(num_generations=0), proposals=start)
+    guide.fit()
+    found = log_evidence(model, guide, num_particles=50, seed=0)
+    assert found.standard_error == 0  # it has missed the other one
+    assert found.pareto_k.isnan()
+    assert found.doubtful.all()
+    told = report(model, guide, num_particles=50, seed=0, look=False)
+    assert not told.trusted
+    assert "they are enough" not in told.advice
+
+
+def test_draws_of_states_are_not_told_to_take_chains():
+    guide = TruncatedPosterior(counts, num_states=2)
+    with pytest.warns(UserWarning, match=r"num_states="):
+        refine(counts, guide, num_samples=20, num_particles=20, seed=0)
