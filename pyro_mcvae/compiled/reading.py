@@ -109,11 +109,13 @@ class ReadingMode(TorchFunctionMode):
             return Reading.of(args[0])
         if func is Tensor.__bool__ and is_library(sys._getframe(1).f_code):
             return _branch(args[0])
+        if func in _COMPARISONS and is_library(sys._getframe(1).f_code):
+            return _compared(_COMPARISONS[func], *args, **(kwargs or {}))
         if func is torch.nn.functional.one_hot:
             return _one_hot(*args, **(kwargs or {}))
         drawn = _OWN_GENERATOR if (kwargs or {}).get("generator") is not None else ""
-        if drawn or func in _READS or (func in _PICKS and _picks_by_value(args)):
-            why = drawn or _READS.get(func, _BY_VALUE)
+        if drawn or func in _READS or (func in _PICKS and _picks_by_value(func, args)):
+            why = drawn or _READS.get(func) or _PICKS[func]
             self.refused = NotRecordable(f"{why} at {program_line()}")
             raise self.refused
         return func(*_as_tensors(args), **(kwargs or {}))
@@ -138,6 +140,15 @@ def _branch(condition: Tensor) -> bool:
         way = bool(condition)
     assume(condition.bool() if way else ~condition.bool())
     return way
+
+
+def _compared(
+    same: Callable[..., Tensor], first: Tensor, second: Tensor, **options: object
+) -> bool:
+    """Whether two tensors are the same, which a library asks: a branch as any other."""
+    if first.shape != second.shape:
+        return False
+    return _branch(same(first, second, **options).all())
 
 
 def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
@@ -166,8 +177,10 @@ def _as_tensors(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _picks_by_value(args: tuple[Any, ...]) -> bool:
+def _picks_by_value(func: object, args: tuple[Any, ...]) -> bool:
     index = args[1] if len(args) > 1 else None
+    if func is not Tensor.__getitem__:
+        return isinstance(index, Tensor)
     parts = index if isinstance(index, tuple | list) else (index,)
     return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
 
@@ -175,7 +188,18 @@ def _picks_by_value(args: tuple[Any, ...]) -> bool:
 _OWN_GENERATOR = "draws from a generator of its own, which comparisons would turn on,"
 _BY_VALUE = "indexes by truth values, so that shapes depend on a tensor's value,"
 _BY_NUMBER = "has a shape that depends on values (one_hot without num_classes)"
-_PICKS = {Tensor.__getitem__}
+_SPLITS = "splits where a tensor says, so that shapes depend on its value,"
+_PICKS: dict[object, str] = {
+    Tensor.__getitem__: _BY_VALUE,
+    torch.tensor_split: _SPLITS,
+    Tensor.tensor_split: _SPLITS,
+}
+_COMPARISONS: dict[object, Callable[..., Tensor]] = {
+    torch.equal: torch.eq,
+    Tensor.equal: torch.eq,
+    torch.allclose: torch.isclose,
+    Tensor.allclose: torch.isclose,
+}
 _READ = "reads a tensor's value"
 _READS: dict[object, str] = {
     Tensor.item: f"{_READ} (.item())",
@@ -187,6 +211,8 @@ _READS: dict[object, str] = {
     Tensor.__float__: f"{_READ} (as a float)",
     Tensor.__index__: f"{_READ} (as an index)",
     Tensor.is_nonzero: f"{_READ} (as a truth value)",
+    torch.is_nonzero: f"{_READ} (as a truth value)",
+    **dict.fromkeys(_COMPARISONS, f"{_READ} (in a comparison)"),
     Tensor.nonzero: "has a shape that depends on values (nonzero)",
     torch.nonzero: "has a shape that depends on values (nonzero)",
     Tensor.masked_select: "has a shape that depends on values (masked_select)",

@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental import proxy_tensor
 
+from pyro_mcvae.compiled.host_reads import HostReads
+
 __all__ = ["trace"]
 
 
@@ -18,8 +20,13 @@ def trace(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> GraphM
 
     :returns: their graph, whose nodes have ``tensor_meta`` and a ``device``.
     """
+
+    def watched(*inputs: Tensor) -> list[Tensor]:
+        with HostReads():
+            return function(*inputs)
+
     with _described_by_devices():
-        graph = proxy_tensor.make_fx(function)(*inputs)
+        graph = proxy_tensor.make_fx(watched)(*inputs)
     for node in graph.graph.nodes:
         node.meta["device"] = node.meta.pop("val", None)
     return graph

@@ -223,6 +223,22 @@ def one_hot(x: Tensor) -> None:
     normal_model(x, loc=torch.nn.functional.one_hot((x > 0).long())[:, 0])
 
 
+def positions(x: Tensor) -> None:
+    normal_model(x, loc=0.1 * len(torch.where(x > 0)[0]))
+
+
+def split(x: Tensor) -> None:
+    normal_model(x, loc=torch.tensor_split(x, (x > 0).sum().reshape(1))[0].sum())
+
+
+def compared(x: Tensor) -> None:
+    normal_model(x, loc=0.0 if torch.equal(x, x.abs()) else 1.0)
+
+
+def filled(x: Tensor) -> None:
+    normal_model(x, loc=torch.full((3,), x.sum()))
+
+
 def own_generator() -> Callable[..., None]:
     generator = torch.Generator().manual_seed(0)
 
@@ -253,6 +269,10 @@ REFUSED = {
     "generator": (own_generator, r"draws from a generator of its own.* at .*test_changes.py"),
     "too many": (many, "see more than 16[0-9]* values"),
     "index": (lambda: masked, "indexes by truth values.* at .*test_changes.py"),
+    "positions": (lambda: positions, r"\(nonzero\) at .*test_changes.py"),
+    "split": (lambda: split, r"splits where a tensor says.* at .*test_changes.py"),
+    "compared": (lambda: compared, r"value \(in a comparison\) at .*test_changes.py"),
+    "filled": (lambda: filled, r"reads a tensor's value at .*test_changes.py"),
     "one_hot": (lambda: one_hot, r"\(one_hot without num_classes\) at .*test_changes.py"),
 }
 
