@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,19 +15,20 @@ from types import (
     MemberDescriptorType,
     MethodType,
     ModuleType,
-    SimpleNamespace,
 )
 from typing import Any, NamedTuple, TypeAlias
 
 import pyro
 import torch
+from pyro.infer.elbo import ELBO
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 
+from pyro_mcvae.compiled.ownership import is_of_the_user, is_written, methods
 from pyro_mcvae.programs.source_lines import is_library, is_library_file
 
-__all__ = ["Dependencies", "Entry", "is_plain"]
+__all__ = ["Dependencies", "Entry", "contents", "is_plain", "item"]
 
 # Values that are compared; everything else by identity.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -37,13 +37,14 @@ _MISSING = object()
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 # What may stand in an attribute and be replaced; not all of it is looked into.
 _WATCHED = (
-    *(Tensor, nn.Module, Distribution, Transform, *_CONTAINERS),
+    *(Tensor, nn.Module, ELBO, Distribution, Transform, *_CONTAINERS),
     *(FunctionType, MethodType, functools.partial),
     *(type, BuiltinFunctionType, range, slice, Number, torch.dtype, torch.device),
 )
 # What every module has: followed as parameters, buffers and submodules, or no part of what it does.
 _OF_A_MODULE = {*vars(nn.Module()), "_pyro_context", "_pyro_name"}
 _OF_A_MODULE -= {"training", "_forward_hooks", "_forward_pre_hooks"}
+_OF_A_MODULE -= {"_backward_hooks", "_backward_pre_hooks"}
 _OF_A_PLATE = ("name", "size", "subsample_size", "dim")
 
 
@@ -117,6 +118,11 @@ class Dependencies:
                 return entry
         return None
 
+    def watch_gradient(self, value: Tensor, name: str) -> None:
+        """Whether a tensor requires a gradient is one of the values."""
+        needs = value.requires_grad
+        self.entries.append(Entry(_requires_grad, value, needs, f"requires_grad of {name}"))
+
     def _visit(self, value: object, name: str, depth: int) -> None:
         if isinstance(value, (*_PLAIN, Tensor)) or depth > _MAX_DEPTH or id(value) in self._seen:
             return
@@ -124,14 +130,12 @@ class Dependencies:
         if self.is_cut:
             return
         self._seen[id(value)] = value
-        if isinstance(value, nn.Module) or _is_of_the_user(value):
+        if isinstance(value, nn.Module) or is_of_the_user(value):
             self.objects.append(value)
         for entry in _entries(value, name):
             self.entries.append(entry)
             if isinstance(entry.value, Tensor):
-                needs = entry.value.requires_grad
-                name_of = f"requires_grad of {entry.name}"
-                self.entries.append(Entry(_requires_grad, entry.value, needs, name_of))
+                self.watch_gradient(entry.value, entry.name)
             self._visit(entry.value, entry.name, depth + 1)
         for part, label in _parts(value, name):
             self._visit(part, label, depth + 1)
@@ -142,8 +146,12 @@ def _entries(value: Any, name: str) -> Iterator[Entry]:
         if not is_library(value.__code__):
             yield from _globals(value)
         for label, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if (held := _contents(cell)) is not _MISSING:
-                yield Entry(_contents, cell, held, f"'{label}', which {value.__name__} closes over")
+            if (held := contents(cell)) is not _MISSING:
+                yield Entry(contents, cell, held, f"'{label}', which {value.__name__} closes over")
+        yield from _attributes(value, value.__name__)
+    elif isinstance(value, torch.jit.ScriptModule):
+        get = functools.partial(_attribute, value)
+        yield from (Entry(get, key, get(key), f"'{key}' of {name}") for key in _scripted(value))
     elif isinstance(value, nn.Module):
         for kind in ("parameters", "buffers", "modules"):
             yield from _named(getattr(value, f"_{kind}"), f"'{{}}' of the {kind} of {name}")
@@ -153,12 +161,15 @@ def _entries(value: Any, name: str) -> Iterator[Entry]:
         if not isinstance(value, tuple):
             yield Entry(len, value, len(value), f"the length of {name}")
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        item = functools.partial(_item, value)
-        yield from (Entry(item, k, v, f"{name}[{k!r}]") for k, v in items)
-    if isinstance(value, nn.Module | Messenger) or _is_of_the_user(value):
+        get = functools.partial(item, value)
+        yield from (Entry(get, k, v, f"{name}[{k!r}]") for k, v in items)
+    if isinstance(value, ELBO):
+        get = functools.partial(_attribute, value)
+        yield Entry(get, "num_particles", get("num_particles"), f"num_particles of {name}")
+    if isinstance(value, nn.Module | Messenger | ELBO) or is_of_the_user(value):
         yield from _attributes(value, type(value).__name__)
         yield from _class_attributes(value, type(value))
-    elif isinstance(value, type) and _is_written(value):
+    elif isinstance(value, type) and is_written(value):
         yield from _class_attributes(value, value)
 
 
@@ -202,6 +213,15 @@ def _named(
         yield Entry(space.get, key, space[key], name.format(key))
 
 
+def _scripted(value: torch.jit.ScriptModule) -> list[str]:
+    """What TorchScript holds of a module: its mode, its tensors, its attributes and submodules."""
+    members = [value.named_parameters, value.named_buffers]
+    names = [key for named in members for key, _ in named(recurse=False)]
+    children = [key for key, _ in value.named_children()]
+    attributes = getattr(getattr(value, "_concrete_type", None), "get_attributes", dict)
+    return list(dict.fromkeys(["training", *names, *attributes(), *children]))
+
+
 def _attributes(value: object, kind: str) -> Iterator[Entry]:
     space = getattr(value, "__dict__", {})
     keys = [k for k in space if k not in _OF_A_MODULE or not isinstance(value, nn.Module)]
@@ -213,7 +233,7 @@ def _class_attributes(value: object, kind: type) -> Iterator[Entry]:
     """What an object has of its class, until it is given its own, and what it has in slots."""
     own = () if value is kind else getattr(value, "__dict__", ())
     get = functools.partial(_attribute, value)
-    for part in filter(_is_written, kind.__mro__):
+    for part in filter(is_written, kind.__mro__):
         for key, held in list(vars(part).items()):
             slot = isinstance(held, MemberDescriptorType) and value is not kind
             if slot or (key not in own and not key.startswith("__") and _is_datum(held)):
@@ -227,7 +247,7 @@ def _is_datum(held: object) -> bool:
 
 def _is_watched(value: object) -> bool:
     known = is_plain(value) or isinstance(value, _WATCHED)
-    return known or _is_array(value) or _is_of_the_user(value)
+    return known or _is_array(value) or is_of_the_user(value)
 
 
 def _is_array(value: object) -> bool:
@@ -241,35 +261,13 @@ def _parts(value: object, name: str) -> Iterator[tuple[object, str]]:
         parts = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, MethodType):
         parts = [value.__self__, value.__func__]
-    elif isinstance(value, nn.Module) or _is_of_the_user(value):
-        parts = _methods(type(value))
+    elif isinstance(value, nn.Module) or is_of_the_user(value):
+        parts = methods(type(value))
     elif isinstance(value, type):
-        parts = _methods(value) if _is_written(value) else []
+        parts = methods(value) if is_written(value) else []
     else:
         parts = [getattr(value, f"__{n}__", None) for n in ("wrapped", "defaults", "kwdefaults")]
     yield from ((part, name) for part in parts if part is not None)
-
-
-def _methods(kind: type) -> list[object]:
-    """The functions of a class, those behind properties and class methods included."""
-    held = [h for part in kind.__mro__ for h in vars(part).values()]
-    held += [getattr(h, name, None) for h in held for name in ("fget", "__func__", "func")]
-    return [f for f in held if isinstance(f, FunctionType) and not is_library(f.__code__)]
-
-
-def _is_of_the_user(value: object) -> bool:
-    """Whether an object's class is written outside of installed packages, in whole or in part."""
-    if isinstance(value, SimpleNamespace | Namespace):
-        return True
-    if isinstance(value, type | ModuleType | FunctionType):
-        return False
-    return any(map(_is_written, type(value).__mro__)) or bool(_methods(type(value)))
-
-
-def _is_written(kind: type) -> bool:
-    """Whether a class stands in a file, or a notebook, of the user's."""
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or bool(path and not is_library_file(path))
 
 
 def _requires_grad(value: Any) -> object:
@@ -280,14 +278,14 @@ def _attribute(value: object, key: str) -> object:
     return getattr(value, key, _MISSING)
 
 
-def _item(held: Any, key: object) -> object:
+def item(held: Any, key: object) -> object:
     try:
         return held[key]
     except LookupError:
         return _MISSING
 
 
-def _contents(cell: Any) -> object:
+def contents(cell: Any) -> object:
     try:
         return cell.cell_contents
     except ValueError:

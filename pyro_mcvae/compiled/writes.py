@@ -46,7 +46,9 @@ class Spaces:
         for value in dependencies.objects:
             spaces = [vars(value)] if hasattr(value, "__dict__") else []
             if isinstance(value, nn.Module):
-                spaces.append(value._buffers)
+                # A scripted module's are no dict, and are written in place only.
+                if isinstance(value._buffers, dict):
+                    spaces.append(value._buffers)
                 held = [b for b in value._buffers.values() if b is not None]
                 self._buffers += [(b, b.detach().clone()) for b in held]
             self._before += [(type(value).__name__, space, dict(space)) for space in spaces]

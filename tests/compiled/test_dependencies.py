@@ -12,6 +12,7 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import RenyiELBO, Trace_ELBO
 from torch import Tensor, nn
 
 from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
@@ -141,6 +142,27 @@ def _of_a_keyword() -> Any:
     return get, lambda value: get.__kwdefaults__.update(width=value)
 
 
+def _of_a_function() -> Any:
+    def get() -> float:
+        return float(get.width)  # type: ignore[attr-defined]
+
+    get.width = 1.0  # type: ignore[attr-defined]
+    return get, lambda value: setattr(get, "width", value)
+
+
+def _of_a_scripted_module() -> Any:
+    held = torch.jit.script(nn.Sequential(nn.Linear(1, 1), nn.Dropout(1.0)))
+    return lambda: 1.0 + held(torch.ones(1)).square(), lambda value: held.train(value == 1)
+
+
+def _read_by(read: Callable[[Tensor], Any]) -> Callable[[], Any]:
+    def made() -> Any:
+        held = torch.tensor(1)
+        return lambda: read(held), held.fill_
+
+    return made
+
+
 PLACES: dict[str, Callable[[], Any]] = {
     "object without methods": _bare(Bare),
     "slot": _bare(Slots),
@@ -164,6 +186,11 @@ PLACES: dict[str, Callable[[], Any]] = {
     "module that is imported within": _of_a_module_that_is_imported_within,
     "mode of a module that an object holds": _of_a_module_that_an_object_holds,
     "keyword-only default": _of_a_keyword,
+    "attribute of a function": _of_a_function,
+    "mode of a scripted module": _of_a_scripted_module,
+    "tensor that fills": _read_by(lambda held: torch.full((3,), held).double()),
+    "tensor that picks": _read_by(lambda held: torch.arange(1.0, 4.0)[held]),
+    "tensor that cuts": _read_by(lambda held: torch.arange(1.0, 4.0)[:held].sum()),
     "through a property": lambda: _of_another_class("property"),
     "through a classmethod": lambda: _of_another_class("classmethod"),
 }
@@ -181,6 +208,7 @@ def seeded(loss: Any, model: Any, *args: Any, seed: int) -> float:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_value_that_changes_between_steps_is_seen_at_the_next_one(
     place: str, monkeypatch: pytest.MonkeyPatch
@@ -229,3 +257,19 @@ def test_an_annealing_factor_is_an_input_of_weighted_objectives(make: Callable[[
         )
     assert uses(loss) == 7
     assert len(loss._cases) == 1
+
+
+@pytest.mark.parametrize("plain", [Trace_ELBO(), TraceIWAE_ELBO(2), RenyiELBO(0.5, 2)])
+def test_attributes_of_a_loss_are_seen_at_the_next_step(plain: Any) -> None:
+    def model(x: Tensor) -> None:
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    name = "alpha" if isinstance(plain, RenyiELBO) else "num_particles"
+    loss, before = CompiledELBO(plain, "eager"), getattr(plain, name)
+    for step in range(14):
+        if step == 5:
+            setattr(plain, name, before / 2 if name == "alpha" else 4)
+        assert seeded(loss, model, seed=step) == seeded(plain, model, seed=step)
+    assert uses(loss) >= 3
