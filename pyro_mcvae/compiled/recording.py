@@ -23,7 +23,7 @@ from pyro_mcvae.compiled.refusal import NotRecordable, said_by
 from pyro_mcvae.compiled.signature import Call
 from pyro_mcvae.compiled.tracing import trace
 from pyro_mcvae.compiled.updates import Update
-from pyro_mcvae.compiled.writes import Slot, Spaces
+from pyro_mcvae.compiled.writes import Slot, Spaces, check_detached
 from pyro_mcvae.ops.recording import assumptions
 
 __all__ = ["NotUsable", "Outcome", "Recording", "check_unchanged", "record"]
@@ -181,6 +181,8 @@ class _Step:
             self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
             holds = [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else []
         self.slots = self._spaces.written(is_recorded)
+        if call.function == "differentiable_loss":
+            check_detached(self.slots)
         parts = [results, holds, self.gradients, *(s.tensors for s in self.slots)]
         self.sizes = [len(part) for part in parts]
         self.outputs = [t.detach() for part in parts for t in part]

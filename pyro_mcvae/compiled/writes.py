@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CellType
+from typing import cast
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_mcvae.compiled.dependencies import Dependencies, is_plain
+from pyro_mcvae.compiled.dependencies import Dependencies, Entry, contents, is_plain, item
+from pyro_mcvae.compiled.ownership import is_written
 from pyro_mcvae.compiled.refusal import NotRecordable
 
-__all__ = ["Slot", "Spaces"]
+__all__ = ["Slot", "Spaces", "check_detached"]
 
 Rebuild = Callable[[list[Tensor]], object]
 
@@ -22,10 +27,12 @@ class Slot:
     """
     One attribute that a step wrote.
 
+    :ivar owner: the class of the object that has it.
     :ivar tensors: those of its new value, which are outputs of the recording.
     :ivar rebuild: makes another such value of other tensors.
     """
 
+    owner: type
     space: dict[str, object]
     key: str
     before: object
@@ -41,8 +48,9 @@ class Spaces:
     """The attributes and buffers of programs and a loss as they are when this is made."""
 
     def __init__(self, dependencies: Dependencies) -> None:
-        self._before: list[tuple[str, dict[str, object], dict[str, object]]] = []
+        self._before: list[tuple[type, dict[str, object], dict[str, object]]] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._entries = list(dependencies.entries)
         for value in dependencies.objects:
             spaces = [vars(value)] if hasattr(value, "__dict__") else []
             if isinstance(value, nn.Module):
@@ -51,7 +59,7 @@ class Spaces:
                     spaces.append(value._buffers)
                 held = [b for b in value._buffers.values() if b is not None]
                 self._buffers += [(b, b.detach().clone()) for b in held]
-            self._before += [(type(value).__name__, space, dict(space)) for space in spaces]
+            self._before += [(type(value), space, dict(space)) for space in spaces]
 
     def put_back(self) -> None:
         """Undo what a step did that failed."""
@@ -62,6 +70,9 @@ class Spaces:
                 del space[key]
         for buffer, copy in self._buffers:
             buffer.detach().copy_(copy)
+        for entry in self._entries:
+            if not entry.unchanged:
+                _put_back(entry)
 
     def written(self, is_recorded: Callable[[Tensor], bool]) -> list[Slot]:
         """
@@ -71,26 +82,52 @@ class Spaces:
         :raises NotRecordable: naming an attribute with another plain value: a counter, say.
         """
         slots = []
-        for kind, key, space, old in self._changes():
+        for owner, key, space, old in self._changes():
             new = space[key]
             if is_plain(new) and not _equal(new, old):
                 raise NotRecordable(
-                    f"each step changes attribute '{key}' of {kind} (from {old!r} to {new!r}): "
-                    f"make it a tensor, or a buffer, that is updated in place"
+                    f"each step changes attribute '{key}' of {owner.__name__} "
+                    f"(from {old!r} to {new!r}): make it a tensor, or a buffer, that is updated in "
+                    f"place"
                 )
             leaves, rebuild = _flatten(new)
             tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor)}
             wanted = {i: t for i, t in tensors.items() if is_recorded(t)}
             if wanted:
                 fill = _partial(rebuild, leaves, list(wanted))
-                slots.append(Slot(space, key, old, list(wanted.values()), fill))
+                slots.append(Slot(owner, space, key, old, list(wanted.values()), fill))
         return slots
 
-    def _changes(self) -> Iterator[tuple[str, str, dict[str, object], object]]:
-        for kind, space, before in self._before:
+    def _changes(self) -> Iterator[tuple[type, str, dict[str, object], object]]:
+        for owner, space, before in self._before:
             for key, value in list(space.items()):
                 if before.get(key, before) is not value:
-                    yield kind, key, space, before.get(key)
+                    yield owner, key, space, before.get(key)
+
+
+def _put_back(entry: Entry) -> None:
+    """Let a variable, or an item of what can be changed, be what it was."""
+    get, key, value = entry.get, entry.key, entry.value
+    held = get.args[0] if isinstance(get, functools.partial) and get.func is item else None
+    if get is contents:
+        cast(CellType, key).cell_contents = value
+    elif isinstance(space := getattr(get, "__self__", held), dict | list | deque):
+        space[key] = value  # type: ignore[index]
+    elif get is len and isinstance(key, list):
+        del key[cast(int, value) :]
+
+
+def check_detached(slots: list[Slot]) -> None:
+    """
+    :raises NotRecordable: if the user's programs keep what a further term of a loss may be made of,
+        a penalty say: what a replay writes has no gradient.
+    """
+    for slot in slots:
+        if is_written(slot.owner) and any(t.requires_grad for t in slot.tensors):
+            raise NotRecordable(
+                f"attribute '{slot.key}' of {slot.owner.__name__} has a gradient, which that of a "
+                f"recorded step would not: detach it, or make it a pyro.factor"
+            )
 
 
 def _equal(new: object, old: object) -> bool:
