@@ -27,6 +27,8 @@ _PLAIN_STEPS = 2
 _MAX_RECORDINGS = 4
 # After so many comparisons that failed, or programs that changed at each step, it is given up.
 _MAX_FAILURES, _MAX_UNSTABLE = 3, 16
+# And after so many recordings that served for less than these steps each: one costs several steps.
+_LEAST_USES = 4
 # So many steps in a row that are not as any of them assumes, and one is recorded as they are now.
 _MAX_MISSED = 4
 # A recording is compiled at its third use: one that serves once or twice is not worth it.
@@ -71,7 +73,8 @@ class Case:
         self._loss, self._side, self._backend, self._tell = loss, side, backend, tell
         self._recordings: list[Recording] = []
         self._plain_steps = self._failures = self._unstable = self._unusable = self._uses = 0
-        self._missed_in_a_row = self._ways = 0
+        self._missed_in_a_row = self._ways = self._made = 0
+        self._changed = ""
         self._seen: Dependencies | None = None
         self.refused = ""
         # Why floats cannot be inputs of its recordings, if so.
@@ -83,13 +86,18 @@ class Case:
             return self._side.plain(call)
         missed = False
         for recording in tuple(self._recordings):
-            if recording.is_valid():
+            if (changed := recording.changed()) is None:
                 found = self._replayed(recording, call)
                 if found is not _MISSED:
                     return found
                 missed = True
+            else:
+                self._changed = changed
         if missed:
             return self._missed(call)
+        if self._made >= _MAX_UNSTABLE and self._uses < _LEAST_USES * self._made:
+            self._refuse(f"it is recorded again and again, since {self._changed} changes")
+            return self._side.plain(call)
         if self._plain_steps >= _PLAIN_STEPS and self._is_stable():
             return self._recorded(call)
         return self._watched(call)
@@ -120,6 +128,7 @@ class Case:
 
     def _recorded(self, call: Call) -> object:
         generators, self._seen = Generators(), None
+        self._made += 1
         try:
             recording, outcome = record(self._loss, call)
         except NotUsable:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 import pyro
 import torch
@@ -91,21 +92,27 @@ class Recording:
     _sources: list[tuple[int, Slot]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._shapes = [(leaf, leaf.shape) for leaf in self.leaves]
         # What a step reads where the one before has written it.
         self._sources = [
             (i, s) for i, c in enumerate(self.constants) for s in self.slots if s.before is c
         ]
 
-    def is_valid(self) -> bool:
-        """Whether nothing has changed of what the graph takes for constant."""
+    def changed(self) -> str | None:
+        """What has changed of that which the graph takes for constant, if anything has."""
         store = pyro.get_param_store()._params
-        return (
-            all(store.get(name) is value for name, value in self.params)
-            and all(_is_like(s.space.get(s.key), s.before) for _, s in self._sources)
-            and all(leaf.requires_grad for leaf in self.leaves)
-            and not (self.adds_gradients and any(map(has_hooks, self.leaves)))
-            and self.dependencies.changed() is None
-        )
+        for name, value in self.params:
+            if store.get(name) is not value:
+                return f"parameter '{name}'"
+        for _, slot in self._sources:
+            if not _is_like(slot.space.get(slot.key), slot.before):
+                return f"attribute '{slot.key}' of {slot.owner.__name__}"
+        if not all(p.requires_grad and p.shape == s for p, s in self._shapes):
+            return "a parameter's shape, or whether it requires a gradient,"
+        if self.adds_gradients and any(map(has_hooks, self.leaves)):
+            return "a hook on a parameter"
+        entry = self.dependencies.changed()
+        return None if entry is None else entry.name
 
     def replay(self, call: Call, run: Run) -> Outcome:
         """Compute a step; nothing is changed by it but the generators."""
@@ -141,16 +148,12 @@ class Recording:
 
 
 def _is_like(now: object, then: object) -> bool:
-    return (
-        isinstance(now, Tensor)
-        and isinstance(then, Tensor)
-        and (now.shape, now.dtype, now.device)
-        == (
-            then.shape,
-            then.dtype,
-            then.device,
-        )
-    )
+    both = isinstance(now, Tensor) and isinstance(then, Tensor)
+    return both and _about(now) == _about(then)
+
+
+def _about(value: Any) -> tuple[object, ...]:
+    return value.shape, value.dtype, value.device
 
 
 class _Step:

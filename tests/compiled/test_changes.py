@@ -378,6 +378,15 @@ def test_an_attribute_that_changes_at_each_step_is_named(caplog: pytest.LogCaptu
     assert "'width' of Net is another at each step: pass it as an argument" in caplog.text
 
 
+def test_what_changes_before_recordings_pay_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    net = make()
+    loss = CompiledELBO(TraceSGVB_ELBO(), "eager")
+    for step in range(100):
+        net.width = 1.0 + step // 4
+        loss.loss_and_grads(net.model, net.guide, batches(1)[0])
+    assert "recorded again and again, since attribute 'width' of Net changes" in caplog.text
+
+
 def test_a_plain_program_stays_exact_in_a_long_run() -> None:
     # Past the comparison at the hundredth use.
     loss = CompiledELBO(TraceSGVB_ELBO(), "eager")
