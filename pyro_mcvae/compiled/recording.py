@@ -267,6 +267,8 @@ def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
     if not outcome.is_usable():
         spaces.put_back()
         raise NotUsable
+    for name, value in recording.params:
+        recording.dependencies.watch_gradient(value, name)
     return recording, outcome
 
 

@@ -109,8 +109,12 @@ class _WithGradients(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: _Context, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a recorded loss has first derivatives only, and create_graph=True asks for more: "
+                "use the loss that CompiledELBO was made of, CompiledELBO(loss).plain"
+            )
         return (None, None, *(g * scale.to(g.dtype) for g in ctx.gradients))
 
 

@@ -17,6 +17,8 @@ x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 
 
 class Programs:
+    penalty: Tensor
+
     def __init__(self) -> None:
         self.net = nn.Linear(1, 1).double()
         nn.init.constant_(self.net.weight, 0.3)
@@ -33,6 +35,28 @@ class Programs:
         slope = pyro.param("slope", torch.tensor(0.1))
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(slope * x, 0.7))
+
+
+def penalized(loss: Any, programs: Programs) -> Callable[[Any, int], float]:
+    """A term that the model leaves in an attribute is added to the loss."""
+
+    def model(x: Tensor, target: Tensor) -> None:
+        programs.penalty = programs.net.weight.square().sum()
+        programs.model(x, target)
+
+    elbo = loss(model, programs.guide)
+
+    def step(args: Any, seed: int) -> float:
+        torch.manual_seed(seed)
+        programs.net.zero_grad()
+        found = elbo(*args) + programs.penalty
+        found.backward()
+        with torch.no_grad():
+            for p in programs.net.parameters():
+                p -= 0.01 * p.grad
+        return float(found.detach())
+
+    return step
 
 
 def by_svi(loss: Any, programs: Programs) -> Callable[[Any, int], float]:
@@ -107,7 +131,18 @@ def same_then_other(programs: Programs, step: int) -> tuple[Tensor, Tensor]:
     return (x, x) if step < 9 else (x, 2 * x)
 
 
-CHANGES = (freeze, unfreeze, hook, later_hook, hook_after, same_then_other)
+def thaw_in_the_store(programs: Programs, step: int) -> None:
+    if step in (1, 9):
+        pyro.get_param_store()._params["slope"].requires_grad_(step == 9)
+
+
+def later_hook_of_a_module(programs: Programs, step: int) -> None:
+    if step == 9:
+        programs.net.register_full_backward_hook(lambda _, inner, outer: (10 * inner[0],))
+
+
+CHANGES = (thaw_in_the_store, later_hook_of_a_module)
+CHANGES += (freeze, unfreeze, hook, later_hook, hook_after, same_then_other)
 
 
 @pytest.mark.filterwarnings("ignore:weight was not registered in the param store")
@@ -142,3 +177,48 @@ def test_a_model_without_a_hash() -> None:
             torch.manual_seed(step)
             found.append(elbo.loss(model, Programs().guide, x, x))
     assert found[:12] == found[12:]
+
+
+def test_a_penalty_that_a_program_leaves_behind_keeps_its_gradient() -> None:
+    plain, _ = train(False, penalized, lambda programs, step: None)
+    found, loss = train(True, penalized, lambda programs, step: None)
+    assert found == pytest.approx(plain, rel=1e-12)
+    assert "'penalty' of Programs has a gradient" in reasons(loss)[0]
+
+
+def test_second_derivatives_are_refused() -> None:
+    programs = Programs()
+    elbo = CompiledELBO(TraceSGVB_ELBO(), "eager")(programs.model, programs.guide)
+    parameters = list(programs.net.parameters())
+    found = [elbo(x, x) for _ in range(3)][-1]  # the third is recorded
+    with pytest.raises(RuntimeError, match=r"first derivatives only.*\.plain"):
+        torch.autograd.grad(found, parameters, create_graph=True)
+
+
+def test_a_parameter_that_grows() -> None:
+    found = []
+    for compiled in (False, True):
+        pyro.clear_param_store()
+        table = nn.Embedding.from_pretrained(torch.ones(3, 1), freeze=False)
+
+        def model(x: Tensor, table: nn.Embedding = table) -> None:
+            pyro.module("table", table)
+            with pyro.plate("data", len(x)):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+                loc = z + table(torch.arange(3)).squeeze(-1) + table.weight.mean()
+                pyro.sample("x", dist.Normal(loc, 1.0), obs=x)
+
+        plain = TraceSGVB_ELBO()
+        loss = CompiledELBO(plain, "eager") if compiled else plain
+        svi = pyro.infer.SVI(model, by_slope, pyro.optim.SGD({"lr": 0.01}), loss)
+        for step in range(12):
+            if step == 8:  # before the sixth use, which nothing compares
+                table.weight.data, table.weight.grad = torch.zeros(5, 1), None
+            torch.manual_seed(step)
+            found.append(svi.step(x))
+    assert found[:12] == found[12:]
+
+
+def by_slope(x: Tensor) -> None:
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.Normal(pyro.param("slope", torch.tensor(0.1)) * x, 0.7))
