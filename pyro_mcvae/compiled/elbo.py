@@ -59,7 +59,7 @@ class CompiledELBO(ELBO, nn.Module):
 
     def __init__(self, loss: ELBO, backend: str = "inductor", **options: object) -> None:
         nn.Module.__init__(self)
-        if not callable(getattr(loss, "loss", None)):
+        if isinstance(loss, type) or not callable(getattr(loss, "loss", None)):
             raise ValueError(f"CompiledELBO takes a loss such as Trace_ELBO(), got {loss!r}")
         self.plain = loss
         ELBO.__init__(self, num_particles=getattr(loss, "num_particles", 1))

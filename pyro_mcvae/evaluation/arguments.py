@@ -75,8 +75,9 @@ def check_call(programs: Programs) -> None:
             given = [type(a).__name__ for a in args] + [
                 f"{n}={type(v).__name__}" for n, v in kwargs.items()
             ]
+            example = "(batch,)" if kwargs else "(batch[0],)"
             raise ValueError(
                 f"the {role} cannot be called with a batch, whose entries are its arguments "
                 f"({', '.join(given)}): {error}. Pass to_args=..., which makes the arguments of a "
-                f"batch, such as to_args=lambda batch: (batch[0],)"
+                f"batch, such as to_args=lambda batch: {example}"
             ) from error

@@ -18,7 +18,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from pyro_mcvae.evaluation.arguments import as_arguments
+from pyro_mcvae.evaluation.arguments import as_arguments, check_call
 from pyro_mcvae.ops.trees import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.errors import first_line
@@ -88,6 +88,7 @@ class Rehearsal:
     def first(self) -> Programs:
         """The programs on the first batch."""
         for programs in self:
+            check_call(programs)
             return programs
         raise ValueError("there is no batch to train on: batches is empty")
 

@@ -31,6 +31,11 @@ def as_parts(parts: Mapping[str, object]) -> dict[str, Part]:
 
     :raises ValueError: naming a part that has no state.
     """
+    if not isinstance(parts, Mapping):
+        raise ValueError(
+            f"parts must be a dict of what changes in training, by name, such as {{'svi': svi}}, "
+            f"after the path, got {type(parts).__name__}"
+        )
     # Modules first: optimizers' states refer to parameters, and the parameter store to modules.
     found = [(name, _as_part(name, value)) for name, value in _flatten(parts)]
     return dict(sorted(found, key=lambda item: not isinstance(item[1], ModulePart)))

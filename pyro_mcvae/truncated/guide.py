@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.modules import evaluation_modules, find_modules
@@ -147,6 +147,9 @@ class TruncatedPosterior(StateBuffers):
         super().__init__(num_states, shard)
         if evolution is not None and not isinstance(evolution, EvolutionaryUpdate):
             raise ValueError(f"evolution must be an EvolutionaryUpdate, got {evolution!r}")
+        _check_functions(guide=guide, proposals=proposals)
+        check_flag("vectorize", vectorize, or_none=True)
+        check_flag("fixed_data", fixed_data)
         # In tuples: a model that is a module would become a part of this one.
         self._model = (model,)
         self.evolution = EvolutionaryUpdate() if evolution is None else evolution
@@ -169,7 +172,7 @@ class TruncatedPosterior(StateBuffers):
         :param int num_steps: how many.
         :returns: the free energy of each datum, shape ``[*plates]``, in nats.
         """
-        for _ in range(num_steps):
+        for _ in range(check_count("num_steps", num_steps, 0)):
             with apart(), torch.no_grad():
                 step = e_step_of(self, Programs(self.model, self, args, kwargs), self._own)
                 populations, _ = step.evaluate(searched=True)
@@ -283,3 +286,12 @@ def new_posterior(guide: TruncatedPosterior, model: Program) -> TruncatedPosteri
     """One with the same settings for another model, which has no states yet."""
     settings: dict[str, Any] = {name: getattr(guide, name) for name in _SETTINGS.split()}
     return TruncatedPosterior(model, guide.num_states, **settings)
+
+
+def _check_functions(**given: object) -> None:
+    for name, value in given.items():
+        if isinstance(value, type) or not (callable(value) or isinstance(value, PriorDraws | None)):
+            raise ValueError(
+                f"{name} must be a function of the model's arguments"
+                f"{', or PriorDraws()' if name == 'proposals' else ''}, or None, got {value!r}"
+            )

@@ -399,3 +399,5 @@ def test_a_plain_program_stays_exact_in_a_long_run() -> None:
 def test_what_is_no_loss_is_refused() -> None:
     with pytest.raises(ValueError, match="takes a loss such as Trace_ELBO"):
         CompiledELBO("ELBO")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="takes a loss such as Trace_ELBO"):
+        CompiledELBO(Trace_ELBO)  # type: ignore[arg-type]

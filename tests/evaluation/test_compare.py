@@ -274,6 +274,10 @@ def test_it_prints_and_plots(tmp_path):
         ({"num_steps": None, "num_epochs": 0}, "num_epochs must be an int of at least 1, got 0"),
         ({"device": "tpu0"}, "device must be a torch.device"),
         ({"seconds": 0.0, "num_steps": None}, "seconds must be a positive number"),
+        (
+            {"batches": [{"y": torch.zeros(2)}]},
+            r"cannot be called with a batch.*\(y=Tensor\).*: \(batch,\)",
+        ),
         ({"num_checks": 0}, "num_checks must be an int of at least 1"),
     ],
 )

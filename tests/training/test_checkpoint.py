@@ -260,6 +260,9 @@ def test_autoguides_that_were_never_called_say_so(tmp_path):
 def test_parts_without_a_state_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"part 'step' \(int\) has neither.*by keyword.*step="):
         save_checkpoint(tmp_path / "run.pt", {"step": 3})
+    for given in ((tmp_path / "run.pt", torch.zeros(2)), ({"step": 3}, str(tmp_path / "run.pt"))):
+        with pytest.raises(ValueError, match=r"parts must be a dict .* after the path, got"):
+            save_checkpoint(*given)
     assert not list(tmp_path.iterdir())
 
 

@@ -314,6 +314,25 @@ def test_what_has_no_states_is_refused_by_name(program, message):
     assert not list(guide.buffers())
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"guide": "auto"}, "guide must be a function of .*, or None, got 'auto'"),
+        (
+            {"proposals": 3},
+            r"proposals must be a function of .*, or PriorDraws\(\), or None, got 3",
+        ),
+        ({"vectorize": "yes"}, "vectorize must be True, False or None, got 'yes'"),
+        ({"fixed_data": "no"}, "fixed_data must be True or False, got 'no'"),
+    ],
+)
+def test_wrong_arguments_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        TruncatedPosterior(model, 2, **given)
+    with pytest.raises(ValueError, match="num_steps must be an int of at least 0, got -1"):
+        TruncatedPosterior(model, 2).fit(num_steps=-1)
+
+
 def test_more_states_than_there_are_is_refused():
     guide = TruncatedPosterior(model, 17)
     with pytest.raises(ValueError, match=r"num_states=17.*'z'.*pass num_states=16, which is exact"):
