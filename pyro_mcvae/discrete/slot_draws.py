@@ -120,6 +120,7 @@ class SlotDraws(Beginning):
         if name not in self.plan.others:
             return at
         if len(rows) > 1:
+            self._check_rows(msg)
             first = self._first(name, torch.arange(self.count, device=at.device))
             return at if self._is_own(name) else changed_draw(lambda v: v[first], at)
         self._drawn[name, row] = at
@@ -149,15 +150,19 @@ class SlotDraws(Beginning):
 
     def _choose(self, msg: Message, site: SlotSite, rows: range) -> SiteSlots:
         """A choice of the slots, of which each row takes that of the first in common."""
-        name, batch = msg["name"], msg["fn"].batch_shape
+        name = msg["name"]
         if len(rows) > 1:
-            if batch[:1] != (self.count,):
-                raise SlotsChangedError(name, None)
+            self._check_rows(msg)
             return self._new(msg, site)
         first = self._first(name, rows.start)
         if first == rows.start:
             self._chosen[name, first] = self._new(msg, site)
         return self._chosen[name, first]
+
+    def _check_rows(self, msg: Message) -> None:
+        """A site of the plan that all rows share now, as around other minibatches, has none."""
+        if msg["fn"].batch_shape[:1] != (self.count,):
+            raise SlotsChangedError(msg["name"], None)
 
     def _new(self, msg: Message, site: SlotSite) -> SiteSlots:
         slots = choose(msg, self._options, self._tell, site.joined)

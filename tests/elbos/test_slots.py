@@ -516,6 +516,39 @@ def test_a_second_look_at_the_programs_draws_nothing(monkeypatch):
     assert found == losses()
 
 
+@pytest.mark.parametrize("cls", [TraceSIS_ELBO, TraceAIS_ELBO])
+def test_minibatches_that_share_other_sites_are_run_as_by_a_new_loss(cls):
+    """What lies in one weight where a plate is whole is outside of the weights on a minibatch."""
+
+    def model(*sizes):
+        with (plates := nested(*sizes))[0]:
+            h = pyro.sample("h", dist.Normal(0.0, 1.0))
+            with plates[1]:
+                c = pyro.sample("c", dist.Bernoulli(logits=h))
+                z = pyro.sample("z", dist.Normal(c, 1.0))
+                pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(0.5))
+
+    def guide(*sizes):
+        with (plates := nested(*sizes))[0]:
+            h = pyro.sample("h", dist.Normal(0.2, 0.8))
+            with plates[1]:
+                c = pyro.sample("c", dist.Bernoulli(logits=h))
+                pyro.sample("z", dist.Normal(0.3 * c, 0.8))
+
+    def nested(groups, members):
+        outer = pyro.plate("groups", 4, subsample_size=groups, dim=-2)
+        return outer, pyro.plate("members", 3, subsample_size=members, dim=-1)
+
+    def loss(elbo, *sizes):
+        elbo.loss(model, guide, *sizes)  # finds out what there is, with draws of its own
+        pyro.set_rng_seed(1)
+        return elbo.loss(model, guide, *sizes)
+
+    used = cls(2, vectorize_particles=True)  # refuses what would have to loop
+    for sizes in [(4, 3), (3, 1), (2, 2), (4, 3), (2, 1)]:
+        assert loss(used, *sizes) == loss(cls(2, vectorize_particles=True), *sizes)
+
+
 @pytest.mark.parametrize("loss", [TraceRaoBlackwell_ELBO, TraceIWAE_ELBO, TraceSIS_ELBO])
 def test_a_mask_inside_of_an_event_takes_no_density_out_of_the_draw(loss):
     """What is masked counts in no weight, and steers the model all the same."""
