@@ -72,10 +72,9 @@ class Notices:
 
 def _common_scale(run: Run) -> float | None:
     """The user's own scale of all sites in plates, if it is one that says something."""
-    scales = [inner_scale(t.site) for t in run.terms if plate_frames(t.site)]
-    numbers = {scale for scale in scales if isinstance(scale, float)}
-    same = len(numbers) == 1 and all(isinstance(scale, float) for scale in scales)
-    return numbers.pop() if same and numbers != {1.0} else None
+    scales = {inner_scale(t.site) for t in run.terms if plate_frames(t.site)}
+    scale = scales.pop() if len(scales) == 1 else None
+    return scale if isinstance(scale, float) and scale != 1.0 else None
 
 
 def refuse_scores(objective: str, runs: list[Run]) -> None:

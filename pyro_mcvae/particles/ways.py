@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
-from functools import partial
 
 from pyro import poutine
 
@@ -81,8 +80,9 @@ class Ways:
             ways = ways[ways.index(before) + len(errors) :]
         for way in ways:
             try:
-                check = partial(self._checks.check_leading_dims, ran=False)
-                check(programs, run, shared, way, name, mixes=self.refuses_loops)
+                self._checks.check_leading_dims(
+                    programs, run, shared, way, name, ran=False, mixes=self.refuses_loops
+                )
             except LeadingDimsError as found:
                 errors[way] = found
                 continue
