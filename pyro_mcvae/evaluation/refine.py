@@ -139,7 +139,7 @@ def _collect(
     if summary.count:
         draws.pareto_k = summary.pareto_k.to(draws.log_weight.dtype)
     if candidates > 1:
-        _warn(draws.pareto_k, isinstance(weights, StateWeights))
+        _warn(draws.pareto_k, weights.remedy)
     return draws
 
 
@@ -215,10 +215,7 @@ def _move(
     return state.position
 
 
-def _warn(pareto_k: Tensor, of_states: bool) -> None:
-    remedy = "Use chains (schedule=10, and more), or num_transitions"
-    if of_states:
-        remedy = "Search on (guide.fit(..., num_steps=100)), or keep more states (num_states=)"
+def _warn(pareto_k: Tensor, remedy: str) -> None:
     bad = int((pareto_k > 0.7).sum())
     if bad:
         warnings.warn(

@@ -55,6 +55,8 @@ class StateWeights(Weights):
     :raises ValueError: for what a truncated posterior does not say, naming it.
     """
 
+    remedy = "Search on (guide.fit(..., num_steps=100)), or keep more states (num_states=)"
+
     def __init__(self, programs: Programs, options: Options, progress: Progress) -> None:
         self.guide = _asked(programs)
         self.programs = replace(programs, model=with_impossible_data(programs.model))

@@ -44,6 +44,7 @@ class Weights(ABC):
     :ivar reference: a run of both, for its plates.
     :ivar given: latents whose values are held: point masses, and globals that were drawn once.
     :ivar annealing: chains, where these weigh.
+    :ivar remedy: what helps where their tails are heavy.
     """
 
     programs: Programs
@@ -51,6 +52,7 @@ class Weights(ABC):
     given: tuple[str, ...]
     progress: Progress
     annealing: Annealing | None = None
+    remedy = "Use chains (schedule=10, and more), or num_transitions"
 
     @property
     @abstractmethod
