@@ -208,7 +208,7 @@ def seeded(loss: Any, model: Any, *args: Any, seed: int) -> float:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("place", PLACES)
 def test_a_value_that_changes_between_steps_is_seen_at_the_next_one(
     place: str, monkeypatch: pytest.MonkeyPatch
