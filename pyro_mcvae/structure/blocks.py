@@ -33,6 +33,7 @@ __all__ = [
     "Structure",
     "derive_structure",
     "needs_dependencies",
+    "weigh_together",
 ]
 
 Frames = frozenset[CondIndepStackFrame]
@@ -84,11 +85,18 @@ class Structure:
     notes: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
+    def outside(self) -> frozenset[FactorKey]:
+        """The factors that stay outside of the particles, if there are weights."""
+        return frozenset(key for key, b in self.block_of.items() if b is None and self.blocks)
+
+    @cached_property
     def global_sites(self) -> GlobalSites:
         """The sites of either program that stay outside of the particles."""
-        found = {key for key, b in self.block_of.items() if b is None and self.blocks}
         return GlobalSites(
-            *(frozenset(k.name for k in found if k.program == p) for p in GlobalSites._fields)
+            *(
+                frozenset(k.name for k in self.outside if k.program == p)
+                for p in GlobalSites._fields
+            )
         )
 
 
@@ -144,10 +152,7 @@ def derive_structure(
         return Structure((), dict.fromkeys(factors, None))
     if _globals_follow_locals(local, set(frames) - local, factors):
         # The guide draws a global latent from a local one: it cannot be drawn once for all.
-        subsampled = any(is_subsampled(f) for factor in factors.values() for f in factor.frames)
-        if subsampled:
-            return Structure((), dict.fromkeys(factors, None))
-        return Structure((Block(()),), dict.fromkeys(factors, 0))
+        return weigh_together({key: factor.frames for key, factor in factors.items()})
     blocks = tuple(
         Block(_sorted_keys(_shared_plates(involved[i], factors))) for i in sorted(involved)
     )
@@ -156,6 +161,13 @@ def derive_structure(
         if key not in block_of:
             block_of[key] = _home(factor, blocks, no_globals=set(frames) == local)
     return Structure(blocks, {key: block_of[key] for key in factors})
+
+
+def weigh_together(frames: Mapping[FactorKey, Frames]) -> Structure:
+    """One weight over everything; on minibatches, which have none, the plain ELBO's averages."""
+    if any(is_subsampled(f) for found in frames.values() for f in found):
+        return Structure((), dict.fromkeys(frames, None))
+    return Structure((Block(()),), dict.fromkeys(frames, 0))
 
 
 def _without_latents(factors: Mapping[FactorKey, Factor]) -> Structure:

@@ -25,10 +25,12 @@ from pyro_mcvae.structure.blocks import (
     Structure,
     derive_structure,
     needs_dependencies,
+    weigh_together,
 )
 from pyro_mcvae.structure.cache import StructureCache
 from pyro_mcvae.structure.collapsed import find_collapsed
 from pyro_mcvae.structure.independence import find_dependent_plates
+from pyro_mcvae.structure.untraced import find_shared_noise
 
 __all__ = ["StructureFinder"]
 
@@ -88,6 +90,8 @@ class StructureFinder:
         for key, plates in coupled.items():
             self._warn(_met(key, plates))
         frames = _without_coupled(frames, coupled)
+        noise = {} if self.joint else find_shared_noise(programs, run)
+        declared, frames = frames, _without_coupled(frames, noise)
         factors = {key: Factor(f, None) for key, f in frames.items()}
         ask = not self.joint and needs_dependencies(factors, names)
         ask |= _may_have_lost_particles(run)
@@ -104,6 +108,10 @@ class StructureFinder:
                 for key, f in frames.items()
             }
         structure = derive_structure(factors, order, self.joint)
+        shared = {f for key in noise for f in declared[key] - frames[key]}
+        if any(map(is_subsampled, shared)) or (set(noise) & structure.outside):
+            # Each particle has draws of its own, which are no global latents.
+            structure = weigh_together(declared)
         block_of = dict(structure.block_of)
         for t in run.terms:
             # All or none of the sites of a sum are shared by the particles.

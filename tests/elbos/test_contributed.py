@@ -150,3 +150,57 @@ def test_a_forecast_runs_its_particles_at_once_where_time_has_a_dim(elbo):
         means.append((found.mean(), found.var() / 30))
     (at_once, first), (looped, second) = means
     assert abs(at_once - looped) < 4 * (first + second).sqrt()
+
+
+def shared_rate(size=None, own=False):
+    """A conjugate rate of all data, from a rough guess, and a latent of each datum's own."""
+
+    def model():
+        rate = pyro.sample("rate", dist.Gamma(2.0, 1.0))
+        with pyro.plate("data", 3, size) as i:
+            if own:
+                rate = rate * pyro.sample("z", dist.LogNormal(0.0, 0.5))
+            pyro.sample("x", dist.Poisson(rate), obs=COUNTS[i])
+
+    def guide():
+        if own:
+            with pyro.plate("data", 3, size):
+                pyro.sample("z", dist.LogNormal(0.05, 0.5))
+
+    return poutine.reparam(model, {"rate": ConjugateReparam(dist.Gamma(3.0, 3.0))}), guide
+
+
+COUNTS = torch.tensor([1.0, 2.0, 0.0])
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_data_that_share_an_untraced_draw_share_a_weight(own):
+    # A weight for each datum had -1.74 ± 0.03 where nothing else is latent.
+    model, guide = shared_rate(own=own)
+    exact = math.log(24 / 4**5 / 2)  # Gamma(5) / Gamma(2) / (1! 2! 0!), and 1 + 3 to the minus 5
+    if own:
+        z = dist.LogNormal(0.0, 0.5).sample((3, 200_000))
+        total = 1 + z.sum(0)
+        weight = math.log(24 / 2) - 5 * total.log() + (COUNTS[:, None] * z.log()).sum(0)
+        exact = float(weight.logsumexp(0) - math.log(200_000))
+    found = log_evidence(model, guide, num_particles=3000, joint=False)
+    assert abs(found.total - exact) < 4 * found.total_standard_error + 0.01
+    chains = [TraceSIS_ELBO(2, num_particles=500, multi_sample=True)] if own else []
+    for elbo in (TraceIWAE_ELBO(3000), *chains):
+        bounds = elbo.bounds(model, guide)
+        assert bounds.plates == ()
+        assert abs(bounds.total - exact) < 0.3
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_minibatches_that_share_an_untraced_draw_have_the_plain_elbo(own):
+    pair = shared_rate(2, own)
+    with torch.no_grad():
+        losses = [
+            torch.tensor([elbo.loss(*pair) for _ in range(200)])
+            for elbo in (TraceIWAE_ELBO(1), TraceIWAE_ELBO(8))
+        ]
+    error = (losses[0].var() + losses[1].var()).sqrt() / 200**0.5
+    assert abs(losses[0].mean() - losses[1].mean()) < 4 * error
+    with pytest.raises(ValueError, match="pass the full data"):
+        log_evidence(*pair, num_particles=10, joint=False)
