@@ -112,8 +112,8 @@ def sum_states(
 
     :param states: the symbols of the enumerated sites.
     :param make_ring: what Pyro's algorithm does with the sums.
-    :raises ValueError: for factors of one sum with different scales, and for a sum that holds a
-        whole plate of which there is a minibatch only.
+    :raises ValueError: for factors of one sum with different scales, for a sum that holds a whole
+        plate of which there is a minibatch only, and for one that grows exponentially with plates.
     """
     dims = set(states)
     sizes: dict[str, int] = {}
@@ -126,8 +126,24 @@ def sum_states(
         tree: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
         for f in inside:
             tree.setdefault(f.plates, []).append(f.log_prob)
-        ((plates, (total,)),) = contract_tensor_tree(tree, dims, ring=ring).items()
+        try:
+            ((plates, (total,)),) = contract_tensor_tree(tree, dims, ring=ring).items()
+        except NotImplementedError as error:
+            # Not a matter of dims: no run with others would help.
+            raise _crossed_plates(inside) from error
         yield StateSum(members, total, plates, scale)
+
+
+def _crossed_plates(factors: Sequence[StateFactor]) -> SiteError:
+    states = [f.site["name"] for f in factors if is_state(f.site)]
+    around = [{frame.name for frame in plate_frames(f.site) if frame.vectorized} for f in factors]
+    plates = set.union(*around) - set.intersection(*around)
+    return SiteError(
+        f"the model's enumerated sites {sorted(states)} depend on each other across plates "
+        f"{sorted(plates)}, which cross: their sum grows exponentially with these plates. If one "
+        f"of them is short, loop over it, at that cost (for i in pyro.plate(name, size)), or draw "
+        f"the sites of one of them in the guide"
+    )
 
 
 def inside_sum(site: Site, is_summed: bool) -> Tensor:

@@ -343,3 +343,35 @@ def test_judges_sum_what_a_messenger_leaves_out():
     prior = torch.tensor([0.3, 0.7])
     exact = (prior.log() + wide.log_prob(X.unsqueeze(-1))).logsumexp(-1)
     assert ((found.log_evidence - exact).abs() < 4.5 * found.standard_error).all()
+
+
+def crossed(data, looped):
+    first = pyro.plate("first", 2, dim=-1)
+    second = pyro.plate("second", 2, dim=None if looped else -2)
+    a = pyro.sample("a", dist.Bernoulli(0.4), infer=PARALLEL)
+    with first:
+        b = pyro.sample("b", dist.Bernoulli(0.2 + 0.5 * a), infer=PARALLEL)
+    if looped:
+        c = [pyro.sample(f"c_{i}", dist.Bernoulli(0.3 + 0.4 * a), infer=PARALLEL) for i in second]
+        for i in second:
+            with first:
+                pyro.sample(f"x_{i}", dist.Normal(b + 2 * c[i], 1.0), obs=data[i])
+    else:
+        with second:
+            c = pyro.sample("c", dist.Bernoulli(0.3 + 0.4 * a), infer=PARALLEL)
+        with first, second:
+            pyro.sample("x", dist.Normal(b + 2 * c, 1.0), obs=data)
+
+
+@pytest.mark.parametrize("make", [TraceSGVB_ELBO, TraceIWAE_ELBO, TraceSIS_ELBO])
+def test_sums_across_crossed_plates_are_refused_by_name_and_may_be_looped_over(make):
+    data = torch.tensor([[0.0, 1.0], [2.5, 3.0]])
+
+    def empty(data, looped):
+        pass
+
+    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(crossed, empty, data, True)
+
+    with pytest.raises(ValueError, match=r"\['a', 'b', 'c'\].*\['first', 'second'\], which cross"):
+        make().loss(crossed, empty, data, False)
+    assert make().loss(crossed, empty, data, True) == pytest.approx(exact)
