@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.subsample_messenger import SubsampleMessenger
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -107,6 +108,8 @@ class ReadingMode(TorchFunctionMode):
             return func(args[0], self._watched(args[1]))
         if func is Tensor.item and not _in_a_program():
             return Reading.of(args[0])
+        if func is Tensor.item and _is_whole_plate(sys._getframe(1).f_locals.get("self")):
+            return _index(args[0])
         if func is Tensor.__bool__ and is_library(sys._getframe(1).f_code):
             return _branch(args[0])
         if func in _COMPARISONS and is_library(sys._getframe(1).f_code):
@@ -140,6 +143,19 @@ def _branch(condition: Tensor) -> bool:
         way = bool(condition)
     assume(condition.bool() if way else ~condition.bool())
     return way
+
+
+def _is_whole_plate(caller: object) -> bool:
+    """Whether a plate that has no minibatch is looped over: its indices are always the same."""
+    return isinstance(caller, SubsampleMessenger) and caller.subsample_size == caller.size
+
+
+def _index(index: Tensor) -> int | float:
+    """An element of a plate that is looped over; every replay checks that it is the same."""
+    with disable_proxy_modes_tracing():
+        found: int | float = index.item()
+    assume(index == found)
+    return found
 
 
 def _compared(

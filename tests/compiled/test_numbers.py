@@ -188,6 +188,36 @@ def test_minibatches_drawn_by_plates() -> None:
     assert uses(loss) == 9
 
 
+def test_plates_that_are_looped_over() -> None:
+    """Pyro reads the indices of such a plate; in another order they are another step."""
+    data, order = torch.randn(2, 4), torch.tensor([2, 0, 3, 1])
+
+    def model(index: Tensor | None) -> None:
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        inner = pyro.plate("inner", 4, subsample=index)
+        for i in pyro.plate("outer", 2):
+            z = pyro.sample(f"z_{i}", dist.Normal(loc, 1.0))
+            for j in inner:
+                pyro.sample(f"x_{i}_{j}", dist.Normal(z * (1 + j), 1.0), obs=data[i, j])
+
+    def guide(index: Tensor | None) -> None:
+        pyro.sample("loc", dist.Normal(pyro.param("loc_q", torch.tensor(0.1)), 0.5))
+        for i in pyro.plate("outer", 2):
+            pyro.sample(f"z_{i}", dist.Normal(pyro.param(f"z_q_{i}", torch.tensor(0.3)), 0.2))
+
+    runs = []
+    for compiled in (False, True):
+        pyro.clear_param_store()
+        loss = TraceIWAE_ELBO(2)
+        loss = CompiledELBO(loss, "eager") if compiled else loss
+        svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+        torch.manual_seed(1)
+        runs.append([svi.step(i) for i in [None] * 8 + [order] * 4 + [order.flip(0)] * 2])
+    assert runs[0] == runs[1]
+    assert uses(loss) > 6
+    assert not reasons(loss)
+
+
 @pytest.mark.parametrize("make_loss", [TraceSGVB_ELBO, Trace_ELBO], ids=["SGVB", "Trace_ELBO"])
 def test_as_a_module_with_an_optimizer_of_torch(make_loss: Callable[[], Any]) -> None:
     runs = []
