@@ -176,7 +176,8 @@ def compare_models(
     {options}
     :returns: a :class:`ModelComparison`, to print and to :meth:`~ModelComparison.plot`.
     :raises ValueError: for what is no such dict; for modules that hold the same parameters by the
-        same name, since the store was not cleared between them; and as :func:`log_evidence`.
+        same name, since the store was not cleared between them; for subsampled plates; and as
+        :func:`log_evidence`.
 
     Example::
 
@@ -218,6 +219,9 @@ def _items(models: object) -> list[tuple[str, object]]:
             f"models must be a dict of two pairs or more by name, such as "
             f"{{'a': (model, guide), 'b': (other, its_guide)}}, got {models!r}"
         )
+    for name in models:
+        if not isinstance(name, str):
+            raise ValueError(f"models must have strings for names, got {name!r}")
     return list(models.items())
 
 
@@ -241,6 +245,12 @@ def _check_alike(found: Mapping[str, LogEvidence]) -> None:
                 f"the evidence of {name!r} is conditional on {', '.join(evidence.given)}, which "
                 f"the guide holds, and does not compare with others: let the guide draw them, and "
                 f"leave joint=False out"
+            )
+        if bool((torch.as_tensor(evidence.scale) != 1).any()):
+            raise ValueError(
+                f"the evidence of {name!r} is that of a minibatch times N/B: which data it holds is "
+                f"in no error, and every model that draws one has its own. Pass all data, in plates "
+                f"that are not subsampled; or take log_evidence_loader(...).total for each model"
             )
         if not math.isfinite(float(evidence.total)):
             raise ValueError(f"the log evidence of {name!r} is {float(evidence.total)}")

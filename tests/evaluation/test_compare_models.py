@@ -112,6 +112,8 @@ def test_arguments():
     for wrong in ([pair, pair], {"a": pair}):
         with pytest.raises(ValueError, match="models must be a dict of two pairs or more"):
             compare_models(wrong)
+    with pytest.raises(ValueError, match="models must have strings for names, got 1"):
+        compare_models({"a": pair, 1: pair})
     with pytest.raises(ValueError, match=r"models\['b'\] must be \(model, guide\)"):
         compare_models({"a": pair, "b": pair[0]})
     with pytest.raises(ValueError, match="must be a tuple, got tensor"):
@@ -121,6 +123,28 @@ def test_arguments():
     exact = HierarchicalGaussian(N=5)
     with pytest.raises(ValueError, match="conditional on theta, which the guide holds"):
         compare_models({"a": (exact.model, exact.guide), "b": pair}, joint=False)
+
+
+def test_minibatches_are_refused():
+    """Two equal models differed by 16 nats with an error of zero: each had drawn other data."""
+
+    def batch(x):
+        return pyro.plate("data", len(x), subsample_size=10)
+
+    def model(x):
+        with batch(x) as i:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x[i])
+
+    def guide(x):
+        with batch(x) as i:
+            pyro.sample("z", dist.Normal(x[i] / 2, 0.5**0.5))
+
+    pairs = {"a": (model, guide), "b": (model, guide)}
+    with pytest.raises(ValueError, match=r"'a' is that of a minibatch.*log_evidence_loader"):
+        compare_models(pairs, torch.randn(100))
+    found = compare_models(pairs, torch.randn(10))
+    assert found.difference("a", "b")[0] == pytest.approx(0.0, abs=1e-9)
 
 
 def located(mean, cleared):
