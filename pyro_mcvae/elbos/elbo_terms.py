@@ -126,7 +126,15 @@ def local_estimate(
     :param bound: the bound L of each datum, detached, shape ``[*plates]``.
     :param surrogate: a tensor of that shape with the gradient of the bound.
     :param bool scored: whether it has the score-function terms of the local draws already.
+    :raises ValueError: for tensors of another shape.
+
+    Where no latent can be weighed per datum (all are global, and a plate is subsampled), it is the
+    plain ELBO, averaged over the particles.
     """
+    _check_shapes(sample, bound=bound, surrogate=surrogate)
+    if not sample.blocks:
+        costs, coupled = _all_costs(sample), sample.structure.coupled
+        return elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
     local = times(bound, sample.scale)
     values, paths = zip(guide_data(sample), _around(sample, local), strict=True)
     value = as_scalar(add_up((local.sum(), *values)))
@@ -144,9 +152,30 @@ def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
 
     :param sample: the particles of the step, from ``self.sampler``.
     :param bound: the bound of each datum, shape ``[*plates]``.
+    :raises ValueError: for a tensor of another shape.
     """
+    _check_shapes(sample, bound=bound)
+    if not sample.blocks:
+        return elbo_bounds(sample, _all_costs(sample))
     shared = total_cost(elbo_costs(sample.global_terms())) + guide_data(sample)[0]
     return Bounds(bound, sample.scale, as_scalar(shared).to(bound), sample.plate_names)
+
+
+def _all_costs(sample: WeightedParticles) -> list[list[Cost]]:
+    return [elbo_costs(run.summands) for run in sample.runs]
+
+
+def _check_shapes(sample: WeightedParticles, **values: Tensor) -> None:
+    """
+    :raises ValueError: for what has no entry for each weight: it would be summed all the same.
+    """
+    for name, value in values.items():
+        if value.shape != sample.weights_shape:
+            raise ValueError(
+                f"the {name} must have an entry for each weight of sample.log_weight, without its "
+                f"first dim, that of the particles: shape {list(sample.weights_shape)}, got "
+                f"{list(value.shape)}"
+            )
 
 
 def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:

@@ -248,9 +248,10 @@ def _check_alike(found: Mapping[str, LogEvidence]) -> None:
             )
         if bool((torch.as_tensor(evidence.scale) != 1).any()):
             raise ValueError(
-                f"the evidence of {name!r} is that of a minibatch times N/B: which data it holds is "
-                f"in no error, and every model that draws one has its own. Pass all data, in plates "
-                f"that are not subsampled; or take log_evidence_loader(...).total for each model"
+                f"the evidence of {name!r} is that of a minibatch times N/B: which data it holds "
+                f"is in no error, and every model that draws one has its own. Pass all data, in "
+                f"plates that are not subsampled; or take log_evidence_loader(...).total for each "
+                f"model"
             )
         if not math.isfinite(float(evidence.total)):
             raise ValueError(f"the log evidence of {name!r} is {float(evidence.total)}")

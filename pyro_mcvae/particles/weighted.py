@@ -30,8 +30,9 @@ class WeightedParticles:
 
     The log weights have shape ``[K, *plates]``, one per particle and datum, where a program has
     one block. With several blocks (sequential plates, or separate data plates) the blocks'
-    elements are laid side by side: ``[K, elements]``. Either way each entry is independent of the
-    others given the global latents, and an objective need not know which case it is.
+    elements are laid side by side: ``[K, elements]``; with none there are no elements. In any case
+    each entry is independent of the others given the global latents, and an objective need not know
+    which case it is.
 
     :ivar runs: one vectorised run, or one run per particle.
     :ivar block_of: for each run, the block of each factor (None: global).
@@ -88,10 +89,16 @@ class WeightedParticles:
         r"""log p(x_n, z_n) - log q(z_n | x_n), without subsampling's N/B: ``[K, *plates]``."""
         return self.local_sum(lambda t, i: t.log_prob, signed=True)
 
+    @property
+    def weights_shape(self) -> tuple[int, ...]:
+        """``[*plates]``, or ``[elements]``: that of one particle's weights."""
+        shapes = self.shapes
+        return shapes[0] if len(shapes) == 1 else (sum(math.prod(s) for s in shapes),)
+
     @cached_property
     def scale(self) -> float | Tensor:
         """N/B of each entry's plates; a float where it is the same for all."""
-        scales = [subsampling_scale(frames) for frames in self.frames]
+        scales = [subsampling_scale(frames) for frames in self.frames] or [1.0]
         return scales[0] if len(set(scales)) == 1 else self._spread(scales)
 
     @property
@@ -174,6 +181,8 @@ class WeightedParticles:
         """One ``[K, *plates]`` per block, laid side by side; the inverse of :meth:`split`."""
         if len(parts) == 1:
             return parts[0]
+        if not parts:  # a subsampled plate around the factors of every latent: no weight
+            return self.runs[0].terms[0].log_prob.new_zeros((self.num_particles, 0))
         return torch.cat([p.reshape(p.shape[0], -1) for p in parts], dim=1)
 
     def split(self, value: Tensor) -> list[Tensor]:

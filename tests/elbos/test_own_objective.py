@@ -1,5 +1,7 @@
 """Objectives of one's own, written as docs/extend.md says: what they need not think of is done."""
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -75,3 +77,51 @@ def test_an_estimate_without_scores_is_refused():
     with pytest.raises(ValueError, match=r"site 'k'.*scored=True"):
         elbo.differentiable_loss(model, guide)
     assert pyro.param("logits").grad is None
+
+
+def minibatch_model(x):
+    z = pyro.sample("z", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(x), subsample_size=5) as i:
+        pyro.sample("x", dist.Normal(z, 1.0), obs=x[i])
+
+
+def minibatch_guide(x):
+    pyro.sample("z", dist.Normal(pyro.param("mean", torch.tensor(0.3)), 0.4))
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_without_a_weight_it_is_the_plain_elbo(vectorize):
+    """Global latents on minibatches: there were no weights to join."""
+    elbo, x = TraceVRMax_ELBO(3, vectorize_particles=vectorize), torch.full((20,), 0.7)
+    costs, grads = [], []
+    for _ in range(200):
+        costs.append(elbo.loss_and_grads(minibatch_model, minibatch_guide, x))
+        grads.append(pyro.param("mean").grad.clone())
+        pyro.param("mean").grad = None
+    square = {at: 0.4**2 + (at - 0.3) ** 2 for at in (0.0, 0.7)}
+    log_two_pi = math.log(2 * math.pi)
+    cost = 20 * (log_two_pi + square[0.7]) / 2 + square[0.0] / 2 - math.log(0.4) - 0.5
+    assert_mean(torch.tensor(costs), torch.tensor(cost))
+    assert_mean(torch.stack(grads), torch.tensor(20 * (0.3 - 0.7) + 0.3))
+    bounds = elbo.bounds(minibatch_model, minibatch_guide, x)
+    assert bounds.per_datum.shape == (0,)
+    assert bounds.total == bounds.shared
+
+
+class Unreduced(MonteCarloELBO):
+    """Forgets the particles' dim: its loss was K times too high."""
+
+    def estimate(self, programs):
+        sample = self.sampler.sample(programs)
+        return local_estimate(sample, sample.log_weight.detach(), sample.log_weight)
+
+    def bounds_of(self, programs):
+        sample = self.sampler.sample(programs)
+        return local_bounds(sample, sample.log_weight.sum(-1).max(0).values)
+
+
+def test_bounds_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"the bound must .*: shape \[400\], got \[3, 400\]"):
+        Unreduced(3).loss(model, guide)
+    with pytest.raises(ValueError, match=r"the bound must .*: shape \[400\], got \[\]"):
+        Unreduced(3).bounds(model, guide)
