@@ -10,7 +10,7 @@ import torch
 from pyro.infer.elbo import ELBO
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, finite_loss
 from pyro_mcvae.elbos.notices import Notices, refuse_scores
@@ -129,6 +129,12 @@ class MonteCarloELBO(ELBO):
             jit_options=jit_options,
         )
         self._notices = Notices()
+
+    def __getstate__(self) -> dict[str, object]:
+        # As of a PyroModule: the store hangs weak references on parameters that SVI has trained.
+        for parameter in self.parameters() if isinstance(self, nn.Module) else ():
+            vars(parameter).pop("unconstrained", None)
+        return self.__dict__.copy()
 
     @property
     def num_particles(self) -> int:

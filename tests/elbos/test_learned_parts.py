@@ -1,6 +1,7 @@
 """Learned parts of an objective and Pyro's parameter store."""
 
 import copy
+import pickle
 
 import pyro
 import pyro.distributions as dist
@@ -78,6 +79,34 @@ def test_a_copy_of_an_objective_learns_by_itself():
     assert torch.equal(other.schedule.logits, torch.zeros(2))
     SVI(model, guide, pyro.optim.Adam({"lr": 0.2}), loss=other).step()
     assert not torch.equal(other.schedule.logits, loss.schedule.logits)
+
+
+def test_a_trained_objective_is_pickled():
+    """The store hangs weak references on its parameters: torch.save failed after the first step."""
+    loss = TraceSIS_ELBO(2)
+
+    def model():
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 0.3), obs=torch.ones(2))
+
+    def guide():
+        with pyro.plate("data", 2):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss=loss)
+    for _ in range(3):
+        svi.step()
+    other = pickle.loads(pickle.dumps(loss))
+    assert other.param_name != loss.param_name
+    pyro.set_rng_seed(0)
+    value = loss.loss(model, guide)
+    pyro.set_rng_seed(0)
+    assert other.loss(model, guide) == value
+    before = loss.schedule.logits.clone()
+    svi.step()
+    assert not torch.equal(loss.schedule.logits, before)
+    assert torch.equal(other.schedule.logits, before)
 
 
 def trained(initial=None, warmup=20, num_steps=3, **options):
