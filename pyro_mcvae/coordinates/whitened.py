@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_mcvae.chains.kernel import State
 from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.run import Run
 
 __all__ = ["WhitenedDensity", "Whitening"]
@@ -59,7 +60,9 @@ class Whitening:
         moved = position - self.mean
         if not self.dense:
             return moved / self.factor
-        return torch.linalg.solve_triangular(self.factor, moved.unsqueeze(-1), upper=False)[..., 0]
+        with without_autocast():
+            columns = moved.unsqueeze(-1)
+            return torch.linalg.solve_triangular(self.factor, columns, upper=False)[..., 0]
 
     def pulled(self, gradient: Tensor) -> Tensor:
         """The gradient with respect to u, of that with respect to z."""
@@ -87,14 +90,16 @@ class Whitening:
         if not self.dense:
             scale = ((1 - share) * apart.square().mean(0) + kept).sqrt()
             return replace(self, mean=self.position(mean), factor=self.factor * scale)
-        covariance = torch.einsum("k...i,k...j->...ij", apart, apart) / count
-        step = torch.linalg.cholesky((1 - share) * covariance + kept.diag_embed())
-        return replace(self, mean=self.position(mean), factor=self.factor @ step)
+        with without_autocast():
+            covariance = torch.einsum("k...i,k...j->...ij", apart, apart) / count
+            step = torch.linalg.cholesky((1 - share) * covariance + kept.diag_embed())
+            return replace(self, mean=self.position(mean), factor=self.factor @ step)
 
     def _times(self, factor: Tensor, vector: Tensor) -> Tensor:
         if not self.dense:
             return factor * vector
-        return torch.einsum("...ij,...j->...i", factor, vector)
+        with without_autocast():
+            return torch.einsum("...ij,...j->...i", factor, vector)
 
 
 class WhitenedDensity:

@@ -23,6 +23,7 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import effective_sample_size, log_mean_exp
 from pyro_mcvae.ops.kernel_density import KernelDensity
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.precision import without_autocast
 
 __all__ = ["LowDimensionalEvidence", "low_dimensional_evidence"]
 
@@ -205,8 +206,9 @@ def _estimate(
     count, num_chains = positions.shape[:2]
     half = num_chains // 2
     rest = num_chains - half
-    fitted = KernelDensity(positions[:, :half].flatten(0, 1), chains.valid[0])
-    log_f = fitted.log_prob(positions[:, half:].flatten(0, 1))
+    with without_autocast():
+        fitted = KernelDensity(positions[:, :half].flatten(0, 1), chains.valid[0])
+        log_f = fitted.log_prob(positions[:, half:].flatten(0, 1))
     log_ratio = log_f.reshape(count, rest, *log_f.shape[1:]) - log_joints[:, half:]
     by_chain = log_mean_exp(log_ratio)
     log_mean = log_mean_exp(by_chain)

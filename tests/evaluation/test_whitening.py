@@ -7,7 +7,16 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae import HMC, MALA, RandomWalk, log_evidence, refine, report, sandwich
+from pyro_mcvae import (
+    HMC,
+    MALA,
+    RandomWalk,
+    log_evidence,
+    low_dimensional_evidence,
+    refine,
+    report,
+    sandwich,
+)
 from pyro_mcvae.evaluation.escalation import climb
 from pyro_mcvae.evaluation.evidence import LogEvidence
 from tests.models import (
@@ -189,6 +198,26 @@ def test_draws_and_sandwiches_in_white_coordinates():
     with pytest.warns(UserWarning, match="draws the same latents"):
         found = sandwich(exact.model, exact.guide, seed=0, **options)
     assert -0.02 < float(found.mean_gap) < 0.1
+
+
+def test_autocast_around_a_judge_leaves_the_map_alone():
+    """Its products were rounded to bfloat16, of which no triangular system can be solved."""
+
+    def model():
+        z = pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+        pyro.sample("x", dist.Normal(z.cumsum(-1), 0.5).to_event(1), obs=torch.tensor([1.0, 0, 2]))
+
+    def guide():
+        pyro.sample("z", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+
+    options = {"schedule": 3, "num_particles": 40, "warmup": 3, "seed": 0}
+    found = log_evidence(model, guide, coordinates="whitened", **options)
+    fitted = low_dimensional_evidence(model, guide, seed=0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        other = log_evidence(model, guide, coordinates="whitened", **options)
+        refitted = low_dimensional_evidence(model, guide, seed=0)
+    assert torch.equal(found.log_evidence, other.log_evidence)
+    assert torch.equal(fitted.log_evidence, refitted.log_evidence)
 
 
 def test_discrete_latents_and_no_warm_up_are_refused():
