@@ -249,10 +249,14 @@ def _slots(msg: Message, options: SiteOptions, support: Support) -> SiteSlots:
             choice = support.budget(options.budget, options.min_samples)
         elif options.budget is not None or options.num_categories >= support.size:
             if support.size == math.inf:
+                marked = " (infer={'enumerate': ...} asks for all)" * bool(
+                    msg["infer"].get("enumerate")
+                )
                 raise SlotError(
-                    f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has too "
-                    f"many values to list, got num_categories={options.num_categories}: "
-                    f"pass a finite one and num_samples >= 1"
+                    f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has "
+                    f"{support.too_many}, got num_categories={options.num_categories}{marked}: "
+                    f"pass a finite one and num_samples >= 1, as in "
+                    f"infer={{'mcvae': {{'num_categories': 1, 'num_samples': 1}}}}"
                 )
             return SiteSlots(options, support, support.all_values(), exact=True)
         else:

@@ -36,8 +36,13 @@ class JoinedSupport(Support):
         self._num_rest = len(rest)
         log_p = parts.log_q.permute(*self._order, depth)
         self.log_p = log_p.reshape(*self._sizes[: len(rest)], -1, log_p.shape[-1])
-        every = int(parts.size) ** self.log_p.shape[-2]
+        num_elements = self.log_p.shape[-2]
+        every = int(parts.size) ** num_elements
         self.size = every if every <= _MAX_LISTED else math.inf
+        self.too_many = (
+            f"too many values to list in the {num_elements} elements that share a weight: together "
+            f"{int(parts.size)}^{num_elements}, of which at most {_MAX_LISTED} are summed"
+        )
 
     def top_k(self, num_categories: int, num_samples: int) -> Choice:
         return self._choice(product_slots(self.log_p, num_categories, num_samples))

@@ -112,8 +112,8 @@ def sum_states(
 
     :param states: the symbols of the enumerated sites.
     :param make_ring: what Pyro's algorithm does with the sums.
-    :raises ValueError: for factors of one sum with different scales, for a sum that holds a whole
-        plate of which there is a minibatch only, and for one that grows exponentially with plates.
+    :raises SiteError: for factors of one sum with different scales, for a sum that holds a whole
+        plate of which there is a minibatch only, and for one over crossed plates.
     """
     dims = set(states)
     sizes: dict[str, int] = {}
@@ -130,20 +130,8 @@ def sum_states(
             ((plates, (total,)),) = contract_tensor_tree(tree, dims, ring=ring).items()
         except NotImplementedError as error:
             # Not a matter of dims: no run with others would help.
-            raise _crossed_plates(inside) from error
+            raise _crossed([f.site for f in inside]) from error
         yield StateSum(members, total, plates, scale)
-
-
-def _crossed_plates(factors: Sequence[StateFactor]) -> SiteError:
-    states = [f.site["name"] for f in factors if is_state(f.site)]
-    around = [{frame.name for frame in plate_frames(f.site) if frame.vectorized} for f in factors]
-    plates = set.union(*around) - set.intersection(*around)
-    return SiteError(
-        f"the model's enumerated sites {sorted(states)} depend on each other across plates "
-        f"{sorted(plates)}, which cross: their sum grows exponentially with these plates. If one "
-        f"of them is short, loop over it, at that cost (for i in pyro.plate(name, size)), or draw "
-        f"the sites of one of them in the guide"
-    )
 
 
 def inside_sum(site: Site, is_summed: bool) -> Tensor:
@@ -166,6 +154,18 @@ def _connected(factors: Sequence[StateFactor], dims: set[str]) -> Iterator[tuple
                 own, members = own | group[0], group[1] + members
         groups = [*apart, (own, members)]
     return (tuple(sorted(members)) for _, members in groups)
+
+
+def _crossed(found: Sequence[Site]) -> SiteError:
+    """What is wrong where Pyro's algorithm finds latents in crossed plates that meet in a factor."""
+    frames = {s["name"]: [f.name for f in plate_frames(s) if f.vectorized] for s in found}
+    inside = ", ".join(f"'{n}' in {' and '.join(sorted(p))}" for n, p in frames.items() if p)
+    return SiteError(
+        f"Expected tree-structured plate nesting, but enumerated sites of the model in crossed "
+        f"plates meet in one factor ({inside}), which has no exact sum but over all combinations: "
+        f"make one of the plates sequential, for i in pyro.plate(...), at a cost exponential in "
+        f"its size, or draw the sites of one of them in the guide"
+    )
 
 
 def _common_scale(found: Sequence[Site]) -> float | Tensor:

@@ -1,5 +1,6 @@
 """Enumerated sites in the model: what is refused, and what else runs such programs."""
 
+import itertools
 import math
 
 import pyro
@@ -107,6 +108,39 @@ def test_a_markov_chain_that_forgets_too_much_is_refused(loss, validate):
                 p *= (prior[a, b] if c else 1 - prior[a, b]) * (1 - table[c])
             exact += p
         assert value(2) == pytest.approx(-math.log(exact), rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if name != "judge"])
+def test_crossed_plates_that_meet_in_a_factor_are_refused_and_a_sequential_one_is_summed(loss):
+    prior, table = torch.tensor([0.3, 0.7]), torch.tensor([[0.2, 0.6], [0.5, 0.9]])
+    seen = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+
+    @config_enumerate
+    def model(crossed):
+        columns, rows = pyro.plate("columns", 2, dim=-1), pyro.plate("rows", 2, dim=-2)
+        with columns:
+            b = pyro.sample("b", dist.Categorical(prior))
+        if crossed:
+            with rows:
+                c = pyro.sample("c", dist.Categorical(prior))
+            with columns, rows:
+                pyro.sample("d", dist.Bernoulli(Vindex(table)[b, c]), obs=seen)
+        else:
+            for i in pyro.plate("each_row", 2):
+                c = pyro.sample(f"c_{i}", dist.Categorical(prior))
+                with columns:
+                    pyro.sample(f"d_{i}", dist.Bernoulli(Vindex(table)[b, c]), obs=seen[i])
+
+    elbo = LOSSES[loss]()
+    with pytest.raises(ValueError, match=r"^Expected tree.*'b' in columns.*'c' in rows.*sequential"):
+        elbo.loss(model, lambda crossed: None, True)
+    p = 0.0
+    for b in itertools.product(range(2), repeat=2):
+        for c in itertools.product(range(2), repeat=2):
+            on = table[torch.tensor(b), torch.tensor(c)[:, None]]
+            p += prior[list(b + c)].prod() * torch.where(seen > 0, on, 1 - on).prod()
+    found = LOSSES[loss]().loss(model, lambda crossed: None, False)
+    assert found == pytest.approx(-p.log().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "judge"])
@@ -343,35 +377,3 @@ def test_judges_sum_what_a_messenger_leaves_out():
     prior = torch.tensor([0.3, 0.7])
     exact = (prior.log() + wide.log_prob(X.unsqueeze(-1))).logsumexp(-1)
     assert ((found.log_evidence - exact).abs() < 4.5 * found.standard_error).all()
-
-
-def crossed(data, looped):
-    first = pyro.plate("first", 2, dim=-1)
-    second = pyro.plate("second", 2, dim=None if looped else -2)
-    a = pyro.sample("a", dist.Bernoulli(0.4), infer=PARALLEL)
-    with first:
-        b = pyro.sample("b", dist.Bernoulli(0.2 + 0.5 * a), infer=PARALLEL)
-    if looped:
-        c = [pyro.sample(f"c_{i}", dist.Bernoulli(0.3 + 0.4 * a), infer=PARALLEL) for i in second]
-        for i in second:
-            with first:
-                pyro.sample(f"x_{i}", dist.Normal(b + 2 * c[i], 1.0), obs=data[i])
-    else:
-        with second:
-            c = pyro.sample("c", dist.Bernoulli(0.3 + 0.4 * a), infer=PARALLEL)
-        with first, second:
-            pyro.sample("x", dist.Normal(b + 2 * c, 1.0), obs=data)
-
-
-@pytest.mark.parametrize("make", [TraceSGVB_ELBO, TraceIWAE_ELBO, TraceSIS_ELBO])
-def test_sums_across_crossed_plates_are_refused_by_name_and_may_be_looped_over(make):
-    data = torch.tensor([[0.0, 1.0], [2.5, 3.0]])
-
-    def empty(data, looped):
-        pass
-
-    exact = TraceEnum_ELBO(max_plate_nesting=1).loss(crossed, empty, data, True)
-
-    with pytest.raises(ValueError, match=r"\['a', 'b', 'c'\].*\['first', 'second'\], which cross"):
-        make().loss(crossed, empty, data, False)
-    assert make().loss(crossed, empty, data, True) == pytest.approx(exact)

@@ -474,6 +474,29 @@ def test_what_has_no_slots_is_refused_by_name(run, options, message):
             elbo.loss_and_grads(model, guide)
 
 
+def test_elements_that_share_a_weight_have_too_many_values_together_and_are_drawn_on_request():
+    def model(infer):
+        return program(torch.full((6,), 1 / 6), {})
+
+    def guide(infer):
+        return program(torch.arange(1.0, 7.0) / 21, infer)
+
+    def program(p, infer):
+        with pyro.plate("groups", 3):
+            pyro.sample("a", dist.Bernoulli(0.5))
+            with pyro.plate("members", 5):
+                pyro.sample("b", dist.Categorical(p), infer=infer)
+
+    elbo = TraceSIS_ELBO(2)
+    together = r"site 'b' .*5 elements that share a weight: together 6\^5.*'enumerate'.*'mcvae'"
+    with pytest.raises(ValueError, match=together):
+        elbo.loss(model, guide, {"enumerate": "parallel"})
+    few = {"enumerate": "parallel", "mcvae": {"num_categories": 1, "num_samples": 1}}
+    q = torch.arange(1.0, 7.0) / 21
+    losses = torch.tensor([elbo.loss(model, guide, few) for _ in range(300)])
+    assert_mean(losses, 15 * (q * (6 * q).log()).sum())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
