@@ -169,13 +169,13 @@ class AdaptiveStepSize(StepSize):
         # What has not been whitened may need steps of any length.
         most = self.bounds[1] if self.per_coordinate else min(self.bounds[1], self.most)
         self._assign("base", base.clamp(self.bounds[0], most))
-        follows = self.per_coordinate and gradient is not None
-        value = self._followed(gradient, acceptance, change) if follows else self.base
+        value = self._followed(gradient, acceptance, change) if self.per_coordinate else self.base
         self._assign("value", value)
 
     def _followed(self, gradient: Tensor | None, acceptance: Tensor, change: Tensor) -> Tensor:
         """Step sizes that follow the spread of a gradient of shape ``[*batch, D]``."""
-        assert gradient is not None
+        if gradient is None:
+            return self.base
         gradient = gradient.reshape(-1, gradient.shape[-1])
         spread = gradient.std(0, correction=0)
         value = self.value.to(spread.device).expand_as(spread)

@@ -26,7 +26,7 @@ from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.discrete.slot_planner import NoSlots, SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.chain_record import ChainRecord
-from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
+from pyro_mcvae.elbos.elbo_terms import weighted_bounds, weighted_estimate
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
@@ -153,7 +153,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         with torch.set_grad_enabled(wanted):
             bound = slots.sum(self._average(slots.each(chain.log_weight.detach())))
             surrogate = self._surrogate(density, chain, slots) if wanted else bound
-            estimate = local_estimate(density.log_weight.first.sample, bound, surrogate, True)
+            estimate = weighted_estimate(density.log_weight.first.sample, bound, surrogate)
             if wanted:
                 cost = partial(self._cost, density, chain, slots)
                 estimate.surrogate = slots.with_scores(estimate.surrogate, cost, programs)
@@ -165,7 +165,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             density, slots = self._density(programs, GradientMode.NONE)
             chain = self._run(density, slots)
             bound = slots.sum(self._average(slots.each(chain.log_weight)))
-        return local_bounds(density.log_weight.first.sample, bound)
+        return weighted_bounds(density.log_weight.first.sample, bound)
 
     @property
     def _gradient(self) -> GradientMode:

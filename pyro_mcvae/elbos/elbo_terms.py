@@ -30,6 +30,8 @@ __all__ = [
     "guide_data",
     "local_bounds",
     "local_estimate",
+    "weighted_bounds",
+    "weighted_estimate",
 ]
 
 
@@ -135,6 +137,13 @@ def local_estimate(
     if not sample.blocks:
         costs, coupled = _all_costs(sample), sample.structure.coupled
         return elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
+    return weighted_estimate(sample, bound, surrogate, scored)
+
+
+def weighted_estimate(
+    sample: WeightedParticles, bound: Tensor, surrogate: Tensor, scored: bool = True
+) -> Estimate:
+    """:func:`local_estimate` of particles that have weights, without its check of the shapes."""
     local = times(bound, sample.scale)
     values, paths = zip(guide_data(sample), _around(sample, local), strict=True)
     value = as_scalar(add_up((local.sum(), *values)))
@@ -157,6 +166,11 @@ def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
     _check_shapes(sample, bound=bound)
     if not sample.blocks:
         return elbo_bounds(sample, _all_costs(sample))
+    return weighted_bounds(sample, bound)
+
+
+def weighted_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
+    """:func:`local_bounds` of particles that have weights, without its check of the shapes."""
     shared = total_cost(elbo_costs(sample.global_terms())) + guide_data(sample)[0]
     return Bounds(bound, sample.scale, as_scalar(shared).to(bound), sample.plate_names)
 

@@ -14,11 +14,10 @@ from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.discrete.slot_planner import SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import (
-    elbo_bounds,
-    elbo_costs,
     elbo_estimate,
     local_bounds,
     local_estimate,
+    weighted_estimate,
 )
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.global_average import GlobalAverage, draws_globals
@@ -234,7 +233,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             return self._averaged(sample)
         bound = renyi_bound(sample.log_weight.detach(), self.alpha)
         surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
-        return local_estimate(sample, bound, surrogate, scored=True)
+        return weighted_estimate(sample, bound, surrogate)
 
     def _over_slots(
         self, programs: Programs, sample: WeightedParticles, draws: SlotDraws
@@ -256,8 +255,6 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             return local_bounds(sample, slots.sum(log_mean_exp(slots.fold(sample.log_weight))))
         if self.num_global_particles > 1 and draws_globals(sample):
             return self._global_average(programs, sample).bounds()
-        if not sample.blocks:
-            return elbo_bounds(sample, [elbo_costs(run.summands) for run in sample.runs])
         return local_bounds(sample, renyi_bound(sample.log_weight, self.alpha))
 
     def _begin(self, programs: Programs) -> tuple[WeightedParticles, SlotDraws | None]:

@@ -19,8 +19,8 @@ from pyro_mcvae.elbos.elbo_terms import (
     elbo_bounds,
     elbo_costs,
     elbo_estimate,
-    local_bounds,
-    local_estimate,
+    weighted_bounds,
+    weighted_estimate,
 )
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, add_up, as_scalar, times
 from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
@@ -164,7 +164,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             sample, slots = self._row_sample(programs)
             if slots.weight is None:
                 return elbo_bounds(sample, [elbo_costs(r.summands) for r in sample.runs])
-            return local_bounds(sample, slots.mean(sample.log_weight))
+            return weighted_bounds(sample, slots.mean(sample.log_weight))
         costs = []
         for slot_run in slot_runs:
             sums = self._sums(programs, slot_run)
@@ -193,7 +193,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             return self._estimate_drawn(sample)
         log_weight = sample.log_weight
         bound, surrogate = slots.mean(log_weight.detach()), slots.mean(log_weight)
-        estimate = local_estimate(sample, bound, slots.without_entropy(surrogate), scored=True)
+        estimate = weighted_estimate(sample, bound, slots.without_entropy(surrogate))
         if torch.is_grad_enabled():
             scores = slots.with_scores(estimate.surrogate, log_weight.detach, programs)
             estimate.surrogate = scores

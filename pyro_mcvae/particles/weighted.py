@@ -181,9 +181,12 @@ class WeightedParticles:
         """One ``[K, *plates]`` per block, laid side by side; the inverse of :meth:`split`."""
         if len(parts) == 1:
             return parts[0]
-        if not parts:  # a subsampled plate around the factors of every latent: no weight
-            return self.runs[0].terms[0].log_prob.new_zeros((self.num_particles, 0))
-        return torch.cat([p.reshape(p.shape[0], -1) for p in parts], dim=1)
+        flat = [p.reshape(p.shape[0], -1) for p in parts]
+        return torch.cat(flat, dim=1) if flat else self._no_weights()
+
+    def _no_weights(self) -> Tensor:
+        """Where a subsampled plate lies around the factors of every latent."""
+        return self.runs[0].terms[0].log_prob.new_zeros((self.num_particles, 0))
 
     def split(self, value: Tensor) -> list[Tensor]:
         """``[K, *plates]`` (or ``[K, elements]``) as one tensor per block."""

@@ -157,7 +157,7 @@ def _connected(factors: Sequence[StateFactor], dims: set[str]) -> Iterator[tuple
 
 
 def _crossed(found: Sequence[Site]) -> SiteError:
-    """What is wrong where Pyro's algorithm finds latents in crossed plates that meet in a factor."""
+    """What is wrong where Pyro's algorithm finds sites in crossed plates that meet in a factor."""
     frames = {s["name"]: [f.name for f in plate_frames(s) if f.vectorized] for s in found}
     inside = ", ".join(f"'{n}' in {' and '.join(sorted(p))}" for n, p in frames.items() if p)
     return SiteError(
