@@ -67,6 +67,7 @@ class Estimate:
     :ivar scored: whether the surrogate has the score-function terms of draws without
         reparameterization; a training step with such draws is refused otherwise.
     :ivar overflow: what to say where the value is not finite though every site is.
+    :ivar causes: finds what made it so before any site is looked at, a line each.
     :ivar remedy: what to add where it is not finite.
     :ivar finish: what to do after a training step that succeeded, such as adapting.
     """
@@ -76,6 +77,7 @@ class Estimate:
     runs: list[Run]
     scored: bool = False
     overflow: str = "every site is finite: their sum overflows"
+    causes: Callable[[], list[str]] = list
     remedy: str = ""
     finish: Callable[[], None] | None = None
 
@@ -109,7 +111,7 @@ def finite_loss(estimate: Estimate) -> float:
 
 
 def _nonfinite(estimate: Estimate, loss: float) -> ValueError:
-    lines = nonfinite_sites(estimate.runs) or [estimate.overflow]
+    lines = estimate.causes() or nonfinite_sites(estimate.runs) or [estimate.overflow]
     if estimate.remedy:
         lines.append(estimate.remedy)
     return ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))

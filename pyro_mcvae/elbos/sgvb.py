@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -89,7 +90,9 @@ class TraceSGVB_ELBO(MonteCarloELBO):
                 # Which costs a score multiplies depends on whether a plate's elements meet.
                 coupled |= self.sampler.structures.of(programs, run).coupled
         costs = [self._costs(programs, run) for run in runs]
-        return elbo_estimate(runs, costs, self.sampler.num_particles, coupled)
+        estimate = elbo_estimate(runs, costs, self.sampler.num_particles, coupled)
+        estimate.causes = partial(_infinite_divergences, costs)
+        return estimate
 
     def bounds_of(self, programs: Programs) -> Bounds:
         runs = self.sampler.independent(programs)
@@ -112,6 +115,20 @@ class TraceSGVB_ELBO(MonteCarloELBO):
             _closed_form(c, closed[c.term.key.name]) if c.term.key.name in closed else c
             for c in costs
         ]
+
+
+def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
+    """A line for every site whose divergence in closed form is infinite."""
+    closed = (c for each in costs for c in each if c.closed and isinstance(c.value, Tensor))
+    lines = (
+        f"site '{c.term.key.name}': the KL divergence of the guide's distribution from the model's "
+        f"({type(c.term.site['fn']).__name__}) is infinite. The guide draws outside the support of "
+        f"the model's distribution: give the guide a distribution with that support (or an "
+        f"AutoGuide, which transforms to it)."
+        for c in closed
+        if bool(c.value.isinf().any())
+    )
+    return list(dict.fromkeys(lines))
 
 
 def _closed_form(cost: Cost, negative_kl: Tensor) -> Cost:

@@ -123,3 +123,20 @@ def test_a_divergence_in_closed_form_has_no_noise(q):
 
 def test_the_sweep_is_wide():
     assert len(PAIRS) > 50
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_an_infinite_divergence_names_the_site_and_the_remedy(validate):
+    # Whatever is drawn: most draws of this guide are positive.
+    def model():
+        with pyro.plate("data", 2):
+            z = pyro.sample("z", dist.Gamma(2.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor([1.0, 2.0]))
+
+    def guide():
+        with pyro.plate("data", 2):
+            pyro.sample("z", dist.Normal(3.0, 0.5))
+
+    with pyro.validation_enabled(validate):
+        with pytest.raises(ValueError, match=r"loss is inf.*\n.*site 'z'.*\(Gamma\).*AutoGuide"):
+            TraceSGVB_ELBO().loss(model, guide)
