@@ -122,6 +122,9 @@ def local_estimate(
     :math:`E[L]` unbiased whatever function of the particles L is; an objective that knows a signal
     with less noise (VIMCO's, say) adds that to its surrogate instead, and says so.
 
+    Where no latent can be weighed per datum (all are global, and a plate is subsampled), it is the
+    plain ELBO, averaged over the particles.
+
     :class:`MonteCarloELBO` has an example.
 
     :param sample: the particles of the step, from ``self.sampler``.
@@ -129,9 +132,6 @@ def local_estimate(
     :param surrogate: a tensor of that shape with the gradient of the bound.
     :param bool scored: whether it has the score-function terms of the local draws already.
     :raises ValueError: for tensors of another shape.
-
-    Where no latent can be weighed per datum (all are global, and a plate is subsampled), it is the
-    plain ELBO, averaged over the particles.
     """
     _check_shapes(sample, bound=bound, surrogate=surrogate)
     if not sample.blocks:
