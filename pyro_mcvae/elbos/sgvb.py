@@ -119,14 +119,14 @@ class TraceSGVB_ELBO(MonteCarloELBO):
 
 def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
     """A line for every site whose divergence in closed form is infinite."""
-    closed = (c for each in costs for c in each if c.closed and isinstance(c.value, Tensor))
+    closed = (c for each in costs for c in each if c.closed)
     lines = (
         f"site '{c.term.key.name}': the KL divergence of the guide's distribution from the model's "
-        f"({type(c.term.site['fn']).__name__}) is infinite. The guide draws outside the support of "
-        f"the model's distribution: give the guide a distribution with that support (or an "
-        f"AutoGuide, which transforms to it)."
+        f"({type(c.term.site['fn']).__name__}) is infinite, as where the guide draws outside of "
+        f"that one's support: give the guide a distribution with that support (or an AutoGuide, "
+        f"which transforms to it)."
         for c in closed
-        if bool(c.value.isinf().any())
+        if isinstance(c.value, Tensor) and bool(c.value.isinf().any())
     )
     return list(dict.fromkeys(lines))
 
