@@ -24,6 +24,8 @@ from pyro_mcvae.programs.terms import Term
 
 __all__ = [
     "Cost",
+    "averaged_bounds",
+    "averaged_estimate",
     "elbo_bounds",
     "elbo_costs",
     "elbo_estimate",
@@ -133,10 +135,9 @@ def local_estimate(
     :param bool scored: whether it has the score-function terms of the local draws already.
     :raises ValueError: for tensors of another shape.
     """
-    _check_shapes(sample, bound=bound, surrogate=surrogate)
+    sample.check_shapes(bound=bound, surrogate=surrogate)
     if not sample.blocks:
-        costs, coupled = _all_costs(sample), sample.structure.coupled
-        return elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
+        return averaged_estimate(sample)
     return weighted_estimate(sample, bound, surrogate, scored)
 
 
@@ -163,9 +164,9 @@ def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
     :param bound: the bound of each datum, shape ``[*plates]``.
     :raises ValueError: for a tensor of another shape.
     """
-    _check_shapes(sample, bound=bound)
+    sample.check_shapes(bound=bound)
     if not sample.blocks:
-        return elbo_bounds(sample, _all_costs(sample))
+        return averaged_bounds(sample)
     return weighted_bounds(sample, bound)
 
 
@@ -175,21 +176,19 @@ def weighted_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
     return Bounds(bound, sample.scale, as_scalar(shared).to(bound), sample.plate_names)
 
 
+def averaged_estimate(sample: WeightedParticles) -> Estimate:
+    """The plain ELBO of a sample, whatever its weights."""
+    costs, coupled = _all_costs(sample), sample.structure.coupled
+    return elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
+
+
+def averaged_bounds(sample: WeightedParticles) -> Bounds:
+    """The value of :func:`averaged_estimate` per datum."""
+    return elbo_bounds(sample, _all_costs(sample))
+
+
 def _all_costs(sample: WeightedParticles) -> list[list[Cost]]:
     return [elbo_costs(run.summands) for run in sample.runs]
-
-
-def _check_shapes(sample: WeightedParticles, **values: Tensor) -> None:
-    """
-    :raises ValueError: for what has no entry for each weight: it would be summed all the same.
-    """
-    for name, value in values.items():
-        if value.shape != sample.weights_shape:
-            raise ValueError(
-                f"the {name} must have an entry for each weight of sample.log_weight, without its "
-                f"first dim, that of the particles: shape {list(sample.weights_shape)}, got "
-                f"{list(value.shape)}"
-            )
 
 
 def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:

@@ -16,9 +16,9 @@ from pyro_mcvae.discrete.slot_sampler import SlotSampler
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import (
     Cost,
+    averaged_bounds,
+    averaged_estimate,
     elbo_bounds,
-    elbo_costs,
-    elbo_estimate,
     weighted_bounds,
     weighted_estimate,
 )
@@ -141,7 +141,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     def estimate(self, programs: Programs) -> Estimate:
         if is_messenger(programs):
-            return self._estimate_drawn(self._without_slots(programs))
+            return averaged_estimate(self._without_slots(programs))
         slot_runs = self._slot_runs(programs)
         if slot_runs is None:
             return self._estimate_by_rows(programs)
@@ -157,13 +157,12 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
 
     def bounds_of(self, programs: Programs) -> Bounds:
         if is_messenger(programs):
-            sample = self._without_slots(programs)
-            return elbo_bounds(sample, [elbo_costs(r.summands) for r in sample.runs])
+            return averaged_bounds(self._without_slots(programs))
         slot_runs = self._slot_runs(programs)
         if slot_runs is None:
             sample, slots = self._row_sample(programs)
             if slots.weight is None:
-                return elbo_bounds(sample, [elbo_costs(r.summands) for r in sample.runs])
+                return averaged_bounds(sample)
             return weighted_bounds(sample, slots.mean(sample.log_weight))
         costs = []
         for slot_run in slot_runs:
@@ -190,7 +189,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         """The same sum over whole weights, for programs whose slots cannot stand in dims."""
         sample, slots = self._row_sample(programs)
         if slots.weight is None:
-            return self._estimate_drawn(sample)
+            return averaged_estimate(sample)
         log_weight = sample.log_weight
         bound, surrogate = slots.mean(log_weight.detach()), slots.mean(log_weight)
         estimate = weighted_estimate(sample, bound, slots.without_entropy(surrogate))
@@ -198,10 +197,6 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             scores = slots.with_scores(estimate.surrogate, log_weight.detach, programs)
             estimate.surrogate = scores
         return estimate
-
-    def _estimate_drawn(self, sample: WeightedParticles) -> Estimate:
-        costs, coupled = [elbo_costs(r.summands) for r in sample.runs], sample.structure.coupled
-        return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
 
     def _sums(self, programs: Programs, slot_run: SlotRun) -> SlotSums:
         return SlotSums(slot_run, self._slots.ancestors(programs, slot_run))

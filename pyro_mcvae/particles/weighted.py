@@ -95,6 +95,18 @@ class WeightedParticles:
         shapes = self.shapes
         return shapes[0] if len(shapes) == 1 else (sum(math.prod(s) for s in shapes),)
 
+    def check_shapes(self, **values: Tensor) -> None:
+        """
+        :raises ValueError: for what has no entry for each weight: it would be summed all the same.
+        """
+        for name, value in values.items():
+            if value.shape != self.weights_shape:
+                raise ValueError(
+                    f"the {name} must have an entry for each weight of sample.log_weight, without "
+                    f"its first dim, that of the particles: shape {list(self.weights_shape)}, got "
+                    f"{list(value.shape)}"
+                )
+
     @cached_property
     def scale(self) -> float | Tensor:
         """N/B of each entry's plates; a float where it is the same for all."""

@@ -36,12 +36,15 @@ class JoinedSupport(Support):
         self._num_rest = len(rest)
         log_p = parts.log_q.permute(*self._order, depth)
         self.log_p = log_p.reshape(*self._sizes[: len(rest)], -1, log_p.shape[-1])
-        num_elements = self.log_p.shape[-2]
-        every = int(parts.size) ** num_elements
+        every = int(parts.size) ** self.log_p.shape[-2]
         self.size = every if every <= _MAX_LISTED else math.inf
-        self.too_many = (
-            f"too many values to list in the {num_elements} elements that share a weight: together "
-            f"{int(parts.size)}^{num_elements}, of which at most {_MAX_LISTED} are summed"
+
+    @property
+    def too_many(self) -> str:
+        count, each = self.log_p.shape[-2], int(self.parts.size)
+        return (
+            f"{super().too_many} in the {count} elements that share a weight: together "
+            f"{each}^{count}, of which at most {_MAX_LISTED} are summed"
         )
 
     def top_k(self, num_categories: int, num_samples: int) -> Choice:

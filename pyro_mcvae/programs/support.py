@@ -34,12 +34,15 @@ class Support(ABC):
 
     :ivar fn: the distribution, without masks.
     :ivar size: how many values there are; infinite for countable supports.
-    :ivar too_many: what there is where all values cannot be listed.
     """
 
     fn: Distribution
     size: float
-    too_many: str = "too many values to list"
+
+    @property
+    def too_many(self) -> str:
+        """What there is where all values cannot be listed, for an error."""
+        return "too many values to list"
 
     @abstractmethod
     def top_k(self, num_categories: int, num_samples: int) -> Choice:

@@ -60,19 +60,21 @@ def test_learned_parts_that_were_loaded_into_the_store_go_on_learning(tmp_path):
     assert loss.schedule.logits is pyro.get_param_store()._params["schedule$$$schedule.logits"]
 
 
+def model():
+    with pyro.plate("data", 2):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 0.3), obs=torch.ones(2))
+
+
+def guide():
+    with pyro.plate("data", 2):
+        pyro.sample("z", dist.Normal(0.0, 1.0))
+
+
 def test_a_copy_of_an_objective_learns_by_itself():
     loss = TraceSIS_ELBO(schedule=LearnedSchedule(2))
     other = copy.deepcopy(loss)
     assert other.param_name != loss.param_name
-
-    def model():
-        with pyro.plate("data", 2):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z, 0.3), obs=torch.ones(2))
-
-    def guide():
-        with pyro.plate("data", 2):
-            pyro.sample("z", dist.Normal(0.0, 1.0))
 
     SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss=loss).step()
     assert not torch.equal(loss.schedule.logits, torch.zeros(2))
@@ -84,15 +86,6 @@ def test_a_copy_of_an_objective_learns_by_itself():
 def test_a_trained_objective_is_pickled():
     """The store hangs weak references on its parameters: torch.save failed after the first step."""
     loss = TraceSIS_ELBO(2)
-
-    def model():
-        with pyro.plate("data", 2):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z, 0.3), obs=torch.ones(2))
-
-    def guide():
-        with pyro.plate("data", 2):
-            pyro.sample("z", dist.Normal(0.0, 1.0))
 
     svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss=loss)
     for _ in range(3):
