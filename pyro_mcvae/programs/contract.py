@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
@@ -180,14 +181,22 @@ def _nonfinite(term: Term) -> list[str]:
 
 def check_run(run: Run, depth: float, strict_enumeration: bool, before_sums: bool = False) -> None:
     """
-    Check a run: its sites, and, while Pyro's validation is enabled, their shapes as Pyro does.
+    Check a run: that guide and model draw the same sites in the same shapes, and, while Pyro's
+    validation is enabled, that batch dims lie in plates, as Pyro does.
+
+    A value of another shape would be broadcast: drawn once, and scored as often as the model has
+    latents. That is looked for with validation off, too, but Pyro's warnings are then left out.
 
     :param depth: how many batch dims may belong to plates and particles.
     :param bool before_sums: whether the model drew the sites that it is to enumerate.
     """
     check_sites(run.guide_trace, run.model_trace, strict_enumeration, before_sums)
-    if is_validation_enabled():
+    validated = is_validation_enabled()
+    with warnings.catch_warnings():
+        if not validated:
+            warnings.simplefilter("ignore")
         check_model_guide_match(*_comparable(run.model_trace, run.guide_trace), depth)
+    if validated:
         _check_shapes(run.summands, run.guide_trace, depth)
 
 

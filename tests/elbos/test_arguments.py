@@ -21,6 +21,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     TraceTruncated_ELBO,
     TruncatedPosterior,
+    log_evidence,
 )
 
 LOSSES = [TraceSGVB_ELBO, TraceIWAE_ELBO, TraceRaoBlackwell_ELBO, TraceSIS_ELBO, TraceAIS_ELBO]
@@ -183,6 +184,39 @@ def test_baselines_of_tracegraph_are_told_of(caplog):
         for _ in range(2):
             elbo.loss(model, lambda: guide(infer={"baseline": {"use_decaying_avg_baseline": True}}))
     assert caplog.text.count("is for pyro.infer.TraceGraph_ELBO") == 1
+
+
+def three(batch, event):
+    """Three latents with a datum each: in a plate, or as one event."""
+    with pyro.plate_stack("plates", batch):
+        z = pyro.sample("z", dist.Normal(torch.zeros(*batch, *event), 1.0).to_event(len(event)))
+        pyro.sample("x", dist.Normal(z, 1.0).to_event(len(event)), obs=torch.arange(3.0))
+
+
+def one(shape, num_events):
+    pyro.sample("z", dist.Normal(torch.full(shape, 0.5), 1.0).to_event(num_events))
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize(
+    "judge",
+    [*(loss().loss for loss in LOSSES), TraceIWAE_ELBO(5).loss, log_evidence],
+    ids=[*(loss.__name__ for loss in LOSSES), "particles", "log_evidence"],
+)
+@pytest.mark.parametrize(
+    ("wanted", "drawn"),
+    [
+        (((3,), ()), ((), 0)),
+        (((3,), ()), ((1,), 0)),
+        (((), (3,)), ((1,), 1)),
+        (((), (3,)), ((3,), 0)),
+    ],
+    ids=["no plate", "one in the plate", "event of one", "no event"],
+)
+def test_a_draw_is_not_broadcast_over_the_latents_of_the_model(wanted, drawn, judge, validate):
+    # One draw would be scored as three latents, with one density of its own.
+    with pyro.validation_enabled(validate), pytest.raises(ValueError, match="disagree at site 'z'"):
+        judge(lambda: three(*wanted), lambda: one(*drawn))
 
 
 @pytest.mark.parametrize("particles", [1, 2])
