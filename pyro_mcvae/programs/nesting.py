@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from dataclasses import replace
 
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
@@ -65,7 +66,10 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
             warnings.filterwarnings("ignore", "Found vars in model but not guide")
             check_run(run, math.inf, strict_enumeration, before_sums=True)
         check_declared(run)
-    return run
+    # Dims of size 1 that lie in no plate keep their place as well: what broadcasts against them
+    # lies to their right, as the time of pyro.contrib.forecast.
+    deepest = max((t.log_prob.dim() for t in run.terms), default=0)
+    return replace(run, nesting=max(run.nesting, deepest))
 
 
 def find_nesting(programs: Programs, strict_enumeration: bool) -> int:
