@@ -457,7 +457,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> list[Result]:
     args = parse(argv)
     torch.set_num_threads(1)  # CPU time compares on one thread only.
-    # GELU's derivatives underflow far from zero, and Intel's processors take long over such numbers.
+    # GELU's derivatives underflow far from zero, and Intel's processors are slow at such numbers.
     torch.set_flush_denormal(True)
     pyro.enable_validation(False)  # It costs a good part of a step of models this small.
     same_settings(args, may_differ=("objectives", "seeds"))
