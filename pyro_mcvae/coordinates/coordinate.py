@@ -156,7 +156,7 @@ class UnconstrainedCoordinate(Coordinate):
         self.event_shape = torch.Size(shape[len(fn.batch_shape) :])
 
     def draw(self) -> Tensor:
-        value = self.fn.rsample() if self.reparameterized else self.fn.sample()
+        value = self.fn() if self.reparameterized else self.fn.sample()
         # An alias: a flow knows the density of the tensor that it drew, without a gradient to it.
         return self.transform.inv(value.view_as(value))
 
@@ -214,7 +214,8 @@ class ValueCoordinate(Coordinate):
 
     def draw(self) -> Tensor:
         with torch.no_grad():
-            return self.fn.sample()
+            value: Tensor = self.fn()
+        return value.view_as(value)  # as above
 
     def value(self, coordinate: Tensor) -> Tensor:
         return coordinate

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from inspect import getattr_static
 from typing import Any, NamedTuple
 
 import torch
 from pyro import distributions as dist
+from pyro.contrib.zuko import ZukoToPyro
 from pyro.ops.tensor_utils import safe_normalize
 from torch import Tensor
 
@@ -78,7 +80,8 @@ def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
     Chains then move that noise; the draws of other classes move as unconstrained values. A class of
     your own that is not registered is one of these, and works.
 
-    :param classes: exact ones, since a subclass may draw in another way than its parent.
+    :param classes: of which subclasses are taken for, too, unless they draw in another way: have
+        an ``rsample``, ``log_prob``, ``__call__`` or ``has_rsample`` of their own.
     :returns: a decorator for a function that maps a distribution to a :class:`Noise` (or a tuple of
         its fields), or to None where it has no explicit noise.
 
@@ -104,10 +107,17 @@ def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
 
 def noise_of(fn: Distribution) -> Noise | None:
     """How a distribution draws, or None where its noise is not explicit."""
-    # Exact classes only: a subclass may draw in another way than its parent.
-    function = _REGISTRY.get(type(fn))
+    function = _REGISTRY.get(type(fn)) or _inherited(type(fn))
     found = None if function is None else function(fn)
     return None if found is None else Noise(*found)
+
+
+def _inherited(cls: type) -> NoiseMaker | None:
+    """That of the nearest parent, if a subclass draws as it does."""
+    parent = next((c for c in cls.__mro__ if c in _REGISTRY), object)
+    draws = "rsample", "log_prob", "__call__", "has_rsample"
+    same = all(getattr_static(cls, n, None) is getattr_static(parent, n, None) for n in draws)
+    return _REGISTRY.get(parent) if same else None
 
 
 def _standard(cls: type, like: Tensor, *args: Tensor) -> Any:
@@ -262,6 +272,23 @@ def _transformed(fn: Distribution) -> Noise | None:
 
     return Noise(
         standard, event_shape, transform, inverse=None if base_inverse is None else inverse
+    )
+
+
+@register_noise(ZukoToPyro)
+def _zuko(fn: Distribution) -> Noise | None:
+    flow = fn.dist
+    if type(flow).__name__ != "NormalizingFlow":  # of Zuko, which is no dependency
+        return noise_of(flow)
+    found = noise_of(flow.base)
+    if found is None:
+        return None
+    base, back = found.transform, found.inverse
+    # Its transform goes from the value to the base.
+    return found._replace(
+        transform=lambda eps: flow.transform.inv(base(eps)),
+        log_scale=None,
+        inverse=None if back is None else lambda value: back(flow.transform(value)),
     )
 
 

@@ -94,7 +94,7 @@ def placing_at(
         value = held(msg) if value is None else value
         if value is None:
             # A site of other draws: noted, to be refused once the run is over.
-            record[msg["name"]] = Placed(coordinate, msg["fn"].sample())
+            record[msg["name"]] = Placed(coordinate, msg["fn"]())
             return None
         at = as_shape(value, msg["fn"].batch_shape + coordinate.event_shape)
         record[msg["name"]] = Placed(coordinate, at)

@@ -110,7 +110,7 @@ class SlotDraws(Beginning):
                     f"discrete site with slots, and not reparameterized: draw it behind, or use "
                     f"a distribution with rsample"
                 )
-            return self.shared(msg, msg["fn"].rsample(), rows)
+            return self.shared(msg, msg["fn"](), rows)
 
         return give
 

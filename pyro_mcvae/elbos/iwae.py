@@ -87,8 +87,8 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         other draws, which leaves it unbiased: nearly ``"dreg"`` where the guide is about right, and
         nearly ``"reparam"`` where it is much narrower than the posterior, as AutoGuides begin.
         ``"reparam"`` for K = 1, where it is exactly the gradient of the ELBO, for one weight over
-        everything with fewer than 6 particles, and for flows with parameters of their own, whose
-        density ``"dreg"`` could only evaluate through the flow's inverse.
+        everything with fewer than 6 particles, and for flows with parameters of their own and other
+        classes with their own ``log_prob``, a density that ``"dreg"`` has to evaluate once more.
 
     ``"stl"`` and ``"dreg"`` act on the sites whose distribution does not depend on another
     reparameterized draw of the guide; sites further down a structured guide use ``"reparam"``, and

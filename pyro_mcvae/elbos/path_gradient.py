@@ -17,6 +17,7 @@ from pyro_mcvae.programs.sites import (
     is_masked,
     is_random,
     is_straight_through,
+    layers,
     masked,
     unscaled_log_prob,
 )
@@ -27,6 +28,7 @@ from pyro_mcvae.programs.validation import unvalidated
 __all__ = ["PathGradient"]
 
 _ONE_SLOT = OneSlot()
+_LIBRARIES = "torch.distributions.", "pyro.distributions."
 
 
 class PathGradient:
@@ -151,9 +153,8 @@ def _path_log_q(term: Term) -> Tensor:
 def _log_weight(sample: WeightedParticles, chosen: list[set[FactorKey]]) -> Tensor:
     """The log weight, whose gradient with respect to the draws of the chosen sites is whole."""
     pairs = zip(sample.runs, chosen, strict=True)
-    if not any(
-        any(transforms_of(run.guide_trace.nodes[k.name]["fn"])) for run, keys in pairs for k in keys
-    ):
+    terms = (t for run, keys in pairs for t in run.terms if t.key in keys)
+    if not any(_may_cache(t.site["fn"]) for t in terms):
         return sample.log_weight
 
     def summand(term: Term, i: int) -> Tensor:
@@ -167,9 +168,9 @@ def _log_weight(sample: WeightedParticles, chosen: list[set[FactorKey]]) -> Tens
 def _log_q(term: Term) -> Tensor:
     """log q(z), with its gradient through z and through the parameters."""
     value = term.site["value"]
-    if not any(transforms_of(term.site["fn"])):
+    if not _may_cache(term.site["fn"]):
         return term.log_prob
-    # Transforms cache the inverse of the tensor that they drew, which cuts the path to it.
+    # What is cached is of the tensor that was drawn, to which it has no path.
     return masked(term.site, unscaled_log_prob(term.site, "guide", value.view_as(value)))
 
 
@@ -194,6 +195,19 @@ def _second_factor(term: Term, weight: Tensor) -> Tensor:
     return 1 - factor.reshape(factor.shape + (1,) * event_dim) * (1 - weight)
 
 
+def _may_cache(fn: Distribution) -> bool:
+    """
+    Whether a density may come from what its draw has left behind: the inverse that transforms keep,
+    or all of it, as of Zuko's flows and of other distributions with a ``log_prob`` of their own.
+    """
+    return any(transforms_of(fn)) or _has_own_density(fn)
+
+
+def _has_own_density(fn: Distribution) -> bool:
+    functions = [getattr(type(layer), "log_prob", None) for layer in layers(fn)]
+    return not all(str(getattr(f, "__module__", "")).startswith(_LIBRARIES) for f in functions)
+
+
 def _is_flow(fn: Distribution) -> bool:
-    """Whether a distribution has transforms beyond torch's closed-form ones."""
-    return any(not is_elementary(t) for t in transforms_of(fn))
+    """Whether a density may cost much: one of transforms beyond torch's, or of one's own."""
+    return any(not is_elementary(t) for t in transforms_of(fn)) or _has_own_density(fn)

@@ -159,8 +159,10 @@ def score_function_draws(skip: frozenset[str]) -> SampleFn:
         own = {**msg["infer"].get("mcvae", {}), "score_function": True}
         msg["infer"] = {**msg["infer"], "mcvae": own}
         # A clone: flows cache the inverse of the very tensor that they drew, without a gradient
-        # path to their parameters, which the score function needs.
+        # path to their parameters, which the score function needs. And called, as by Pyro: Zuko's
+        # have no other draw.
         with torch.no_grad():
-            return fn.sample().clone()
+            drawn: Tensor = fn()
+        return drawn.clone()
 
     return sample_fn

@@ -608,3 +608,32 @@ def test_draws_and_density_of_directions_and_mixtures(transform):
         assert stats.ks_2samp(value[:, i].numpy(), drawn[:, i].numpy()).pvalue > 1e-3
     if transform == "mixture":  # from the whole line
         assert (coordinate.value(torch.full((size,), -3.0)) > 0).all()
+
+
+class Named(dist.Normal):
+    """One that draws as its parent does."""
+
+
+class Called(dist.Normal):
+    def __call__(self, *args, **kwargs):
+        return super().__call__(*args, **kwargs).abs()
+
+
+class Tempered(dist.Normal):
+    def log_prob(self, value):
+        return 0.5 * super().log_prob(value)
+
+
+class Scored(dist.Normal):
+    has_rsample = False
+
+
+def test_subclasses_that_draw_as_their_parents_do_move_in_noise():
+    fn, parent = Named(loc(), scale()), dist.Normal(loc(), scale())
+    coordinate = coordinate_of(fn)
+    assert isinstance(coordinate, NoiseCoordinate)
+    at = coordinate.draw()
+    assert torch.equal(coordinate.value(at), coordinate_of(parent).value(at))
+    assert torch.equal(coordinate.log_prob(at), coordinate_of(parent).log_prob(at))
+    for other in (Called, Tempered, Scored):
+        assert isinstance(coordinate_of(other(loc(), scale())), UnconstrainedCoordinate)
