@@ -99,10 +99,11 @@ def programs(fn, local, discrete=False):
 OBJECTIVES = {
     "sgvb": lambda: TraceSGVB_ELBO(2, analytic_kl=False),
     "sgvb one": lambda: TraceSGVB_ELBO(analytic_kl=False),
-    "reparam": lambda: TraceIWAE_ELBO(3, "reparam"),
+    "reparam": lambda: TraceIWAE_ELBO(10, "reparam"),
     "stl": lambda: TraceIWAE_ELBO(3, "stl"),
     "dreg": lambda: TraceIWAE_ELBO(3, "dreg"),
     "dreg looped": lambda: TraceIWAE_ELBO(3, "dreg", vectorize_particles=False),
+    "auto": lambda: TraceIWAE_ELBO(10),
     "vimco": lambda: TraceIWAE_ELBO(3, "vimco"),
     "renyi": lambda: TraceRenyi_ELBO(0.5, 3, gradient_estimator="dreg"),
     "rb": lambda: TraceRaoBlackwell_ELBO(num_particles=2),
@@ -129,6 +130,8 @@ def step(objective, *pair):
 def test_a_flow_that_is_affine_is_the_normal_distribution(objective, local, discrete):
     if discrete and objective in ("sgvb", "sgvb one", "wake-sleep", "vimco"):
         pytest.skip("without slots")
+    if objective == "auto":
+        pytest.skip("of a normal distribution it measures how much of dreg it takes")
     if objective == "wake-sleep" and not local:
         pytest.skip("a guide that reads no data has no dreams to learn from")
     expected, slopes = step(objective, *programs(normal, local, discrete))
@@ -139,20 +142,13 @@ def test_a_flow_that_is_affine_is_the_normal_distribution(objective, local, disc
         assert torch.allclose(grad, slopes[name], rtol=1e-7, atol=1e-9), name
 
 
-def test_the_default_gradient_is_that_of_the_bound():
-    # A part of the score had been left in, by which the two were 45 errors apart.
-    found = []
-    for estimator in ("reparam", "auto"):
-        grads = []
-        for _ in range(100):
-            pyro.clear_param_store()
-            elbo = TraceIWAE_ELBO(3, estimator)
-            elbo.loss_and_grads(*programs(flow, True), X)
-            grads.append(pyro.param("slope").grad)
-        stacked = torch.stack(grads)
-        found.append((stacked.mean(0), stacked.var(0) / len(grads)))
-    (reparam, first), (auto, second) = found
-    assert bool(((reparam - auto).abs() < 4 * (first + second).sqrt()).all())
+@pytest.mark.parametrize("local", [True, False], ids=["local", "global"])
+def test_the_default_gradient_of_a_flow_needs_no_second_density(local):
+    loss, grads = step("auto", *programs(flow, local))
+    expected, slopes = step("reparam", *programs(flow, local))
+    assert loss == expected
+    for name, grad in grads.items():
+        assert torch.equal(grad, slopes[name]), name
 
 
 def test_the_evidence_under_such_a_guide():
