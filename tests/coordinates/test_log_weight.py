@@ -496,7 +496,10 @@ def test_a_guide_of_point_masses_has_no_coordinates(vectorize):
 @modes
 def test_a_distribution_without_coordinates_is_named(vectorize):
     class Directions(dist.ProjectedNormal):
-        """May draw in another way than its parent."""
+        """Draws in another way than its parent."""
+
+        def rsample(self, sample_shape=()):
+            return -super().rsample(sample_shape)
 
     def program():
         pyro.sample("v", Directions(torch.ones(3)))
