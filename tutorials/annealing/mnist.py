@@ -457,8 +457,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> list[Result]:
     args = parse(argv)
     torch.set_num_threads(1)  # CPU time compares on one thread only.
-    # GELU's derivatives underflow far from zero, and Intel's processors are slow at such numbers.
-    torch.set_flush_denormal(True)
     pyro.enable_validation(False)  # It costs a good part of a step of models this small.
     same_settings(args, may_differ=("objectives", "seeds"))
     args.commit = commit()  # Now: the files may change while a long run is on.
@@ -485,4 +483,7 @@ def main(argv: Sequence[str] | None = None) -> list[Result]:
 
 
 if __name__ == "__main__":
+    # GELU's derivatives underflow far from zero, and Intel's processors are slow at such numbers.
+    # Of this process only: who imports the script keeps them.
+    torch.set_flush_denormal(True)
     main()
