@@ -204,8 +204,7 @@ def _may_cache(fn: Distribution) -> bool:
 
 
 def _has_own_density(fn: Distribution) -> bool:
-    functions = [getattr(type(layer), "log_prob", None) for layer in layers(fn)]
-    return not all(str(getattr(f, "__module__", "")).startswith(_LIBRARIES) for f in functions)
+    return not all(type(f).log_prob.__module__.startswith(_LIBRARIES) for f in layers(fn))
 
 
 def _is_flow(fn: Distribution) -> bool:
