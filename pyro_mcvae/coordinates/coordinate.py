@@ -215,7 +215,7 @@ class ValueCoordinate(Coordinate):
     def draw(self) -> Tensor:
         with torch.no_grad():
             value: Tensor = self.fn()
-        return value.view_as(value)  # as above
+        return value.view_as(value)  # an alias, as of an unconstrained coordinate
 
     def value(self, coordinate: Tensor) -> Tensor:
         return coordinate

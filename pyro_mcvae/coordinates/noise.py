@@ -75,7 +75,7 @@ _REGISTRY: dict[type, NoiseMaker] = {}
 
 def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
     """
-    Register how distributions of exactly these classes are made from noise.
+    Register how distributions of these classes are made from noise.
 
     Chains then move that noise; the draws of other classes move as unconstrained values. A class of
     your own that is not registered is one of these, and works.
