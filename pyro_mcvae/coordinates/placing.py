@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from pyro_mcvae.coordinates.coordinate import Coordinate, Coordinates, coordinate_of
+from pyro_mcvae.coordinates.noise import noise_of
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -59,11 +60,15 @@ def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
             f"in guide and model, or weigh the draws where they are with TraceIWAE_ELBO"
         )
     fn = bare(msg["fn"])
+    site = f"guide site '{msg['name']}' ({type(fn).__name__})"
     reason = str(error) or "it does not say its support"
+    if noise_of(fn) is not None:
+        return NoCoordinateError(
+            f'{site} has no unconstrained form ({reason}): use coordinates="noise"'
+        )
     return NoCoordinateError(
-        f"guide site '{msg['name']}' ({type(fn).__name__}) has neither explicit "
-        f"noise nor an unconstrained form ({reason}): use another distribution, or say how "
-        f"it is made from noise with register_noise"
+        f"{site} has neither explicit noise nor an unconstrained form ({reason}): use another "
+        f"distribution, or say how it is made from noise with register_noise"
     )
 
 

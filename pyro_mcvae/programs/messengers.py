@@ -14,7 +14,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_mcvae.programs.lkj import with_draws_of_its_density
+from pyro_mcvae.programs.mended_draws import mended
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
 from pyro_mcvae.programs.moving_supports import moves_support
@@ -116,7 +116,7 @@ class Recorder(Messenger):
         if drawn is not None:
             msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
         elif not msg["done"] and msg["value"] is None:
-            msg["fn"] = with_draws_of_its_density(msg["fn"])
+            msg["fn"] = mended(msg["fn"])
             msg["value"] = self._value_of(msg)
             msg["done"] = msg["value"] is not None
 

@@ -510,6 +510,15 @@ def test_a_distribution_without_coordinates_is_named(vectorize):
 
 
 @modes
+def test_a_distribution_with_noise_alone_says_so(vectorize):
+    def program():
+        pyro.sample("v", dist.ProjectedNormal(torch.ones(3)))
+
+    with pytest.raises(ValueError, match=r"site 'v' .* no unconstrained.*coordinates=\"noise\""):
+        refused(program, program, vectorize, "latent")()
+
+
+@modes
 @pytest.mark.parametrize("coordinates", ["noise", "latent"])
 def test_rounded_draws_are_refused(vectorize, coordinates):
     def program():
