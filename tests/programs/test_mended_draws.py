@@ -1,6 +1,7 @@
 """Draws have the density that they are weighed by, and the gradient of its means."""
 
 import functools
+import math
 from types import SimpleNamespace
 
 import pyro
@@ -59,6 +60,51 @@ def test_priors_draw_so():
     square = (factor @ factor.mT).square()
     for i, j in [(1, 0), (2, 0), (2, 1), (3, 2)]:
         assert_mean(square[:, i, j], 1 / 6)
+
+
+ANGLES = {
+    "batch": ([1.2, 5.0], [0.9, 3.0], [0.5, 2.0]),
+    "two peaks": ([0.5, 1.0], [1.0, 2.0], [-1.5, 2.5]),
+    "narrow": ([400.0, 50.0], [100.0, 30.0], [20.0, 0.0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:SineBivariateVonMises bimodal")
+@pytest.mark.parametrize("name", ANGLES)
+def test_the_means_of_two_angles(name):
+    """By sums on a grid."""
+    numbers = [torch.tensor(x, dtype=torch.float64) for x in ANGLES[name]]
+    fn = dist.SineBivariateVonMises(torch.tensor([0.3, 3.0]), torch.tensor(-0.2), *numbers)
+    grid = torch.arange(800, dtype=torch.float64) * (2 * math.pi / 800) - math.pi
+    grid = torch.stack(torch.meshgrid(grid, grid, indexing="ij"), -1).reshape(-1, 1, 2)
+    pyro.set_rng_seed(0)
+    drawn, weight = mended(fn).sample((20_000,)), fn.log_prob(grid).softmax(0)
+    assert ((drawn >= -math.pi) & (drawn < math.pi)).all()
+    for value in (
+        lambda x: x.cos(),
+        lambda x: x.sin(),
+        lambda x: (x[..., 0] - x[..., 1]).cos(),
+        lambda x: (2 * x[..., 0] + x[..., 1]).cos(),
+    ):
+        found = value(grid)
+        exact = (weight.reshape(weight.shape + (1,) * (found.dim() - 2)) * found).sum(0)
+        assert_mean(value(drawn), exact)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "event", "expanded"])
+def test_times_of_coalescence_have_their_rate(wrap):
+    def made(rate):
+        rate = torch.tensor(rate, dtype=torch.float64)
+        leaves = torch.tensor([[0.0, 0.1, 0.4], [0.0, 0.2, 0.7]], dtype=torch.float64)
+        if wrap == "expanded":
+            return dist.CoalescentTimes(leaves[0], rate[0]).expand([2]).to_event(1)
+        fn = dist.CoalescentTimes(leaves, rate)
+        return fn.to_event(1) if wrap == "event" else fn
+
+    p, q = made([1.0, 0.5]), made([1.4, 0.6])
+    pyro.set_rng_seed(0)
+    x = mended(q).sample((5000,))
+    assert_mean((p.log_prob(x) - q.log_prob(x)).exp(), torch.tensor(1.0, dtype=torch.float64))
 
 
 def mixture(shared, size, num_components=3):
