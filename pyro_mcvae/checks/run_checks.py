@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pyro.infer.util import is_validation_enabled
 
+from pyro_mcvae.checks.flows import check_flows
 from pyro_mcvae.checks.leading_dims import LeadingDimsName
 from pyro_mcvae.checks.states import check_states
 from pyro_mcvae.checks.vectorization import check_count, check_vectorization
@@ -67,6 +68,7 @@ class RunChecks:
         :param leads: whether the run has particles in a leading dim, and no slots.
         """
         check_run(run, depth, self.strict_enumeration)
+        check_flows(run)
         if leads:
             check_batch_dims(run.terms, run.nesting)
 

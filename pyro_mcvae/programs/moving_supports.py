@@ -20,7 +20,14 @@ from pyro_mcvae.ops.recording import holds
 from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Transform
 
-__all__ = ["elementwise", "is_elementary", "is_pushed_forward", "moves_support", "transforms_of"]
+__all__ = [
+    "elementwise",
+    "is_elementary",
+    "is_pushed_forward",
+    "moves_support",
+    "parts_of",
+    "transforms_of",
+]
 
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
@@ -102,7 +109,7 @@ def _may_learn(transform: Transform) -> bool:
     """Whether a transform has parameters; of flows it is taken for granted."""
     if not is_elementary(transform):
         return True
-    return any(_learns(value) for part in _parts(transform) for value in vars(part).values())
+    return any(_learns(value) for part in parts_of(transform) for value in vars(part).values())
 
 
 def _learns(value: object) -> bool:
@@ -111,12 +118,13 @@ def _learns(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _parts(transform: Transform) -> Iterator[Transform]:
+def parts_of(transform: Transform) -> Iterator[Transform]:
+    """The transforms that a transform is made of, down to those that are made of no other."""
     inner = _inner(transform)
     if not inner:
         yield transform
     for part in inner:
-        yield from _parts(part)
+        yield from parts_of(part)
 
 
 def _inner(transform: Transform) -> list[Transform]:
