@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pyro.distributions.transforms import BatchNorm, Sylvester
 
-from pyro_mcvae.programs.moving_supports import parts_of, transforms_of
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.transforms import parts_of, transforms_of
 from pyro_mcvae.programs.types import Transform
 
 __all__ = ["check_flows"]

@@ -11,7 +11,7 @@ from pyro_mcvae.elbos.slot_average import OneSlot
 from pyro_mcvae.ops.importance import normalized_weights, renyi_bound
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.moving_supports import is_elementary, moves_support, transforms_of
+from pyro_mcvae.programs.moving_supports import moves_support
 from pyro_mcvae.programs.sites import (
     inner_scale,
     is_masked,
@@ -22,6 +22,7 @@ from pyro_mcvae.programs.sites import (
     unscaled_log_prob,
 )
 from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.transforms import is_elementary, transforms_of
 from pyro_mcvae.programs.types import Distribution
 from pyro_mcvae.programs.validation import unvalidated
 

@@ -17,17 +17,11 @@ from torch.distributions import constraints
 
 from pyro_mcvae.ops.lanes import is_mapped
 from pyro_mcvae.ops.recording import holds
-from pyro_mcvae.programs.sites import bare, known_support, layers
+from pyro_mcvae.programs.sites import bare, known_support
+from pyro_mcvae.programs.transforms import is_elementary, parts_of
 from pyro_mcvae.programs.types import Constraint, Distribution, Transform
 
-__all__ = [
-    "elementwise",
-    "is_elementary",
-    "is_pushed_forward",
-    "moves_support",
-    "parts_of",
-    "transforms_of",
-]
+__all__ = ["elementwise", "is_pushed_forward", "moves_support"]
 
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
@@ -116,33 +110,3 @@ def _learns(value: object) -> bool:
     if isinstance(value, torch.distributions.Distribution):  # whose quantiles a transform has
         return any(map(_learns, vars(value).values()))
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def parts_of(transform: Transform) -> Iterator[Transform]:
-    """The transforms that a transform is made of, down to those that are made of no other."""
-    inner = _inner(transform)
-    if not inner:
-        yield transform
-    for part in inner:
-        yield from parts_of(part)
-
-
-def _inner(transform: Transform) -> list[Transform]:
-    """The transforms that a transform is made of."""
-    if type(transform).__name__ == "_InverseTransform":
-        return [transform.inv]
-    base = getattr(transform, "base_transform", None)
-    return list(getattr(transform, "parts", None) or ([] if base is None else [base]))
-
-
-def is_elementary(transform: Transform) -> bool:
-    """Whether a transform is made of torch's closed-form ones."""
-    return type(transform).__module__ == "torch.distributions.transforms" and all(
-        is_elementary(part) for part in _inner(transform)
-    )
-
-
-def transforms_of(fn: Distribution) -> Iterator[Transform]:
-    """All transforms of a distribution, also below wrappers."""
-    for layer in layers(fn):
-        yield from getattr(layer, "transforms", ())
