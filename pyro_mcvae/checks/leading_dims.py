@@ -13,6 +13,7 @@ __all__ = [
     "SLOTS",
     "STATES",
     "LeadingDimsName",
+    "NotComparedError",
     "not_settled",
     "not_vectorizable",
 ]
@@ -63,6 +64,17 @@ def not_vectorizable(
         f"The error was: {cause}",
         reason=cause,
     )
+
+
+class NotComparedError(LeadingDimsError):
+    """Programs run with leading dims, and cannot be compared with runs of one."""
+
+    def __init__(self, name: LeadingDimsName, error: Exception) -> None:
+        super().__init__(
+            f"the {name.name} cannot be compared with runs of one: {error}. {name.remedy} make the "
+            f"model and guide run at any latents",
+            reason=f"runs of one cannot be compared with: {error}",
+        )
 
 
 def not_settled(attempts: int, shared: frozenset[str]) -> LeadingDimsError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable
 
 from pyro.infer.util import is_validation_enabled
 
 from pyro_mcvae.checks.flows import check_flows
-from pyro_mcvae.checks.leading_dims import LeadingDimsName
+from pyro_mcvae.checks.leading_dims import LeadingDimsName, NotComparedError
 from pyro_mcvae.checks.states import check_states
 from pyro_mcvae.checks.vectorization import check_count, check_vectorization
 from pyro_mcvae.ops.recording import is_recording
@@ -18,47 +17,42 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.cache import PairCache
+from pyro_mcvae.structure.cache import Analyses
 
 __all__ = ["RunChecks"]
 
 _logger = logging.getLogger(__name__)
 
-# Programs of stochastic structure show ever new sizes: of a pair of programs, so many are compared
-# at once, and of those that follow one in so many.
+# Programs of stochastic structure show ever new sizes: so many are compared at once, and of those
+# that follow one in so many.
 _AT_ONCE, _THEN_ONE_IN = 64, 16
-# Before what was looked at is forgotten, and looked at again.
-_MAX_SEEN = 1024
-
-
-@dataclass
-class _Seen:
-    """What was looked at of one pair of programs."""
-
-    runs: set[Hashable] = field(default_factory=set)
-    compared: set[Hashable] = field(default_factory=set)
 
 
 class RunChecks:
     """
-    The guards of runs, each of which looks once at each pair of programs, structure and sizes.
+    The guards of runs, each of which looks once at each structure and size of an analysis.
 
     :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
+    :param analyses: what is known of the programs.
+    :param bool declared: whether the user says that the programs broadcast over leading dims, which
+        is trusted, with a warning, where they cannot be compared with runs of one.
     """
 
-    def __init__(self, strict_enumeration: bool) -> None:
+    def __init__(
+        self, strict_enumeration: bool, analyses: Analyses, declared: bool = False
+    ) -> None:
         self.strict_enumeration = strict_enumeration
-        self._seen: PairCache[_Seen] = PairCache(_Seen)
+        self._analyses, self._declared = analyses, declared
 
     def is_known(self, programs: Programs, run: Run, shared: GlobalSites) -> bool:
         """
-        Whether such a run was looked at by all guards.
+        Return whether such a run was checked by all guards.
 
         :param shared: the guide's and the model's sites that all particles share.
         """
         if is_recording():
-            return True  # plain steps of the same kind were looked at, and a look would be recorded
-        return _shown(programs, run, shared) in self._seen.of(programs).runs
+            return True  # plain steps of the same kind were checked, and a check would be recorded
+        return self._analyses.of(programs).get(_shown(run, shared)) is not None
 
     def check_contract(self, run: Run, depth: float, leads: bool) -> None:
         """
@@ -93,44 +87,52 @@ class RunChecks:
         """
         for count in sorted(run.outer_sizes & run.inner_sizes):
             check_count(programs, run, count, shared, way, name)
-        compared = self._seen.of(programs).compared
         # Not how many particles there are: they are compared in a number of their own.
-        sizes = run.signature, run.sizes, shared, programs.flags, way
-        if sizes in compared:
+        key = "compared", run.signature, run.sizes, shared, way
+
+        def compare() -> None:
+            try:
+                check_vectorization(programs, run, shared, way, name, ran, mixes)
+            except NotComparedError as error:
+                if not (self._declared and ran):
+                    raise
+                _logger.warning("%s (vectorize_particles=True is trusted)", error)
+
+        self._once_of_many(programs, key, compare, name.name)
+
+    def check_states(self, programs: Programs, run: Run) -> None:
+        """Check that a run whose states are summed has the densities of single states."""
+        key = "compared", "states", run.signature, run.sizes
+        self._once_of_many(programs, key, lambda: check_states(programs, run), "states")
+
+    def _once_of_many(
+        self, programs: Programs, key: Hashable, compare: Callable[[], None], name: str
+    ) -> None:
+        analysis = self._analyses.of(programs)
+        if analysis.get(key) is not None:
             return
-        if len(compared) == _AT_ONCE:
+        number = analysis.count("compared")
+        if number == _AT_ONCE:
             _logger.warning(
                 "the programs have shown %d sets of sizes, each of which was compared with a loop "
                 "over its %s; of those to come, one in %d is",
                 _AT_ONCE,
-                name.name,
+                name,
                 _THEN_ONE_IN,
             )
-        if len(compared) < _AT_ONCE or len(compared) % _THEN_ONE_IN == 0:
-            check_vectorization(programs, run, shared, way, name, ran, mixes)
-        compared.add(sizes)
-
-    def check_states(self, programs: Programs, run: Run) -> None:
-        """Check that a run whose states are summed has the densities of single states."""
-        compared = self._seen.of(programs).compared
-        sizes = "states", run.signature, run.sizes, programs.flags
-        if sizes not in compared:
-            check_states(programs, run)
-            compared.add(sizes)
+        if number < _AT_ONCE or number % _THEN_ONE_IN == 0:
+            compare()
+        analysis.put(key, True)
 
     def remember(self, programs: Programs, run: Run, shared: GlobalSites) -> None:
-        """Take a run for one that was looked at."""
-        runs = self._seen.of(programs).runs
-        if len(runs) >= _MAX_SEEN:
-            runs.clear()
-        runs.add(_shown(programs, run, shared))
+        """Take a run for one that was checked."""
+        self._analyses.of(programs).put(_shown(run, shared), True)
 
     def forget(self, programs: Programs) -> None:
-        """Look at all runs of a pair again, which are run in another way."""
-        self._seen.of(programs).runs.clear()
+        """Check all runs of a pair again, which are run in another way."""
+        self._analyses.of(programs).forget("run")
 
 
-def _shown(programs: Programs, run: Run, shared: GlobalSites) -> Hashable:
-    """All of a run that guards look at."""
-    layout = run.nesting, run.leading, shared
-    return run.form, layout, programs.flags, is_validation_enabled()
+def _shown(run: Run, shared: GlobalSites) -> Hashable:
+    """All of a run that guards check."""
+    return "run", run.form, run.nesting, run.leading, shared, is_validation_enabled()

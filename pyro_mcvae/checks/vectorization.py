@@ -1,49 +1,51 @@
 """
-Whether vectorised particles are the particles that a loop would run.
+Whether vectorized particles are the particles that a loop would run.
 
 A program that counts dims from the left (``softmax(1)``, ``h - h.mean(0)``, ``nn.BatchNorm1d`` with
-as many data as features) runs with a dim more in front, and is another program. Shapes do not show
-it. So a few vectorised particles are run beside the same latents one at a time, and each site's
-density must be the same.
+as many data as features) runs with a dim more in front, and is another program. Shapes need not
+change. So a few vectorized particles are run beside the same latents one at a time:
+
+* where chosen latents of a particle are NaN, the same entries of each density must be NaN as alone,
+  in no other particle, whatever the weights of the networks are;
+* each entry of each density must have the value that it has alone.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
+import random
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from pyro_mcvae.checks.closeness import beyond_rounding, is_close, moved
+from pyro_mcvae.checks.closeness import far_apart
 from pyro_mcvae.checks.compared_runs import (
     Densities,
     TogetherError,
     one_of,
     probe_alone,
     probe_together,
-    values_of,
+    random_sites,
+    value_of,
 )
-from pyro_mcvae.checks.leading_dims import LeadingDimsName, not_vectorizable
-from pyro_mcvae.checks.unseen import Batch, Read, UnseenDraw, Watch, shared_draws
+from pyro_mcvae.checks.leading_dims import LeadingDimsName, NotComparedError, not_vectorizable
 from pyro_mcvae.programs.errors import LeadingDimsError
-from pyro_mcvae.programs.execution import Programs, run_pair
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.fixed_noise import Draw
+from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.mapping import Way
-from pyro_mcvae.programs.messengers import Substitutes
-from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.probing import Probe, ProgramError, looking
+from pyro_mcvae.programs.probing import ProgramError, perturbed, probing
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import changed_draw, is_random
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.tracking import TrackDraws
+from pyro_mcvae.structure.interventions import Values, another, differing, intervene
+from pyro_mcvae.structure.reads import Batch, Read, Reads, reads_of_latents
 
 __all__ = ["check_count", "check_vectorization"]
-
-_logger = logging.getLogger(__name__)
-
-# A site is odd if it is so at each of so many draws: the inverse of a flow may fail at one.
-_DRAWS = 2
 
 
 def check_count(
@@ -81,12 +83,60 @@ def _failure(
     programs: Programs, run: Run, shared: GlobalSites, count: int, way: Way
 ) -> Exception | None:
     """How the programs fail with so many particles, if they do."""
-    with looking():
+    with probing(programs):
         try:
             probe_together(programs, run, shared, count, way)
         except ProgramError as error:
             return error
     return None
+
+
+class _Particles(NamedTuple):
+    """
+    A few particles, as they are and with some latents changed, together and alone.
+
+    :ivar sites: the random sites.
+    :ivar values: of all particles.
+    :ivar others: other values.
+    :ivar chosen: by site, which of one particle's entries are changed in the first particle; the
+        second has the others changed, and the rest none.
+    """
+
+    programs: Programs
+    run: Run
+    shared: GlobalSites
+    way: Way
+    count: int
+    sites: dict[str, Site]
+    values: Values
+    others: Values
+    chosen: Values
+
+    def together(self, values: Values) -> Densities:
+        with probing(self.programs):
+            return probe_together(
+                self.programs, self.run, self.shared, self.count, self.way, values
+            ).log_probs
+
+    def alone(self, values: Values, particle: int) -> Densities:
+        nesting = self.run.nesting
+        own = {
+            n: value_of(self.sites[n], v, particle, self.count, nesting) for n, v in values.items()
+        }
+        with probing(self.programs):
+            return probe_alone(self.programs, self.run.subsamples, own)
+
+    def changed(self, undefined: bool) -> Values:
+        """Latents with some entries changed; those that all particles share stay."""
+        where = {}
+        for name, half in self.chosen.items():
+            lead = self.values[name].dim() - self.sites[name]["fn"].event_dim - half.dim()
+            if lead < 1:
+                continue  # shared
+            none = torch.zeros((), dtype=torch.bool).expand(half.shape)
+            rows = torch.stack([half, ~half, *[none] * (self.count - 2)])
+            where[name] = rows.reshape(self.count, *half.shape)
+        return intervene(self.sites, self.values, self.others, where, undefined)
 
 
 def check_vectorization(
@@ -99,11 +149,10 @@ def check_vectorization(
     mixes: bool = True,
 ) -> None:
     """
-    Check that a vectorised run has the densities of its particles run one by one.
+    Check that a vectorized run has the densities of its particles run one by one.
 
-    Programs that cannot be compared (they fail with these particles, or draw noise of their own)
-    pass; a failure is logged. Batch normalisation is by fixed statistics here: those of all
-    particles together are other ones.
+    Random numbers outside sample sites, as of dropout, are constants here, and batch normalisation
+    has fixed statistics.
 
     :param run: shows the programs' plates and sizes.
     :param shared: the guide's and the model's sites that all particles share.
@@ -111,94 +160,199 @@ def check_vectorization(
     :param name: what stands in the leading dims.
     :param ran: whether ``run`` was made in that way: then it is known that the programs can be.
     :param mixes: whether batch normalisation may take all particles for one batch.
-    :raises LeadingDimsError: naming the site that has another density, or the batch's line.
+    :raises LeadingDimsError: naming the site that has another density, or the line that draws,
+        reads or normalises for all particles at once.
     """
     # Not as many as the data: these must not be taken for each other.
-    count = next(n for n in itertools.count(2) if n not in run.inner_sizes)
+    count = next(n for n in itertools.count(3) if n not in run.inner_sizes)
     try:
-        with looking():
-            with Watch().watching() as watch:
-                found = probe_together(programs, run, shared, count, way)
-            _check_reads(programs, run, watch.reads, name)
-            if run.leading is not None or not ran:  # slots may share what they are not values of
-                values = values_of(found, 0, count, run.nesting)
-                _check_draws(programs, run, values, watch.draws, name)
-                if not mixes and watch.batches:
-                    _check_batches(programs, run, values, watch.batches, name)
-            odd = _odd(programs, run, found, count)
-            for _ in range(1, _DRAWS if odd else 0):
-                again = _odd(
-                    programs, run, probe_together(programs, run, shared, count, way), count
-                )
-                odd = {key: sums for key, sums in odd.items() if key in again}
+        with probing(programs) as noise, Reads() as watch:
+            sites = random_sites(probe_together(programs, run, shared, count, way))
+    except ProgramError as error:
+        if ran:
+            # A few particles may be too few, or the step has its own error.
+            raise NotComparedError(name, error) from error
+        raise not_vectorizable(name, count, run.nesting, error) from error
+    with isolated():
+        others = {n: another(s) for n, s in sites.items()}
+        chosen = {n: _half(s, run.nesting) for n, s in sites.items()}
+    values = {n: s["value"] for n, s in sites.items()}
+    particles = _Particles(programs, run, shared, way, count, sites, values, others, chosen)
+    reads = reads_of_latents(programs, run.subsamples, frozenset(sites), watch.reads)
+    _check_reads(reads, name)
+    _check_updates(watch.batches if way is not Way.BATCHED else (), name)
+    try:
+        if run.leading is not None or not ran:  # slots may share what they are not values of
+            alone = {n: value_of(sites[n], v, 0, count, run.nesting) for n, v in values.items()}
+            _check_draws(programs, run, alone, noise.draws, name)
+            if not mixes and watch.batches:
+                _check_batches(programs, run, alone, watch.batches, name)
+        _compare(particles, name)
     except ProgramError as error:
         if isinstance(error, TogetherError) and not ran:
             raise not_vectorizable(name, count, run.nesting, error) from error
-        _logger.info("%s cannot be compared with a loop: %s", name.name, error)
-        return  # the run of the step itself has its own errors
-    for key, (together, alone) in odd.items():
-        raise LeadingDimsError(
-            f"site '{key.name}' of the {key.program} has another log density with a leading dim "
-            f"than at the same latents without ({together:.4g} and {alone:.4g} in sum), so the "
-            f"program takes one dim for another, as softmax(1), flatten(1), z - z.mean(0) and "
-            f"nn.BatchNorm1d do. The leading dim is that of the {name.name}. {name.remedy} count "
-            f"dims from the right, as in softmax(-1), and put h.reshape(-1, h.shape[-1]) and a "
-            f"reshape back around layers that take a batch",
-            reason=f"site '{key.name}' of the {key.program} takes one dim for another",
+        raise NotComparedError(name, error) from error
+
+
+def _half(site: Site, nesting: int) -> Tensor:
+    """A random half of the entries of one particle's batch, at least one of two: ``[*batch]``."""
+    batch = site["fn"].batch_shape
+    own = batch[max(0, len(batch) - nesting) :]
+    half = torch.zeros(own, dtype=torch.bool).reshape(-1)
+    half[torch.randperm(len(half))[: max(1, len(half) // 2)]] = True
+    return half.reshape(own)
+
+
+def _compare(particles: _Particles, name: LeadingDimsName) -> None:
+    smooth = [v.is_floating_point() for v in particles.values.values()]
+    # Integers cannot be NaN, and a layer that is zero at first would hide what they do.
+    if not all(smooth):
+        try:
+            with perturbed(particles.programs):
+                _compare_densities(particles, name, any(smooth))
+        except ProgramError:
+            pass  # they fail at other parameters
+    _compare_densities(particles, name, any(smooth))
+
+
+def _compare_densities(particles: _Particles, name: LeadingDimsName, smooth: bool) -> None:
+    together = particles.together(particles.values)
+    alone = {k: particles.alone(particles.values, k) for k in (0, 1)}
+    _check_values(particles, together, alone, name)
+    for undefined in (True, False) if smooth else (False,):
+        try:
+            _check_changes(particles, together, alone, undefined, name)
+        except ProgramError:
+            if not undefined:
+                raise
+            continue  # programs that refuse NaN
+        break
+
+
+def _check_values(
+    particles: _Particles, together: Densities, alone: dict[int, Densities], name: LeadingDimsName
+) -> None:
+    """Check that each entry has the value that it has alone."""
+    nesting, count = particles.run.nesting, particles.count
+
+    def odd(particle: int, densities: Densities) -> dict[FactorKey, tuple[Tensor, Tensor]]:
+        pairs = {
+            key: (one_of(together[key], particle, count, nesting), densities[key])
+            for key in together.keys() & densities.keys()
+        }
+        return {key: p for key, p in pairs.items() if bool(far_apart(*p).any())}
+
+    found = [odd(k, densities) for k, densities in alone.items()]
+    if not any(found):
+        return
+    # The inverse of a flow may fail at one particle.
+    found.append(odd(2, particles.alone(particles.values, 2)))
+    again = particles.alone(particles.values, 0)
+    for key in together:
+        if sum(key in one for one in found) < 2:
+            continue
+        if key in again and bool(far_apart(alone[0][key], again[key]).any()):
+            raise _shared_noise(key, "with a generator that is not PyTorch's", name)
+        pair = next(one[key] for one in found if key in one)
+        sums = f" ({float(pair[0].sum()):.4g} and {float(pair[1].sum()):.4g} in sum)"
+        raise _mismatch(
+            key,
+            f"has another log density with a leading dim than at the same latents without{sums}",
+            name,
         )
 
 
-def _odd(
-    programs: Programs, run: Run, found: Probe, count: int
-) -> dict[FactorKey, tuple[float, float]]:
-    """The factors whose density at one particle is not that of the particle alone, with both."""
-    together = found.log_probs
-    for particle in (count - 1, 0):
-        values = values_of(found, particle, count, run.nesting)
-        alone = probe_alone(programs, run.subsamples, values)
-        pairs = {
-            key: (one_of(together[key], particle, count, run.nesting), alone[key])
-            for key in together.keys() & alone.keys()
-        }
-        odd = {key: pair for key, pair in pairs.items() if not is_close(*pair)}
-        if odd:
-            return _beyond_noise(programs, run.subsamples, values, odd)
-    return {}
+def _check_changes(
+    particles: _Particles,
+    together: Densities,
+    alone: dict[int, Densities],
+    undefined: bool,
+    name: LeadingDimsName,
+) -> None:
+    """Check that changed latents change the same entries as alone, and no other particle's."""
+    nesting, count = particles.run.nesting, particles.count
+    changed = particles.changed(undefined)
+    after = particles.together(changed)
+    after_alone = {k: particles.alone(changed, k) for k in alone}
+    for key in together.keys() & after.keys():
+        met = differing(together[key], after[key], undefined)
+        wrong = bool(one_of(met, count - 1, count, nesting).any())
+        for k, before in alone.items():
+            if key not in before or key not in after_alone[k]:
+                continue
+            own = differing(before[key], after_alone[k][key], undefined)
+            wrong = wrong or bool((one_of(met, k, count, nesting) & ~own).any())
+        if wrong:
+            raise _mismatch(
+                key,
+                "has another log density, that of other particles or data, with a leading dim "
+                "than without",
+                name,
+            )
+
+
+def _mismatch(key: FactorKey, what: str, name: LeadingDimsName) -> LeadingDimsError:
+    return LeadingDimsError(
+        f"site '{key.name}' of the {key.program} {what}, so the program takes one dim for another, "
+        f"as softmax(1), flatten(1), z - z.mean(0) and nn.BatchNorm1d do. The leading dim is that "
+        f"of the {name.name}. {name.remedy} count dims from the right, as in softmax(-1), and put "
+        f"h.reshape(-1, h.shape[-1]) and a reshape back around layers that take a batch",
+        reason=f"site '{key.name}' of the {key.program} takes one dim for another",
+    )
+
+
+def _shared_noise(key: FactorKey, where: str, name: LeadingDimsName) -> LeadingDimsError:
+    return LeadingDimsError(
+        f"site '{key.name}' of the {key.program} depends on random numbers that are drawn outside "
+        f"sample sites {where}, which all {name.name} would share. {name.remedy} draw them by "
+        f"pyro.sample",
+        reason=f"site '{key.name}' of the {key.program} has draws outside sample sites, {where}",
+    )
 
 
 def _check_draws(
     programs: Programs,
     run: Run,
     values: Mapping[str, Tensor],
-    drawn: Sequence[UnseenDraw],
+    drawn: Sequence[Draw],
     name: LeadingDimsName,
 ) -> None:
     """
-    Check that no density depends on numbers that are drawn apart from sites, for all particles.
+    Check that no density depends on numbers that are drawn outside sample sites for all particles.
 
     :param values: the latents of one particle.
-    :param drawn: what was drawn apart from sites for several.
+    :param drawn: what was drawn outside of sites for several.
     """
-    found: list[Densities] = []
+    with probing(programs, fixes=False) as noise:
+        before = _host_state()
+        first = probe_alone(programs, run.subsamples, values)
+        moved = _host_state() != before
+    alone, shared = noise.draws, list(drawn)
+    if len(alone) == len(drawn):  # else it is not known which of them are whose
+        shared = [t for t, a in zip(drawn, alone, strict=True) if t.size == a.size]
+    if shared:
+        with probing(programs, fixes=False):
+            torch.manual_seed(int(torch.randint(2**31, ())))
+            again = probe_alone(programs, run.subsamples, values)
+        _refuse_change(first, again, f"at {shared[0].line}", name)
+    if moved:
+        with probing(programs, fixes=False):
+            random.seed(random.getrandbits(32) + 1)
+            np.random.seed(random.getrandbits(32))
+            again = probe_alone(programs, run.subsamples, values)
+        _refuse_change(first, again, "by NumPy or Python", name)
 
-    def run_alone() -> list[UnseenDraw]:
-        with Watch().watching() as watch:
-            found.append(probe_alone(programs, run.subsamples, values))
-        return watch.draws
 
-    shared = shared_draws(drawn, run_alone)
-    if not shared:
-        return
-    first, again = *found, probe_alone(programs, run.subsamples, values)
-    for key in first:
-        if key in again and not is_close(first[key], again[key]):
-            raise LeadingDimsError(
-                f"site '{key.name}' of the {key.program} depends on random numbers that are drawn "
-                f"apart from sites at {shared[0].line}, which all {name.name} would share. "
-                f"{name.remedy} draw them by pyro.sample",
-                reason=f"site '{key.name}' of the {key.program} has draws that are no sites, at "
-                f"{shared[0].line}",
-            )
+def _refuse_change(first: Densities, again: Densities, where: str, name: LeadingDimsName) -> None:
+    for key in first.keys() & again.keys():
+        if bool(differing(first[key], again[key], undefined=False).any()):
+            raise _shared_noise(key, where, name)
+
+
+def _host_state() -> tuple[object, ...]:
+    """The state of Python's and NumPy's global generators."""
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest
 
 
 def _check_batches(
@@ -214,7 +368,7 @@ def _check_batches(
     :param values: the latents of one particle.
     :param together: what is normalised where there are several.
     """
-    with Watch().reading() as watch:
+    with probing(programs), Reads() as watch:
         probe_alone(programs, run.subsamples, values)
     sizes = [batch.size for batch in watch.batches] + [0] * len(together)
     for batch, size in zip(together, sizes, strict=False):
@@ -226,49 +380,24 @@ def _check_batches(
             )
 
 
-def _check_reads(
-    programs: Programs, run: Run, reads: Sequence[Read], name: LeadingDimsName
-) -> None:
-    """
-    Check that no program decides for all particles by the values of their latents.
+def _check_updates(batches: Sequence[Batch], name: LeadingDimsName) -> None:
+    """Check that nothing updates running statistics under vmap, which cannot."""
+    for batch in batches:
+        if batch.updates:
+            raise LeadingDimsError(
+                f"batch normalisation at {batch.line} would update its running statistics for all "
+                f"{name.name} at once. {name.remedy} have it in the encoder, which runs once, or "
+                f"normalise layers",
+                reason=f"running statistics are updated at {batch.line}",
+            )
 
-    :param reads: what the programs' Python code looks at.
-    """
-    if not reads:
-        return
-    latents = {
-        n for t in (run.guide_trace, run.model_trace) for n, s in t.nodes.items() if is_random(s)
-    }
-    try:
-        with Watch().reading() as watch, TrackDraws(frozenset(latents)):
-            run_pair(programs, Substitutes(Minibatch(run.subsamples)))
-        read = next((r for r in watch.reads if r.sites), None)
-    except Exception:  # tensors that cannot be tracked
-        read = Read(reads[0].line, frozenset(latents))
-    if read is not None:
+
+def _check_reads(reads: Sequence[Read], name: LeadingDimsName) -> None:
+    """Check that no program decides for all particles by the values of their latents."""
+    for read in reads[:1]:
         raise LeadingDimsError(
-            f"the programs look at a value that depends on site '{min(read.sites)}', at "
+            f"the programs read a value that depends on site '{min(read.sites)}', at "
             f"{read.line}, and would decide for all {name.name} at once. {name.remedy} decide for "
             f"each by torch.where",
             reason=f"a value is read that depends on site '{min(read.sites)}', at {read.line}",
         )
-
-
-def _beyond_noise(
-    programs: Programs,
-    subsamples: Mapping[str, Tensor],
-    values: Mapping[str, Tensor],
-    odd: Mapping[FactorKey, tuple[Tensor, Tensor]],
-) -> dict[FactorKey, tuple[float, float]]:
-    """Noise that the programs draw apart from their sites is no difference, nor is rounding."""
-    again = probe_alone(programs, subsamples, values)
-    elsewhere = probe_alone(
-        programs, subsamples, {n: changed_draw(moved, v) for n, v in values.items()}
-    )
-    return {
-        key: (float(found.sum()), float(expected.sum()))
-        for key, (found, expected) in odd.items()
-        if key in again
-        and is_close(expected, again[key])
-        and beyond_rounding(found, expected, elsewhere.get(key))
-    }

@@ -59,7 +59,7 @@ def check_reads(programs: Programs, run: Run) -> None:
     :raises ValueError: naming a site of the model whose distribution depends on observed values, or
         saying that the guide's do not.
     """
-    with isolated(), torch.no_grad():
+    with isolated(programs.owners), torch.no_grad():
         dreamt = dream(programs, run.subsamples)
         values = dreamt_values(run.model_trace, dreamt)
         if not values:

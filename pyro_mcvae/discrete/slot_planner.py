@@ -16,11 +16,15 @@ from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.isolation import isolated, rewindable
-from pyro_mcvae.structure.cache import PairCache
+from pyro_mcvae.structure.cache import Analyses
 
 __all__ = ["NoSlots", "SlotPlanner"]
 
 _logger = logging.getLogger(__name__)
+
+# The slots of the programs, and whether these change from one step to the next, as where data name
+# the sites.
+_PLAN, _CHANGING = ("slot plan",), ("slots change",)
 
 # How often a step is begun again when its discrete sites turn out to be others than assumed.
 _MAX_ATTEMPTS = 4
@@ -41,9 +45,6 @@ class SlotPlanner:
 
     def __init__(self, options: SiteOptions, common: bool) -> None:
         self.options, self.common = options, common
-        self._plans: PairCache[dict[Hashable, SlotPlan | None]] = PairCache(dict)
-        # Programs whose sites change from one step to the next, as where data name them.
-        self._changing: PairCache[set[Hashable]] = PairCache(set)
         self._tell = WarnOnce(_logger)
 
     def sample(
@@ -65,13 +66,13 @@ class SlotPlanner:
                 sample = sampler.sample(programs, draws.make_sample_fn, count=draws.count)
             return sample, sample
 
-        sample, draws = self.begin(programs, sampler.num_particles, make)
+        sample, draws = self.begin(sampler.analyses, programs, sampler.num_particles, make)
         if draws is not None:
             _check_scores(sample, draws)
         return sample, draws
 
     def begin(
-        self, programs: Programs, num_particles: int, make: Make[T]
+        self, analyses: Analyses, programs: Programs, num_particles: int, make: Make[T]
     ) -> tuple[T, SlotDraws | None]:
         """
         Begin a step; again, where its discrete sites are others than assumed.
@@ -79,23 +80,23 @@ class SlotPlanner:
         :returns: that, and its draws; None for programs without discrete local sites.
         :raises SlotError: naming a site that cannot have the slots that are asked for.
         """
-        plans, changing = self._plans.of(programs), self._changing.of(programs)
-        with rewindable(programs.flags not in plans or programs.flags in changing) as rewind:
+        analysis = analyses.of(programs)
+        known, plan = analysis.has(_PLAN), analysis.get(_PLAN)
+        with rewindable(not known or analysis.get(_CHANGING)) as rewind:
             for _ in range(_MAX_ATTEMPTS):
-                plan = plans.get(programs.flags)
                 draws = None if plan is None else self._draws(plan, num_particles)
                 try:
                     found, sample = make(draws)
                     shown = self._plan_of(programs, sample)
                     if shown.fits(plan) if shown else plan is None:
-                        plans.setdefault(programs.flags, None)
+                        analysis.put(_PLAN, plan)
                         return found, draws
                 except SlotsChangedError as changed:
                     shown = changed.plan
-                plans[programs.flags] = shown
+                analysis.put(_PLAN, plan := shown)
                 if not rewind():  # The next runs would have other minibatches, with other sites.
-                    changing.add(programs.flags)
-                    return self.begin(programs, num_particles, make)
+                    analysis.put(_CHANGING, True)
+                    return self.begin(analyses, programs, num_particles, make)
         raise _never_the_same()
 
     def _draws(self, plan: SlotPlan, num_particles: int) -> SlotDraws:
@@ -105,7 +106,7 @@ class SlotPlanner:
         """The plan of a structure, which is made once."""
         notes: dict[Hashable, SlotPlan | None] = sample.structure.notes
         if make_plan not in notes:
-            with isolated():  # slots are chosen to be counted, and draws with them
+            with isolated(programs.owners):  # slots are chosen to be counted, and draws with them
                 made = make_plan(programs, sample, self.options, self.common, self._tell)
             notes[make_plan] = made
         return notes[make_plan]
@@ -115,7 +116,7 @@ class NoSlots:
     """In the place of :class:`SlotPlanner`, where discrete sites are drawn."""
 
     def begin(
-        self, programs: Programs, num_particles: int, make: Make[T]
+        self, analyses: Analyses, programs: Programs, num_particles: int, make: Make[T]
     ) -> tuple[T, SlotDraws | None]:
         """As of :class:`SlotPlanner`."""
         return make(None)[0], None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 
 from pyro import poutine
 
@@ -24,11 +24,13 @@ from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.structure.cache import PairCache, StructureCache
 
 __all__ = ["SlotSampler"]
 
 _logger = logging.getLogger(__name__)
+
+# Whether the slots of the programs share a run.
+_TOGETHER = ("slots together",)
 
 
 class SlotSampler:
@@ -43,10 +45,7 @@ class SlotSampler:
 
     def __init__(self, sampler: ParticleSampler, options: SiteOptions) -> None:
         self.sampler, self.options = sampler, options
-        self._ancestors: StructureCache[Mapping[FactorKey, frozenset[str]]] = StructureCache()
         self._tell = WarnOnce(_logger)
-        # Whether the slots of a pair of programs share a run.
-        self._together: PairCache[dict[Hashable, bool]] = PairCache(dict)
 
     def runs(self, programs: Programs) -> list[SlotRun] | None:
         """
@@ -54,10 +53,11 @@ class SlotSampler:
 
         :returns: None for programs whose slots cannot share a run, in a leading dim or under vmap.
         """
-        known = self._together.of(programs)
-        if known.get(programs.flags) is False:
+        analysis = self.sampler.analyses.of(programs)
+        together = analysis.get(_TOGETHER)
+        if together is False:
             return None
-        with rewindable(programs.flags not in known) as rewind:
+        with rewindable(together is None) as rewind:
             try:
                 found = [take_apart(run) for run in self._runs(programs)]
             except (LeadingDimsError, CoupledSlotsError) as error:
@@ -67,10 +67,10 @@ class SlotSampler:
                     f"the slots of all discrete sites of a datum are summed together, each with "
                     f"all of its weight: {getattr(error, 'reason', error)}"
                 )
-                known[programs.flags] = False
+                analysis.compared(_TOGETHER, lambda: False)
                 rewind()
                 return None
-        known[programs.flags] = True
+        analysis.compared(_TOGETHER, lambda: True)
         return found
 
     def ancestors(
@@ -79,8 +79,9 @@ class SlotSampler:
         """The random guide sites behind each factor, found once for each structure."""
         if not slot_run.scored:
             return {}
-        signature = slot_run.run.signature
-        return self._ancestors.of(programs, signature, lambda: find_ancestors(programs, slot_run))
+        key = "ancestors", slot_run.run.signature, slot_run.run.sizes
+        analysis = self.sampler.analyses.of(programs)
+        return analysis.compared(key, lambda: find_ancestors(programs, slot_run))
 
     def _runs(self, programs: Programs) -> list[Run]:
         subsamples, runner = Minibatch(), self.sampler.runner

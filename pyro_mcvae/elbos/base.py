@@ -128,7 +128,7 @@ class MonteCarloELBO(ELBO):
             ignore_jit_warnings=ignore_jit_warnings,
             jit_options=jit_options,
         )
-        self._notices = Notices()
+        self._notices = Notices(self.sampler.analyses)
 
     def __getstate__(self) -> dict[str, object]:
         # As of a PyroModule: the store hangs weak references on parameters that SVI has trained.

@@ -128,7 +128,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             # A site that is marked for enumeration has all of its values for slots.
             self.sampler.runner.checks.strict_enumeration = False
         # Roots tell whether a guide is mean-field, which then need not be run again.
-        self.sampler.structures = StructureFinder(joint, find_roots=True)
+        self.sampler.structures = StructureFinder(joint, True, self.sampler.analyses)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         # A copy trains its own parts, which the store must not take for the original's.
@@ -184,7 +184,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
-            log_weight, draws = self.slots.begin(programs, self.sampler.num_particles, make)
+            log_weight, draws = self.slots.begin(
+                self.sampler.analyses, programs, self.sampler.num_particles, make
+            )
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
         return ChainDensity(log_weight), SlotAverage.of(sample, draws, self.multi_sample)

@@ -207,7 +207,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         super()._use_particles(num_particles)
         self._weighs = num_particles > 1
         self._path = PathGradient(self.gradient_estimator, num_particles, self.alpha)
-        self.sampler.structures = StructureFinder(self.joint, self._path.needs_roots)
+        self.sampler.structures = StructureFinder(
+            self.joint, self._path.needs_roots, self.sampler.analyses
+        )
 
     def _check_slots(self, baseline: Baseline | None) -> None:
         wrong = {

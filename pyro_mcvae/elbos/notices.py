@@ -13,7 +13,7 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.plates import plate_frames
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import inner_scale
-from pyro_mcvae.structure.cache import PairCache
+from pyro_mcvae.structure.cache import Analyses
 
 __all__ = ["Notices", "refuse_scores"]
 
@@ -40,8 +40,8 @@ _TEMPERED = (
 class Notices:
     """What is logged once of the guides of one objective."""
 
-    def __init__(self) -> None:
-        self._looked: PairCache[set[bool]] = PairCache(set)
+    def __init__(self, analyses: Analyses) -> None:
+        self._analyses = analyses
         self._warn = WarnOnce(_logger)
 
     def look(self, programs: Programs, runs: list[Run], weighs: bool) -> None:
@@ -50,10 +50,10 @@ class Notices:
 
         :param bool weighs: whether the objective is more than a mean of log densities.
         """
-        looked, collected = self._looked.of(programs), collects_parameters()
-        if collected not in looked:
-            self._look(programs, runs[:1], collected, weighs)
-            looked.add(collected)
+        collected = collects_parameters()
+        self._analyses.of(programs).once(
+            ("notices", collected), lambda: self._look(programs, runs[:1], collected, weighs)
+        )
 
     def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: bool) -> None:
         for run in runs if collected else ():

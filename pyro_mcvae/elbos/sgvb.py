@@ -17,7 +17,6 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import PlateKey
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.structure.cache import StructureCache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -80,7 +79,6 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         super().__init__(num_particles, **options)
         check_flag("analytic_kl", analytic_kl)
         self.analytic_kl = analytic_kl
-        self._apart: StructureCache[frozenset[str]] = StructureCache()
 
     def estimate(self, programs: Programs) -> Estimate:
         runs = self.sampler.independent(programs)
@@ -108,7 +106,8 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         @cache
         def find_apart() -> frozenset[str]:
             find = partial(sites_apart, programs, run)
-            return self._apart.of(programs, run.signature, find)
+            analysis = self.sampler.analyses.of(programs)
+            return analysis.once(("closed", run.signature, run.sizes), find)
 
         closed = analytic_kl_sites(run, find_apart)
         return [

@@ -15,6 +15,7 @@ from pyro_mcvae.checks.leading_dims import (
     not_vectorizable,
 )
 from pyro_mcvae.checks.run_checks import RunChecks
+from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.particles.layout import Execution, Layout, never
 from pyro_mcvae.particles.ways import Ways
 from pyro_mcvae.programs.contract import check_nesting
@@ -28,6 +29,7 @@ from pyro_mcvae.programs.nesting import checked_run, nesting_of, single_run
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
 from pyro_mcvae.structure.blocks import GlobalSites
+from pyro_mcvae.structure.cache import Analyses
 
 __all__ = ["Runner"]
 
@@ -47,6 +49,7 @@ class Runner:
     :param max_plate_nesting: how many batch dims belong to plates; infinite to find out.
     :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
     :param vectorize: True to refuse programs that have to be looped over; False to loop.
+    :param analyses: what is known of the programs.
     """
 
     def __init__(
@@ -54,12 +57,14 @@ class Runner:
         max_plate_nesting: float = math.inf,
         strict_enumeration: bool = True,
         vectorize: bool | None = None,
+        analyses: Analyses | None = None,
     ) -> None:
         check_nesting(max_plate_nesting)
         self.declared_nesting = max_plate_nesting
-        self.checks = RunChecks(strict_enumeration)
-        self.ways = Ways(self.checks, vectorize, not self._is_open)
-        self.auxiliary = AuxiliaryDraws()
+        self.analyses = analyses or Analyses()
+        self.checks = RunChecks(strict_enumeration, self.analyses, vectorize is True)
+        self.ways = Ways(self.checks, self.analyses, vectorize, not self._is_open)
+        self.auxiliary = AuxiliaryDraws(self.analyses)
         self._found_nesting: int | None = None
         # Whether a model has shown sites to be summed. Then all run so, and the first run, which
         # did not, has been made again.
@@ -94,7 +99,7 @@ class Runner:
             with them, naming the remedy.
         """
         shared, before, attempt = execution.shared, Minibatch(execution.subsamples), 1
-        with rewindable(not self._has_run) as rewind:
+        with rewindable(not self._has_run or self._is_new(execution)) as rewind:
             while True:
                 try:
                     return self._attempt(execution, count, shared)
@@ -270,6 +275,9 @@ class Runner:
         else:
             run = single_run(execution.compared)
         return replace(run, nesting=self._nesting(execution))
+
+    def _is_new(self, execution: Execution) -> bool:
+        return not is_recording() and self.analyses.of(execution.key).is_new
 
     @property
     def _is_open(self) -> bool:

@@ -21,6 +21,7 @@ from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.programs.sites import is_latent
 from pyro_mcvae.programs.types import SiteChanges
 from pyro_mcvae.structure.blocks import GlobalSites, Structure
+from pyro_mcvae.structure.cache import Analyses
 from pyro_mcvae.structure.finder import StructureFinder
 
 __all__ = ["ParticleSampler"]
@@ -58,20 +59,21 @@ class ParticleSampler:
         find_roots: bool = False,
     ) -> None:
         self.num_particles = num_particles
-        self.runner = Runner(max_plate_nesting, strict_enumeration, vectorize=vectorize)
-        self.structures = StructureFinder(joint, find_roots)
+        self.analyses = Analyses()
+        self.runner = Runner(max_plate_nesting, strict_enumeration, vectorize, self.analyses)
+        self.structures = StructureFinder(joint, find_roots, self.analyses)
         self._latest = Structure((), {})
 
     def vectorizes(self, programs: Programs, count: int) -> bool:
         """Whether that many particles share one run."""
-        find_shared = partial(self._shared_sites, programs, renew=False)
+        find_shared = partial(self._shared_sites, programs)
         return count > 1 and self.runner.together(
             Execution(programs, never, find_shared=find_shared)
         )
 
-    def _shared_sites(self, programs: Programs, run: Run, renew: bool = True) -> GlobalSites:
+    def _shared_sites(self, programs: Programs, run: Run) -> GlobalSites:
         """What all particles of a run share."""
-        self._latest = self.structures.of(programs, run, renew)
+        self._latest = self.structures.of(programs, run)
         return self._latest.global_sites
 
     def independent(self, programs: Programs, detach_latents: bool = False) -> list[Run]:
@@ -188,7 +190,7 @@ class ParticleSampler:
         attached: frozenset[str] | None = frozenset() if detach_latents else None
 
         def find_shared(run: Run) -> GlobalSites:
-            self.structures.of(programs, run, renew=False)  # looks at what particles share
+            self.structures.of(programs, run)  # looks at what particles share
             return shared
 
         def execution(rows: range, noise: ModelNoise) -> Execution:
@@ -246,7 +248,7 @@ class ParticleSampler:
 
     def arrange(self, programs: Programs, runs: list[Run]) -> WeightedParticles:
         """Sort runs whose global latents may differ into a sample, to sum them per datum."""
-        structures = [self.structures.of(programs, run, renew=False) for run in runs]
+        structures = [self.structures.of(programs, run) for run in runs]
         if any(s.blocks != structures[0].blocks for s in structures):
             raise ValueError(
                 f"two particles of one step have different plates: {structures}; plates must not "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
 
 from pyro import poutine
 
@@ -15,7 +14,7 @@ from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.cache import PairCache
+from pyro_mcvae.structure.cache import Analyses
 
 __all__ = ["Ways"]
 
@@ -31,16 +30,18 @@ class Ways:
     show that it is not right for them.
 
     :param RunChecks checks: compare a way with a loop.
+    :param analyses: what is known of the programs.
     :param vectorize: True to refuse a loop, None to take it where nothing else is right.
     :param bool declared: whether the place of the leading dim is known without a run. Where a loop
         is refused too, programs are run at once with all of their particles, and only so: they may
         rely on it.
     """
 
-    def __init__(self, checks: RunChecks, vectorize: bool | None, declared: bool) -> None:
-        self._checks, self._vectorize = checks, vectorize
+    def __init__(
+        self, checks: RunChecks, analyses: Analyses, vectorize: bool | None, declared: bool
+    ) -> None:
+        self._checks, self._analyses, self._vectorize = checks, analyses, vectorize
         self._at_once = declared and self.refuses_loops
-        self._chosen: PairCache[dict[Hashable, Way]] = PairCache(dict)
 
     @property
     def refuses_loops(self) -> bool:
@@ -51,7 +52,7 @@ class Ways:
         """The way of a pair, or None before it was found out."""
         if self._vectorize is False:
             return Way.LOOPED
-        way = self._chosen.of(programs).get(programs.flags)
+        way: Way | None = self._analyses.of(programs).get(_KEY)
         # Plain steps come before one that is recorded, and a look would be recorded.
         return Way.BATCHED if way is None and (self._at_once or is_recording()) else way
 
@@ -72,12 +73,13 @@ class Ways:
         :param error: what is wrong with the present way, if it is known.
         :raises LeadingDimsError: if only a loop is right, and is refused.
         """
-        chosen = self._chosen.of(programs)
-        before = chosen.get(programs.flags)
+        analysis = self._analyses.of(programs)
+        # What a fresh analysis looks at first is the way that the last one chose.
+        before: Way | None = analysis.get(_KEY) or analysis.before(_KEY)
         errors = {} if error is None else {before or Way.BATCHED: error}
         ways = [Way.BATCHED] if is_messenger(programs) else [*_AT_ONCE]
         if before is not None:
-            ways = ways[ways.index(before) + len(errors) :]
+            ways = [] if before is Way.LOOPED else ways[ways.index(before) + len(errors) :]
         for way in ways:
             try:
                 self._checks.check_leading_dims(
@@ -89,15 +91,17 @@ class Ways:
             break
         else:
             way = Way.LOOPED
-            if self.refuses_loops:
+            if self.refuses_loops and errors:
                 raise next(iter(errors.values()))
         self._checks.forget(programs)
-        chosen[programs.flags] = way
+        analysis.compared(_KEY, lambda: way)
+        analysis.put(_KEY, way)
         if way is not before:
             _tell(programs, way, name, errors)
         return way
 
 
+_KEY = ("way",)
 _AT_ONCE = Way.BATCHED, Way.MAPPED, Way.BOTH_MAPPED
 _IN_WORDS = {
     Way.BATCHED: "in a leading dim",

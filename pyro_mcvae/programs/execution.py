@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+import itertools
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
-from types import CellType
+from numbers import Real
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from pyro import poutine
 from pyro.infer import ELBO, SVI
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.enumeration import StateMessenger
 from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.programs.isolation import owners_of
 from pyro_mcvae.programs.leading import ALONE, Leading
 from pyro_mcvae.programs.messengers import ParticlePlate, Recorder, Substitutes
 from pyro_mcvae.programs.types import Program, SiteChanges
@@ -33,8 +36,10 @@ __all__ = [
     "with_changes",
 ]
 
-_FLAGS = (bool, str, type(None))
-_LEAVES = (Tensor, *_FLAGS)
+# What a program can branch on without reading a tensor.
+_CHOICES = (bool, int, str, bytes, type(None), Enum, torch.dtype, torch.device)
+# How many entries of a container of arguments are part of the key.
+_MAX_ENTRIES = 64
 
 T = TypeVar("T")
 
@@ -58,12 +63,30 @@ class Programs:
         return self.model, self.guide
 
     @cached_property
-    def flags(self) -> tuple[object, ...]:
+    def choices(self) -> dict[str, Hashable]:
         """
-        The choices that the programs can see: bool and str arguments, attributes of their object,
-        closures; and the types of other arguments.
+        What the programs can branch on, by place: arguments, attributes, closures and globals that
+        are no tensors, the sizes of containers, the types of everything else, and the modules'
+        training modes.
         """
-        return tuple(_flags(self))
+        found: dict[str, Hashable] = {}
+        for i, value in enumerate(self.args):
+            _add_choices(found, f"argument {i}", value)
+        for name, value in self.kwargs.items():
+            _add_choices(found, f"argument {name}", value)
+        for role, program in (("model", self.model), ("guide", self.guide)):
+            _add_program(found, role, poutine.unwrap(program))
+        for i, owner in enumerate(self.owners):
+            if isinstance(owner, nn.Module):
+                found[f"module {i} trains"] = owner.training
+            if not type(owner).__module__.startswith(("torch.", "pyro.", "pyro_mcvae.")):
+                _add_held(found, f"object {i}", vars(owner))
+        return found
+
+    @cached_property
+    def owners(self) -> list[object]:
+        """The modules and other objects of which the programs may change the state."""
+        return owners_of(*self.pair)
 
     @cached_property
     def _found(self) -> dict[Hashable, object]:
@@ -87,28 +110,48 @@ def _no_program(role: str, found: object) -> ValueError:
     )
 
 
-def _flags(programs: Programs) -> Iterator[object]:
-    for argument in (*programs.args, *programs.kwargs.values()):
-        # Looking into trees is slow; None is no leaf of one for some versions of torch.
-        for value in (argument,) if isinstance(argument, _LEAVES) else tree_leaves(argument):
-            # A recording has a tensor without dims in the place of a float.
-            number = isinstance(value, Tensor) and value.dim() == 0
-            yield value if isinstance(value, _FLAGS) else float if number else type(value)
-    yield tuple(programs.kwargs)
-    for program in programs.pair:
-        function = poutine.unwrap(program)
-        attributes = getattr(getattr(function, "__self__", function), "__dict__", {}).items()
-        yield from (pair for pair in attributes if isinstance(pair[1], _FLAGS))
-        yield from map(_held, getattr(function, "__closure__", None) or ())
+def _add_choices(found: dict[str, Hashable], place: str, value: Any, depth: int = 4) -> None:
+    """Add what one argument lets a program branch on."""
+    if isinstance(value, Tensor):
+        # A recording has a tensor without dims instead of a float.
+        found[place] = (float,) if value.dim() == 0 else (type(value), value.dim())
+    elif isinstance(value, _CHOICES):
+        found[place] = value
+    elif isinstance(value, np.generic):
+        _add_choices(found, place, value.item(), 0)
+    elif isinstance(value, Real):
+        found[place] = float, (value > 0) - (value < 0)
+    elif isinstance(value, dict | list | tuple | set | frozenset) and depth:
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        found[place] = type(value), len(value)
+        for key, part in itertools.islice(pairs, _MAX_ENTRIES):
+            _add_choices(found, f"{place}[{key!r}]", part, depth - 1)
+    else:
+        found[place] = type(value)
 
 
-def _held(cell: CellType) -> object:
-    """The flag that a closure holds, if it does."""
-    try:
-        value = cell.cell_contents
-    except ValueError:
-        return None  # not filled yet
-    return value if isinstance(value, _FLAGS) else None
+def _add_held(found: dict[str, Hashable], place: str, held: Mapping[str, Any]) -> None:
+    """Add the choices among attributes or variables."""
+    for name, value in held.items():
+        if isinstance(value, _CHOICES):
+            found[f"{place}.{name}"] = value
+        elif isinstance(value, float):
+            found[f"{place}.{name}"] = float, (value > 0) - (value < 0)
+
+
+def _add_program(found: dict[str, Hashable], role: str, program: Any) -> None:
+    """Add the choices in the closure and among the globals of a function."""
+    function = getattr(program, "__func__", program)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            _add_held(found, role, {name: cell.cell_contents})
+        except ValueError:
+            continue  # not filled yet
+    scope = function.__globals__
+    _add_held(found, role, {n: scope[n] for n in code.co_names if n in scope})
 
 
 def is_messenger(programs: Programs) -> bool:

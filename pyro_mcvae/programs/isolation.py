@@ -1,30 +1,124 @@
-"""Runs that leave nothing behind: to look at programs without being part of a step."""
+"""Runs of a model and guide beside a step, which leave nothing behind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
+from torch import Tensor, nn
 
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.programs.batch_norm import FixedStatistics
+from pyro_mcvae.programs.modules import find_modules
+from pyro_mcvae.programs.types import Program
 
-__all__ = ["isolated", "rewindable"]
+__all__ = ["isolated", "owners_of", "rewindable"]
+
+# Larger tensors that a program keeps as plain attributes are data, and are not copied.
+_MAX_COPIED = 2**22
+_CONTAINERS = (list, dict, set, collections.deque)
+# What torch.nn and Pyro keep in their own objects is set up once, not updated by a run.
+_LIBRARIES = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
 
 
 @contextmanager
-def isolated() -> Iterator[None]:
-    """Hide a run from outer handlers, random number generators and batch statistics."""
+def isolated(owners: Iterable[object] = ()) -> Iterator[None]:
+    """
+    Hide runs of programs from outer handlers, and put back what they change.
+
+    Random number generators, buffers, attributes and the parameter store are afterwards as they
+    were. What a run sets up for the first time (a parameter, an AutoGuide's prototype) stays.
+
+    :param owners: by :func:`owners_of`.
+    """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
-    with torch.random.fork_rng(devices), poutine.block(), FixedStatistics():
+    with (
+        torch.random.fork_rng(devices),
+        poutine.block(),
+        FixedStatistics(),
+        _state_kept(owners),
+    ):
         try:
             yield
         finally:
             pyro.util.set_rng_state(state)
+
+
+@contextmanager
+def _state_kept(owners: Iterable[object]) -> Iterator[None]:
+    """
+    Let runs work on copies of buffers and attributes, and put the originals back.
+
+    Nothing is overwritten, so autograd does not take it for a change of a saved tensor.
+    """
+    with ExitStack() as stack:
+        for owner in owners:
+            stack.enter_context(_owner_kept(owner))
+        stack.enter_context(_store_kept())
+        yield
+
+
+def owners_of(*programs: Program) -> list[object]:
+    """The modules that programs use, and the objects that programs are methods of."""
+    modules = [m for root in find_modules(*programs) for m in root.modules()]
+    plain = [getattr(f, "__self__", f) for f in map(poutine.unwrap, programs)]
+    found = {id(owner): owner for owner in (*modules, *plain) if hasattr(owner, "__dict__")}
+    return [o for o in found.values() if not isinstance(o, type) and not _is_function(o)]
+
+
+def _is_function(value: object) -> bool:
+    return hasattr(value, "__code__")
+
+
+@contextmanager
+def _owner_kept(owner: Any) -> Iterator[None]:
+    parts: list[dict[str, Any]] = []
+    if isinstance(owner, nn.Module):
+        parts = [owner._buffers, owner._parameters]
+    if not type(owner).__module__.startswith(_LIBRARIES):
+        parts.append(vars(owner))
+    before = [{name: v for name, v in part.items() if v is not None} for part in parts]
+    for part, own in zip(parts, before, strict=True):
+        part.update({name: _copy(v) for name, v in own.items() if _is_copied(name, v)})
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            part.update(own)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+
+
+def _is_copied(name: str, value: object) -> bool:
+    if isinstance(value, Tensor):
+        return not value.requires_grad and value.numel() <= _MAX_COPIED
+    return type(value) in _CONTAINERS and name not in _OF_MODULES and not name.startswith("_pyro")
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, nn.Parameter):
+        return nn.Parameter(value.detach().clone(), requires_grad=False)
+    return value.clone() if isinstance(value, Tensor) else value.copy()
+
+
+@contextmanager
+def _store_kept() -> Iterator[None]:
+    store = pyro.get_param_store()
+    before: Mapping[str, Tensor] = dict(store._params)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if store._params.get(name) is not value:
+                store._params[name] = value
+                store._param_to_name[value] = name
 
 
 def rewindable(active: bool) -> AbstractContextManager[Callable[[], bool]]:

@@ -43,7 +43,7 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
         None to draw these.
     """
     state_dim = None if sums_in is None else -sums_in - 1
-    with isolated():
+    with isolated(programs.owners):
         batch = Minibatch()
         traces = run_pair(programs, Substitutes(batch), Leading(state_dim=state_dim))
         terms, nesting = terms_of(*traces, state_dim), nesting_of(*traces)
@@ -56,7 +56,7 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
 
     :raises ValueError: for programs that do not fit together, as without particles.
     """
-    with isolated():
+    with isolated(programs.owners):
         batch = Minibatch()
         traces = run_pair(programs, Substitutes(batch))
         check_sites(*traces, strict_enumeration, before_sums=True)

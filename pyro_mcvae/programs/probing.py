@@ -1,7 +1,8 @@
-"""The densities of programs at given latents, to look at them beside a step."""
+"""Probe runs: the densities of programs at given latents, beside a step."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,21 +14,22 @@ from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.fixed_noise import FixedNoise
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.leading import ALONE, Leading
 from pyro_mcvae.programs.messengers import SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.terms import Term, guide_term, model_term, possible_terms
 
-__all__ = ["Probe", "ProgramError", "looking", "probe"]
+__all__ = ["Probe", "ProgramError", "perturbed", "probe", "probing"]
 
 
 class ProgramError(Exception):
-    """Programs failed while they were looked at; the cause is their own error."""
+    """The programs failed in a probe run; the cause is their own error."""
 
 
 class Probe(NamedTuple):
-    """One run that was looked at, and the minibatch that it had."""
+    """One probe run, and its minibatch."""
 
     guide_trace: Trace
     model_trace: Trace
@@ -40,14 +42,47 @@ class Probe(NamedTuple):
 
 
 @contextmanager
-def looking() -> Iterator[None]:
+def probing(programs: Programs, fixes: bool = True) -> Iterator[FixedNoise]:
     """
-    Around runs beside a step: in its gradient mode, which programs may depend on, without Pyro's
-    validation, and leaving nothing behind. Every such block begins with the random stream of the
-    step.
+    Around probe runs: without Pyro's validation and warnings, and leaving nothing behind.
+
+    The gradient mode is that of the step, on which programs may depend. Every such block begins
+    with the random state of the step; random numbers outside sample sites are constants.
+
+    :param bool fixes: False to let programs draw them.
     """
-    with isolated(), pyro.validation_enabled(False):
+    noise = FixedNoise(fixes)
+    with (
+        isolated(programs.owners),
+        pyro.validation_enabled(False),
+        warnings.catch_warnings(),
+        noise.active(),
+    ):
+        warnings.simplefilter("ignore")
+        yield noise
+
+
+@contextmanager
+def perturbed(programs: Programs) -> Iterator[None]:
+    """
+    Let all parameters have generic values within.
+
+    A zero-initialised layer has the same output at every discrete latent, which cannot be NaN.
+    """
+    modules = (m for m in programs.owners if isinstance(m, torch.nn.Module))
+    own = [p for m in modules for p in m.parameters(recurse=False)]
+    store = [p for _, p in pyro.get_param_store().named_parameters()]
+    found = {id(p): p for p in (*own, *store) if p.is_floating_point()}
+    before = [(p, p.data) for p in found.values()]
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for p, data in before:
+            noise = torch.randn(data.shape, generator=generator).to(data)
+            p.data = data + 0.1 * noise * (1 + data.abs())
         yield
+    finally:
+        for p, data in before:
+            p.data = data
 
 
 def probe(
@@ -58,11 +93,11 @@ def probe(
     leading: Leading = ALONE,
 ) -> Probe:
     """
-    Run the programs, inside of :func:`looking`.
+    Run the programs, within :func:`probing`.
 
     Factors whose density cannot be computed (a flow without an inverse) are left out.
 
-    :param subsamples: the minibatch to look at.
+    :param subsamples: the minibatch.
     :param values: of guide sites, by name.
     :param sample_fn: gives the values of the other random sites.
     :param leading: the leading dims, with the particles' plates.

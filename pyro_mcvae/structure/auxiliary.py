@@ -12,7 +12,7 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
-from pyro_mcvae.structure.cache import StructureCache
+from pyro_mcvae.structure.cache import Analyses
 from pyro_mcvae.structure.dependencies import dependencies_of
 
 __all__ = ["AuxiliaryDraws"]
@@ -29,8 +29,8 @@ class AuxiliaryDraws:
     it, the weight p(x, z) / q(z | u) has the mean p(x) for every u whose q(z | u) reaches all z.
     """
 
-    def __init__(self) -> None:
-        self._cache: StructureCache[frozenset[str]] = StructureCache()
+    def __init__(self, analyses: Analyses) -> None:
+        self._analyses = analyses
 
     def settle(self, programs: Programs, run: Run) -> Run:
         """A run without the density of auxiliary draws that are no latents."""
@@ -56,7 +56,7 @@ class AuxiliaryDraws:
         def find() -> frozenset[str]:
             return _behind(programs, run, frozenset(drawn), points)
 
-        return self._cache.of(programs, (drawn, points), find, renew=False)
+        return self._analyses.of(programs).once(("auxiliary", drawn, points), find)
 
 
 def _latents(trace: Trace) -> set[str]:

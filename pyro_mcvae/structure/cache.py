@@ -1,147 +1,176 @@
-"""What was found out about programs, as long as there is no sign that they have changed."""
+"""What an objective has found out about models and guides: one cache, one key, one timetable."""
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
-
-from torch import nn
+from typing import Any, TypeVar, cast
 
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.modules import find_modules
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["PairCache", "StructureCache"]
+__all__ = ["Analyses", "Analysis"]
 
 _logger = logging.getLogger(__name__)
 
-# Programs of stochastic structure can show ever new structures; the oldest are forgotten.
-_MAX_STRUCTURES = 256
-# How many pairs of programs share one objective before the one used longest ago is forgotten.
-_MAX_PAIRS = 8
-# After so many uses what was found is looked at again, then after twice as many, up to the second.
-_AGAIN, _AT_LEAST_EVERY = 16, 1024
+# How many pairs, and how many keys of one pair, are kept; the one used longest ago goes.
+_MAX_PAIRS, _MAX_KEYS = 8, 64
+# An analysis is made again at uses 2, 4, 8, ..., up to the second, and then every so many uses.
+_AT_LEAST_EVERY = 1024
+# A choice that has had more values than this counts anything (steps, documents): its values are
+# then no part of the key, and only the timetable notices what depends on them.
+_MAX_VALUES = 8
+# Within an analysis, findings about runs of ever new sizes: the oldest are forgotten.
+_MAX_FINDINGS = 1024
 
 T = TypeVar("T")
 
+# A finding is known by its kind and what it is of.
+Key = tuple[Any, ...]
 
-class PairCache(Generic[T]):
+
+class Analysis:
     """
-    One object for each pair of programs, of those that were used last.
+    What is known of one model and guide under one key.
 
-    :param make: makes it for a pair that was not seen, or seen with modules in evaluation mode of
-        which one trains now: dropout then draws numbers that nobody has looked at.
-    """
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._pairs: list[_Pair[T]] = []
-
-    def __getstate__(self) -> dict[str, object]:
-        # Programs are often local functions, which cannot be pickled; they are looked at again.
-        return {"_make": self._make, "_pairs": []}
-
-    def of(self, programs: Programs) -> T:
-        """The object of a pair."""
-        if not self._pairs or not self._pairs[0].is_of(programs):
-            self._to_front(programs)
-        return self._pairs[0].found
-
-    def _to_front(self, programs: Programs) -> None:
-        pair = next((p for p in self._pairs if p.is_of(programs)), None)
-        others = [p for p in self._pairs if p.programs != programs.pair]
-        self._pairs = [pair or _Pair(programs, self._make()), *others][:_MAX_PAIRS]
-
-
-class _Pair(Generic[T]):
-    """
-    A pair of programs.
-
-    :ivar found: what is kept of them.
+    :param before: the analysis that this one replaces.
     """
 
-    def __init__(self, programs: Programs, found: T) -> None:
-        self.programs, self.found = programs.pair, found
-        resting = programs.once(_resting, lambda: _resting(*programs.pair))
-        self._resting = [weakref.ref(module) for module in resting]
+    def __init__(self, before: Analysis | None = None) -> None:
+        self.uses = 1 if before is None else before.uses
+        self._findings: dict[Key, Any] = {}
+        self._counts: dict[str, int] = {} if before is None else dict(before._counts)
+        self._before = {} if before is None else before._findings
+        self._since = self.uses
+        self._replaced = 0 if before is None else self.uses - before._since
+        self._next = 2 if before is None else before._next + min(before._next, _AT_LEAST_EVERY)
 
-    def is_of(self, programs: Programs) -> bool:
-        """Whether these are the programs, and no module of theirs trains that did not."""
-        return self.programs == programs.pair and not any(map(_trains, self._resting))
+    @property
+    def is_new(self) -> bool:
+        """Whether it was made in this use, whose first run may have to be made again."""
+        return self.uses == self._since
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to make a fresh analysis."""
+        return self.uses >= self._next
+
+    def once(self, key: Key, find: Callable[[], T]) -> T:
+        """Return what ``find`` finds, which is called at the first use of ``key``."""
+        if key not in self._findings:
+            self.put(key, find())
+        return cast("T", self._findings[key])
+
+    def compared(self, key: Key, find: Callable[[], T]) -> T:
+        """As :meth:`once`, with a warning if the analysis before had found something else."""
+        if key not in self._findings:
+            found = find()
+            if key in self._before and self._before[key] != found:
+                _logger.warning(
+                    "the model or guide has other dependencies, or runs its particles in another "
+                    "way, than %d steps ago, though its arguments, attributes and sizes are the "
+                    "same: up to so many steps used what no longer holds. Pass what decides it as "
+                    "an argument or attribute, or use a new loss object",
+                    self._replaced,
+                )
+            self.put(key, found)
+        return cast("T", self._findings[key])
+
+    def get(self, key: Key) -> Any:
+        """Return what was put under the key, or None."""
+        return self._findings.get(key)
+
+    def has(self, key: Key) -> bool:
+        """Return whether anything, None included, was put under the key."""
+        return key in self._findings
+
+    def before(self, key: Key) -> Any:
+        """Return what the analysis that this one replaces had under the key, or None."""
+        return self._before.get(key)
+
+    def has_before(self, key: Key) -> bool:
+        """Return whether the analysis before had anything under the key."""
+        return key in self._before
+
+    def put(self, key: Key, value: object) -> None:
+        """Keep a finding."""
+        if len(self._findings) >= _MAX_FINDINGS:
+            self._findings.pop(next(iter(self._findings)))
+        if key not in self._findings:
+            self._counts[key[0]] = self._counts.get(key[0], 0) + 1
+        self._findings[key] = value
+
+    def count(self, kind: str) -> int:
+        """Return how many findings there were, in all analyses, whose key begins with ``kind``."""
+        return self._counts.get(kind, 0)
+
+    def forget(self, kind: str) -> None:
+        """Drop the findings whose key begins with ``kind``."""
+        for key in [k for k in self._findings if k[0] == kind]:
+            del self._findings[key]
 
 
-def _resting(*programs: Program) -> list[nn.Module]:
-    """The programs' modules in evaluation mode."""
-    modules = (m for root in find_modules(*programs) for m in root.modules())
-    return [m for m in modules if not m.training]
+class _Pair:
+    """One model and guide, with an analysis for each key."""
+
+    def __init__(self, pair: tuple[Program, Program]) -> None:
+        self.programs = pair
+        self._by_key: dict[Hashable, Analysis] = {}
+        self._values: dict[str, set[Hashable]] = {}
+
+    def of(self, programs: Programs) -> Analysis:
+        if is_recording() and self._by_key:
+            # Plain steps of the same kind come before one that is recorded.
+            return next(reversed(self._by_key.values()))
+        key = self._key(programs)
+        found = self._by_key.pop(key, None)
+        if found is None:
+            found = Analysis()
+        else:
+            found.uses += 1
+            if found.is_due and not is_recording():
+                found = Analysis(found)
+        self._by_key[key] = found  # the latest is the last
+        if len(self._by_key) > _MAX_KEYS:
+            self._by_key.pop(next(iter(self._by_key)))
+        return found
+
+    def _key(self, programs: Programs) -> Hashable:
+        parts = []
+        for place, value in programs.choices.items():
+            values = self._values.setdefault(place, set())
+            if len(values) <= _MAX_VALUES:
+                values.add((type(value), value))  # True is no 1
+            parts.append((place, type(value), None if len(values) > _MAX_VALUES else value))
+        return tuple(parts)
 
 
-def _trains(ref: weakref.ref[nn.Module]) -> bool:
-    module = ref()
-    return module is not None and module.training
-
-
-class StructureCache(Generic[T]):
+class Analyses:
     """
-    Findings about pairs of programs, by the sites and plates that a run of them shows.
+    The analyses of the models and guides that an objective was used with last.
 
-    The same sites can come to depend on each other in another way. Flags (bool and str arguments,
-    attributes, closures) count as signs of that; for what else may decide it (a counter, say) the
-    programs are looked at again from time to time.
+    The key of an analysis is complete: the two programs, every argument, attribute, closure and
+    global that is no tensor, and the modules' training modes. Findings inside of it are kept by
+    the sites of a run with their sizes. For what else may decide the structure of a program (a
+    tensor's value, a file), a fresh analysis is made at uses 2, 4, 8, ..., 1024, and at every
+    1024th from there on.
     """
 
     def __init__(self) -> None:
-        self._pairs: PairCache[dict[Hashable, _Finding[T]]] = PairCache(dict)
+        self._pairs: list[_Pair] = []
 
-    def of(
-        self, programs: Programs, signature: Hashable, find: Callable[[], T], renew: bool = True
-    ) -> T:
-        """
-        What ``find`` finds out about the programs.
+    def __getstate__(self) -> dict[str, object]:
+        # Programs are often local functions, which cannot be pickled; they are analysed again.
+        return {"_pairs": []}
 
-        :param signature: what a run of them shows.
-        :param bool renew: whether this is a use that may look again. One in the middle of a step
-            may not: a checkpoint would run it a second time without that look.
-        """
-        found = self._pairs.of(programs)
-        key = signature, programs.flags
-        finding = found.get(key)
-        if finding is None:
-            finding = _added(found, key, _Finding(find()))
-        elif renew and finding.used_often():
-            programs.forget()
-            finding.renew(find())
-        return finding.value
+    def of(self, programs: Programs) -> Analysis:
+        """Return the analysis of the programs, which one call uses once."""
+        return programs.once(self, lambda: self._find(programs))
 
-
-def _added(found: dict[Hashable, _Finding[T]], key: Hashable, finding: _Finding[T]) -> _Finding[T]:
-    if len(found) >= _MAX_STRUCTURES:
-        found.pop(next(iter(found)))
-    found[key] = finding
-    return finding
-
-
-class _Finding(Generic[T]):
-    def __init__(self, value: T) -> None:
-        self.value = value
-        self._uses, self._next = 1, _AGAIN
-
-    def renew(self, value: T) -> None:
-        if value != self.value:
-            _logger.warning(
-                "the programs show the same sites as before, but their dependencies have "
-                "changed: say so by a bool or str argument or attribute, on which they are "
-                "looked at again at once, or use a new loss object"
-            )
-        self.value = value
-
-    def used_often(self) -> bool:
-        """Count one use; whether it is time to look again."""
-        self._uses += 1
-        if self._uses < self._next or is_recording():
-            return False
-        self._next += min(self._next, _AT_LEAST_EVERY)
-        return True
+    def _find(self, programs: Programs) -> Analysis:
+        if not self._pairs or self._pairs[0].programs != programs.pair:
+            pair = next((p for p in self._pairs if p.programs == programs.pair), None)
+            others = [p for p in self._pairs if p is not pair]
+            self._pairs = [pair or _Pair(programs.pair), *others][:_MAX_PAIRS]
+        return self._pairs[0].of(programs)

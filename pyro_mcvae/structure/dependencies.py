@@ -6,16 +6,16 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import pyro
 import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.plates import plate_key
+from pyro_mcvae.programs.probing import probing
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_scored, masks_of
 from pyro_mcvae.programs.terms import Term
@@ -89,11 +89,12 @@ def find_dependencies(
     """
     tracker = TrackDraws(tracked)
     try:
-        with isolated(), torch.enable_grad(), pyro.validation_enabled(False):
+        with probing(programs), torch.enable_grad():
             escapes = Escapes()
             with tracker, escapes:
                 guide_trace, model_trace = run_pair(programs, Substitutes(Minibatch(subsamples)))
-            found = _trace_factors({"guide": guide_trace, "model": model_trace}, tracker)
+            traces = {"guide": guide_trace, "model": model_trace}
+            found = _trace_factors(traces, tracker)
     except Exception as error:
         warnings.warn(
             f"cannot trace which sites depend on which ({type(error).__name__}: {error}); all "
@@ -101,9 +102,24 @@ def find_dependencies(
             stacklevel=2,
         )
         return Dependencies({}, {}, {}, {}, {})
-    # What became of these draws is not known: anything may depend on them.
-    escaped = escapes.names & tracked
-    return found._replace(factors={key: f | escaped for key, f in found.factors.items()})
+    # What became of these draws is not known: anything may depend on them. Whether another turn of
+    # a sequential plate does is tested by interventions.
+    escaped = {n: _turns(guide_trace.nodes[n]) for n in escapes.names & tracked}
+
+    def wider(key: FactorKey, parents: frozenset[str]) -> frozenset[str]:
+        turns = _turns(traces[key.program].nodes[key.name])
+        same = (
+            n for n, own in escaped.items() if all(turns.get(p, t) == t for p, t in own.items())
+        )
+        return parents.union(same)
+
+    return found._replace(factors={key: wider(key, f) for key, f in found.factors.items()})
+
+
+def _turns(site: Site) -> dict[str, int]:
+    """The turns of the sequential plates that a site is in."""
+    keys = map(plate_key, site["cond_indep_stack"])
+    return {key.name: key.counter for key in keys if key.dim is None}
 
 
 def dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> Dependencies:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from torch import Tensor
@@ -13,8 +13,11 @@ from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.leading import Leading
+from pyro_mcvae.programs.mapping import particle_plates
 from pyro_mcvae.programs.nesting import find_nesting
 from pyro_mcvae.programs.plates import LEADING, PlateKey, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.probing import ProgramError
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, reparameterized
 from pyro_mcvae.programs.terms import Term
@@ -27,7 +30,7 @@ from pyro_mcvae.structure.blocks import (
     needs_dependencies,
     weigh_together,
 )
-from pyro_mcvae.structure.cache import StructureCache
+from pyro_mcvae.structure.cache import Analyses, Analysis
 from pyro_mcvae.structure.collapsed import find_collapsed
 from pyro_mcvae.structure.independence import find_dependent_plates
 from pyro_mcvae.structure.untraced import find_shared_noise
@@ -35,6 +38,8 @@ from pyro_mcvae.structure.untraced import find_shared_noise
 __all__ = ["StructureFinder"]
 
 _logger = logging.getLogger(__name__)
+
+_NONE: frozenset[PlateKey] = frozenset()
 
 
 class StructureFinder:
@@ -48,23 +53,21 @@ class StructureFinder:
     :param bool find_roots: also find out which guide sites depend on no other draw.
     """
 
-    def __init__(self, joint: bool = False, find_roots: bool = False) -> None:
+    def __init__(
+        self, joint: bool = False, find_roots: bool = False, analyses: Analyses | None = None
+    ) -> None:
         check_flag("joint", joint)
         self.joint = joint
         self.find_roots = find_roots
-        self._cache: StructureCache[Structure] = StructureCache()
-        self._warn = WarnOnce(_logger)  # what was found before is looked at again
+        self.analyses = analyses or Analyses()
+        self._warn = WarnOnce(_logger)  # each analysis finds it again
 
-    def of(self, programs: Programs, run: Run, renew: bool = True) -> Structure:
-        """
-        The blocks of the programs that made this run.
-
-        :param bool renew: whether the run begins a step, when what was found before may be looked
-            at again.
-        """
+    def of(self, programs: Programs, run: Run) -> Structure:
+        """Return the blocks of the programs that made this run."""
         lost = bool(run.unbatched) and _may_have_lost_particles(run)
-        signature = lost, run.signature
-        return self._cache.of(programs, signature, lambda: self._derive(programs, run), renew)
+        key = "structure", self.joint, self.find_roots, lost, run.signature, run.sizes
+        analysis = self.analyses.of(programs)
+        return analysis.compared(key, lambda: self._derive(programs, run))
 
     def check_particles(self, programs: Programs, run: Run) -> None:
         """
@@ -73,7 +76,7 @@ class StructureFinder:
         :raises RuntimeError: naming a site that averages over them.
         """
         if _may_have_lost_particles(run):
-            self.of(programs, run, renew=False)  # whose derivation checks it
+            self.of(programs, run)  # whose derivation checks it
 
     def _derive(self, programs: Programs, run: Run) -> Structure:
         frames = {t.key: plate_frames(t.site) for t in run.terms}
@@ -86,7 +89,8 @@ class StructureFinder:
             find_nesting(programs, strict_enumeration=False)  # raises for undeclared dims
         order = [t.key.name for t in random]
         names = frozenset(order)
-        coupled = {} if self.joint else _coupled(programs, run)
+        own = {n: frames[FactorKey("guide", n)] for n in order}
+        coupled = {} if self.joint else self._coupled(programs, run)
         for key, plates in coupled.items():
             self._warn(_met(key, plates))
         frames = _without_coupled(frames, coupled)
@@ -107,6 +111,7 @@ class StructureFinder:
                 key: Factor(f, names if key.program == "guide" else None)
                 for key, f in frames.items()
             }
+        factors = _with_turns(factors, coupled, own)
         structure = derive_structure(factors, order, self.joint)
         shared = {f for key in noise for f in declared[key] - frames[key]}
         if any(map(is_subsampled, shared)) or (set(noise) & structure.outside):
@@ -128,6 +133,61 @@ class StructureFinder:
             coupled=coupled,
             collapsed=collapsed,
         )
+
+    def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
+        """For each factor, find the plates across whose elements it depends on latents."""
+        analysis, key = self.analyses.of(programs), ("plates", run.signature, run.sizes)
+        found = analysis.once(key, lambda: self._dependent_plates(programs, run, analysis, key))
+        sums = {t.key: [found.get(m.key, _NONE) for m in t.members] for t in run.terms if t.members}
+        return found | {key: _NONE.union(*parts) for key, parts in sums.items() if any(parts)}
+
+    def _dependent_plates(
+        self, programs: Programs, run: Run, analysis: Analysis, key: tuple[object, ...]
+    ) -> dict[FactorKey, frozenset[PlateKey]]:
+        """What was found to depend stays so: a repeated analysis separates fewer pairs."""
+        before: dict[FactorKey, frozenset[PlateKey]] = analysis.before(key) or {}
+        thorough = not analysis.has_before(key)
+        try:
+            try:
+                found = find_dependent_plates(programs, run.subsamples, thorough)
+            except ProgramError:
+                if run.leading is None:
+                    raise
+                # Programs may rely on the particles that they were promised.
+                leading = _leading_of(run)
+                found = find_dependent_plates(programs, run.subsamples, thorough, leading)
+        except ProgramError as error:
+            self._warn(
+                f"the model and guide fail at other latents than those that they drew ({error}), "
+                f"so whether the elements of a plate are independent is not known: they share one "
+                f"weight"
+            )
+            frames = {t.key: plate_frames(t.site) for whole in run.terms for t in whole.sites}
+            found = {k: frozenset(map(plate_key, f)) for k, f in frames.items() if f}
+        return {k: found.get(k, _NONE) | before.get(k, _NONE) for k in {**found, **before}}
+
+
+def _leading_of(run: Run) -> Callable[[], Leading]:
+    """Makes leading dims as those of a run without shared sites."""
+    none = frozenset[str](), frozenset[str]()
+    count, dim = run.leading or 1, -run.nesting - 1
+    return lambda: particle_plates(run.way, count, dim, none)
+
+
+def _with_turns(
+    factors: Mapping[FactorKey, Factor],
+    coupled: Mapping[FactorKey, frozenset[PlateKey]],
+    latents: Mapping[str, Frames],
+) -> dict[FactorKey, Factor]:
+    """What depends on another turn of a sequential plate may depend on all of its turns."""
+    found = dict(factors)
+    for key, plates in coupled.items():
+        turns = {p.name for p in plates if p.dim is None}
+        factor = found.get(key)
+        if factor is not None and factor.parents is not None and turns:
+            met = {n for n, frames in latents.items() if turns & {f.name for f in frames}}
+            found[key] = factor._replace(parents=factor.parents | met)
+    return found
 
 
 def _roots(
@@ -153,16 +213,6 @@ def _roots(
     for t in run.guide_data:
         roots -= names if found is None else found.factors.get(t.key, names)
     return frozenset(roots)
-
-
-def _coupled(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
-    """For each factor the plates across whose elements it depends on latents."""
-    found = programs.once(
-        ("plates", run.signature), lambda: find_dependent_plates(programs, run.subsamples)
-    )
-    none: frozenset[PlateKey] = frozenset()
-    sums = {t.key: [found.get(m.key, none) for m in t.members] for t in run.terms if t.members}
-    return found | {key: none.union(*parts) for key, parts in sums.items() if any(parts)}
 
 
 def _other_names(frames: Mapping[FactorKey, Frames]) -> Iterator[str]:

@@ -1,190 +1,231 @@
 """
-Which factors let the elements of a plate depend on each other's latents.
+Plates whose elements depend on each other's latents.
 
-A plate says that its elements are independent, and Pyro does not hold a program to it: a random
-walk drawn as ``z.cumsum(-1)`` in a plate of steps, or states whose neighbours meet in ``z[1:] -
-z[:-1]``, are trained by the plain ELBO all the same. A weight per element would be no weight, and
-its bound no bound. So the programs are run at draws of which half of a plate's elements are
-exchanged, and the densities of the other half must stay as they are.
+A plate says that its elements are independent, and Pyro does not enforce it: a random walk drawn as
+``z.cumsum(-1)`` in a plate of steps, or neighbours that meet in ``z[1:] - z[:-1]``, are trained by
+the plain ELBO all the same. A weight per element would be no weight, and its bound no bound.
+
+So some of a plate's elements get other latents, and the densities of the others must stay as they
+are. The subsets separate every pair of elements. A value that Python code reads may decide
+anything: what it was computed from shares one weight.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.leading import ALONE, Leading
 from pyro_mcvae.programs.plates import PlateKey, plate_frames, plate_key
-from pyro_mcvae.programs.probing import Probe, ProgramError, looking, probe
-from pyro_mcvae.programs.sites import changed_draw, is_random, known_support
+from pyro_mcvae.programs.probing import Probe, ProgramError, perturbed, probe, probing
+from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
+from pyro_mcvae.structure.interventions import (
+    Values,
+    another,
+    differing,
+    intervene,
+    random_halves,
+    separating_subsets,
+)
+from pyro_mcvae.structure.reads import Read, Reads, reads_of_latents
 
 __all__ = ["find_dependent_plates"]
 
-_logger = logging.getLogger(__name__)
-
-Values = dict[str, Tensor]
-Terms = dict[FactorKey, Term]
+Found = dict[FactorKey, frozenset[PlateKey]]
 
 
 def find_dependent_plates(
-    programs: Programs, subsamples: Mapping[str, Tensor]
-) -> dict[FactorKey, frozenset[PlateKey]]:
-    """
-    For each factor the plates, of those around it, across which it depends on random guide sites.
-
-    Programs that fail at exchanged draws (of which the number of elements depends on a draw, say)
-    yield nothing. Batch normalisation does not count: its use is to let data depend on each other.
-
-    :param subsamples: the minibatch to look at.
-    """
-    try:
-        return _find(programs, subsamples)
-    except ProgramError as error:
-        _logger.info("whether a plate's elements meet cannot be looked at: %s", error)
-        return {}
-
-
-def _find(
-    programs: Programs, subsamples: Mapping[str, Tensor]
-) -> dict[FactorKey, frozenset[PlateKey]]:
-    with looking():
-        first = probe(programs, subsamples)
-        latents = {n: s for n, s in first.guide_trace.nodes.items() if is_random(s)}
-        others = {n: _another(s) for n, s in latents.items()}
-    values = {n: s["value"] for n, s in latents.items()}
-    moves = list(_moves(programs, first.subsamples, latents, values, others))
-    found = _dependent(_of_others(first, values), moves)
-    if not found:
-        return found
-    # Noise that a program draws apart from its sites: the same stream at the same latents.
-    before = _densities(programs, first.subsamples, values)
-    found = _dependent(before, moves)
-    if not found:
-        return found
-    # Noise from a generator that is not torch's own changes densities at the same latents, too.
-    again = _densities(programs, first.subsamples, values)
-    return {key: plates for key, plates in found.items() if _same(before[key], again.get(key))}
-
-
-class _Move(NamedTuple):
-    """The factors where some elements of a plate have other latents; ``kept`` ones have not."""
-
-    frame: CondIndepStackFrame
-    kept: Tensor
-    after: Terms
-
-
-def _moves(
     programs: Programs,
     subsamples: Mapping[str, Tensor],
-    latents: Mapping[str, Site],
-    values: Values,
-    others: Values,
-) -> Iterator[_Move]:
-    """Each half of each plate's elements, exchanged."""
-    for frame in sorted({f for s in latents.values() for f in plate_frames(s)}, key=str):
-        if frame.dim is None or frame.size < 2:
-            continue
-        for half in (_half(frame.size), ~_half(frame.size)):
-            moved = {
-                n: _exchanged(s, frame, half, values[n], others[n]) for n, s in latents.items()
-            }
-            yield _Move(frame, ~half, _densities(programs, subsamples, moved))
+    thorough: bool = True,
+    leading: Callable[[], Leading] = lambda: ALONE,
+) -> Found:
+    """
+    For each factor, find the plates around it across which it depends on random guide sites.
 
+    Of a sequential plate the factor's own turn is named. Batch normalisation does not count: its
+    use is to let data depend on each other.
 
-def _dependent(before: Terms, moves: Iterable[_Move]) -> dict[FactorKey, frozenset[PlateKey]]:
-    """For each factor the plates in which kept elements changed with the others."""
-    found: dict[FactorKey, frozenset[PlateKey]] = {}
-    for frame, kept, after in moves:
-        for key in _changed(before, after, frame, kept):
-            found[key] = found.get(key, frozenset()) | {plate_key(frame)}
+    :param subsamples: the minibatch.
+    :param bool thorough: separate every pair of elements, instead of two random halves.
+    :param leading: makes the leading dims of each run, for programs that do not run without.
+    :raises ProgramError: for programs that fail at other latents.
+    """
+    with probing(programs), Reads() as watch:
+        first = probe(programs, subsamples, leading=leading())
+    latents = {n: s for n, s in first.guide_trace.nodes.items() if is_random(s)}
+    with isolated():
+        others = {n: another(s) for n, s in latents.items()}
+        halves = [(p, [*random_halves(p[0].size)]) for p in _plates(latents)]
+    if not halves:
+        return {}
+    values = {n: s["value"] for n, s in latents.items()}
+    reads = reads_of_latents(programs, first.subsamples, frozenset(latents), watch.reads)
+    experiment = _Experiment(programs, first, latents, values, others, bool(reads), leading)
+    found = _read(first, latents, reads)
+    for plate, pair in halves:
+        subsets = [
+            _Subset(plate, s) for s in (separating_subsets(plate[0].size) if thorough else pair)
+        ]
+        experiment.run(found, subsets, [_Subset(plate, s) for s in pair])
     return found
 
 
-def _another(site: Site) -> Tensor:
-    """Another value for each element: a second draw, which may be the same where it is discrete."""
-    value, support = site["value"], known_support(site["fn"])
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
-    if support is constraints.boolean:
-        return value.logical_not().to(value.dtype)
-    if support is constraints.one_hot:
-        return value.roll(1, -1)
-    if isinstance(support, _INTERVAL):
-        low, size = support.lower_bound, support.upper_bound - support.lower_bound + 1
-        return (low + (value - low + 1) % size).to(value.dtype)
-    if isinstance(support, _COUNTS):
-        return value + 1
-    try:
-        return site["fn"](*site["args"], **site["kwargs"])
-    except NotImplementedError:
-        return value  # a handler gave it to a distribution that cannot draw
+class _Subset(NamedTuple):
+    """
+    Chosen elements of one plate.
+
+    :ivar frames: the plate, or the turns of a sequential one.
+    :ivar chosen: which of its elements; of a sequential plate which turns.
+    """
+
+    frames: tuple[CondIndepStackFrame, ...]
+    chosen: Tensor
+
+    def where(self, latents: Mapping[str, Site], values: Values) -> Values:
+        """Which entries of each latent lie in the chosen elements."""
+        found = {}
+        for name, site in latents.items():
+            frame = next((f for f in self.frames if f in plate_frames(site)), None)
+            if frame is None:
+                continue
+            if frame.dim is None:
+                if self._has_turn(frame):
+                    found[name] = torch.ones((), dtype=torch.bool)
+            elif values[name].dim() >= site["fn"].event_dim - frame.dim:
+                found[name] = self.chosen.reshape((-1,) + (1,) * (-frame.dim - 1))
+        return found
+
+    def kept(self, term: Term, changed: Tensor) -> bool:
+        """Whether a factor has changed at elements that were not chosen."""
+        frame = next((f for f in self.frames if f in plate_frames(term.site)), None)
+        if frame is None:
+            return False
+        if frame.dim is None:
+            return not self._has_turn(frame) and bool(changed.any())
+        if changed.dim() < -frame.dim or changed.shape[frame.dim] != frame.size:
+            return False
+        at = (~self.chosen).to(changed.device).nonzero().squeeze(-1)
+        return bool(changed.index_select(frame.dim, at).any())
+
+    def key_of(self, term: Term) -> PlateKey:
+        return plate_key(next(f for f in self.frames if f in plate_frames(term.site)))
+
+    def _has_turn(self, frame: CondIndepStackFrame) -> bool:
+        return bool(self.chosen[plate_key(frame).counter - 1])
 
 
-_INTERVAL = type(constraints.integer_interval(0, 1))
-_COUNTS = type(constraints.nonnegative_integer)
+def _plates(latents: Mapping[str, Site]) -> list[tuple[CondIndepStackFrame, ...]]:
+    """The plates around latents; all turns of a sequential one together."""
+    frames = sorted({f for s in latents.values() for f in plate_frames(s)}, key=str)
+    plates = [(f,) for f in frames if f.dim is not None]
+    for name in sorted({f.name for f in frames if f.dim is None}):
+        plates.append(tuple(f for f in frames if f.dim is None and f.name == name))
+    return [p for p in plates if p[0].size > 1]
 
 
-def _half(size: int) -> Tensor:
-    """The Thue-Morse sequence: not periodic, so that it parts neighbours at whatever distance."""
-    index, parity = torch.arange(size), torch.zeros(size, dtype=torch.bool)
-    for bit in range(size.bit_length()):
-        parity = parity ^ ((index >> bit) & 1).bool()
-    return parity
+def _read(first: Probe, latents: Mapping[str, Site], reads: list[Read]) -> Found:
+    """The plates of latents whose values are read: any factor in them may depend on all of it."""
+    names = frozenset().union(*(r.sites for r in reads))
+    plates = {f for n in names & latents.keys() for f in plate_frames(latents[n])}
+    found = {}
+    for key, term in first.terms.items():
+        met = {plate_key(f) for f in plate_frames(term.site) & plates if f.dim is not None}
+        if met:
+            found[key] = frozenset(met)
+    return found
 
 
-def _exchanged(
-    site: Site, frame: CondIndepStackFrame, half: Tensor, value: Tensor, other: Tensor
-) -> Tensor:
-    depth = site["fn"].event_dim - (frame.dim or 0)
-    if frame not in plate_frames(site) or value.shape != other.shape or value.dim() < depth:
-        return value
-    where = half.to(value.device).reshape((-1,) + (1,) * (depth - 1))
-    return changed_draw(lambda a, b: torch.where(where, a, b), other, value)
+class _Experiment:
+    """
+    Runs of one pair of programs at changed latents, compared with a run at the same ones.
 
+    :param latents: the random sites of the guide.
+    :param values: their values.
+    :param others: other values.
+    :param reads: whether Python code reads a value of them; NaN might then lead anywhere.
+    """
 
-def _densities(programs: Programs, subsamples: Mapping[str, Tensor], values: Values) -> Terms:
-    """The factors at given latents; the same random stream at each call."""
-    with looking():
-        return _of_others(probe(programs, subsamples, values), values)
+    def __init__(
+        self,
+        programs: Programs,
+        first: Probe,
+        latents: Mapping[str, Site],
+        values: Values,
+        others: Values,
+        reads: bool,
+        leading: Callable[[], Leading],
+    ) -> None:
+        self._programs, self._subsamples, self._leading = programs, first.subsamples, leading
+        self._latents, self._values, self._others = latents, values, others
+        smooth = [v.is_floating_point() for v in values.values()]
+        self._undefined, self._discrete = any(smooth) and not reads, not all(smooth)
+        self._before: dict[bool, dict[FactorKey, Term]] = {}
+        self._unstable: dict[bool, frozenset[FactorKey]] = {}
 
+    def run(self, found: Found, subsets: list[_Subset], halves: list[_Subset]) -> None:
+        """Add what depends on chosen elements from outside of them."""
+        if self._undefined:
+            try:
+                self._add(found, subsets, undefined=True)
+            except ProgramError:
+                self._undefined = False  # programs that refuse NaN
+        # NaN hides behind comparisons, and integers have none.
+        self._add(found, halves if self._undefined and not self._discrete else subsets)
 
-def _of_others(found: Probe, values: Values) -> Terms:
-    """The factors that may depend on more than their own site: one alone depends on no other."""
-    return {key: t for key, t in found.terms.items() if len(values) > 1 or not t.in_guide}
+    def _add(self, found: Found, subsets: list[_Subset], undefined: bool = False) -> None:
+        generic = self._discrete
+        try:
+            before = self._baseline(generic)
+        except ProgramError:
+            if not generic:
+                raise
+            generic, before = False, self._baseline(False)
+        for subset in subsets:
+            where = subset.where(self._latents, self._values)
+            moved = intervene(self._latents, self._values, self._others, where, undefined)
+            after = self._terms(moved, generic)
+            for key, term in before.items():
+                if key in self._unstable.get(generic, ()) and not undefined:
+                    continue
+                old = term.log_prob
+                new = after[key].log_prob if key in after else old.new_full((1, *old.shape), 0.0)
+                changed = differing(old.detach(), new.detach(), undefined)
+                if subset.kept(term, changed):
+                    if not undefined and self._is_unstable(key, generic):
+                        continue
+                    found[key] = found.get(key, frozenset()) | {subset.key_of(term)}
 
+    def _baseline(self, generic: bool) -> dict[FactorKey, Term]:
+        if generic not in self._before:
+            self._before[generic] = self._terms(self._values, generic)
+        return self._before[generic]
 
-def _changed(
-    before: Terms, after: Terms, frame: CondIndepStackFrame, kept: Tensor
-) -> Iterator[FactorKey]:
-    """The factors whose density differs at elements of a plate whose own latents are the same."""
-    for key, term in before.items():
-        old, dim = term.log_prob, frame.dim or 0
-        new = after[key].log_prob if key in after else old
-        if frame not in plate_frames(term.site) or old.shape != new.shape or old.dim() < -dim:
-            continue
-        if old.shape[dim] != frame.size:
-            continue
-        at = kept.to(old.device).nonzero().squeeze(-1)
-        if not _close(old.index_select(dim, at), new.index_select(dim, at)):
-            yield key
+    def _is_unstable(self, key: FactorKey, generic: bool) -> bool:
+        """Whether a factor changes from run to run, as by another generator or atomic additions."""
+        if generic not in self._unstable:
+            again, before = self._terms(self._values, generic), self._before[generic]
+            self._unstable[generic] = frozenset(
+                k
+                for k, t in before.items()
+                if k not in again or bool(differing(t.log_prob, again[k].log_prob, False).any())
+            )
+        return key in self._unstable[generic]
 
-
-def _same(before: Term, again: Term | None) -> bool:
-    if again is None or again.log_prob.shape != before.log_prob.shape:
-        return False
-    return _close(before.log_prob, again.log_prob)
-
-
-def _close(old: Tensor, new: Tensor) -> bool:
-    tolerance = 1e-9 if old.dtype == torch.float64 else 1e-4
-    return torch.allclose(old, new, rtol=tolerance, atol=tolerance, equal_nan=True)
+    def _terms(self, values: Values, generic: bool) -> dict[FactorKey, Term]:
+        """The factors that may depend on more than their own site: of one latent, the model's."""
+        if generic:
+            with perturbed(self._programs):
+                return self._terms(values, False)
+        with probing(self._programs):
+            terms = probe(self._programs, self._subsamples, values, leading=self._leading()).terms
+        return {key: t for key, t in terms.items() if len(self._values) > 1 or not t.in_guide}

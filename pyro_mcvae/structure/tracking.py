@@ -10,7 +10,7 @@ from pyro.ops.provenance import ProvenanceTensor, extract_provenance
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.programs.types import Message, TorchFunction
 
@@ -89,7 +89,7 @@ class TrackDraws(Messenger):
         if msg["name"] not in self.tracked or msg["name"] in self.leaves:
             return
         self.upstream[msg["name"]] = marks_of(msg["value"])
-        leaf = unmarked(msg["value"]).detach()
+        leaf = unmarked(msg["value"]).detach().clone()  # not in what was written before
         # Two trackers, because each is blind somewhere: provenance in custom autograd functions,
         # autograd at discrete values.
         if leaf.is_floating_point():
@@ -165,11 +165,30 @@ def _selects(func: TorchFunction, args: tuple[object, ...]) -> bool:
 
 
 class Escapes(TorchFunctionMode):
-    """Notes draws that become Python numbers, or are written into an untracked tensor."""
+    """
+    Records draws that become Python numbers, and marks tensors that draws are written into.
+
+    :ivar names: the draws of which it is not known what became of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: frozenset[str] = frozenset()
+        # By storage, which is kept alive so that no other tensor has its place.
+        self._written: dict[int, tuple[Any, frozenset[str]]] = {}
+
+    def _write(self, target: object, marks: frozenset[str]) -> None:
+        if marks and isinstance(target, Tensor):
+            storage = unmarked(target).untyped_storage()
+            _, before = self._written.get(storage._cdata, (None, _NONE))
+            self._written[storage._cdata] = storage, before | marks
+
+    def _recalled(self, value: Tensor) -> Tensor:
+        """A tensor with the marks of what was written into it, or into a view of it."""
+        with torch._C.DisableTorchFunction():
+            storage = unmarked(value).untyped_storage()
+        found = self._written.get(storage._cdata)
+        return value if found is None else _mark(value, found[1])
 
     def __torch_function__(
         self,
@@ -178,6 +197,8 @@ class Escapes(TorchFunctionMode):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
+        if self._written:
+            args, kwargs = tree_map_only(Tensor, self._recalled, (args, kwargs or {}))
         name = getattr(func, "__name__", "")
         if func in _WAYS_OUT or _selects(func, args):
             self.names |= marks_of([args, kwargs or {}])
@@ -185,20 +206,11 @@ class Escapes(TorchFunctionMode):
             # As torch.tensor, but for the first argument, of which only the dtype is taken.
             self.names |= marks_of([args[1:], kwargs or {}])
         elif func is torch.Tensor.__setitem__ or (name[-1:] == "_" and name[-2:] != "__"):
-            # Gradients tell what floating-point numbers were written into a tensor.
-            written = [args[1:], kwargs or {}]
-            self.names |= marks_of([t for t in _tensors(written) if not _is_float(t)])
+            # Where there is no gradient, autograd does not record what is written into a tensor.
+            self._write(args[0], marks_of([args[1:], kwargs or {}]))
         if func in _OPTIONS_ONLY:
             # The draw only says the dtype and the device.
             args = (unmarked(args[0]), *args[1:])
         elif func in _CONVERSIONS and len(args) > 1 and isinstance(args[1], Tensor):
             args = (args[0], unmarked(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(values: object) -> list[Tensor]:
-    return [v for v in tree_leaves(values) if isinstance(v, Tensor)]
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return unmarked(tensor).is_floating_point()

@@ -16,7 +16,7 @@ from pyro.poutine.messenger import Messenger
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import PlateKey, plate_frames, plate_key
-from pyro_mcvae.programs.probing import ProgramError, looking, probe
+from pyro_mcvae.programs.probing import ProgramError, probe, probing
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_random, is_record
 from pyro_mcvae.programs.types import Message, Site
@@ -55,13 +55,13 @@ def _is_computed(site: Site) -> bool:
 
 
 def _find(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
-    with looking(), _Untraced() as noise:
+    with probing(programs), _Untraced() as noise:
         first = probe(programs, run.subsamples)
     if not noise.frames:
         return {}
     latents = {n: s["value"] for n, s in first.guide_trace.nodes.items() if is_random(s)}
     # The same latents and another stream of random numbers: the draws alone are others.
-    with looking():
+    with probing(programs):
         pyro.set_rng_seed(int(torch.randint(2**31, ())))  # normals of the old one are cached
         again = probe(programs, first.subsamples, latents)
     around: frozenset[CondIndepStackFrame] = frozenset.intersection(*noise.frames.values())

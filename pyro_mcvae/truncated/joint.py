@@ -144,9 +144,7 @@ class JointRuns:
                 return self._known.with_runs(found)
         else:
             found = [self._once(draw(i), Layout(None, None)) for i in range(count)]
-        structures = [
-            self._sampler.structures.of(self._programs, run, renew=False) for run in found
-        ]
+        structures = [self._sampler.structures.of(self._programs, run) for run in found]
         if structures[0].blocks != self.layouts.structure.blocks:
             raise StatesError(
                 f"the program shows other plates or sites than at its first call (then "

@@ -60,7 +60,7 @@ def _another(site: Site, nesting: int) -> Tensor:
 
 def _log_probs(programs: Programs, run: Run, values: dict[str, Tensor]) -> dict[str, Tensor]:
     substitutes = Substitutes(Minibatch(run.subsamples), values)
-    with isolated(), Recorder(substitutes) as recorder:
+    with isolated(programs.owners), Recorder(substitutes) as recorder:
         programs.model(*programs.args, **programs.kwargs)
     trace = recorder.trace
     trace.compute_log_prob()

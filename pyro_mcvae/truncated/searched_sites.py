@@ -203,7 +203,7 @@ def find_layouts(
     model = with_impossible_data(model)
     search = SearchMessenger(model, guide)
     programs = Programs(model, search, args, kwargs)
-    with isolated(), torch.no_grad():
+    with isolated(programs.owners), torch.no_grad():
         run = sampler.run_once(programs)
         given = _given_data(programs, run)
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)

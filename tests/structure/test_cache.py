@@ -1,9 +1,11 @@
 """What is known about programs does not outlive a change of them."""
 
 import copy
+import enum
 import logging
 import pickle
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -11,10 +13,8 @@ import torch
 
 from pyro_mcvae import ULA, TraceIWAE_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.nesting import checked_run
 from pyro_mcvae.structure import dependencies, finder
-from pyro_mcvae.structure.cache import StructureCache
-from pyro_mcvae.structure.finder import StructureFinder
+from pyro_mcvae.structure.cache import Analyses
 
 MAKERS = {
     "iwae": lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
@@ -98,33 +98,77 @@ def test_a_flag_that_ties_latents_is_seen_at_once(objective, how):
     assert losses[0] != 0.0
 
 
-def test_what_no_flag_tells_is_looked_at_again(caplog):
-    memory, state, looks = StructureCache(), [0], []
-    programs = Programs(model, guide, (torch.zeros(3),), {"step": 0})
+def programs_of(*args, **kwargs):
+    return Programs(model, guide, args, kwargs)
+
+
+def test_a_fresh_analysis_is_made_at_uses_1_2_4_and_at_least_every_1024th(caplog):
+    analyses, state, made = Analyses(), [0], []
 
     def find():
-        looks.append(used)
+        made.append(used)
         return state[0]
 
     found = []
     for used in range(1, 5001):
         state[0] = int(used > 20)
-        found.append(memory.of(programs, "sites", find))
-    assert looks == [1, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
+        programs = programs_of(torch.zeros(3), rate=0.1 * used)
+        found.append(analyses.of(programs).compared(("sites",), find))
+    assert made == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 3072, 4096]
     assert found.index(1) == 31
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    assert "16 steps ago" in caplog.text
+
+
+class Kind(enum.Enum):
+    ONE = 1
+    TWO = 2
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (0, 1),
+        (True, 1),
+        (0.0, 0.5),
+        (Kind.ONE, Kind.TWO),
+        ("a", "b"),
+        (None, torch.zeros(())),
+        ([1, 2], [1, 2, 3]),
+        ({"a": 1}, {"b": 1}),
+        ((1, {"k": [0]}), (1, {"k": [1]})),
+        (np.int64(0), np.int64(1)),
+        (np.bool_(False), np.bool_(True)),
+        (torch.float32, torch.float64),
+    ],
+    ids=str,
+)
+def test_every_choice_among_the_arguments_has_its_analysis(one, two):
+    analyses = Analyses()
+    found = [analyses.of(programs_of(v)) for v in (one, two, one)]
+    assert found[0] is not found[1]
+    assert found[1] is not found[2]
+    assert found[2].uses == 2
+
+
+def test_numbers_that_count_are_left_to_the_timetable():
+    analyses, made = Analyses(), []
+    for step in range(100):
+        analyses.of(programs_of(step)).once(("sites",), lambda: made.append(step))  # noqa: B023
+    assert len(made) < 20
 
 
 def test_pairs_that_alternate_are_remembered():
-    memory, looks = StructureCache(), []
-    pairs = [Programs(model, lambda i=i: i, (), {}) for i in range(3)]
+    analyses, made = Analyses(), []
+    pairs = [(model, lambda i=i: i, (), {}) for i in range(3)]
     for _ in range(3):
         for pair in pairs:
-            memory.of(pair, "sites", lambda pair=pair: looks.append(pair))
-    assert looks == pairs
-    for copied in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
-        copied.of(pairs[0], "sites", lambda: looks.append("again"))
-    assert looks[3:] == ["again", "again"]
+            analyses.of(Programs(*pair)).put(("uses",), None)
+    uses = [analyses.of(Programs(*pair)).uses for pair in pairs]
+    assert uses == [4, 4, 4]
+    for copied in (copy.deepcopy(analyses), pickle.loads(pickle.dumps(analyses))):
+        made.append(copied.of(Programs(*pairs[0])).uses)
+    assert made == [1, 1]
 
 
 def looks_of(monkeypatch):
@@ -145,7 +189,7 @@ def looks_of(monkeypatch):
     return looks
 
 
-def test_a_first_step_looks_once_and_is_looked_at_again(monkeypatch):
+def test_each_analysis_runs_its_experiments_once(monkeypatch):
     # One structure is derived twice: without particles, and with draws that have lost them.
     looks, elbo = looks_of(monkeypatch), MAKERS["iwae"]()
 
@@ -160,18 +204,9 @@ def test_a_first_step_looks_once_and_is_looked_at_again(monkeypatch):
         with pyro.plate("right", 3):
             pyro.sample("b", dist.Normal(s, 0.8))
 
-    elbo.loss(lost, lost_guide, False)
     both = ["find_dependencies", "find_dependent_plates"]
-    assert sorted(looks) == both
-    for _ in range(15):
+    analyses = 0
+    for step in range(1, 17):
         elbo.loss(lost, lost_guide, False)
-    assert sorted(looks) == sorted(2 * both)
-
-
-def test_programs_of_one_call_are_looked_at_again_where_it_is_time(monkeypatch):
-    looks, found = looks_of(monkeypatch), StructureFinder(find_roots=True)
-    programs = Programs(model, guide, (False,), {})
-    run = checked_run(programs, True)
-    for _ in range(16):
-        found.of(programs, run)
-    assert looks.count("find_dependencies") == looks.count("find_dependent_plates") == 2
+        analyses += step in (1, 2, 4, 8, 16)
+        assert sorted(looks) == sorted(analyses * both)
