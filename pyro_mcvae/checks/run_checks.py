@@ -92,7 +92,8 @@ class RunChecks:
 
         def compare() -> None:
             try:
-                check_vectorization(programs, run, shared, way, name, ran, mixes)
+                generic = not self._analyses.of(programs).has_before(key)
+                check_vectorization(programs, run, shared, way, name, ran, mixes, generic)
             except NotComparedError as error:
                 if not (self._declared and ran):
                     raise
@@ -106,7 +107,7 @@ class RunChecks:
         self._once_of_many(programs, key, lambda: check_states(programs, run), "states")
 
     def _once_of_many(
-        self, programs: Programs, key: Hashable, compare: Callable[[], None], name: str
+        self, programs: Programs, key: tuple[Hashable, ...], compare: Callable[[], None], name: str
     ) -> None:
         analysis = self._analyses.of(programs)
         if analysis.get(key) is not None:
@@ -133,6 +134,6 @@ class RunChecks:
         self._analyses.of(programs).forget("run")
 
 
-def _shown(run: Run, shared: GlobalSites) -> Hashable:
+def _shown(run: Run, shared: GlobalSites) -> tuple[Hashable, ...]:
     """All of a run that guards check."""
     return "run", run.form, run.nesting, run.leading, shared, is_validation_enabled()

@@ -18,7 +18,6 @@ from torch import Tensor
 from pyro_mcvae.checks.closeness import far_apart
 from pyro_mcvae.programs.enumeration import is_state, support_of_state
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
-from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
@@ -27,7 +26,7 @@ from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_random, unscaled_log_prob
 from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import Message
-from pyro_mcvae.structure.interventions import Values, another, differing, intervene
+from pyro_mcvae.structure.interventions import Values, another, differing, intervene, other_draws
 
 __all__ = ["check_states"]
 
@@ -45,7 +44,7 @@ def check_states(programs: Programs, run: Run) -> None:
         with probing(programs):
             guide_trace = probe(programs, run.subsamples).guide_trace
         latents = {s["name"]: s for s in scored(guide_trace) if is_random(s)}
-        with isolated():
+        with other_draws():
             others = {n: another(s) for n, s in latents.items()}
             halves = {n: torch.rand(s["fn"].batch_shape) < 0.5 for n, s in latents.items()}
         states = _States(programs, run, guide_trace)

@@ -13,11 +13,10 @@ change. So a few vectorized particles are run beside the same latents one at a t
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import numpy as np
+import pyro
 import torch
 from torch import Tensor
 
@@ -36,13 +35,12 @@ from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.fixed_noise import Draw
-from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.probing import ProgramError, perturbed, probing
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.interventions import Values, another, differing, intervene
+from pyro_mcvae.structure.interventions import Values, another, differing, intervene, other_draws
 from pyro_mcvae.structure.reads import Batch, Read, Reads, reads_of_latents
 
 __all__ = ["check_count", "check_vectorization"]
@@ -91,7 +89,8 @@ def _failure(
     return None
 
 
-class _Particles(NamedTuple):
+@dataclass(frozen=True)
+class _Particles:
     """
     A few particles, as they are and with some latents changed, together and alone.
 
@@ -147,6 +146,7 @@ def check_vectorization(
     name: LeadingDimsName,
     ran: bool = True,
     mixes: bool = True,
+    generic: bool = True,
 ) -> None:
     """
     Check that a vectorized run has the densities of its particles run one by one.
@@ -160,6 +160,7 @@ def check_vectorization(
     :param name: what stands in the leading dims.
     :param ran: whether ``run`` was made in that way: then it is known that the programs can be.
     :param mixes: whether batch normalisation may take all particles for one batch.
+    :param bool generic: compare at generic parameters.
     :raises LeadingDimsError: naming the site that has another density, or the line that draws,
         reads or normalises for all particles at once.
     """
@@ -173,7 +174,7 @@ def check_vectorization(
             # A few particles may be too few, or the step has its own error.
             raise NotComparedError(name, error) from error
         raise not_vectorizable(name, count, run.nesting, error) from error
-    with isolated():
+    with other_draws():
         others = {n: another(s) for n, s in sites.items()}
         chosen = {n: _half(s, run.nesting) for n, s in sites.items()}
     values = {n: s["value"] for n, s in sites.items()}
@@ -187,7 +188,7 @@ def check_vectorization(
             _check_draws(programs, run, alone, noise.draws, name)
             if not mixes and watch.batches:
                 _check_batches(programs, run, alone, watch.batches, name)
-        _compare(particles, name)
+        _compare(particles, name, generic)
     except ProgramError as error:
         if isinstance(error, TogetherError) and not ran:
             raise not_vectorizable(name, count, run.nesting, error) from error
@@ -203,16 +204,16 @@ def _half(site: Site, nesting: int) -> Tensor:
     return half.reshape(own)
 
 
-def _compare(particles: _Particles, name: LeadingDimsName) -> None:
-    smooth = [v.is_floating_point() for v in particles.values.values()]
-    # Integers cannot be NaN, and a layer that is zero at first would hide what they do.
-    if not all(smooth):
+def _compare(particles: _Particles, name: LeadingDimsName, generic: bool) -> None:
+    smooth = any(v.is_floating_point() for v in particles.values.values())
+    if generic:
+        # A layer that is zero at first hides nothing behind a comparison, or an integer.
         try:
             with perturbed(particles.programs):
-                _compare_densities(particles, name, any(smooth))
+                return _compare_densities(particles, name, smooth)
         except ProgramError:
-            pass  # they fail at other parameters
-    _compare_densities(particles, name, any(smooth))
+            pass  # programs that fail at other parameters
+    return _compare_densities(particles, name, smooth)
 
 
 def _compare_densities(particles: _Particles, name: LeadingDimsName, smooth: bool) -> None:
@@ -337,8 +338,9 @@ def _check_draws(
         _refuse_change(first, again, f"at {shared[0].line}", name)
     if moved:
         with probing(programs, fixes=False):
-            random.seed(random.getrandbits(32) + 1)
-            np.random.seed(random.getrandbits(32))
+            same = torch.get_rng_state()
+            pyro.set_rng_seed(int(torch.randint(2**31, ())))
+            torch.set_rng_state(same)
             again = probe_alone(programs, run.subsamples, values)
         _refuse_change(first, again, "by NumPy or Python", name)
 
@@ -349,10 +351,11 @@ def _refuse_change(first: Densities, again: Densities, where: str, name: Leading
             raise _shared_noise(key, where, name)
 
 
-def _host_state() -> tuple[object, ...]:
+def _host_state() -> list[object]:
     """The state of Python's and NumPy's global generators."""
-    kind, keys, *rest = np.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), *rest
+    state = pyro.util.get_rng_state()
+    kind, keys, *rest = state["numpy"]
+    return [state["random"], kind, keys.tobytes(), *rest]
 
 
 def _check_batches(

@@ -9,6 +9,7 @@ from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import PlateKey, plate_frames, plate_key
+from pyro_mcvae.programs.probing import ProgramError
 from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.independence import find_dependent_plates
@@ -27,7 +28,7 @@ def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, 
     Factors for which that cannot be found out count as depending on everything.
 
     :raises LeadingDimsError: for programs that sum or average over the slots.
-    :raises CoupledSlotsError: for sites whose elements meet in a factor.
+    :raises CoupledSlotsError: for sites whose elements meet in a factor, or may.
     """
     run = slot_run.run
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
@@ -40,7 +41,11 @@ def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, 
     unseen = {t.key.name for t in run.terms if t.in_guide and t.site["is_observed"]}
     hidden = frozenset(unseen & slot_run.scored.keys())
     ancestors = {key: hidden.union(*(closed[p] for p in ps)) for key, ps in direct.items()}
-    _check_uncoupled(slot_run, ancestors, find_dependent_plates(programs, run.subsamples))
+    try:
+        coupled = find_dependent_plates(programs, run.subsamples).plates
+    except ProgramError as error:
+        raise CoupledSlotsError(f"the programs fail at other latents: {error}") from error
+    _check_uncoupled(slot_run, ancestors, coupled)
     return ancestors
 
 

@@ -8,10 +8,8 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from numbers import Real
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from pyro import poutine
 from pyro.infer import ELBO, SVI
@@ -117,17 +115,22 @@ def _add_choices(found: dict[str, Hashable], place: str, value: Any, depth: int 
         found[place] = (float,) if value.dim() == 0 else (type(value), value.dim())
     elif isinstance(value, _CHOICES):
         found[place] = value
-    elif isinstance(value, np.generic):
+    elif type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         _add_choices(found, place, value.item(), 0)
-    elif isinstance(value, Real):
-        found[place] = float, (value > 0) - (value < 0)
+    elif isinstance(value, float):
+        found[place] = _sign(value)
     elif isinstance(value, dict | list | tuple | set | frozenset) and depth:
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         found[place] = type(value), len(value)
         for key, part in itertools.islice(pairs, _MAX_ENTRIES):
             _add_choices(found, f"{place}[{key!r}]", part, depth - 1)
     else:
-        found[place] = type(value)
+        found[place] = (type(value),)
+
+
+def _sign(value: float) -> tuple[type, int]:
+    """Of a float, which may change at every step, whether it is zero."""
+    return float, (value > 0) - (value < 0)
 
 
 def _add_held(found: dict[str, Hashable], place: str, held: Mapping[str, Any]) -> None:
@@ -136,7 +139,7 @@ def _add_held(found: dict[str, Hashable], place: str, held: Mapping[str, Any]) -
         if isinstance(value, _CHOICES):
             found[f"{place}.{name}"] = value
         elif isinstance(value, float):
-            found[f"{place}.{name}"] = float, (value > 0) - (value < 0)
+            found[f"{place}.{name}"] = _sign(value)
 
 
 def _add_program(found: dict[str, Hashable], role: str, program: Any) -> None:

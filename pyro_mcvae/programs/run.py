@@ -14,6 +14,7 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
+from pyro_mcvae.programs.sites import changed_draw, is_random
 from pyro_mcvae.programs.state_sums import summed_terms
 from pyro_mcvae.programs.terms import (
     SiteForm,
@@ -58,6 +59,12 @@ class Run:
     def guide_data(self) -> list[Term]:
         """The densities of what the guide observes, which are no factors of the weight."""
         return observed_terms(self.guide_trace)
+
+    @property
+    def latents(self) -> dict[str, Tensor]:
+        """The guide's random draws, without their graph."""
+        nodes = self.guide_trace.nodes.items()
+        return {n: changed_draw(Tensor.detach, s["value"]) for n, s in nodes if is_random(s)}
 
     @property
     def summands(self) -> list[Term]:

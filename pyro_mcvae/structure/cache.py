@@ -38,13 +38,13 @@ class Analysis:
     """
 
     def __init__(self, before: Analysis | None = None) -> None:
-        self.uses = 1 if before is None else before.uses
+        self.uses: int = 1 if before is None else before.uses
         self._findings: dict[Key, Any] = {}
         self._counts: dict[str, int] = {} if before is None else dict(before._counts)
         self._before = {} if before is None else before._findings
         self._since = self.uses
         self._replaced = 0 if before is None else self.uses - before._since
-        self._next = 2 if before is None else before._next + min(before._next, _AT_LEAST_EVERY)
+        self._next: int = 2 if before is None else before._next + min(before._next, _AT_LEAST_EVERY)
 
     @property
     def is_new(self) -> bool:

@@ -76,23 +76,29 @@ def _united(
 
 
 def find_dependencies(
-    programs: Programs, tracked: frozenset[str], subsamples: Mapping[str, Tensor]
+    programs: Programs,
+    tracked: frozenset[str],
+    subsamples: Mapping[str, Tensor],
+    at: Mapping[str, Tensor] | None = None,
 ) -> Dependencies:
     """
-    The tracked guide sites on which each factor of the weight depends directly.
+    Find the tracked guide sites on which each factor of the weight depends directly.
 
-    :param subsamples: the minibatch to look at, for programs whose sites depend on it.
+    :param subsamples: the minibatch, for programs whose sites depend on it.
+    :param at: the guide's latents, for programs whose sites depend on these; drawn if left out.
 
     Programs that cannot be tracked (an operator that refuses tensor subclasses) yield nothing,
     with a warning: their factors count as depending on everything, which is always correct,
     though the bound may be looser.
     """
-    tracker = TrackDraws(tracked)
+    tracker = TrackDraws(tracked, frozenset(at or ()))
     try:
         with probing(programs), torch.enable_grad():
             escapes = Escapes()
             with tracker, escapes:
-                guide_trace, model_trace = run_pair(programs, Substitutes(Minibatch(subsamples)))
+                guide_trace, model_trace = run_pair(
+                    programs, Substitutes(Minibatch(subsamples), at or {})
+                )
             traces = {"guide": guide_trace, "model": model_trace}
             found = _trace_factors(traces, tracker)
     except Exception as error:
@@ -130,9 +136,18 @@ def dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> De
     """
     found = programs.once(
         ("dependencies", tracked, run.signature),
-        lambda: find_dependencies(programs, tracked, run.subsamples),
+        lambda: _dependencies_of(programs, tracked, run),
     )
     return found.with_sums(run.terms)
+
+
+def _dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> Dependencies:
+    found = find_dependencies(programs, tracked, run.subsamples)
+    known = {m.key for t in run.summands for m in t.sites} <= found.factors.keys()
+    if known or run.leading is not None or not found.factors:
+        return found
+    # Draws of its own had other sites.
+    return find_dependencies(programs, tracked, run.subsamples, run.latents)
 
 
 def _trace_factors(traces: Mapping[str, Trace], tracker: TrackDraws) -> Dependencies:

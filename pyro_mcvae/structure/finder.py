@@ -91,8 +91,6 @@ class StructureFinder:
         names = frozenset(order)
         own = {n: frames[FactorKey("guide", n)] for n in order}
         coupled = {} if self.joint else self._coupled(programs, run)
-        for key, plates in coupled.items():
-            self._warn(_met(key, plates))
         frames = _without_coupled(frames, coupled)
         noise = {} if self.joint else find_shared_noise(programs, run)
         declared, frames = frames, _without_coupled(frames, noise)
@@ -149,13 +147,22 @@ class StructureFinder:
         thorough = not analysis.has_before(key)
         try:
             try:
-                found = find_dependent_plates(programs, run.subsamples, thorough)
+                at = None if run.leading else run.latents
+                found, reads = find_dependent_plates(programs, run.subsamples, thorough, at=at)
             except ProgramError:
                 if run.leading is None:
                     raise
                 # Programs may rely on the particles that they were promised.
                 leading = _leading_of(run)
-                found = find_dependent_plates(programs, run.subsamples, thorough, leading)
+                found, reads = find_dependent_plates(programs, run.subsamples, thorough, leading)
+            for read in reads[:1]:
+                self._warn(
+                    f"the model or guide reads a value that depends on site '{min(read.sites)}', "
+                    f"at {read.line}, and may decide anything by it, so the elements of a plate "
+                    f"that it was computed from share one weight: decide for each by torch.where"
+                )
+            for met, plates in () if reads else found.items():
+                self._warn(_met(met, plates))
         except ProgramError as error:
             self._warn(
                 f"the model and guide fail at other latents than those that they drew ({error}), "

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.leading import ALONE, Leading
 from pyro_mcvae.programs.plates import PlateKey, plate_frames, plate_key
 from pyro_mcvae.programs.probing import Probe, ProgramError, perturbed, probe, probing
@@ -33,14 +32,27 @@ from pyro_mcvae.structure.interventions import (
     another,
     differing,
     intervene,
+    other_draws,
     random_halves,
     separating_subsets,
 )
 from pyro_mcvae.structure.reads import Read, Reads, reads_of_latents
 
-__all__ = ["find_dependent_plates"]
+__all__ = ["DependentPlates", "find_dependent_plates"]
 
 Found = dict[FactorKey, frozenset[PlateKey]]
+
+
+class DependentPlates(NamedTuple):
+    """
+    Plates whose elements depend on each other's latents.
+
+    :ivar plates: for each factor the plates around it across which it depends on latents.
+    :ivar reads: where Python code reads the value of a latent, by which it may decide anything.
+    """
+
+    plates: Found
+    reads: list[Read]
 
 
 def find_dependent_plates(
@@ -48,7 +60,8 @@ def find_dependent_plates(
     subsamples: Mapping[str, Tensor],
     thorough: bool = True,
     leading: Callable[[], Leading] = lambda: ALONE,
-) -> Found:
+    at: Mapping[str, Tensor] | None = None,
+) -> DependentPlates:
     """
     For each factor, find the plates around it across which it depends on random guide sites.
 
@@ -58,16 +71,17 @@ def find_dependent_plates(
     :param subsamples: the minibatch.
     :param bool thorough: separate every pair of elements, instead of two random halves.
     :param leading: makes the leading dims of each run, for programs that do not run without.
+    :param at: latents to begin with, on which the sites of the programs may depend.
     :raises ProgramError: for programs that fail at other latents.
     """
     with probing(programs), Reads() as watch:
-        first = probe(programs, subsamples, leading=leading())
+        first = probe(programs, subsamples, at, leading=leading())
     latents = {n: s for n, s in first.guide_trace.nodes.items() if is_random(s)}
-    with isolated():
+    with other_draws():
         others = {n: another(s) for n, s in latents.items()}
         halves = [(p, [*random_halves(p[0].size)]) for p in _plates(latents)]
     if not halves:
-        return {}
+        return DependentPlates({}, [])
     values = {n: s["value"] for n, s in latents.items()}
     reads = reads_of_latents(programs, first.subsamples, frozenset(latents), watch.reads)
     experiment = _Experiment(programs, first, latents, values, others, bool(reads), leading)
@@ -77,7 +91,7 @@ def find_dependent_plates(
             _Subset(plate, s) for s in (separating_subsets(plate[0].size) if thorough else pair)
         ]
         experiment.run(found, subsets, [_Subset(plate, s) for s in pair])
-    return found
+    return DependentPlates(found, reads)
 
 
 class _Subset(NamedTuple):
@@ -183,7 +197,8 @@ class _Experiment:
         self._add(found, halves if self._undefined and not self._discrete else subsets)
 
     def _add(self, found: Found, subsets: list[_Subset], undefined: bool = False) -> None:
-        generic = self._discrete
+        # At generic parameters a layer that is zero at first hides nothing behind a comparison.
+        generic = self._discrete or not undefined
         try:
             before = self._baseline(generic)
         except ProgramError:
@@ -195,14 +210,12 @@ class _Experiment:
             moved = intervene(self._latents, self._values, self._others, where, undefined)
             after = self._terms(moved, generic)
             for key, term in before.items():
-                if key in self._unstable.get(generic, ()) and not undefined:
-                    continue
-                old = term.log_prob
-                new = after[key].log_prob if key in after else old.new_full((1, *old.shape), 0.0)
-                changed = differing(old.detach(), new.detach(), undefined)
-                if subset.kept(term, changed):
-                    if not undefined and self._is_unstable(key, generic):
-                        continue
+                old = term.log_prob.detach()
+                new = after[key].log_prob.detach() if key in after else old.new_zeros(1, *old.shape)
+                met = subset.kept(term, differing(old, new, undefined))
+                if met and self._is_unstable(key, generic):
+                    met = old.shape == new.shape and subset.kept(term, old.isnan() ^ new.isnan())
+                if met:
                     found[key] = found.get(key, frozenset()) | {subset.key_of(term)}
 
     def _baseline(self, generic: bool) -> dict[FactorKey, Term]:

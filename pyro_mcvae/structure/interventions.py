@@ -11,15 +11,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.sites import changed_draw, known_support
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["another", "differing", "intervene", "random_halves", "separating_subsets"]
+__all__ = [
+    "another",
+    "differing",
+    "intervene",
+    "other_draws",
+    "random_halves",
+    "separating_subsets",
+]
 
 Values = dict[str, Tensor]
 
@@ -45,6 +54,14 @@ def random_halves(size: int) -> Iterator[Tensor]:
     half[torch.randperm(size)[: max(1, size // 2)]] = True
     yield half
     yield ~half
+
+
+@contextmanager
+def other_draws() -> Iterator[None]:
+    """Let draws be others than those of a run that began with the same random state."""
+    with isolated():
+        torch.manual_seed(int(torch.randint(2**31, ())))
+        yield
 
 
 def another(site: Site) -> Tensor:

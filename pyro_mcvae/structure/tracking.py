@@ -76,11 +76,16 @@ def unmarked(value: Any) -> Any:
 
 
 class TrackDraws(Messenger):
-    """Marks the tracked draws of the guide, and notes what each was computed from."""
+    """
+    Marks the tracked draws of the guide, and records what each was computed from.
 
-    def __init__(self, tracked: frozenset[str]) -> None:
+    :param given: the sites whose values were given, not drawn.
+    """
+
+    def __init__(self, tracked: frozenset[str], given: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.tracked = tracked
+        self._given = given
         self.leaves: dict[str, Tensor] = {}
         self.name_of: dict[int, str] = {}
         self.upstream: dict[str, frozenset[str]] = {}
@@ -88,8 +93,13 @@ class TrackDraws(Messenger):
     def _pyro_post_sample(self, msg: Message) -> None:
         if msg["name"] not in self.tracked or msg["name"] in self.leaves:
             return
-        self.upstream[msg["name"]] = marks_of(msg["value"])
-        leaf = unmarked(msg["value"]).detach().clone()  # not in what was written before
+        drawn = msg["value"]
+        if msg["name"] in self._given:
+            # What it would have been computed from is what its density is computed from.
+            drawn = msg["fn"].log_prob(msg["value"])
+        self.upstream[msg["name"]] = marks_of(drawn)
+        with torch._C.DisableTorchFunction():  # no longer in what earlier draws were written into
+            leaf = unmarked(msg["value"]).detach().clone()
         # Two trackers, because each is blind somewhere: provenance in custom autograd functions,
         # autograd at discrete values.
         if leaf.is_floating_point():

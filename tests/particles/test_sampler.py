@@ -21,10 +21,11 @@ from tests.zoo import EXAMPLES, data, nested, plain, subsampled
 INF = float("inf")
 K = 4
 # The probe runs of the first analysis of a plate of five: a draw, a baseline, NaN in four subsets
-# that separate every pair of elements, and other values in one half and the other.
-PLATES = 8
+# that separate every pair of elements, and, at generic parameters, a baseline and other values in
+# one half and the other.
+PLATES = 9
 # Those of each later analysis: only the two halves have NaN.
-PLATES_AGAIN = 6
+PLATES_AGAIN = 7
 # Those that compare three vectorized particles with single ones: a draw, a run of all and one of
 # each of two, and the same with NaN; one more for random numbers outside sample sites.
 ALIKE = 8

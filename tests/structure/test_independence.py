@@ -108,7 +108,7 @@ def test_the_elements_meet_also_where_the_guides_flow_has_no_inverse(flow):
 
 
 def coupled(model, guide, **subsamples):
-    found = find_dependent_plates(Programs(model, guide, (), {}), subsamples)
+    found = find_dependent_plates(Programs(model, guide, (), {}), subsamples).plates
     return {(key.program, key.name): {p.name for p in plates} for key, plates in found.items()}
 
 
@@ -268,7 +268,7 @@ def test_noise_of_another_generator_is_no_coupling():
         with pyro.plate("data", 4):
             pyro.sample("z", dist.Normal(1.0, 0.5))
 
-    assert find_dependent_plates(Programs(model, guide, (), {}), {}) == {}
+    assert find_dependent_plates(Programs(model, guide, (), {}), {}).plates == {}
 
 
 @pytest.mark.parametrize("relaxed", ["bernoulli", "categorical"])
