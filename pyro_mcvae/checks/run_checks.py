@@ -92,8 +92,8 @@ class RunChecks:
 
         def compare() -> None:
             try:
-                generic = not self._analyses.of(programs).has_before(key)
-                check_vectorization(programs, run, shared, way, name, ran, mixes, generic)
+                first = not self._analyses.of(programs).has_before(key)
+                check_vectorization(programs, run, shared, way, name, ran, mixes, first)
             except NotComparedError as error:
                 if not (self._declared and ran):
                     raise

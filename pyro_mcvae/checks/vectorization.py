@@ -94,36 +94,41 @@ class _Particles:
     """
     A few particles, as they are and with some latents changed, together and alone.
 
+    :ivar tested: the particles that are run alone, too; the last one never is.
     :ivar sites: the random sites.
     :ivar values: of all particles.
     :ivar others: other values.
     :ivar chosen: by site, which of one particle's entries are changed in the first particle; the
-        second has the others changed, and the rest none.
+        second has the others changed, if it is tested, and the rest none.
     """
 
     programs: Programs
     run: Run
     shared: GlobalSites
     way: Way
-    count: int
+    number: int
+    tested: range
     sites: dict[str, Site]
     values: Values
     others: Values
     chosen: Values
 
     def together(self, values: Values) -> Densities:
+        """The densities of all particles."""
         with probing(self.programs):
             return probe_together(
-                self.programs, self.run, self.shared, self.count, self.way, values
+                self.programs, self.run, self.shared, self.number, self.way, values
             ).log_probs
 
     def alone(self, values: Values, particle: int) -> Densities:
-        nesting = self.run.nesting
-        own = {
-            n: value_of(self.sites[n], v, particle, self.count, nesting) for n, v in values.items()
-        }
+        """The densities of one of them."""
+        own = {n: self.one_of(n, v, particle) for n, v in values.items()}
         with probing(self.programs):
             return probe_alone(self.programs, self.run.subsamples, own)
+
+    def one_of(self, name: str, value: Tensor, particle: int) -> Tensor:
+        """One particle's value of a site."""
+        return value_of(self.sites[name], value, particle, self.number, self.run.nesting)
 
     def changed(self, undefined: bool) -> Values:
         """Latents with some entries changed; those that all particles share stay."""
@@ -133,8 +138,8 @@ class _Particles:
             if lead < 1:
                 continue  # shared
             none = torch.zeros((), dtype=torch.bool).expand(half.shape)
-            rows = torch.stack([half, ~half, *[none] * (self.count - 2)])
-            where[name] = rows.reshape(self.count, *half.shape)
+            rows = [half, ~half][: len(self.tested)]
+            where[name] = torch.stack(rows + [none] * (self.number - len(rows)))
         return intervene(self.sites, self.values, self.others, where, undefined)
 
 
@@ -146,7 +151,7 @@ def check_vectorization(
     name: LeadingDimsName,
     ran: bool = True,
     mixes: bool = True,
-    generic: bool = True,
+    thorough: bool = True,
 ) -> None:
     """
     Check that a vectorized run has the densities of its particles run one by one.
@@ -160,39 +165,62 @@ def check_vectorization(
     :param name: what stands in the leading dims.
     :param ran: whether ``run`` was made in that way: then it is known that the programs can be.
     :param mixes: whether batch normalisation may take all particles for one batch.
-    :param bool generic: compare at generic parameters.
+    :param bool thorough: test two particles, at generic parameters, instead of one at the present.
     :raises LeadingDimsError: naming the site that has another density, or the line that draws,
         reads or normalises for all particles at once.
     """
-    # Not as many as the data: these must not be taken for each other.
-    count = next(n for n in itertools.count(3) if n not in run.inner_sizes)
+    if thorough:
+        # A layer that is zero at first hides nothing behind a comparison, or an integer.
+        try:
+            with perturbed(programs):
+                return _check(programs, run, shared, way, name, range(2), ran, mixes)
+        except ProgramError:
+            pass  # programs that fail at other parameters
     try:
-        with probing(programs) as noise, Reads() as watch:
-            sites = random_sites(probe_together(programs, run, shared, count, way))
+        _check(programs, run, shared, way, name, range(1 + thorough), ran, mixes)
     except ProgramError as error:
-        if ran:
-            # A few particles may be too few, or the step has its own error.
-            raise NotComparedError(name, error) from error
-        raise not_vectorizable(name, count, run.nesting, error) from error
+        if isinstance(error, TogetherError) and not ran:
+            raise not_vectorizable(name, 3, run.nesting, error) from error
+        # A few particles may be too few, or the step has its own error.
+        raise NotComparedError(name, error) from error
+    return None
+
+
+def _check(
+    programs: Programs,
+    run: Run,
+    shared: GlobalSites,
+    way: Way,
+    name: LeadingDimsName,
+    tested: range,
+    ran: bool,
+    mixes: bool,
+) -> None:
+    # Not as many as the data: these must not be taken for each other.
+    number = next(n for n in itertools.count(len(tested) + 1) if n not in run.inner_sizes)
+    with probing(programs) as noise, Reads() as watch:
+        first = probe_together(programs, run, shared, number, way)
+    sites = random_sites(first)
     with other_draws():
         others = {n: another(s) for n, s in sites.items()}
         chosen = {n: _half(s, run.nesting) for n, s in sites.items()}
     values = {n: s["value"] for n, s in sites.items()}
-    particles = _Particles(programs, run, shared, way, count, sites, values, others, chosen)
-    reads = reads_of_latents(programs, run.subsamples, frozenset(sites), watch.reads)
-    _check_reads(reads, name)
+    particles = _Particles(
+        programs, run, shared, way, number, tested, sites, values, others, chosen
+    )
+    _check_reads(reads_of_latents(programs, run.subsamples, frozenset(sites), watch.reads), name)
     _check_updates(watch.batches if way is not Way.BATCHED else (), name)
+    if run.leading is not None or not ran:  # slots may share what they are not values of
+        one = {n: particles.one_of(n, v, 0) for n, v in values.items()}
+        _check_draws(programs, run, one, noise.draws, name)
+        if not mixes and watch.batches:
+            _check_batches(programs, run, one, watch.batches, name)
+    alone = {k: particles.alone(values, k) for k in tested}
     try:
-        if run.leading is not None or not ran:  # slots may share what they are not values of
-            alone = {n: value_of(sites[n], v, 0, count, run.nesting) for n, v in values.items()}
-            _check_draws(programs, run, alone, noise.draws, name)
-            if not mixes and watch.batches:
-                _check_batches(programs, run, alone, watch.batches, name)
-        _compare(particles, name, generic)
-    except ProgramError as error:
-        if isinstance(error, TogetherError) and not ran:
-            raise not_vectorizable(name, count, run.nesting, error) from error
-        raise NotComparedError(name, error) from error
+        _compare(particles, first.log_probs, alone, name)
+    except LeadingDimsError:
+        # Draws that leave no trace are others where the latents are given.
+        _compare(particles, particles.together(values), alone, name)
 
 
 def _half(site: Site, nesting: int) -> Tensor:
@@ -204,41 +232,27 @@ def _half(site: Site, nesting: int) -> Tensor:
     return half.reshape(own)
 
 
-def _compare(particles: _Particles, name: LeadingDimsName, generic: bool) -> None:
-    smooth = any(v.is_floating_point() for v in particles.values.values())
-    if generic:
-        # A layer that is zero at first hides nothing behind a comparison, or an integer.
-        try:
-            with perturbed(particles.programs):
-                return _compare_densities(particles, name, smooth)
-        except ProgramError:
-            pass  # programs that fail at other parameters
-    return _compare_densities(particles, name, smooth)
-
-
-def _compare_densities(particles: _Particles, name: LeadingDimsName, smooth: bool) -> None:
-    together = particles.together(particles.values)
-    alone = {k: particles.alone(particles.values, k) for k in (0, 1)}
+def _compare(
+    particles: _Particles, together: Densities, alone: dict[int, Densities], name: LeadingDimsName
+) -> None:
     _check_values(particles, together, alone, name)
-    for undefined in (True, False) if smooth else (False,):
+    if any(v.is_floating_point() for v in particles.values.values()):
         try:
-            _check_changes(particles, together, alone, undefined, name)
+            return _check_changes(particles, together, alone, True, name)
         except ProgramError:
-            if not undefined:
-                raise
-            continue  # programs that refuse NaN
-        break
+            pass  # programs that refuse NaN
+    return _check_changes(particles, together, alone, False, name)
 
 
 def _check_values(
     particles: _Particles, together: Densities, alone: dict[int, Densities], name: LeadingDimsName
 ) -> None:
     """Check that each entry has the value that it has alone."""
-    nesting, count = particles.run.nesting, particles.count
+    nesting, number = particles.run.nesting, particles.number
 
     def odd(particle: int, densities: Densities) -> dict[FactorKey, tuple[Tensor, Tensor]]:
         pairs = {
-            key: (one_of(together[key], particle, count, nesting), densities[key])
+            key: (one_of(together[key], particle, number, nesting), densities[key])
             for key in together.keys() & densities.keys()
         }
         return {key: p for key, p in pairs.items() if bool(far_apart(*p).any())}
@@ -247,7 +261,8 @@ def _check_values(
     if not any(found):
         return
     # The inverse of a flow may fail at one particle.
-    found.append(odd(2, particles.alone(particles.values, 2)))
+    for k in range(len(alone), number):
+        found.append(odd(k, particles.alone(particles.values, k)))
     again = particles.alone(particles.values, 0)
     for key in together:
         if sum(key in one for one in found) < 2:
@@ -271,18 +286,18 @@ def _check_changes(
     name: LeadingDimsName,
 ) -> None:
     """Check that changed latents change the same entries as alone, and no other particle's."""
-    nesting, count = particles.run.nesting, particles.count
+    nesting, number = particles.run.nesting, particles.number
     changed = particles.changed(undefined)
     after = particles.together(changed)
     after_alone = {k: particles.alone(changed, k) for k in alone}
     for key in together.keys() & after.keys():
         met = differing(together[key], after[key], undefined)
-        wrong = bool(one_of(met, count - 1, count, nesting).any())
+        wrong = bool(one_of(met, number - 1, number, nesting).any())
         for k, before in alone.items():
             if key not in before or key not in after_alone[k]:
                 continue
             own = differing(before[key], after_alone[k][key], undefined)
-            wrong = wrong or bool((one_of(met, k, count, nesting) & ~own).any())
+            wrong = wrong or bool((one_of(met, k, number, nesting) & ~own).any())
         if wrong:
             raise _mismatch(
                 key,

@@ -12,7 +12,7 @@ import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.execution import Programs, run_pair
+from pyro_mcvae.programs.execution import Programs, run_model, run_pair, with_changes
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.fixed_noise import FixedNoise
 from pyro_mcvae.programs.isolation import isolated
@@ -21,7 +21,7 @@ from pyro_mcvae.programs.messengers import SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.terms import Term, guide_term, model_term, possible_terms
 
-__all__ = ["Probe", "ProgramError", "perturbed", "probe", "probing"]
+__all__ = ["Probe", "ProgramError", "perturbed", "probe", "probe_model", "probing"]
 
 
 class ProgramError(Exception):
@@ -111,3 +111,25 @@ def probe(
     except Exception as error:
         raise ProgramError(f"{type(error).__name__}: {error}") from error
     return Probe(guide_trace, model_trace, {t.key: t for t in found}, substitutes.subsamples)
+
+
+def probe_model(
+    programs: Programs,
+    guide_trace: Trace,
+    subsamples: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
+    leading: Leading = ALONE,
+) -> dict[FactorKey, Term]:
+    """
+    Run the model alone, within :func:`probing`, and return its factors.
+
+    :param guide_trace: of a run of both.
+    :param values: of the guide's sites, by name.
+    :raises ProgramError: from the model's own error.
+    """
+    drawn = with_changes(guide_trace, {name: {"value": v} for name, v in values.items()})
+    try:
+        trace = run_model(programs, drawn, Substitutes(Minibatch(subsamples)), leading)
+        return {t.key: t for t in possible_terms(model_term, trace)}
+    except Exception as error:
+        raise ProgramError(f"{type(error).__name__}: {error}") from error

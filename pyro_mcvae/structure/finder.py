@@ -65,7 +65,8 @@ class StructureFinder:
     def of(self, programs: Programs, run: Run) -> Structure:
         """Return the blocks of the programs that made this run."""
         lost = bool(run.unbatched) and _may_have_lost_particles(run)
-        key = "structure", self.joint, self.find_roots, lost, run.signature, run.sizes
+        scored = tuple([isinstance(t.score, Tensor) for t in run.terms])
+        key = "structure", self.joint, self.find_roots, lost, scored, run.signature, run.sizes
         analysis = self.analyses.of(programs)
         return analysis.compared(key, lambda: self._derive(programs, run))
 

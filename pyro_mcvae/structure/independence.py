@@ -19,11 +19,18 @@ import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.leading import ALONE, Leading
 from pyro_mcvae.programs.plates import PlateKey, plate_frames, plate_key
-from pyro_mcvae.programs.probing import Probe, ProgramError, perturbed, probe, probing
+from pyro_mcvae.programs.probing import (
+    Probe,
+    ProgramError,
+    perturbed,
+    probe,
+    probe_model,
+    probing,
+)
 from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
@@ -69,7 +76,7 @@ def find_dependent_plates(
     use is to let data depend on each other.
 
     :param subsamples: the minibatch.
-    :param bool thorough: separate every pair of elements, instead of two random halves.
+    :param bool thorough: separate every pair of elements, instead of a random half and the rest.
     :param leading: makes the leading dims of each run, for programs that do not run without.
     :param at: latents to begin with, on which the sites of the programs may depend.
     :raises ProgramError: for programs that fail at other latents.
@@ -87,10 +94,13 @@ def find_dependent_plates(
     experiment = _Experiment(programs, first, latents, values, others, bool(reads), leading)
     found = _read(first, latents, reads)
     for plate, pair in halves:
-        subsets = [
-            _Subset(plate, s) for s in (separating_subsets(plate[0].size) if thorough else pair)
-        ]
-        experiment.run(found, subsets, [_Subset(plate, s) for s in pair])
+        both = [_Subset(plate, s) for s in pair]
+        if thorough:
+            experiment.run(found, [_Subset(plate, s) for s in separating_subsets(plate[0].size)])
+            # NaN hides behind comparisons.
+            experiment.run(found, both, undefined=False)
+        else:
+            experiment.run(found, both[:1])
     return DependentPlates(found, reads)
 
 
@@ -183,28 +193,31 @@ class _Experiment:
         self._latents, self._values, self._others = latents, values, others
         smooth = [v.is_floating_point() for v in values.values()]
         self._undefined, self._discrete = any(smooth) and not reads, not all(smooth)
+        # Of a single latent the guide has nothing to say.
+        self._guide = None if len(values) > 1 or is_messenger(programs) else first.guide_trace
         self._before: dict[bool, dict[FactorKey, Term]] = {}
         self._unstable: dict[bool, frozenset[FactorKey]] = {}
 
-    def run(self, found: Found, subsets: list[_Subset], halves: list[_Subset]) -> None:
-        """Add what depends on chosen elements from outside of them."""
-        if self._undefined:
+    def run(self, found: Found, subsets: list[_Subset], undefined: bool = True) -> None:
+        """
+        Add what depends on chosen elements from outside of them.
+
+        :param bool undefined: whether latents may become NaN.
+        """
+        if undefined and self._undefined:
             try:
-                self._add(found, subsets, undefined=True)
+                return self._add(found, subsets, True, self._discrete)
             except ProgramError:
                 self._undefined = False  # programs that refuse NaN
-        # NaN hides behind comparisons, and integers have none.
-        self._add(found, halves if self._undefined and not self._discrete else subsets)
-
-    def _add(self, found: Found, subsets: list[_Subset], undefined: bool = False) -> None:
-        # At generic parameters a layer that is zero at first hides nothing behind a comparison.
-        generic = self._discrete or not undefined
+        # At generic parameters a layer that is zero at first hides nothing.
         try:
-            before = self._baseline(generic)
+            self._add(found, subsets, False, True)
         except ProgramError:
-            if not generic:
-                raise
-            generic, before = False, self._baseline(False)
+            self._add(found, subsets, False, False)
+        return None
+
+    def _add(self, found: Found, subsets: list[_Subset], undefined: bool, generic: bool) -> None:
+        before = self._baseline(generic)
         for subset in subsets:
             where = subset.where(self._latents, self._values)
             moved = intervene(self._latents, self._values, self._others, where, undefined)
@@ -240,5 +253,9 @@ class _Experiment:
             with perturbed(self._programs):
                 return self._terms(values, False)
         with probing(self._programs):
-            terms = probe(self._programs, self._subsamples, values, leading=self._leading()).terms
+            leading = self._leading()
+            if self._guide is None:
+                terms = probe(self._programs, self._subsamples, values, leading=leading).terms
+            else:
+                terms = probe_model(self._programs, self._guide, self._subsamples, values, leading)
         return {key: t for key, t in terms.items() if len(self._values) > 1 or not t.in_guide}

@@ -178,9 +178,9 @@ def looks_of(monkeypatch):
     def counted(module, name):
         plain = getattr(module, name)
 
-        def look(*args):
+        def look(*args, **kwargs):
             looks.append(name)
-            return plain(*args)
+            return plain(*args, **kwargs)
 
         monkeypatch.setattr(module, name, look)
 
