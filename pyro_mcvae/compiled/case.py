@@ -6,18 +6,19 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
-from pyro_mcvae.compiled.agreement import is_close
+from pyro_mcvae.compiled.agreement import check_kernels, differing, is_due, perturbed
 from pyro_mcvae.compiled.backends import Backend
 from pyro_mcvae.compiled.dependencies import Dependencies
-from pyro_mcvae.compiled.recording import NotUsable, Outcome, Recording, record
+from pyro_mcvae.compiled.recording import NotUsable, Outcome, Recording, Run, record
 from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.compiled.signature import Call
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.programs.errors import first_line
 
-__all__ = ["Case", "is_due"]
+__all__ = ["Case"]
 
 _logger = logging.getLogger(__name__)
 
@@ -33,13 +34,6 @@ _LEAST_USES = 4
 _MAX_MISSED = 4
 # A recording is compiled at its third use: one that serves once or twice is not worth it.
 _COMPILED_FROM = 3
-_EVERY = 100
-
-
-def is_due(uses: int) -> bool:
-    """Whether a recording is compared at this use: at 1, 2, 4, 8, ..., and every hundredth."""
-    return uses % _EVERY == 0 or (uses & (uses - 1) == 0 and uses < _EVERY)
-
 
 _MISSED = object()
 
@@ -159,7 +153,7 @@ class Case:
             return self._side.plain(call)
         if compared:
             generators.put_back()
-            return self._compared(recording, outcome, call)
+            return self._compared(recording, outcome, call, generators)
         if not outcome.is_usable():
             generators.put_back()
             return _MISSED
@@ -181,12 +175,11 @@ class Case:
         _logger.warning("a step is recorded anew, since steps take another way now")
         return self._recorded(call)
 
-    def _run(self, recording: Recording, call: Call) -> Callable[..., list[Tensor]]:
+    def _run(self, recording: Recording, call: Call) -> Run:
         if recording.run is None:
             if recording.uses < _COMPILED_FROM and not self._backend.replays:
                 return recording.graph
-            example = [*recording.constants, *call.inputs()]
-            recording.run = self._backend.compile(recording.graph, example)
+            recording.run = self._backend.compile(recording.graph, recording.inputs(call))
         return recording.run
 
     def _plain_instead(self, call: Call) -> object:
@@ -196,13 +189,42 @@ class Case:
             self._refuse("more than half of its steps take another way than the recorded one")
         return self._side.plain(call)
 
-    def _compared(self, recording: Recording, outcome: Outcome, call: Call) -> object:
+    def _compared(
+        self, recording: Recording, outcome: Outcome, call: Call, begin: Generators
+    ) -> object:
         found, results, gradients = self._side.observed(call, recording.leaves)
+        after = Generators()
         usable = all(bool(r.isfinite()) for r in results)
         taken = outcome.assumed is None or bool(outcome.assumed)
-        if usable and taken and not _agree(recording, outcome, results, gradients):
-            self._failed(recording, "its numbers have changed")
+        if usable and taken:
+            updates = list(zip(recording.updates, outcome.updated, strict=True))
+            held = [recording.constants[u.constant] for u, _ in updates]
+
+            def moved() -> list[Tensor]:
+                begin.put_back()
+                again = recording.replay(call, recording.graph, perturbed)
+                new = [n[-1] for n in again.updated]
+                return [*again.results, *again.gradients, *new]
+
+            pairs = [
+                *zip(outcome.results, results, strict=True),
+                *zip(outcome.gradients, gradients, strict=True),
+                *(u.done(c, new) for c, (u, new) in zip(held, updates, strict=True)),
+            ]
+            if differing(pairs, recording.graph, moved):
+                self._failed(recording, "its numbers have changed")
+            elif recording.run is not None:
+                self._check_kernels(recording, recording.run, call)
+            after.put_back()
         return found
+
+    def _check_kernels(self, recording: Recording, run: Run, call: Call) -> None:
+        try:
+            with torch.no_grad():
+                check_kernels(run, recording.graph, recording.inputs(call))
+        except RuntimeError as error:
+            _logger.warning("the step is replayed without a compiler from now on: %s", error)
+            recording.run = recording.graph
 
     def _failed(self, recording: Recording, why: str) -> None:
         self._recordings = [r for r in self._recordings if r is not recording]
@@ -217,15 +239,3 @@ class Case:
         self.refused = reason or "floats"
         if reason:
             self._tell(reason)
-
-
-def _agree(
-    recording: Recording, outcome: Outcome, results: list[Tensor], gradients: list[Tensor]
-) -> bool:
-    updates = zip(recording.updates, outcome.updated, strict=True)
-    pairs = [
-        *zip(outcome.results, results, strict=True),
-        *zip(outcome.gradients, gradients, strict=True),
-        *(u.done(recording.constants[u.constant], new) for u, new in updates),
-    ]
-    return all(is_close(a, b) for a, b in pairs)

@@ -27,9 +27,10 @@ from pyro_mcvae.compiled.updates import Update
 from pyro_mcvae.compiled.writes import Slot, Spaces, check_detached
 from pyro_mcvae.ops.recording import assumptions
 
-__all__ = ["NotUsable", "Outcome", "Recording", "check_unchanged", "record"]
+__all__ = ["NotUsable", "Outcome", "Recording", "Run", "check_unchanged", "record"]
 
 Run = Callable[..., list[Tensor]]
+Change = Callable[[list[Tensor], GraphModule], list[Tensor]]
 
 
 class NotUsable(NotRecordable):
@@ -114,15 +115,23 @@ class Recording:
         entry = self.dependencies.changed()
         return None if entry is None else entry.name
 
-    def replay(self, call: Call, run: Run) -> Outcome:
-        """Compute a step; nothing is changed by it but the generators."""
-        constants = self.constants
+    def inputs(self, call: Call) -> list[Tensor]:
+        """What the graph is called with: its constants as they are now, and the call's inputs."""
         for i, slot in self._sources:
             now = slot.space[slot.key]
             assert isinstance(now, Tensor)
-            constants[i] = now
+            self.constants[i] = now
+        return [*self.constants, *call.inputs()]
+
+    def replay(self, call: Call, run: Run, change: Change | None = None) -> Outcome:
+        """
+        Compute a step; nothing is changed by it but the generators.
+
+        :param change: makes other inputs of those of the graph.
+        """
         with torch.no_grad():
-            return self.outcome(run(*constants, *call.inputs()))
+            inputs = self.inputs(call)
+            return self.outcome(run(*(inputs if change is None else change(inputs, self.graph))))
 
     def outcome(self, outputs: list[Tensor]) -> Outcome:
         """Sort a graph's outputs."""

@@ -14,8 +14,8 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.chains.kernel import Info, Kernel, State, Target
+from pyro_mcvae.compiled.agreement import is_due, same_bits
 from pyro_mcvae.compiled.calls import quick
-from pyro_mcvae.compiled.case import is_due
 from pyro_mcvae.compiled.dependencies import Dependencies
 from pyro_mcvae.compiled.folding import fold
 from pyro_mcvae.compiled.generators import other_generators
@@ -206,8 +206,4 @@ def _about(inputs: list[Tensor]) -> tuple[object, ...]:
 def _agree(found: tuple[State, Info], plain: tuple[State, Info]) -> bool:
     """Whether two transitions are the same, bit for bit."""
     pairs = zip(tree_leaves(found), tree_leaves(_unscored(plain)), strict=True)
-    return all(
-        torch.equal(a.nan_to_num(), b.nan_to_num())
-        for a, b in pairs
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-    )
+    return all(same_bits(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))

@@ -11,14 +11,16 @@ import pytest
 import torch
 import torch._inductor.config
 from pyro.infer import SVI
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor import codecache
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import ULA, CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.compiled import kernels, repeats
 from pyro_mcvae.compiled.agreement import check_kernels
+from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.recording import record
 from pyro_mcvae.compiled.repeats import compile_parts, cuts
 from pyro_mcvae.compiled.signature import Call
@@ -145,7 +147,9 @@ RUNS: dict[str, tuple[Callable[[list[Tensor], int], list[Tensor]], str]] = {
     "the same": (lambda found, call: found, ""),
     "rounded otherwise": (lambda found, call: [found[0] * (1 + 1e-6), found[1]], ""),
     "another decision, once": (lambda found, call: [found[0] + (call == 1), found[1]], ""),
-    "rounded a thousand times": (lambda found, call: [found[0] * 1.001, found[1]], ""),
+    "wrong by a thousandth": (lambda found, call: [found[0] * 1.001, found[1]], "output 0 of 2"),
+    "not a number": (lambda found, call: [found[0] * math.nan, found[1]], "output 0 of 2"),
+    "infinite": (lambda found, call: [found[0] / 0, found[1]], "output 0 of 2"),
     "wrong by five percent": (lambda found, call: [found[0] * 1.05, found[1]], "output 0 of 2"),
     "miscounted": (lambda found, call: [found[0], found[1] + 1], "output 1 of 2"),
 }
@@ -169,6 +173,59 @@ def test_kernels_are_as_exact_as_the_coarsest_type_of_the_recording(kind: torch.
     passes = contextlib.nullcontext() if kind == torch.bfloat16 else pytest.raises(RuntimeError)
     with passes:
         check_kernels(lambda x: [graph(x)[0] * 1.05], graph, [x])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_an_output_is_compared_on_the_scale_of_its_own_entries(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.3, -1.0, 2.0], dtype=dtype)
+    graph = trace(lambda x: [x * 1e5, x * 1e-9, x.log()], [x])  # log of a negative number is NaN
+    check_kernels(graph, graph, [x])
+    for output in range(3):
+
+        def run(x: Tensor, output: int = output) -> list[Tensor]:
+            found: list[Tensor] = graph(x)
+            found[output] = found[output] + found[output].nansum() * 1e-3
+            return found
+
+        with pytest.raises(RuntimeError, match=f"output {output} of 3"):
+            check_kernels(run, graph, [x])
+
+
+def test_rounding_that_a_long_chain_or_a_cancelled_sum_magnifies_is_no_error() -> None:
+    slope = nn.Parameter(torch.tensor(0.7))
+    x = torch.randn(10_000).requires_grad_(False)
+
+    def function(x: Tensor) -> list[Tensor]:
+        chaotic = x[:5].sigmoid()
+        for _ in range(12):
+            chaotic = (3.2 + slope) * chaotic * (1 - chaotic)
+        terms = x * slope
+        return [chaotic, torch.cat([terms, -terms.flip(0)]).sum()]
+
+    graph, constants, _ = as_function(trace(function, [x]))
+    graph = GraphModule(nn.Module(), graph.graph)
+    order = torch.randperm(len(x))
+
+    def reordered(slope: Tensor, x: Tensor) -> list[Tensor]:
+        return [graph(slope * (1 + 1e-16), x)[0], graph(slope, x[order])[1]]
+
+    check_kernels(reordered, graph, [*constants, x])
+
+
+def test_kernels_are_compared_at_later_uses_too(caplog: pytest.LogCaptureFixture) -> None:
+    """From their ninth call on these are wrong, which the next comparison finds."""
+
+    def backend(graph: GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        calls = itertools.count()
+        return lambda *inputs: [
+            t * (1 + 1e-3 * (next(calls) > 200)) if t.is_floating_point() else t
+            for t in graph(*inputs)
+        ]
+
+    losses, _ = train(make(), TraceSGVB_ELBO(), 40)
+    found, _ = train(make(), CompiledELBO(TraceSGVB_ELBO(), backend=backend), 40)
+    assert "without a compiler from now on: its kernels compute other numbers" in caplog.text
+    assert found != pytest.approx(losses, rel=1e-8)
 
 
 def test_a_backend_of_torch_compile() -> None:

@@ -16,7 +16,7 @@ from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 
 from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
-from pyro_mcvae.compiled.case import is_due
+from pyro_mcvae.compiled.agreement import is_due
 from tests.compiled.programs import batches, make, reasons, train, uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -52,9 +52,9 @@ def check(model: Any, loss: Any = None, guide: Any = guide, args: Any = (x,)) ->
     return compiled
 
 
-def test_comparisons_are_at_powers_of_two_and_every_hundredth_step() -> None:
-    due = [n for n in range(1, 401) if is_due(n)]
-    assert due == [1, 2, 4, 8, 16, 32, 64, 100, 200, 300, 400]
+def test_comparisons_are_at_powers_of_two_and_every_1024th_step() -> None:
+    due = [n for n in range(1, 4000) if is_due(n)]
+    assert due == [*(2**k for k in range(11)), 2048, 3072]
 
 
 def test_shapes_and_dtypes_have_recordings_of_their_own() -> None:
