@@ -118,7 +118,7 @@ def _same(found: Tensor, expected: Tensor) -> Tensor:
 
 def _size(expected: Tensor) -> Tensor:
     """The largest finite entry, by which the others are measured."""
-    return _largest(expected.detach().abs().double())
+    return _largest(expected.detach().double().abs())
 
 
 def _change(moved: Tensor, expected: Tensor) -> Tensor:

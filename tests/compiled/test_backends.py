@@ -140,18 +140,19 @@ def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFix
 
 
 def _noisy(x: Tensor) -> list[Tensor]:
-    return [x.exp() + torch.randn_like(x), (x > 0).sum()]
+    return [x.exp() + torch.randn_like(x), (x > 0).sum(), x > 0]
 
 
 RUNS: dict[str, tuple[Callable[[list[Tensor], int], list[Tensor]], str]] = {
     "the same": (lambda found, call: found, ""),
-    "rounded otherwise": (lambda found, call: [found[0] * (1 + 1e-6), found[1]], ""),
-    "another decision, once": (lambda found, call: [found[0] + (call == 1), found[1]], ""),
-    "wrong by a thousandth": (lambda found, call: [found[0] * 1.001, found[1]], "output 0 of 2"),
-    "not a number": (lambda found, call: [found[0] * math.nan, found[1]], "output 0 of 2"),
-    "infinite": (lambda found, call: [found[0] / 0, found[1]], "output 0 of 2"),
-    "wrong by five percent": (lambda found, call: [found[0] * 1.05, found[1]], "output 0 of 2"),
-    "miscounted": (lambda found, call: [found[0], found[1] + 1], "output 1 of 2"),
+    "rounded otherwise": (lambda found, call: [found[0] * (1 + 1e-6), *found[1:]], ""),
+    "another decision, once": (lambda found, call: [found[0] + (call == 1), *found[1:]], ""),
+    "wrong by a thousandth": (lambda found, call: [found[0] * 1.001, *found[1:]], "output 0 of 3"),
+    "not a number": (lambda found, call: [found[0] * math.nan, *found[1:]], "output 0 of 3"),
+    "infinite": (lambda found, call: [found[0] / 0, *found[1:]], "output 0 of 3"),
+    "wrong by five percent": (lambda found, call: [found[0] * 1.05, *found[1:]], "output 0 of 3"),
+    "miscounted": (lambda found, call: [found[0], found[1] + 1, found[2]], "output 1 of 3"),
+    "decided otherwise": (lambda found, call: [*found[:2], ~found[2]], "output 2 of 3"),
 }
 
 
