@@ -11,12 +11,13 @@ from torch import Tensor
 
 from pyro_mcvae.compiled.agreement import check_kernels, differing, is_due, perturbed
 from pyro_mcvae.compiled.backends import Backend
-from pyro_mcvae.compiled.dependencies import Dependencies
 from pyro_mcvae.compiled.recording import NotUsable, Outcome, Recording, Run, record
 from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.compiled.signature import Call
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.programs.errors import first_line
+from pyro_mcvae.programs.executed_code import ExecutedCode
+from pyro_mcvae.programs.outside_values import Dependencies
 
 __all__ = ["Case"]
 
@@ -70,6 +71,7 @@ class Case:
         self._missed_in_a_row = self._ways = self._made = 0
         self._changed = ""
         self._seen: Dependencies | None = None
+        self._executed, self._more = ExecutedCode(), ExecutedCode()
         self.refused = ""
         # Why floats cannot be inputs of its recordings, if so.
         self.fixed_floats = ""
@@ -113,19 +115,19 @@ class Case:
 
     def _watched(self, call: Call) -> object:
         self._plain_steps += 1
-        found = self._side.plain(call)
-        self._seen = None if self.refused else self._dependencies(call)
+        with ExecutedCode() as self._executed:
+            found = self._side.plain(call)
+        self._executed.add(self._more)
+        self._seen = Dependencies.of(call.model, call.guide, executed=self._executed)
         return found
-
-    def _dependencies(self, call: Call) -> Dependencies:
-        return Dependencies.of(call.model, call.guide)
 
     def _recorded(self, call: Call) -> object:
         generators, self._seen = Generators(), None
         self._made += 1
         try:
-            recording, outcome = record(self._loss, call)
+            recording, outcome = record(self._loss, call, self._executed)
         except NotUsable:
+            self._more.add(self._executed)
             generators.put_back()
             return self._plain_instead(call)
         except NotRecordable as reason:

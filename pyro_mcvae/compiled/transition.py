@@ -16,16 +16,16 @@ from torch.utils._pytree import tree_leaves
 from pyro_mcvae.chains.kernel import Info, Kernel, State, Target
 from pyro_mcvae.compiled.agreement import is_due, same_bits
 from pyro_mcvae.compiled.calls import quick
-from pyro_mcvae.compiled.dependencies import Dependencies
 from pyro_mcvae.compiled.folding import fold
-from pyro_mcvae.compiled.generators import other_generators
 from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.reading import ReadingMode
-from pyro_mcvae.compiled.recording import check_unchanged
+from pyro_mcvae.compiled.recording import NotUsable, Surroundings
 from pyro_mcvae.compiled.refusal import NotRecordable, said_by
 from pyro_mcvae.compiled.tracing import trace
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.recording import assumptions
+from pyro_mcvae.programs.executed_code import ExecutedCode
+from pyro_mcvae.programs.outside_values import Dependencies
 
 __all__ = ["RecordedTransition"]
 
@@ -83,6 +83,7 @@ class RecordedTransition:
         self._chain: Callable[[Tensor], State] | None = None
         self._last: State | None = None
         self._steps = self._recorded = 0
+        self._executed = ExecutedCode()
         # Its transitions are different functions.
         parts = kernel.modules()
         self._refused = any(getattr(p, "num_transitions", None) is not None for p in parts)
@@ -91,8 +92,11 @@ class RecordedTransition:
         """As :meth:`Kernel.step`."""
         self._steps += 1
         last, self._last = self._last, None
-        if self._refused or self._steps == 1:
+        if self._refused:
             return self._kernel.step(state, target)
+        if self._steps == 1:
+            with self._executed:
+                return self._kernel.step(state, target)
         begins = target.evaluate is not self._chain
         self._chain = target.evaluate
         inputs = _inputs(state, target)
@@ -131,8 +135,12 @@ class RecordedTransition:
         try:
             if self._recorded > _MAX_RECORDINGS:
                 raise NotRecordable("its transitions are ever other ones")
-            self._recording, outputs = _record(self._kernel, state, target, inputs, self._roots)
+            self._recording, outputs = _record(
+                self._kernel, state, target, inputs, self._roots, self._executed
+            )
             found = self._recording.outcome(outputs)
+        except NotUsable:
+            found = None
         except NotRecordable as reason:
             self._refused, found = True, None
             _logger.info("transitions run as ever, since one cannot be recorded: %s", reason)
@@ -144,10 +152,14 @@ class RecordedTransition:
 
 
 def _record(
-    kernel: Kernel, state: State, target: Target, inputs: list[Tensor], roots: tuple[object, ...]
+    kernel: Kernel,
+    state: State,
+    target: Target,
+    inputs: list[Tensor],
+    roots: tuple[object, ...],
+    executed: ExecutedCode,
 ) -> tuple[_Recording, list[Tensor]]:
-    before, others = Dependencies.of(*roots), other_generators()
-    names = set(pyro.get_param_store()._params)
+    around = Surroundings(*roots, executed=executed)
     made: list[tuple[list[Tensor], list[object], bool]] = []
 
     def function(*inputs: Tensor) -> list[Tensor]:
@@ -155,7 +167,8 @@ def _record(
         then = State(*(None if t is None else next(given) for t in state))  # type: ignore[arg-type]
         at = Target(target.evaluate, next(given), target.movable, target.transition)
         mode = ReadingMode(_no_backward)
-        with assumptions() as assumed, pyro.validation_enabled(False), mode:
+        plain = pyro.validation_enabled(False)
+        with assumptions() as assumed, plain, mode, around.executed:
             found = _unscored(kernel.step(then, at))
         if mode.refused is not None:
             raise mode.refused
@@ -169,10 +182,12 @@ def _record(
 
     try:
         graph, constants, updates = as_function(trace(function, inputs))
-        check_unchanged(before, others, [], names)
+        around.check([])
     except NotRecordable:
+        around.put_back()
         raise
     except Exception as error:
+        around.put_back()
         raise NotRecordable(said_by(error)) from error
     if updates:
         raise NotRecordable("it updates tensors in place")
@@ -182,7 +197,7 @@ def _record(
     moving = {id(t) for t in (*kernel.parameters(), *kernel.buffers())}
     constants = fold(graph.graph, constants, [id(c) not in moving for c in constants])
     # The kernel is a copy of ours: what changes in it shows in the first transition of a chain.
-    dependencies = Dependencies.of(*roots[:-1])
+    dependencies = Dependencies.of(*roots[:-1], executed=around.executed)
     return _Recording(quick(graph), constants, fixed, assumes, about, dependencies), tensors
 
 

@@ -25,6 +25,7 @@ from pyro_mcvae.compiled.recording import record
 from pyro_mcvae.compiled.repeats import compile_parts, cuts
 from pyro_mcvae.compiled.signature import Call
 from pyro_mcvae.compiled.tracing import trace
+from pyro_mcvae.programs.executed_code import ExecutedCode
 from tests.compiled.programs import Net, batches, make, train
 
 
@@ -34,8 +35,10 @@ def recorded(
     net, loss = make(), TraceSIS_ELBO(num_steps, kernel, max_plate_nesting=1)
     x = batches(1)[0]
     for _ in range(3):
-        loss.loss_and_grads(net.model, net.guide, x)
-    recording, _ = record(loss, Call.of("loss_and_grads", net.model, net.guide, (x,), {}))
+        with ExecutedCode() as executed:
+            loss.loss_and_grads(net.model, net.guide, x)
+    call = Call.of("loss_and_grads", net.model, net.guide, (x,), {})
+    recording, _ = record(loss, call, executed)
     return recording.graph, [*recording.constants, x]
 
 
