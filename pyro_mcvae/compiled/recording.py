@@ -255,11 +255,10 @@ class Surroundings:
         :returns: what it has read.
         :raises NotRecordable: naming what it has changed, or read.
         """
-        if self._expected.missing(self.executed):
+        found = Dependencies.of(*self._roots, executed=self.executed)
+        if not found.functions <= self._before.functions:
             self._expected.add(self.executed)
             raise NotUsable("it executes functions that the step before has not")
-        if self.executed.outer:
-            raise NotRecordable(self.executed.outer)
         if name := self._generators.moved():
             raise NotRecordable(f"draws random numbers from {name}: use PyTorch's")
         if new := set(pyro.get_param_store()._params) - self._names:
@@ -269,7 +268,6 @@ class Surroundings:
         entry = _without_slots(self._before, slots).changed()
         if entry is not None:
             raise NotRecordable(f"each step changes {entry.name}, which a replay would not")
-        found = Dependencies.of(*self._roots, executed=self.executed)
         if found.refused:
             raise NotRecordable(found.refused)
         return _without_slots(found, slots)

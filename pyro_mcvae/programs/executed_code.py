@@ -26,12 +26,6 @@ _OUTER = {
     datetime.date.today: "reads the clock",
     **dict.fromkeys((io.open, os.open), "reads a file"),
 }
-# Functions that read attributes whose names need not stand in the code.
-_DYNAMIC = {
-    *("getattr", "hasattr", "vars", "__dict__", "__getattribute__", "dir", "getmembers"),
-    *("attrgetter", "methodcaller", "copy", "deepcopy", "asdict", "astuple", "fields", "replace"),
-    *("dumps", "__slots__", "__reduce__", "__getstate__"),
-}
 
 
 class ExecutedCode:
@@ -40,14 +34,15 @@ class ExecutedCode:
 
     :ivar codes: by id; None if something else watches calls, a profiler say.
     :ivar variables: of the environment, which programs have read.
-    :ivar outer: why a repetition of them would have other results, if so, with the line.
+    :ivar outer: what they read that has another value at another time, by the functions that read
+        it, with the line.
     """
 
     def __init__(self) -> None:
         self.codes: dict[int, CodeType] | None = {}
         self.variables: set[str] = set()
-        self.outer = ""
-        self._names: tuple[frozenset[str], frozenset[str]] | None = None
+        self.outer: dict[int, str] = {}
+        self._names: frozenset[str] | None = None
 
     def __enter__(self) -> ExecutedCode:
         self._free = sys.getprofile() is None
@@ -72,18 +67,12 @@ class ExecutedCode:
                 self.codes[id(code)] = code
         elif event == "c_call" and function in _OUTER and not is_core(frame.f_code):
             name = getattr(function, "__name__", "")
-            self.outer = self.outer or f"{_OUTER[function]} ({name}) at {program_line(frame)}"
+            why = f"{_OUTER[function]} ({name}) at {program_line(frame)}"
+            self.outer |= {id(f.f_code): why for f in (frame, *_callers(frame, 50))}
 
     def has(self, code: CodeType) -> bool:
         """Whether a function was executed, as far as is known."""
         return self.codes is None or id(code) in self.codes
-
-    def missing(self, other: ExecutedCode) -> bool:
-        """Whether the other has executed a function of a program that this one has not."""
-        if self.codes is None or other.codes is None:
-            return False
-        mine = {code for code in self.codes.values() if not is_core(code)}
-        return any(not is_core(code) and code not in mine for code in other.codes.values())
 
     def add(self, other: ExecutedCode) -> None:
         """Count what the other has executed."""
@@ -91,22 +80,13 @@ class ExecutedCode:
             self.codes |= other.codes or {}
             self._names = None
 
-    def reads(self, name: str, *, by_program: bool = False) -> bool:
-        """
-        Whether an attribute of this name may have been read.
-
-        :param by_program: by the programs' functions, rather than by PyTorch's or Pyro's.
-        """
-        if self.codes is None:
-            return True
+    @property
+    def core_names(self) -> frozenset[str]:
+        """What the executed functions of Python, PyTorch, Pyro and this package name."""
         if self._names is None:
-            inner = [code for code in self.codes.values() if is_core(code)]
-            outer = [code for code in self.codes.values() if not is_core(code)]
-            self._names = frozenset(names_of(*outer)), frozenset(names_of(*inner))
-        theirs, core = self._names
-        return (
-            name in theirs or not _DYNAMIC.isdisjoint(theirs) or (not by_program and name in core)
-        )
+            codes = (code for code in (self.codes or {}).values() if is_core(code))
+            self._names = frozenset(names_of(*codes))
+        return self._names
 
 
 def _callers(frame: FrameType, count: int) -> Iterator[FrameType]:

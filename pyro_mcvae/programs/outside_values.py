@@ -16,6 +16,7 @@ from enum import Enum
 from numbers import Number
 from types import (
     BuiltinFunctionType,
+    CodeType,
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
@@ -25,7 +26,6 @@ from types import (
 )
 from typing import Any, NamedTuple, TypeAlias, cast
 
-import numpy
 import pyro
 import torch
 from pyro.infer.elbo import ELBO
@@ -35,6 +35,8 @@ from torch.distributions import Distribution, Transform
 
 from pyro_mcvae.programs.executed_code import ExecutedCode, names_of
 from pyro_mcvae.programs.source_lines import is_core, is_core_file
+
+numpy: Any = sys.modules["numpy"]  # Pyro needs it
 
 __all__ = ["Dependencies", "Entry", "GeneratorStates", "is_plain", "is_written", "put_back"]
 
@@ -61,6 +63,13 @@ _OF_A_MODULE = {*vars(nn.Module()), "_pyro_context", "_pyro_name"}
 _OF_A_MODULE -= {"training", "_forward_hooks", "_forward_pre_hooks"}
 _OF_A_MODULE -= {"_backward_hooks", "_backward_pre_hooks"}
 _OF_A_PLATE = ("name", "size", "subsample_size", "dim")
+
+# Functions that read attributes whose names need not stand in the code.
+_DYNAMIC = {
+    *("getattr", "hasattr", "vars", "__dict__", "__getattribute__", "dir", "getmembers"),
+    *("attrgetter", "methodcaller", "copy", "deepcopy", "asdict", "astuple", "fields", "replace"),
+    *("dumps", "__slots__", "__reduce__", "__getstate__"),
+}
 
 
 Getter: TypeAlias = Callable[[Any], object]
@@ -112,6 +121,7 @@ class Dependencies:
     PyTorch's or Pyro's. Attributes count that the executed functions name.
 
     :ivar objects: whose attributes a step may write.
+    :ivar functions: of the programs, which were executed.
     :ivar generators: of random numbers, other than PyTorch's.
     :ivar refused: what is read and cannot be compared, if anything.
     """
@@ -120,8 +130,11 @@ class Dependencies:
     contents: bool = False
     entries: list[Entry] = field(default_factory=list)
     objects: list[object] = field(default_factory=list)
+    functions: set[CodeType] = field(default_factory=set)
     generators: dict[str, object] = field(default_factory=dict)
     refused: str = ""
+    _names: frozenset[str] = frozenset()
+    _named: set[str] = field(default_factory=set)
     _seen: dict[int, object] = field(default_factory=dict)
     _count: int = 0
     _bytes: int = 0
@@ -134,9 +147,16 @@ class Dependencies:
         :param executed: the functions that count.
         :param contents: whether tensors that require no gradient are to stay as they are, too.
         """
-        found = cls(executed, contents)
-        for root in roots:
-            found._visit(root, type(root).__name__, 0)
+        names: set[str] = set()
+        while True:
+            found = cls(executed, contents, _names=frozenset(names))
+            for root in roots:
+                if isinstance(root, Tensor):
+                    found.watch_gradient(root, "an argument")
+                found._visit(root, type(root).__name__, 0)
+            if found._named <= names:
+                break
+            names |= found._named  # functions are found by attributes, which functions name
         for name in sorted(executed.variables):
             value = os.environ.get(name)
             found.entries.append(Entry(os.environ.get, name, value, f"the variable {name}"))
@@ -161,8 +181,13 @@ class Dependencies:
     def _visit(self, value: object, name: str, depth: int) -> None:
         if isinstance(value, (*_PLAIN, Tensor)) or id(value) in self._seen:
             return
-        if isinstance(value, FunctionType) and not self._is_executed(value):
-            return
+        if isinstance(value, FunctionType):
+            if not self._is_executed(value):
+                return
+            if not is_core(value.__code__):
+                self.functions.add(value.__code__)
+                self._named.update(names_of(value.__code__))
+                self._refuse(self.executed.outer.get(id(value.__code__), ""))
         self._seen[id(value)] = value
         if depth > _MAX_DEPTH or self._count > _MAX_ENTRIES:
             self._refuse(f"reads more than {_MAX_ENTRIES} values that may change: {_TOO_MANY}")
@@ -273,7 +298,14 @@ class Dependencies:
     def _is_read(self, value: object, name: str) -> bool:
         large = isinstance(value, Iterator) or _is_array(value)
         large |= isinstance(value, _SIZED) and len(value) > _SHORT
-        return _is_watched(value) and self.executed.reads(name, by_program=large)
+        return _is_watched(value) and self._reads(name, large)
+
+    def _reads(self, name: str, large: bool) -> bool:
+        """Whether an attribute may have been read: if it is large, by the programs themselves."""
+        if self.executed.codes is None or name in self._names:
+            return True
+        dynamic = not _DYNAMIC.isdisjoint(self._names)
+        return dynamic or (not large and name in self.executed.core_names)
 
     def _class_attributes(self, value: object, kind: type) -> Iterator[Entry]:
         """What an object has of its class, until it is given its own, and what it has in slots."""
