@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+import pyro
 import torch
 from torch import Tensor
 
@@ -25,6 +26,8 @@ _logger = logging.getLogger(__name__)
 
 # Programs make parameters and find out about themselves in their first steps.
 _PLAIN_STEPS = 2
+# Where it starts again and again with new parameters, at most after so many.
+_MAX_WAIT = 64
 # How many recordings of one kind of call are kept: of training and of evaluation mode, say.
 _MAX_RECORDINGS = 4
 # After so many comparisons that failed, or programs that changed at each step, it is given up.
@@ -69,7 +72,8 @@ class Case:
         self._recordings: list[Recording] = []
         self._plain_steps = self._failures = self._unstable = self._unusable = self._uses = 0
         self._missed_in_a_row = self._ways = self._made = 0
-        self._changed = ""
+        self._changed, self._wait = "", _PLAIN_STEPS
+        self._params: dict[str, Tensor] = {}
         self._seen: Dependencies | None = None
         self._executed, self._more = ExecutedCode(), ExecutedCode()
         self.refused = ""
@@ -91,12 +95,27 @@ class Case:
                 self._changed = changed
         if missed:
             return self._missed(call)
+        if self._is_new_start():
+            self._begin_again()
         if self._made >= _MAX_UNSTABLE and self._uses < _LEAST_USES * self._made:
             self._refuse(f"it is recorded again and again, since {self._changed} changes")
             return self._side.plain(call)
-        if self._plain_steps >= _PLAIN_STEPS and self._is_stable():
+        if self._plain_steps >= self._wait and self._is_stable():
             return self._recorded(call)
         return self._watched(call)
+
+    def _is_new_start(self) -> bool:
+        """Whether parameters were cleared, or replaced, since the last plain step."""
+        now = pyro.get_param_store()._params
+        return any(now.get(name) is not value for name, value in self._params.items())
+
+    def _begin_again(self) -> None:
+        """Training starts anew: wait longer if recordings did not pay before, with short starts."""
+        paid = self._uses >= _LEAST_USES * self._made
+        self._wait = _PLAIN_STEPS if paid else min(2 * self._wait, _MAX_WAIT)
+        self._recordings, self._seen, self._params = [], None, {}
+        self._plain_steps = self._failures = self._unstable = self._unusable = self._uses = 0
+        self._missed_in_a_row = self._ways = self._made = 0
 
     def _is_stable(self) -> bool:
         """Whether nothing has changed since the last plain step."""
@@ -119,6 +138,7 @@ class Case:
             found = self._side.plain(call)
         self._executed.add(self._more)
         self._seen = Dependencies.of(call.model, call.guide, executed=self._executed)
+        self._params = dict(pyro.get_param_store()._params)
         return found
 
     def _recorded(self, call: Call) -> object:

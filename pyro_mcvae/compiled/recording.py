@@ -245,6 +245,9 @@ class Surroundings:
 
     def put_back(self) -> None:
         """Undo what a step did that is not recorded, but for PyTorch's generators."""
+        store = pyro.get_param_store()
+        for name in set(store._params) - self._names:
+            del store[name]
         self.spaces.put_back()
         self._generators.put_back()
 
@@ -262,9 +265,7 @@ class Surroundings:
         if name := self._generators.moved():
             raise NotRecordable(f"draws random numbers from {name}: use PyTorch's")
         if new := set(pyro.get_param_store()._params) - self._names:
-            raise NotRecordable(
-                f"makes new parameters ({sorted(new)[0]}) long after its first step"
-            )
+            raise NotUsable(f"makes a new parameter, {sorted(new)[0]}")
         entry = _without_slots(self._before, slots).changed()
         if entry is not None:
             raise NotRecordable(f"each step changes {entry.name}, which a replay would not")

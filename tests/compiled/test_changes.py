@@ -177,6 +177,35 @@ def test_a_parameter_that_is_replaced_or_made_later() -> None:
     assert seeded(module, *args, guide=net.guide) == seeded(plain, *args, guide=net.guide)
 
 
+@pytest.mark.parametrize(("starts", "length"), [(1, 1), (3, 1), (4, 1), (40, 1), (10, 5), (3, 12)])
+def test_a_step_is_recorded_after_any_number_of_short_starts(
+    starts: int, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    runs = []
+    for make_loss in (TraceSGVB_ELBO, lambda: CompiledELBO(TraceSGVB_ELBO(), "eager")):
+        loss, losses = make_loss(), []
+        torch.manual_seed(0)
+        for steps in [*[length] * starts, 100]:
+            pyro.clear_param_store()
+            svi = SVI(normal_model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
+            losses += [svi.step(x) for _ in range(steps)]
+        runs.append(losses)
+    assert runs[0] == runs[1]
+    assert uses(loss) > 30
+    assert not caplog.records
+
+
+def test_a_parameter_of_a_later_step_does_not_end_recordings() -> None:
+    def model(x: Tensor, late: bool) -> None:
+        normal_model(x, loc=pyro.param("late", torch.zeros(())) if late else 0.0)
+
+    loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
+    for step in range(30):
+        args = (x, step >= 2)
+        assert seeded(loss, model, *args, seed=step) == seeded(plain, model, *args, seed=step)
+    assert uses(loss) >= 20
+
+
 def test_svi_learns_of_the_parameters() -> None:
     loss = CompiledELBO(Trace_ELBO(), "eager")
     svi = SVI(normal_model, guide, pyro.optim.Adam({"lr": 0.1}), loss)
