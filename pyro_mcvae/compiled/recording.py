@@ -33,6 +33,9 @@ Run = Callable[..., list[Tensor]]
 Change = Callable[[list[Tensor], GraphModule], list[Tensor]]
 
 
+_TENSOR = object()
+
+
 class NotUsable(NotRecordable):
     """This very step is not finite, or takes a way that others do not."""
 
@@ -153,7 +156,17 @@ class Recording:
     def result(self, results: list[object]) -> object:
         """What the loss returned, of its tensors or numbers."""
         given = iter(results)
-        return tree_unflatten([next(given) if f is None else f for f in self.fixed], self.spec)
+        return tree_unflatten([next(given) if f is _TENSOR else f for f in self.fixed], self.spec)
+
+    def tensors_of(self, returned: object) -> list[Tensor] | None:
+        """The results of a plain step, to be compared; None if it returned anything else."""
+        leaves, spec = tree_flatten(returned)
+        if spec != self.spec:
+            return None
+        pairs = list(zip(leaves, self.fixed, strict=True))
+        if any(f is not _TENSOR and f is not r and repr(f) != repr(r) for r, f in pairs):
+            return None
+        return [torch.as_tensor(r, dtype=torch.double) for r, f in pairs if f is _TENSOR]
 
 
 def _is_like(now: object, then: object) -> bool:
@@ -176,7 +189,7 @@ class _Step:
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         call = self._call
         args, kwargs = call.with_inputs(inputs)
-        mode = ReadingMode(self._backward)
+        mode = ReadingMode(self._backward, call.numbers(inputs))
         function = getattr(self._loss, call.function)
         with assumptions() as assumed, pyro.validation_enabled(False):
             with poutine.trace(param_only=True) as capture, mode, self._around.executed:
@@ -222,7 +235,11 @@ class _Step:
     def _results(self, returned: object) -> list[Tensor]:
         leaves, self.spec = tree_flatten(returned)
         tensors = [r.tensor if isinstance(r, Reading) else r for r in leaves]
-        self.fixed = [None if isinstance(t, Tensor) else t for t in tensors]
+        self.fixed = [_TENSOR if isinstance(t, Tensor) else t for t in tensors]
+        if self._call.function == "differentiable_loss" and not isinstance(returned, Tensor):
+            raise NotRecordable(
+                f"its differentiable_loss returns a {type(returned).__name__}, and not a tensor"
+            )
         return [t for t in tensors if isinstance(t, Tensor)]
 
 

@@ -63,7 +63,10 @@ def in_assertion(frame: FrameType) -> bool:
 
 def program_line(frame: FrameType | None = None) -> str:
     """The innermost line of the program that is being run, as ``file:line, code``."""
-    found = _innermost(frame or sys._getframe(1))
+    begin = frame or sys._getframe(1)
+    found = _innermost(begin)
+    if found is None:
+        return "the backward pass, no line of the programs"
     return f"{found.f_code.co_filename}:{found.f_lineno}, {_source(found)}"
 
 
@@ -71,15 +74,16 @@ def _source(frame: FrameType) -> str:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
-def _innermost(begin: FrameType) -> FrameType:
+def _innermost(begin: FrameType) -> FrameType | None:
     frame: FrameType | None = begin
     installed = None
-    # What exec has made shows no line: recordings wrap the step in such a function.
     while frame is not None and (is_library(frame.f_code) or not _source(frame)):
-        if installed is None and not is_core(frame.f_code):
+        if installed is None and not is_core(frame.f_code) and _source(frame):
             installed = frame
         if installed is not None and frame.f_code.co_filename.startswith(_OURS):
             return installed  # the program is a package's, and what follows called us
+        if frame.f_code.co_filename == torch.autograd.__file__:
+            return None
         frame = frame.f_back
     # A test of ours, or an objective alone: some line is better than none.
     return frame or installed or begin

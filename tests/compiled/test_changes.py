@@ -96,6 +96,35 @@ def test_floats_are_inputs_and_other_arguments_are_not() -> None:
     assert len(loss._cases) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("default", [torch.float32, torch.float64], ids=str)
+def test_floats_take_the_type_of_what_they_meet(dtype: torch.dtype, default: torch.dtype) -> None:
+    """Bit for bit: at full precision beside double precision, whatever the default type is."""
+
+    def model(x: Tensor, beta: float, shift: float) -> None:
+        with pyro.plate("data", len(x)):
+            with pyro.poutine.scale(scale=1 - 0.9 * beta):
+                z = pyro.sample("z", dist.Normal(beta / 3, 1.0 + shift))
+            pyro.sample("x", dist.Normal(z * beta + shift, beta), obs=x)
+
+    def guide(x: Tensor, *_: float) -> None:
+        slope = pyro.param("slope", torch.tensor(0.1, dtype=dtype))
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(slope * x, 0.7))
+
+    torch.set_default_dtype(default)
+    try:
+        data = x.to(dtype)
+        loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
+        for step in range(10):
+            args = (model, data, 0.1 + 0.01 * step, 1 / (3.0 + step))
+            found = seeded(loss, *args, seed=step, guide=guide)
+            assert found == seeded(plain, *args, seed=step, guide=guide)
+    finally:
+        torch.set_default_dtype(torch.float64)
+    assert uses(loss) == 7
+
+
 def test_arguments_in_containers_are_told_apart_by_their_structure() -> None:
     def model(batch: dict[str, Any], *normal: float) -> None:
         normal_model(batch["x"], *normal, *batch.get("normal", ()))
@@ -505,6 +534,64 @@ def test_a_plain_program_stays_exact_in_a_long_run() -> None:
     assert uses(loss) > 100
     _, expected = train(make(), TraceSGVB_ELBO(), 106)
     assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
+
+
+class Several(Trace_ELBO):
+    """A loss that returns more than a number."""
+
+    def loss(self, *args: Any) -> Any:
+        return super().loss(*args), 1.0, None
+
+    def loss_and_grads(self, *args: Any) -> Any:
+        found = super().loss_and_grads(*args)
+        return found, {"half": found / 2, "count": 3}
+
+    def differentiable_loss(self, *args: Any) -> Any:
+        found = super().differentiable_loss(*args)
+        return found, 2 * found.detach()
+
+
+@pytest.mark.parametrize("function", ["loss", "loss_and_grads", "differentiable_loss"])
+def test_a_loss_may_return_more_than_a_number(
+    function: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Several()
+    compiled = CompiledELBO(plain, "eager")
+    found = []
+    for loss in (plain, compiled):
+        for step in range(8):
+            torch.manual_seed(step)
+            found.append(getattr(loss, function)(normal_model, guide, x))
+    assert found[:8] == found[8:]
+    recorded = function != "differentiable_loss"
+    assert uses(compiled) == (5 if recorded else 0)
+    assert recorded or "its differentiable_loss returns a tuple, and not a tensor" in caplog.text
+
+
+def test_a_closed_form_that_compares_constants_is_recorded() -> None:
+    def model(x: Tensor) -> None:
+        with pyro.plate("data", len(x)):
+            s = pyro.sample("s", dist.InverseGamma(3.0, 2.0))
+            pyro.sample("x", dist.Normal(0.0, s.sqrt()), obs=x)
+
+    def guide(x: Tensor) -> None:
+        a = pyro.param("a", torch.full((3,), 3.0), constraint=dist.constraints.positive)
+        with pyro.plate("data", len(x)):
+            pyro.sample("s", dist.InverseGamma(a, 2.0))
+
+    assert uses(check(model, guide=guide)) == 4
+
+
+def test_what_the_backward_pass_does_is_at_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    def model(x: Tensor) -> None:
+        pyro.sample("L", dist.LKJCholesky(3, 1.0))
+
+    def guide(x: Tensor) -> None:
+        found = pyro.param("L_loc", torch.eye(3), constraint=dist.constraints.corr_cholesky)
+        pyro.sample("L", dist.Delta(found, event_dim=2))
+
+    check(model, guide=guide)
+    assert "values (index) at the backward pass, no line of the programs" in caplog.text
 
 
 def test_what_is_no_loss_is_refused() -> None:
