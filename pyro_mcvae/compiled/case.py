@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
@@ -36,6 +37,8 @@ _MAX_FAILURES, _MAX_UNSTABLE = 3, 16
 _LEAST_USES = 4
 # So many steps in a row that are not as any of them assumes, and one is recorded as they are now.
 _MAX_MISSED = 4
+# A recording takes as long as so many steps; from so many seconds on it is announced.
+_STEPS_OF_A_RECORDING, _LONG = 100, 20
 # A recording is compiled at its third use: one that serves once or twice is not worth it.
 _COMPILED_FROM = 3
 
@@ -74,6 +77,7 @@ class Case:
         self._missed_in_a_row = self._ways = self._made = 0
         self._changed, self._wait = "", _PLAIN_STEPS
         self._params: dict[str, Tensor] = {}
+        self._seconds = 0.0
         self._seen: Dependencies | None = None
         self._executed, self._more = ExecutedCode(), ExecutedCode()
         self.refused = ""
@@ -134,8 +138,10 @@ class Case:
 
     def _watched(self, call: Call) -> object:
         self._plain_steps += 1
+        begin = time.perf_counter()
         with ExecutedCode() as self._executed:
             found = self._side.plain(call)
+        self._seconds = time.perf_counter() - begin
         self._executed.add(self._more)
         self._seen = Dependencies.of(call.model, call.guide, executed=self._executed)
         self._params = dict(pyro.get_param_store()._params)
@@ -144,6 +150,8 @@ class Case:
     def _recorded(self, call: Call) -> object:
         generators, self._seen = Generators(), None
         self._made += 1
+        if (seconds := _STEPS_OF_A_RECORDING * self._seconds) > _LONG:
+            _logger.warning("recording a step once, which takes about %.0f s", seconds)
         try:
             recording, outcome = record(self._loss, call, self._executed)
         except NotUsable:

@@ -31,8 +31,9 @@ __all__ = ["RecordedTransition"]
 
 _logger = logging.getLogger(__name__)
 
-# A recording costs some fifty transitions. Chains that make ever new ones do not gain by it.
-_MAX_RECORDINGS = 6
+# A recording costs some fifty transitions. Chains that make ever new ones, and use each for fewer,
+# do not gain by it.
+_MAX_RECORDINGS, _COST = 6, 50
 
 
 @dataclass
@@ -82,7 +83,7 @@ class RecordedTransition:
         self._recording: _Recording | None = None
         self._chain: Callable[[Tensor], State] | None = None
         self._last: State | None = None
-        self._steps = self._recorded = 0
+        self._steps = self._recorded = self._uses = 0
         self._executed = ExecutedCode()
         # Its transitions are different functions.
         parts = kernel.modules()
@@ -116,6 +117,7 @@ class RecordedTransition:
         self, known: _Recording, state: State, target: Target, inputs: list[Tensor], begins: bool
     ) -> tuple[State, Info]:
         known.uses += 1
+        self._uses += 1
         compared = begins or is_due(known.uses)
         generators = Generators() if compared or known.assumes else None
         found = known.outcome(known.graph(*known.constants, *inputs))
@@ -133,7 +135,7 @@ class RecordedTransition:
         self._recorded += 1
         generators = Generators()
         try:
-            if self._recorded > _MAX_RECORDINGS:
+            if self._recorded > _MAX_RECORDINGS and self._uses < _COST * self._recorded:
                 raise NotRecordable("its transitions are ever other ones")
             self._recording, outputs = _record(
                 self._kernel, state, target, inputs, self._roots, self._executed

@@ -142,6 +142,32 @@ def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFix
     assert "replayed without a compiler from now on" in lines[0]
 
 
+def test_what_would_be_compiled_for_minutes_is_left_to_replays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of equal parts one counts."""
+    monkeypatch.setattr(repeats, "_LARGE", dict.fromkeys(repeats._LARGE, 0))
+    x = torch.randn(3)
+
+    def alike(x: Tensor) -> tuple[Tensor]:
+        for _ in range(4):
+            for j in range(40):
+                x = x.sin() + j
+        return (x,)
+
+    def different(x: Tensor) -> tuple[Tensor]:
+        for j in range(160):
+            x = x.sin() + j
+        return (x,)
+
+    monkeypatch.setattr(repeats, "_MOST", 150)
+    for function in (alike, different):
+        wrong = function is different
+        refused = pytest.raises(RuntimeError, match="its 32[0-9] different operations would take")
+        with refused if wrong else contextlib.nullcontext():
+            compile_parts(make_fx(function)(x), [x], lambda part, _: part)
+
+
 def _noisy(x: Tensor) -> list[Tensor]:
     return [x.exp() + torch.randn_like(x), (x > 0).sum(), x > 0]
 
