@@ -163,7 +163,7 @@ def test_what_would_be_compiled_for_minutes_is_left_to_replays(
     monkeypatch.setattr(repeats, "_MOST", 150)
     for function in (alike, different):
         wrong = function is different
-        refused = pytest.raises(RuntimeError, match="its 32[0-9] different operations would take")
+        refused = pytest.raises(RuntimeError, match=r"its 32[0-9] different operations would take")
         with refused if wrong else contextlib.nullcontext():
             compile_parts(make_fx(function)(x), [x], lambda part, _: part)
 
