@@ -135,6 +135,7 @@ class Dependencies:
     refused: str = ""
     _names: frozenset[str] = frozenset()
     _named: set[str] = field(default_factory=set)
+    _methods: set[tuple[int, str]] = field(default_factory=set)
     _seen: dict[int, object] = field(default_factory=dict)
     _count: int = 0
     _bytes: int = 0
@@ -313,6 +314,12 @@ class Dependencies:
         get = functools.partial(_attribute, value)
         for part in filter(is_written, kind.__mro__):
             for key, held in list(vars(part).items()):
+                if isinstance(held, FunctionType) and self._is_executed(held):
+                    if value is not kind and key not in own and hasattr(value, "__dict__"):
+                        yield Entry(vars(value).get, key, None, f"method '{key}' of an object")
+                    if (id(part), key) not in self._methods:
+                        self._methods.add((id(part), key))
+                        yield Entry(vars(part).get, key, held, f"method '{key}' of {part.__name__}")
                 slot = isinstance(held, MemberDescriptorType) and value is not kind
                 datum = key not in own and not key.startswith("__") and _is_datum(held)
                 if slot or (datum and self._is_read(held, key)):

@@ -233,6 +233,23 @@ def _of_a_module_that_grows() -> Any:
     return lambda: float(len(held)), lambda value: value == 2 and held.append(nn.Identity())
 
 
+def _of_a_method(of_the_class: bool) -> Callable[[], Any]:
+    def made() -> Any:
+        class Replaced(nn.Module):
+            def forward(self) -> float:
+                return 1.0
+
+        held = Replaced()
+
+        def put(value: float) -> None:
+            other: Any = lambda *_: value  # noqa: E731
+            (Replaced if of_the_class else held).forward = other
+
+        return held, put
+
+    return made
+
+
 def _of_many_tensors() -> Any:
     held = [torch.ones(()) for _ in range(80)]
     return lambda: sum(held) - 79, lambda value: held.__setitem__(70, torch.tensor(value))
@@ -256,6 +273,8 @@ PLACES: dict[str, Callable[[], Any]] = {
     "environment": _of_the_environment,
     "module that grows": _of_a_module_that_grows,
     "list of 80 tensors": _of_many_tensors,
+    "method of a class": _of_a_method(of_the_class=True),
+    "method of an object": _of_a_method(of_the_class=False),
     "object without methods": _bare(Bare),
     "slot": _bare(Slots),
     "dataclass": lambda: _of(Data()),
