@@ -76,7 +76,7 @@ class Case:
         self._plain_steps = self._failures = self._unstable = self._unusable = self._uses = 0
         self._missed_in_a_row = self._ways = self._made = 0
         self._changed, self._wait = "", _PLAIN_STEPS
-        self._params: dict[str, Tensor] = {}
+        self._started_with: dict[str, Tensor] = {}
         self._seconds = 0.0
         self._seen: Dependencies | None = None
         self._executed, self._more = ExecutedCode(), ExecutedCode()
@@ -111,13 +111,13 @@ class Case:
     def _is_new_start(self) -> bool:
         """Whether parameters were cleared, or replaced, since the last plain step."""
         now = pyro.get_param_store()._params
-        return any(now.get(name) is not value for name, value in self._params.items())
+        return any(now.get(name) is not value for name, value in self._started_with.items())
 
     def _begin_again(self) -> None:
         """Training starts anew: wait longer if recordings did not pay before, with short starts."""
         paid = self._uses >= _LEAST_USES * self._made
         self._wait = _PLAIN_STEPS if paid else min(2 * self._wait, _MAX_WAIT)
-        self._recordings, self._seen, self._params = [], None, {}
+        self._recordings, self._seen, self._started_with = [], None, {}
         self._plain_steps = self._failures = self._unstable = self._unusable = self._uses = 0
         self._missed_in_a_row = self._ways = self._made = 0
 
@@ -144,7 +144,7 @@ class Case:
         self._seconds = time.perf_counter() - begin
         self._executed.add(self._more)
         self._seen = Dependencies.of(call.model, call.guide, executed=self._executed)
-        self._params = dict(pyro.get_param_store()._params)
+        self._started_with = dict(pyro.get_param_store()._params)
         return found
 
     def _recorded(self, call: Call) -> object:
