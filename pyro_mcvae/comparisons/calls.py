@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pyro_mcvae.programs.executed_code import ExecutedCode
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.programs.outside_values import Dependencies
 
-__all__ = ["Call", "call_of", "is_same"]
-
-
-class Call(NamedTuple):
-    """What a step was called with; a tensor that was written to has another version."""
-
-    model: Program
-    guide: Program
-    leaves: list[object]
-    versions: list[int | None]
+__all__ = ["Call"]
 
 
-def call_of(programs: Programs) -> Call:
-    leaves = tree_leaves((programs.args, programs.kwargs))
-    versions = [_version(leaf) for leaf in leaves]
-    return Call(programs.model, programs.guide, leaves, versions)
+@dataclass
+class Call:
+    """
+    The programs of a step, its arguments, and what the programs read besides these.
+
+    :param Programs programs: of the step.
+    :param executed: the functions that the step has executed.
+    """
+
+    programs: Programs
+    executed: ExecutedCode
+
+    def __post_init__(self) -> None:
+        self._leaves = _leaves(self.programs)
+        roots = (*self.programs.pair, *self._leaves)
+        self._read = Dependencies.of(*roots, executed=self.executed, contents=True)
+
+    def is_same(self, programs: Programs) -> bool:
+        """Whether another step has the same programs, on data that have not changed."""
+        if self._read.refused or programs.pair != self.programs.pair:
+            return False
+        leaves = _leaves(programs)
+        same = len(leaves) == len(self._leaves) and all(map(_same_leaf, leaves, self._leaves))
+        return same and self._read.changed() is None
 
 
-def _version(leaf: object) -> int | None:
-    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
-
-
-def is_same(now: Call, old: Call) -> bool:
-    """Whether two steps have the same programs and arguments."""
-    return (
-        now.model == old.model
-        and now.guide == old.guide
-        and now.versions == old.versions
-        and len(now.leaves) == len(old.leaves)
-        and all(_same_leaf(a, b) for a, b in zip(now.leaves, old.leaves, strict=True))
-    )
+def _leaves(programs: Programs) -> list[object]:
+    leaves: list[object] = tree_leaves((programs.args, programs.kwargs))
+    return leaves
 
 
 def _same_leaf(a: object, b: object) -> bool:

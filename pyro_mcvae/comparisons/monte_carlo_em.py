@@ -12,7 +12,7 @@ from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel, State, Target
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
-from pyro_mcvae.comparisons.calls import Call, call_of, is_same
+from pyro_mcvae.comparisons.calls import Call
 from pyro_mcvae.comparisons.chain_states import ChainStates
 from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.elbos.base import ELBOOptions
@@ -23,6 +23,7 @@ from pyro_mcvae.elbos.estimate import Estimate, as_scalar
 from pyro_mcvae.elbos.slot_average import OneSlot
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.executed_code import ExecutedCode
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import shown
 
@@ -37,7 +38,7 @@ class _Draw:
     """
     Posterior draws of a minibatch that serve several updates.
 
-    :ivar call: the model, the guide and the arguments that they were drawn for.
+    :ivar call: the model, the guide and the data that they were drawn for.
     :ivar left: how many updates they still serve.
     """
 
@@ -166,10 +167,11 @@ class MonteCarloEM(ChainELBO):
         self.updates_per_draw, self.progress = updates_per_draw, progress
         self.states = ChainStates() if persistent else None
         self._draw: _Draw | None = None
+        self._executed: ExecutedCode | None = None
 
     def __getstate__(self) -> dict[str, object]:
         # A copy makes its own draws: these hold the graph of the last step.
-        return {**self.__dict__, "_draw": None}
+        return {**self.__dict__, "_draw": None, "_executed": None}
 
     def _load_from_state_dict(self, *args: object) -> None:
         self._draw = None  # made by another state
@@ -177,12 +179,15 @@ class MonteCarloEM(ChainELBO):
 
     def estimate(self, programs: Programs) -> Estimate:
         draw = self._draw
-        served = draw is not None and draw.left > 0 and is_same(call_of(programs), draw.call)
+        served = draw is not None and draw.left > 0 and draw.call.is_same(programs)
         if torch.is_grad_enabled() and draw is not None and served:
             sample = self.sampler.replay_at_rest(programs, draw.sample)
             if sample is not None:
                 return self._update_again(programs, draw, sample)
-        return super().estimate(programs)
+        if self.updates_per_draw == 1:
+            return super().estimate(programs)
+        with ExecutedCode() as self._executed:
+            return super().estimate(programs)
 
     def _update_again(self, programs: Programs, draw: _Draw, sample: WeightedParticles) -> Estimate:
         """A step at earlier draws; its value is the guide's ELBO of the same minibatch, anew."""
@@ -195,6 +200,7 @@ class MonteCarloEM(ChainELBO):
 
         def finish() -> None:
             draw.left -= 1
+            draw.call = Call(programs, draw.call.executed)  # what the programs have written now
 
         surrogate = as_scalar(local + shared)
         return replace(
@@ -238,8 +244,9 @@ class MonteCarloEM(ChainELBO):
         if self.states is not None:
             self.states.keep(sample, chain.state.position)
         self._draw = None
-        if self.updates_per_draw > 1:
-            self._draw = _Draw(sample, call_of(log_weight.programs), self.updates_per_draw - 1)
+        if self.updates_per_draw > 1 and self._executed is not None:
+            call = Call(log_weight.programs, self._executed)
+            self._draw = _Draw(sample, call, self.updates_per_draw - 1)
 
     def _wrong_kernel(self, name: str) -> str:
         return (

@@ -63,7 +63,7 @@ class Backend:
                 self.name,
                 _first_line(getattr(error, "inner_exception", error)),
             )
-            return graph
+            return quick(graph)
         _logger.warning("compiled in %.1f s", time.perf_counter() - begin)
         return run
 

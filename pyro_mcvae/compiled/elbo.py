@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 from pyro.infer.elbo import ELBO
 from torch import Tensor, nn
@@ -89,9 +89,7 @@ class CompiledELBO(ELBO, nn.Module):
         self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> Tensor:
         """The plain loss's ``differentiable_loss``."""
-        found = self._take("differentiable_loss", model, guide, args, kwargs)
-        assert isinstance(found, Tensor)
-        return found
+        return cast(Tensor, self._take("differentiable_loss", model, guide, args, kwargs))
 
     def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> object:
         # Pyro's hook for one particle, abstract in ELBO.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.ops.gumbel import one_hot
@@ -25,6 +28,7 @@ from pyro_mcvae.programs.types import TorchFunction
 __all__ = ["Reading", "ReadingMode"]
 
 Function = Callable[..., object]
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 class Reading(float):
@@ -88,11 +92,13 @@ class ReadingMode(TorchFunctionMode):
     Watches a step that is being recorded for tensors whose values it looks at.
 
     :param backward: what ``loss.backward()`` does, with its arguments.
+    :param numbers: tensors that stand for floats: beside a tensor they take its type, as floats do.
     """
 
-    def __init__(self, backward: Callable[..., None]) -> None:
+    def __init__(self, backward: Callable[..., None], numbers: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._backward = backward
+        self._numbers = {id(number): number for number in numbers}
         self.refused: NotRecordable | None = None
 
     def __torch_function__(
@@ -106,6 +112,8 @@ class ReadingMode(TorchFunctionMode):
             return self._backward(*args, **(kwargs or {}))
         if func is Tensor.register_hook:
             return func(args[0], self._watched(args[1]))
+        if func is Tensor.item and _is_of_torch(sys._getframe(1).f_code):
+            return _index(args[0])
         if func is Tensor.item and not _in_a_program():
             return Reading.of(args[0])
         if func is Tensor.item and _is_whole_plate(sys._getframe(1).f_locals.get("self")):
@@ -121,7 +129,31 @@ class ReadingMode(TorchFunctionMode):
             why = drawn or _READS.get(func) or _PICKS[func]
             self.refused = NotRecordable(f"{why} at {program_line()}")
             raise self.refused
-        return func(*_as_tensors(args), **(kwargs or {}))
+        args, kwargs = _as_tensors(args), kwargs or {}
+        return self._with_numbers(func, args, kwargs) if self._numbers else func(*args, **kwargs)
+
+    def _with_numbers(
+        self, func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> object:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        others = [t for t in tensors if id(t) not in self._numbers]
+        if len(others) == len(tensors):
+            return func(*args, **kwargs)
+        if func is Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return torch.get_default_dtype()
+        if not others and getattr(func, "__name__", "").strip("_") in _ARITHMETIC:
+            found = func(*args, **kwargs)
+            assert isinstance(found, Tensor)
+            self._numbers[id(found)] = found
+            return found
+        types = [torch.result_type(t, 0.5) for t in others] or [torch.get_default_dtype()]
+        dtype = functools.reduce(torch.promote_types, types)
+
+        def cast(t: Tensor) -> Tensor:
+            return t.to(dtype) if id(t) in self._numbers else t
+
+        args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        return func(*args, **kwargs)
 
     def _watched(self, hook: Function) -> Function:
         """A hook on gradients, such as Pyro's warnings; the backward pass runs without modes."""
@@ -145,13 +177,18 @@ def _branch(condition: Tensor) -> bool:
     return way
 
 
+def _is_of_torch(code: CodeType) -> bool:
+    """Whether PyTorch itself asks for a number: if two transforms are equal, for a closed form."""
+    return code.co_filename.startswith(_TORCH)
+
+
 def _is_whole_plate(caller: object) -> bool:
     """Whether a plate that has no minibatch is looped over: its indices are always the same."""
     return isinstance(caller, SubsampleMessenger) and caller.subsample_size == caller.size
 
 
 def _index(index: Tensor) -> int | float:
-    """An element of a plate that is looped over; every replay checks that it is the same."""
+    """A number that stays, as an element of a plate that is looped over: every replay checks it."""
     with disable_proxy_modes_tracing():
         found: int | float = index.item()
     assume(index == found)
@@ -201,6 +238,11 @@ def _picks_by_value(func: object, args: tuple[Any, ...]) -> bool:
     return any(isinstance(p, Tensor) and p.dtype in (torch.bool, torch.uint8) for p in parts)
 
 
+# Of floats alone these make a float.
+_ARITHMETIC = {
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "div", "rdiv", "truediv", "rtruediv"),
+    *("true_divide", "pow", "rpow", "neg", "abs"),
+}
 _OWN_GENERATOR = "draws from a generator of its own, which comparisons would turn on,"
 _BY_VALUE = "indexes by truth values, so that shapes depend on a tensor's value,"
 _BY_NUMBER = "has a shape that depends on values (one_hot without num_classes)"

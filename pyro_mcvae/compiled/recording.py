@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from pyro_mcvae.compiled.dependencies import Dependencies, Entry
-from pyro_mcvae.compiled.generators import other_generators
 from pyro_mcvae.compiled.gradients import gradients_of, has_hooks, is_recorded, leaves_of
 from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.reading import Reading, ReadingMode
@@ -26,10 +24,16 @@ from pyro_mcvae.compiled.tracing import trace
 from pyro_mcvae.compiled.updates import Update
 from pyro_mcvae.compiled.writes import Slot, Spaces, check_detached
 from pyro_mcvae.ops.recording import assumptions
+from pyro_mcvae.programs.executed_code import ExecutedCode
+from pyro_mcvae.programs.outside_values import Dependencies, Entry, GeneratorStates
 
-__all__ = ["NotUsable", "Outcome", "Recording", "check_unchanged", "record"]
+__all__ = ["NotUsable", "Outcome", "Recording", "Run", "Surroundings", "record"]
 
 Run = Callable[..., list[Tensor]]
+Change = Callable[[list[Tensor], GraphModule], list[Tensor]]
+
+
+_TENSOR = object()
 
 
 class NotUsable(NotRecordable):
@@ -114,15 +118,23 @@ class Recording:
         entry = self.dependencies.changed()
         return None if entry is None else entry.name
 
-    def replay(self, call: Call, run: Run) -> Outcome:
-        """Compute a step; nothing is changed by it but the generators."""
-        constants = self.constants
+    def inputs(self, call: Call) -> list[Tensor]:
+        """What the graph is called with: its constants as they are now, and the call's inputs."""
         for i, slot in self._sources:
             now = slot.space[slot.key]
             assert isinstance(now, Tensor)
-            constants[i] = now
+            self.constants[i] = now
+        return [*self.constants, *call.inputs()]
+
+    def replay(self, call: Call, run: Run, change: Change | None = None) -> Outcome:
+        """
+        Compute a step; nothing is changed by it but the generators.
+
+        :param change: makes other inputs of those of the graph.
+        """
         with torch.no_grad():
-            return self.outcome(run(*constants, *call.inputs()))
+            inputs = self.inputs(call)
+            return self.outcome(run(*(inputs if change is None else change(inputs, self.graph))))
 
     def outcome(self, outputs: list[Tensor]) -> Outcome:
         """Sort a graph's outputs."""
@@ -144,7 +156,17 @@ class Recording:
     def result(self, results: list[object]) -> object:
         """What the loss returned, of its tensors or numbers."""
         given = iter(results)
-        return tree_unflatten([next(given) if f is None else f for f in self.fixed], self.spec)
+        return tree_unflatten([next(given) if f is _TENSOR else f for f in self.fixed], self.spec)
+
+    def tensors_of(self, returned: object) -> list[Tensor] | None:
+        """The results of a plain step, to be compared; None if it returned anything else."""
+        leaves, spec = tree_flatten(returned)
+        if spec != self.spec:
+            return None
+        pairs = list(zip(leaves, self.fixed, strict=True))
+        if any(f is not _TENSOR and f is not r and repr(f) != repr(r) for r, f in pairs):
+            return None
+        return [torch.as_tensor(r, dtype=torch.double) for r, f in pairs if f is _TENSOR]
 
 
 def _is_like(now: object, then: object) -> bool:
@@ -159,21 +181,22 @@ def _about(value: Any) -> tuple[object, ...]:
 class _Step:
     """Makes a recording's parts while the step runs."""
 
-    def __init__(self, loss: object, call: Call, spaces: Spaces) -> None:
-        self._loss, self._call, self._spaces = loss, call, spaces
+    def __init__(self, loss: object, call: Call, around: Surroundings) -> None:
+        self._loss, self._call, self._around = loss, call, around
         self.leaves: list[Tensor] = []
         self.gradients: list[Tensor] = []
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         call = self._call
         args, kwargs = call.with_inputs(inputs)
-        mode = ReadingMode(self._backward)
+        mode = ReadingMode(self._backward, call.numbers(inputs))
         function = getattr(self._loss, call.function)
         with assumptions() as assumed, pyro.validation_enabled(False):
-            with poutine.trace(param_only=True) as capture, mode:
+            with poutine.trace(param_only=True) as capture, mode, self._around.executed:
                 returned = function(call.model, call.guide, *args, **kwargs)
             if isinstance(returned, Tensor) and returned.requires_grad:
-                self._backward(returned)
+                with self._around.executed:
+                    self._backward(returned)
             if mode.refused is not None:
                 raise mode.refused
             store = pyro.get_param_store()
@@ -183,7 +206,7 @@ class _Step:
             self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
             self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
             holds = [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else []
-        self.slots = self._spaces.written(is_recorded)
+        self.slots = self._around.spaces.written(is_recorded)
         if call.function == "differentiable_loss":
             check_detached(self.slots)
         parts = [results, holds, self.gradients, *(s.tensors for s in self.slots)]
@@ -212,27 +235,74 @@ class _Step:
     def _results(self, returned: object) -> list[Tensor]:
         leaves, self.spec = tree_flatten(returned)
         tensors = [r.tensor if isinstance(r, Reading) else r for r in leaves]
-        self.fixed = [None if isinstance(t, Tensor) else t for t in tensors]
+        self.fixed = [_TENSOR if isinstance(t, Tensor) else t for t in tensors]
+        if self._call.function == "differentiable_loss" and not isinstance(returned, Tensor):
+            raise NotRecordable(
+                f"its differentiable_loss returns a {type(returned).__name__}, and not a tensor"
+            )
         return [t for t in tensors if isinstance(t, Tensor)]
 
 
-def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
+class Surroundings:
+    """
+    What a step may change that its replays would not.
+
+    :param executed: the functions that the step before has executed.
+    """
+
+    def __init__(self, *roots: object, executed: ExecutedCode) -> None:
+        self._before = Dependencies.of(*roots, executed=executed)
+        if self._before.refused:
+            raise NotRecordable(self._before.refused)  # before an item of an iterator is lost
+        self._generators = GeneratorStates(self._before)
+        self._names = set(pyro.get_param_store()._params)
+        self._roots, self._expected = roots, executed
+        self.executed = ExecutedCode()
+        self.spaces = Spaces(self._before)
+
+    def put_back(self) -> None:
+        """Undo what a step did that is not recorded, but for PyTorch's generators."""
+        store = pyro.get_param_store()
+        for name in set(store._params) - self._names:
+            del store[name]
+        self.spaces.put_back()
+        self._generators.put_back()
+
+    def check(self, slots: list[Slot]) -> Dependencies:
+        """
+        Check that a step has changed nothing but what is known, and read nothing that may change.
+
+        :returns: what it has read.
+        :raises NotRecordable: naming what it has changed, or read.
+        """
+        found = Dependencies.of(*self._roots, executed=self.executed)
+        if not found.functions <= self._before.functions:
+            self._expected.add(self.executed)
+            raise NotUsable("it executes functions that the step before has not")
+        if name := self._generators.moved():
+            raise NotRecordable(f"draws random numbers from {name}: use PyTorch's")
+        if new := set(pyro.get_param_store()._params) - self._names:
+            raise NotUsable(f"makes a new parameter, {sorted(new)[0]}")
+        entry = _without_slots(self._before, slots).changed()
+        if entry is not None:
+            raise NotRecordable(f"each step changes {entry.name}, which a replay would not")
+        if found.refused:
+            raise NotRecordable(found.refused)
+        return _without_slots(found, slots)
+
+
+def record(loss: object, call: Call, executed: ExecutedCode) -> tuple[Recording, Outcome]:
     """
     Take one step, and record it.
 
+    :param executed: the functions that the step before has executed.
     :returns: the recording, and what the step computed, whose writes are done but not its
         gradients'.
     :raises NotRecordable: with the reason; then nothing has changed but the generators.
     """
     roots = (call.model, call.guide, loss, *(a for a in call.leaves if callable(a)))
-    before, others = Dependencies.of(*roots), other_generators()
-    if before.is_cut:
-        raise NotRecordable(
-            f"the programs can see more than {len(before.entries)} values that may change: too "
-            f"many to look at in each step"
-        )
-    spaces, names = Spaces(before), set(pyro.get_param_store()._params)
-    step = _Step(loss, call, spaces)
+    around = Surroundings(*roots, executed=executed)
+    step = _Step(loss, call, around)
     try:
         # Tensors of their own: what a program sees elsewhere, too, is not the argument.
         traced = trace(step, [t.detach() for t in call.inputs()])
@@ -240,13 +310,13 @@ def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
             raise NotRecordable(
                 "a parameter has a hook on its gradient: use (model, guide) modules"
             )
-        check_unchanged(before, others, step.slots, names)
+        dependencies = around.check(step.slots)
         graph, constants, updates = as_function(traced)
     except NotRecordable:
-        spaces.put_back()
+        around.put_back()
         raise
     except Exception as error:
-        spaces.put_back()
+        around.put_back()
         raise NotRecordable(said_by(error)) from error
     recording = Recording(
         graph,
@@ -260,32 +330,16 @@ def record(loss: object, call: Call) -> tuple[Recording, Outcome]:
         step.spec,
         step.fixed,
         bool(step.sizes[1]),
-        _without_slots(Dependencies.of(*roots), step.slots),
+        dependencies,
         adds,
     )
     outcome = recording.outcome(step.outputs)
     if not outcome.is_usable():
-        spaces.put_back()
+        around.put_back()
         raise NotUsable
     for name, value in recording.params:
         recording.dependencies.watch_gradient(value, name)
     return recording, outcome
-
-
-def check_unchanged(
-    before: Dependencies, others: dict[str, object], slots: list[Slot], names: set[str]
-) -> None:
-    """
-    :raises NotRecordable: if a step has changed something that its replays would not.
-    """
-    for name, state in other_generators().items():
-        if state != others[name]:
-            raise NotRecordable(f"draws random numbers from {name}'s generator: use PyTorch's")
-    if new := set(pyro.get_param_store()._params) - names:
-        raise NotRecordable(f"makes new parameters ({sorted(new)[0]}) long after its first step")
-    entry = _without_slots(before, slots).changed()
-    if entry is not None:
-        raise NotRecordable(f"each step changes {entry.name}, which a replay would not")
 
 
 def _without_slots(dependencies: Dependencies, slots: list[Slot]) -> Dependencies:

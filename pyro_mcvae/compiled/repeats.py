@@ -31,6 +31,8 @@ _SHORTEST = 30
 # time, too, which shows less where tensors are large.
 _LARGE = {"small tensors": 2500, "large tensors": 1500}
 _LARGE_TENSOR = 10_000
+# Beyond so many operations a compiler takes minutes, of equal parts those of one.
+_MOST = 5000
 # What depends on no draw and is as small as this is computed first: a schedule's values, say, of
 # which each transition takes another.
 _SMALL = 1024
@@ -48,12 +50,15 @@ def compile_parts(
     Compile a graph part by part, and equal parts once.
 
     :param compiler: makes a function of a part.
+    :raises RuntimeError: if there is too much to compile.
     """
     split = _split_at_repeats(graph) if _is_long(graph) else None
     if split is None:
+        _check_size(len(graph.graph.nodes))
         return compiler(graph, example)
     return_alike(split)
     parts = {n: (p, structure(p)) for n, p in split.named_children() if isinstance(p, GraphModule)}
+    _check_size(sum({key: len(part.graph.nodes) for part, key in parts.values()}.values()))
     examples = _Examples(split)
     examples.run(*example)
     made: dict[Hashable, Run] = {}
@@ -62,6 +67,11 @@ def compile_parts(
             made[key] = compiler(part, examples.found[name])
         setattr(split, name, _Compiled(made[key]))
     return split
+
+
+def _check_size(count: int) -> None:
+    if count > _MOST:
+        raise RuntimeError(f"to compile its {count} different operations would take minutes")
 
 
 def _is_long(graph: GraphModule) -> bool:

@@ -9,7 +9,6 @@ import torch
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.compiled.case import Observed
 from pyro_mcvae.compiled.gradients import gradients_of
@@ -31,10 +30,10 @@ class Loss:
         """As ever."""
         return getattr(self._loss, self.name)(call.model, call.guide, *call.args, **call.kwargs)
 
-    def observed(self, call: Call, leaves: list[Tensor]) -> Observed:
+    def observed(self, call: Call, recording: Recording) -> Observed:
         """As ever; also its results and its gradients, to be compared."""
         found = self.plain(call)
-        return found, _as_tensors(found), []
+        return found, recording.tensors_of(found), []
 
     def handed(self, recording: Recording, outcome: Outcome) -> object:
         """What a recorded step computed."""
@@ -47,8 +46,9 @@ class LossAndGrads(Loss):
 
     name = "loss_and_grads"
 
-    def observed(self, call: Call, leaves: list[Tensor]) -> Observed:
+    def observed(self, call: Call, recording: Recording) -> Observed:
         """As ever, from gradients of zero, to which those that were there are added."""
+        leaves = recording.leaves
         before = [p.grad for p in leaves]
         for p in leaves:
             p.grad = None
@@ -59,7 +59,7 @@ class LossAndGrads(Loss):
             for p, old in zip(leaves, before, strict=True):
                 if old is not None:
                     p.grad = old if p.grad is None else old + p.grad
-        return found, _as_tensors(found), gradients
+        return found, recording.tensors_of(found), gradients
 
     def handed(self, recording: Recording, outcome: Outcome) -> object:
         """What a recorded step computed."""
@@ -76,12 +76,13 @@ class DifferentiableLoss(Loss):
 
     name = "differentiable_loss"
 
-    def observed(self, call: Call, leaves: list[Tensor]) -> Observed:
+    def observed(self, call: Call, recording: Recording) -> Observed:
         """As ever; its gradient is computed once more than it is used."""
         found = self.plain(call)
         assert isinstance(found, Tensor)
         if not found.requires_grad:
             return found, [found], []
+        leaves = recording.leaves
         zipped = zip(gradients_of(found, leaves), leaves, strict=True)
         return found, [found], [torch.zeros_like(p) if g is None else g for g, p in zipped]
 
@@ -126,8 +127,3 @@ def _state_params(recording: Recording) -> None:
         assert isinstance(handler, TraceMessenger)
         for name, site in recording.param_sites.items():
             handler.trace.add_node(name, **{**site, "value": store[name]})
-
-
-def _as_tensors(found: object) -> list[Tensor]:
-    leaves = tree_leaves(found)
-    return [torch.as_tensor(v, dtype=torch.double) for v in leaves if isinstance(v, float | Tensor)]

@@ -85,12 +85,18 @@ class Call:
         )
 
     def inputs(self) -> list[Tensor]:
-        """The tensors, and the floats as tensors."""
+        """The tensors, and the floats as tensors of their precision."""
         return [
-            leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
+            leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, dtype=torch.float64)
             for leaf in self.leaves
             if self.is_input(leaf)
         ]
+
+    def numbers(self, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """The inputs that are floats."""
+        leaves = [leaf for leaf in self.leaves if self.is_input(leaf)]
+        pairs = zip(inputs, leaves, strict=True)
+        return [given for given, leaf in pairs if not isinstance(leaf, Tensor)]
 
     def is_input(self, leaf: object) -> bool:
         """Whether a leaf may have another value at each replay."""

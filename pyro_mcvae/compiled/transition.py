@@ -14,25 +14,26 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.chains.kernel import Info, Kernel, State, Target
+from pyro_mcvae.compiled.agreement import is_due, same_bits
 from pyro_mcvae.compiled.calls import quick
-from pyro_mcvae.compiled.case import is_due
-from pyro_mcvae.compiled.dependencies import Dependencies
 from pyro_mcvae.compiled.folding import fold
-from pyro_mcvae.compiled.generators import other_generators
 from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.reading import ReadingMode
-from pyro_mcvae.compiled.recording import check_unchanged
+from pyro_mcvae.compiled.recording import NotUsable, Surroundings
 from pyro_mcvae.compiled.refusal import NotRecordable, said_by
 from pyro_mcvae.compiled.tracing import trace
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.recording import assumptions
+from pyro_mcvae.programs.executed_code import ExecutedCode
+from pyro_mcvae.programs.outside_values import Dependencies
 
 __all__ = ["RecordedTransition"]
 
 _logger = logging.getLogger(__name__)
 
-# A recording costs some fifty transitions. Chains that make ever new ones do not gain by it.
-_MAX_RECORDINGS = 6
+# A recording costs some fifty transitions. Chains that make ever new ones, and use each for fewer,
+# do not gain by it.
+_MAX_RECORDINGS, _COST = 6, 50
 
 
 @dataclass
@@ -82,7 +83,8 @@ class RecordedTransition:
         self._recording: _Recording | None = None
         self._chain: Callable[[Tensor], State] | None = None
         self._last: State | None = None
-        self._steps = self._recorded = 0
+        self._steps = self._recorded = self._uses = 0
+        self._executed = ExecutedCode()
         # Its transitions are different functions.
         parts = kernel.modules()
         self._refused = any(getattr(p, "num_transitions", None) is not None for p in parts)
@@ -91,8 +93,11 @@ class RecordedTransition:
         """As :meth:`Kernel.step`."""
         self._steps += 1
         last, self._last = self._last, None
-        if self._refused or self._steps == 1:
+        if self._refused:
             return self._kernel.step(state, target)
+        if self._steps == 1:
+            with self._executed:
+                return self._kernel.step(state, target)
         begins = target.evaluate is not self._chain
         self._chain = target.evaluate
         inputs = _inputs(state, target)
@@ -112,6 +117,7 @@ class RecordedTransition:
         self, known: _Recording, state: State, target: Target, inputs: list[Tensor], begins: bool
     ) -> tuple[State, Info]:
         known.uses += 1
+        self._uses += 1
         compared = begins or is_due(known.uses)
         generators = Generators() if compared or known.assumes else None
         found = known.outcome(known.graph(*known.constants, *inputs))
@@ -129,10 +135,14 @@ class RecordedTransition:
         self._recorded += 1
         generators = Generators()
         try:
-            if self._recorded > _MAX_RECORDINGS:
+            if self._recorded > _MAX_RECORDINGS and self._uses < _COST * self._recorded:
                 raise NotRecordable("its transitions are ever other ones")
-            self._recording, outputs = _record(self._kernel, state, target, inputs, self._roots)
+            self._recording, outputs = _record(
+                self._kernel, state, target, inputs, self._roots, self._executed
+            )
             found = self._recording.outcome(outputs)
+        except NotUsable:
+            found = None
         except NotRecordable as reason:
             self._refused, found = True, None
             _logger.info("transitions run as ever, since one cannot be recorded: %s", reason)
@@ -144,10 +154,14 @@ class RecordedTransition:
 
 
 def _record(
-    kernel: Kernel, state: State, target: Target, inputs: list[Tensor], roots: tuple[object, ...]
+    kernel: Kernel,
+    state: State,
+    target: Target,
+    inputs: list[Tensor],
+    roots: tuple[object, ...],
+    executed: ExecutedCode,
 ) -> tuple[_Recording, list[Tensor]]:
-    before, others = Dependencies.of(*roots), other_generators()
-    names = set(pyro.get_param_store()._params)
+    around = Surroundings(*roots, executed=executed)
     made: list[tuple[list[Tensor], list[object], bool]] = []
 
     def function(*inputs: Tensor) -> list[Tensor]:
@@ -155,7 +169,8 @@ def _record(
         then = State(*(None if t is None else next(given) for t in state))  # type: ignore[arg-type]
         at = Target(target.evaluate, next(given), target.movable, target.transition)
         mode = ReadingMode(_no_backward)
-        with assumptions() as assumed, pyro.validation_enabled(False), mode:
+        plain = pyro.validation_enabled(False)
+        with assumptions() as assumed, plain, mode, around.executed:
             found = _unscored(kernel.step(then, at))
         if mode.refused is not None:
             raise mode.refused
@@ -169,10 +184,12 @@ def _record(
 
     try:
         graph, constants, updates = as_function(trace(function, inputs))
-        check_unchanged(before, others, [], names)
+        around.check([])
     except NotRecordable:
+        around.put_back()
         raise
     except Exception as error:
+        around.put_back()
         raise NotRecordable(said_by(error)) from error
     if updates:
         raise NotRecordable("it updates tensors in place")
@@ -182,7 +199,7 @@ def _record(
     moving = {id(t) for t in (*kernel.parameters(), *kernel.buffers())}
     constants = fold(graph.graph, constants, [id(c) not in moving for c in constants])
     # The kernel is a copy of ours: what changes in it shows in the first transition of a chain.
-    dependencies = Dependencies.of(*roots[:-1])
+    dependencies = Dependencies.of(*roots[:-1], executed=around.executed)
     return _Recording(quick(graph), constants, fixed, assumes, about, dependencies), tensors
 
 
@@ -206,8 +223,4 @@ def _about(inputs: list[Tensor]) -> tuple[object, ...]:
 def _agree(found: tuple[State, Info], plain: tuple[State, Info]) -> bool:
     """Whether two transitions are the same, bit for bit."""
     pairs = zip(tree_leaves(found), tree_leaves(_unscored(plain)), strict=True)
-    return all(
-        torch.equal(a.nan_to_num(), b.nan_to_num())
-        for a, b in pairs
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-    )
+    return all(same_bits(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))

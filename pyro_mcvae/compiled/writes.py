@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import CellType
-from typing import cast
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_mcvae.compiled.dependencies import Dependencies, Entry, contents, is_plain, item
-from pyro_mcvae.compiled.ownership import is_written
 from pyro_mcvae.compiled.refusal import NotRecordable
+from pyro_mcvae.programs.outside_values import Dependencies, is_plain, is_written, put_back
 
 __all__ = ["Slot", "Spaces", "check_detached"]
 
@@ -72,7 +67,7 @@ class Spaces:
             buffer.detach().copy_(copy)
         for entry in self._entries:
             if not entry.unchanged:
-                _put_back(entry)
+                put_back(entry)
 
     def written(self, is_recorded: Callable[[Tensor], bool]) -> list[Slot]:
         """
@@ -103,18 +98,6 @@ class Spaces:
             for key, value in list(space.items()):
                 if before.get(key, before) is not value:
                     yield owner, key, space, before.get(key)
-
-
-def _put_back(entry: Entry) -> None:
-    """Let a variable, or an item of what can be changed, be what it was."""
-    get, key, value = entry.get, entry.key, entry.value
-    held = get.args[0] if isinstance(get, functools.partial) and get.func is item else None
-    if get is contents:
-        cast(CellType, key).cell_contents = value
-    elif isinstance(space := getattr(get, "__self__", held), dict | list | deque):
-        space[key] = value  # type: ignore[index]
-    elif get is len and isinstance(key, list):
-        del key[cast(int, value) :]
 
 
 def check_detached(slots: list[Slot]) -> None:

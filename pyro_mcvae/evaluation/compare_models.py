@@ -10,7 +10,7 @@ import torch
 
 from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains, has_light_tail
 from pyro_mcvae.evaluation.options import make_options, shows_options
-from pyro_mcvae.evaluation.own_parameters import check_own_parameters, own_parameters
+from pyro_mcvae.evaluation.own_parameters import check_own_parameters
 from pyro_mcvae.evaluation.tables import number, table
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
@@ -206,8 +206,7 @@ def compare_models(
         bar.expect(len(pairs))
         for name, programs in pairs.items():
             bar.say(name)
-            with own_parameters(programs):
-                found[name] = guide_and_chains(programs, given)[1]
+            found[name] = guide_and_chains(programs, given)[1]
             bar.step()
     _check_alike(found)
     return ModelComparison(sorted(found.items(), key=lambda item: -float(item[1].total)))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from pyro_mcvae.evaluation.own_parameters import leave_out_others, warn_of_shared
 from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.training.generators import rng_state, set_rng_state
@@ -26,7 +27,8 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     Evaluate programs without changing them.
 
     Modules that the programs are, hold or refer to are in evaluation mode inside: dropout and batch
-    statistics would make another density of each run. Parameters that were not in the parameter
+    statistics would make another density of each run. They have their own parameters, where the
+    parameter store has those of another module by the same name. Parameters that were not in the
     store before are removed from it.
 
     :param seed: seeds the generators inside and sets them back afterwards; None uses the present
@@ -36,6 +38,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     _check_seed(seed)
     roots = find_modules(*programs)
     _refuse_lazy(roots)
+    warn_of_shared(*programs)
     store = pyro.get_param_store()
     # Not by deleting names afterwards: two of them may be of one parameter, which the store forgets
     # at the first.
@@ -43,6 +46,7 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     before = [dict(table) for table in tables]
     generators = rng_state() if seed is not None else None
     try:
+        leave_out_others(*programs)
         with evaluation_modules(roots):
             if seed is not None:
                 pyro.set_rng_seed(seed)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import sys
+import warnings
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import pyro
@@ -13,49 +15,67 @@ from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.modules import find_modules
+from pyro_mcvae.programs.source_lines import is_library
+from pyro_mcvae.programs.types import Program
 
-__all__ = ["check_own_parameters", "own_parameters"]
+__all__ = ["check_own_parameters", "leave_out_others", "warn_of_shared"]
+
+_REMEDY = "call pyro.clear_param_store() before each of them is made and trained"
 
 
 class _Held(NamedTuple):
-    """A parameter, and the module that holds it."""
+    """A parameter, the module that holds it, and as what."""
 
     module: PyroModule
+    attribute: str
     value: Tensor
 
 
-def _held(programs: Programs) -> dict[str, _Held]:
+def _held(*programs: Program) -> dict[str, _Held]:
     """By the name in the store: what PyroModules take from there, rather than their own."""
     found = {}
-    for root in find_modules(*programs.pair):
+    for root in find_modules(*programs):
         for module in root.modules():
             if isinstance(module, PyroModule) and module._pyro_context.used:
                 for name in module._pyro_params:
-                    value = getattr(module, f"{name}_unconstrained")
-                    found[module._pyro_get_fullname(name)] = _Held(module, value)
+                    attribute = f"{name}_unconstrained"
+                    held = _Held(module, attribute, getattr(module, attribute))
+                    found[module._pyro_get_fullname(name)] = held
     return found
 
 
-@contextmanager
-def own_parameters(programs: Programs) -> Iterator[None]:
-    """
-    The programs' modules have their own parameters inside, where the store has another module's by
-    the same name, which it has again afterwards.
-    """
+def leave_out_others(*programs: Program) -> None:
+    """Take out of the store what another module has there by the name of one of the programs'."""
     store = pyro.get_param_store()
-    others = [n for n, held in _held(programs).items() if store._params.get(n) is not held.value]
-    tables = store._params, store._constraints, store._param_to_name
-    before = [dict(table) for table in tables]
-    for name in others:
-        if name in store:
+    for name, held in _held(*programs).items():
+        if name in store and store._params[name] is not held.value:
             del store[name]
-    try:
-        yield
-    finally:
-        if others:
-            for table, kept in zip(tables, before, strict=True):
-                table.clear()
-                table.update(kept)
+
+
+def warn_of_shared(*programs: Program) -> None:
+    """Warn of parameters that a later module has taken out of the store, and may have trained."""
+    held = _held(*programs)
+    own = {id(h.module._parameters) for h in held.values()}
+    for space in gc.get_referrers(*(h.value for h in held.values())) if held else ():
+        if not isinstance(space, dict) or id(space) in own:
+            continue
+        for name, (module, attribute, value) in held.items():
+            if space.get(attribute) is value:
+                warnings.warn(
+                    f"parameter '{name}' of {type(module).__name__} is one and the same in another "
+                    f"module: Pyro's parameter store knows parameters by name, and gave those of "
+                    f"the first to the second. What is evaluated is what was trained last: "
+                    f"{_REMEDY}",
+                    stacklevel=_frames_to_the_program(),
+                )
+                return
+
+
+def _frames_to_the_program() -> int:
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and is_library(frame.f_code):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def check_own_parameters(pairs: Mapping[str, Programs]) -> None:
@@ -63,7 +83,7 @@ def check_own_parameters(pairs: Mapping[str, Programs]) -> None:
     :raises ValueError: where two modules of different pairs hold the same tensor by the same name:
         the later one has taken it out of the store, and trained it.
     """
-    held = {name: _held(programs) for name, programs in pairs.items()}
+    held = {name: _held(*programs.pair) for name, programs in pairs.items()}
     for (one, mine), (two, theirs) in itertools.combinations(held.items(), 2):
         for name in sorted(mine.keys() & theirs.keys()):
             a, b = mine[name], theirs[name]
@@ -71,6 +91,5 @@ def check_own_parameters(pairs: Mapping[str, Programs]) -> None:
                 raise ValueError(
                     f"parameter '{name}' is one and the same in modules of {one!r} and of {two!r}: "
                     f"Pyro's parameter store knows parameters by name, and gave those of the first "
-                    f"to the second. Call pyro.clear_param_store() before each of them is made and "
-                    f"trained"
+                    f"to the second: {_REMEDY}"
                 )

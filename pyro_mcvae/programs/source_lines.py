@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 import pyro
 import torch
 
-__all__ = ["in_assertion", "is_core", "is_library", "is_library_file", "program_line"]
+__all__ = ["in_assertion", "is_core", "is_core_file", "is_generated", "is_library", "program_line"]
 
 _ROOM = os.path.dirname(__file__)
 _OURS, *_THEIRS, _PYTHON = (
@@ -21,29 +21,38 @@ _OURS, *_THEIRS, _PYTHON = (
 _CORE = (_OURS, *_THEIRS)
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
-# Of Python's prompt, and of what exec runs.
-_TYPED_IN = "<stdin>", "<string>"
+# Of prompts, of doctests, and of what exec runs.
+_TYPED_IN = "<stdin>", "<string>", "<ipython-input", "<python-input", "<console>", "<doctest"
 
 
 def is_core(code: CodeType) -> bool:
     """Whether a function is Python's own, PyTorch's, Pyro's or ours: no part of a program."""
-    return _is_core_file(code.co_filename)
+    return is_core_file(code.co_filename)
 
 
 def is_library(code: CodeType) -> bool:
     """As :func:`is_core`, or of an installed package, which may be that of a program."""
-    return is_library_file(code.co_filename)
+    return _is_library_file(code.co_filename)
 
 
-def is_library_file(name: str) -> bool:
+def _is_library_file(name: str) -> bool:
     """Whether the functions of a file are."""
-    return _is_core_file(name) or name.startswith(_INSTALLED)
+    return is_core_file(name) or name.startswith(_INSTALLED)
 
 
-def _is_core_file(name: str) -> bool:
+def is_core_file(name: str) -> bool:
     if name.startswith(_INSTALLED):
         return name.startswith(_CORE)
-    return name not in _TYPED_IN and name.startswith((*_CORE, _PYTHON, "<"))
+    return not name.startswith(_TYPED_IN) and name.startswith((*_CORE, _PYTHON, "<"))
+
+
+def is_generated(frame: FrameType) -> bool:
+    """Whether a library has made the code of a function, as dataclasses do, which is no program."""
+    if not frame.f_code.co_filename.startswith(_TYPED_IN):
+        return False
+    name = str(frame.f_globals.get("__name__", "__main__"))
+    path = getattr(sys.modules.get(name), "__file__", None)
+    return name.startswith("namedtuple_") or (path is not None and _is_library_file(path))
 
 
 def in_assertion(frame: FrameType) -> bool:
@@ -54,19 +63,27 @@ def in_assertion(frame: FrameType) -> bool:
 
 def program_line(frame: FrameType | None = None) -> str:
     """The innermost line of the program that is being run, as ``file:line, code``."""
-    found = _innermost(frame or sys._getframe(1))
-    name, line = found.f_code.co_filename, found.f_lineno
-    return f"{name}:{line}, {linecache.getline(name, line).strip()}"
+    begin = frame or sys._getframe(1)
+    found = _innermost(begin)
+    if found is None:
+        return "the backward pass, no line of the programs"
+    return f"{found.f_code.co_filename}:{found.f_lineno}, {_source(found)}"
 
 
-def _innermost(begin: FrameType) -> FrameType:
+def _source(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+def _innermost(begin: FrameType) -> FrameType | None:
     frame: FrameType | None = begin
     installed = None
-    while frame is not None and is_library(frame.f_code):
-        if installed is None and not is_core(frame.f_code):
+    while frame is not None and (is_library(frame.f_code) or not _source(frame)):
+        if installed is None and not is_core(frame.f_code) and _source(frame):
             installed = frame
         if installed is not None and frame.f_code.co_filename.startswith(_OURS):
             return installed  # the program is a package's, and what follows called us
+        if frame.f_code.co_filename == torch.autograd.__file__:
+            return None
         frame = frame.f_back
     # A test of ours, or an objective alone: some line is better than none.
     return frame or installed or begin

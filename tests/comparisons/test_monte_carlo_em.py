@@ -5,6 +5,7 @@ import itertools
 import math
 import pickle
 
+import numpy as np
 import pyro
 import pyro.distributions as dist
 import pyro.optim
@@ -358,6 +359,70 @@ def test_other_arguments_are_drawn_for_anew():
     x.add_(1.0)  # the same tensor with other data
     step(x, 2.0)
     assert left == [99, 98, 99, 98, 99, 99, 98, 99]
+
+
+class _Holder:
+    """Data beside the arguments."""
+
+    def __init__(self, data):
+        self.data, self.losses = data, []
+
+
+def _refilled(make):
+    """Data in an object that a batch is written to."""
+    held = make()
+    return (held,), lambda value: held.__setitem__(slice(None), value), lambda args: args[0]
+
+
+def _closed_over(make):
+    held = make()
+    return (), lambda value: held.__setitem__(slice(None), value), lambda args: held
+
+
+def _held(make):
+    held = _Holder(make())
+    return (), lambda value: setattr(held, "data", make() + value), lambda args: held.data
+
+
+def _listed(make):
+    held = [make()]
+    return (), lambda value: held.__setitem__(0, make() + value), lambda args: held[0]
+
+
+ARRAYS = {"NumPy": lambda: np.zeros(20), "tensor": lambda: torch.zeros(20)}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+@pytest.mark.parametrize("place", [_refilled, _closed_over, _held, _listed])
+def test_data_that_have_changed_are_drawn_for_anew(place, kind):
+    args, put, get = place(ARRAYS[kind])
+    unread = _Holder(None)
+
+    def model(*args):
+        loc, x = pyro.param("loc", torch.tensor(0.0)), torch.as_tensor(get(args))
+        unread.data = x
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(loc, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide(*args):
+        with pyro.plate("data", 20):
+            pyro.sample("z", dist.Normal(torch.zeros(20), 1.0))
+
+    elbo = MonteCarloEM(10, HMC(0.5), updates_per_draw=5)
+    gradients, left = [], []
+    for step in range(4):
+        if step == 2:
+            put(20.0)
+        unread.losses.append(elbo.loss_and_grads(model, guide, *args))
+        parameter = pyro.get_param_store()._params["loc"]
+        gradients.append(-parameter.grad.item() / 20)
+        left.append(elbo._draw.left)
+        parameter.grad = None
+    assert left == [4, 3, 4, 3]
+    # E[z - loc | x] is half of x, with a standard error of 0.7 / sqrt(20).
+    assert abs(gradients[1]) < 1
+    assert abs(gradients[2] - 10) < 1
 
 
 def test_copies_make_their_own_draws():

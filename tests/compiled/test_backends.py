@@ -11,18 +11,21 @@ import pytest
 import torch
 import torch._inductor.config
 from pyro.infer import SVI
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor import codecache
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import ULA, CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.compiled import kernels, repeats
 from pyro_mcvae.compiled.agreement import check_kernels
+from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.recording import record
 from pyro_mcvae.compiled.repeats import compile_parts, cuts
 from pyro_mcvae.compiled.signature import Call
 from pyro_mcvae.compiled.tracing import trace
+from pyro_mcvae.programs.executed_code import ExecutedCode
 from tests.compiled.programs import Net, batches, make, train
 
 
@@ -32,8 +35,10 @@ def recorded(
     net, loss = make(), TraceSIS_ELBO(num_steps, kernel, max_plate_nesting=1)
     x = batches(1)[0]
     for _ in range(3):
-        loss.loss_and_grads(net.model, net.guide, x)
-    recording, _ = record(loss, Call.of("loss_and_grads", net.model, net.guide, (x,), {}))
+        with ExecutedCode() as executed:
+            loss.loss_and_grads(net.model, net.guide, x)
+    call = Call.of("loss_and_grads", net.model, net.guide, (x,), {})
+    recording, _ = record(loss, call, executed)
     return recording.graph, [*recording.constants, x]
 
 
@@ -137,17 +142,46 @@ def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFix
     assert "replayed without a compiler from now on" in lines[0]
 
 
+def test_what_would_be_compiled_for_minutes_is_left_to_replays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of equal parts one counts."""
+    monkeypatch.setattr(repeats, "_LARGE", dict.fromkeys(repeats._LARGE, 0))
+    x = torch.randn(3)
+
+    def alike(x: Tensor) -> tuple[Tensor]:
+        for _ in range(4):
+            for j in range(40):
+                x = x.sin() + j
+        return (x,)
+
+    def different(x: Tensor) -> tuple[Tensor]:
+        for j in range(160):
+            x = x.sin() + j
+        return (x,)
+
+    monkeypatch.setattr(repeats, "_MOST", 150)
+    for function in (alike, different):
+        wrong = function is different
+        refused = pytest.raises(RuntimeError, match=r"its 32[0-9] different operations would take")
+        with refused if wrong else contextlib.nullcontext():
+            compile_parts(make_fx(function)(x), [x], lambda part, _: part)
+
+
 def _noisy(x: Tensor) -> list[Tensor]:
-    return [x.exp() + torch.randn_like(x), (x > 0).sum()]
+    return [x.exp() + torch.randn_like(x), (x > 0).sum(), x > 0]
 
 
 RUNS: dict[str, tuple[Callable[[list[Tensor], int], list[Tensor]], str]] = {
     "the same": (lambda found, call: found, ""),
-    "rounded otherwise": (lambda found, call: [found[0] * (1 + 1e-6), found[1]], ""),
-    "another decision, once": (lambda found, call: [found[0] + (call == 1), found[1]], ""),
-    "rounded a thousand times": (lambda found, call: [found[0] * 1.001, found[1]], ""),
-    "wrong by five percent": (lambda found, call: [found[0] * 1.05, found[1]], "output 0 of 2"),
-    "miscounted": (lambda found, call: [found[0], found[1] + 1], "output 1 of 2"),
+    "rounded otherwise": (lambda found, call: [found[0] * (1 + 1e-6), *found[1:]], ""),
+    "another decision, once": (lambda found, call: [found[0] + (call == 1), *found[1:]], ""),
+    "wrong by a thousandth": (lambda found, call: [found[0] * 1.001, *found[1:]], "output 0 of 3"),
+    "not a number": (lambda found, call: [found[0] * math.nan, *found[1:]], "output 0 of 3"),
+    "infinite": (lambda found, call: [found[0] / 0, *found[1:]], "output 0 of 3"),
+    "wrong by five percent": (lambda found, call: [found[0] * 1.05, *found[1:]], "output 0 of 3"),
+    "miscounted": (lambda found, call: [found[0], found[1] + 1, found[2]], "output 1 of 3"),
+    "decided otherwise": (lambda found, call: [*found[:2], ~found[2]], "output 2 of 3"),
 }
 
 
@@ -169,6 +203,59 @@ def test_kernels_are_as_exact_as_the_coarsest_type_of_the_recording(kind: torch.
     passes = contextlib.nullcontext() if kind == torch.bfloat16 else pytest.raises(RuntimeError)
     with passes:
         check_kernels(lambda x: [graph(x)[0] * 1.05], graph, [x])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_an_output_is_compared_on_the_scale_of_its_own_entries(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.3, -1.0, 2.0], dtype=dtype)
+    graph = trace(lambda x: [x * 1e5, x * 1e-9, x.log()], [x])  # log of a negative number is NaN
+    check_kernels(graph, graph, [x])
+    for output in range(3):
+
+        def run(x: Tensor, output: int = output) -> list[Tensor]:
+            found: list[Tensor] = graph(x)
+            found[output] = found[output] + found[output].nansum() * 1e-3
+            return found
+
+        with pytest.raises(RuntimeError, match=f"output {output} of 3"):
+            check_kernels(run, graph, [x])
+
+
+def test_rounding_that_a_long_chain_or_a_cancelled_sum_magnifies_is_no_error() -> None:
+    slope = nn.Parameter(torch.tensor(0.7))
+    x = torch.randn(10_000).requires_grad_(False)
+
+    def function(x: Tensor) -> list[Tensor]:
+        chaotic = x[:5].sigmoid()
+        for _ in range(12):
+            chaotic = (3.2 + slope) * chaotic * (1 - chaotic)
+        terms = x * slope
+        return [chaotic, torch.cat([terms, -terms.flip(0)]).sum()]
+
+    graph, constants, _ = as_function(trace(function, [x]))
+    graph = GraphModule(nn.Module(), graph.graph)
+    order = torch.randperm(len(x))
+
+    def reordered(slope: Tensor, x: Tensor) -> list[Tensor]:
+        return [graph(slope * (1 + 1e-16), x)[0], graph(slope, x[order])[1]]
+
+    check_kernels(reordered, graph, [*constants, x])
+
+
+def test_kernels_are_compared_at_later_uses_too(caplog: pytest.LogCaptureFixture) -> None:
+    """From their ninth call on these are wrong, which the next comparison finds."""
+
+    def backend(graph: GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        calls = itertools.count()
+        return lambda *inputs: [
+            t * (1 + 1e-3 * (next(calls) > 200)) if t.is_floating_point() else t
+            for t in graph(*inputs)
+        ]
+
+    losses, _ = train(make(), TraceSGVB_ELBO(), 40)
+    found, _ = train(make(), CompiledELBO(TraceSGVB_ELBO(), backend=backend), 40)
+    assert "without a compiler from now on: its kernels compute other numbers" in caplog.text
+    assert found != pytest.approx(losses, rel=1e-8)
 
 
 def test_a_backend_of_torch_compile() -> None:

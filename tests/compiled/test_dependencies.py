@@ -1,10 +1,12 @@
 """What programs see besides their arguments is watched, wherever they keep it."""
 
+import os
 import sys
-from collections import OrderedDict
+from array import array
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -163,7 +165,116 @@ def _read_by(read: Callable[[Tensor], Any]) -> Callable[[], Any]:
     return made
 
 
+def _at(held: Any, key: Any, path: Callable[[Any], Any] = lambda held: held) -> Callable[[], Any]:
+    """An item of a container, or of one within it."""
+
+    def made() -> Any:
+        return lambda: float(path(held)[key]), lambda value: path(held).__setitem__(key, value)
+
+    return made
+
+
+def _of_an_array(read: Callable[[Any], Any], dtype: Any = np.float64) -> Callable[[], Any]:
+    def made() -> Any:
+        held = np.ones(3, dtype)
+        return lambda: read(held), held.fill
+
+    return made
+
+
+def _of_a_proxy() -> Any:
+    held = {"width": 1.0}
+    seen = MappingProxyType(held)
+    return lambda: seen["width"], lambda value: held.update(width=value)
+
+
+def _of_the_order() -> Any:
+    held = {"a": 1.0, "b": 2.0}
+
+    def put(value: float) -> None:
+        held.pop("a" if value == 2 else "b")
+        held.update({"a": 1.0} if value == 2 else {"b": 2.0})
+
+    return lambda: next(iter(list(held.values()))), put
+
+
+def _of_a_long_chain() -> Any:
+    first = end = Bare()
+    for _ in range(30):
+        end.part = Bare()
+        end = end.part
+    end.width = 1.0  # type: ignore[attr-defined]
+
+    def get() -> float:
+        held = first
+        while hasattr(held, "part"):
+            held = held.part
+        return float(held.width)  # type: ignore[attr-defined]
+
+    return get, lambda value: setattr(end, "width", value)
+
+
+def _of_a_computed_name() -> Any:
+    held = Data()
+    return lambda: getattr(held, "width "[:5]), lambda value: setattr(held, "width", value)
+
+
+def _of_the_environment() -> Any:
+    os.environ["TEST_WIDTH"] = "1"
+
+    def put(value: float) -> None:
+        os.environ["TEST_WIDTH"] = str(value)
+
+    return lambda: float(os.environ["TEST_WIDTH"]), put
+
+
+def _of_a_module_that_grows() -> Any:
+    held = nn.ModuleList([nn.Identity()])
+    return lambda: float(len(held)), lambda value: value == 2 and held.append(nn.Identity())
+
+
+def _of_a_method(of_the_class: bool) -> Callable[[], Any]:
+    def made() -> Any:
+        class Replaced(nn.Module):
+            def forward(self) -> float:
+                return 1.0
+
+        held = Replaced()
+
+        def put(value: float) -> None:
+            other: Any = lambda *_: value  # noqa: E731
+            (Replaced if of_the_class else held).forward = other
+
+        return held, put
+
+    return made
+
+
+def _of_many_tensors() -> Any:
+    held = [torch.ones(()) for _ in range(80)]
+    return lambda: sum(held) - 79, lambda value: held.__setitem__(70, torch.tensor(value))
+
+
 PLACES: dict[str, Callable[[], Any]] = {
+    "dict of 70": _at(dict.fromkeys(range(70), 1.0), 3),
+    "list of 500": _at([1.0] * 500, 400),
+    "deque of 100": _at(deque([1.0] * 100), 50),
+    "list in a dict in a list": _at([{"a": [1.0] * 100}], 99, lambda held: held[0]["a"]),
+    "user's mapping": _at(UserDict(width=1.0), "width"),
+    "mapping proxy": _of_a_proxy,
+    "order of a dict": _of_the_order,
+    "array of Python": _at(array("d", [1.0]), 0),
+    "array in place": _of_an_array(lambda held: float(held[0])),
+    "array as a tensor": _of_an_array(lambda held: torch.as_tensor(held).mean()),
+    "array from NumPy": _of_an_array(lambda held: torch.from_numpy(held).mean(), np.float32),
+    "array of objects": _of_an_array(lambda held: float(held[0]), object),
+    "chain of 30 objects": _of_a_long_chain,
+    "name that is computed": _of_a_computed_name,
+    "environment": _of_the_environment,
+    "module that grows": _of_a_module_that_grows,
+    "list of 80 tensors": _of_many_tensors,
+    "method of a class": _of_a_method(of_the_class=True),
+    "method of an object": _of_a_method(of_the_class=False),
     "object without methods": _bare(Bare),
     "slot": _bare(Slots),
     "dataclass": lambda: _of(Data()),

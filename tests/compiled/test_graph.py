@@ -16,6 +16,7 @@ from pyro_mcvae.compiled.merging import owns_outputs
 from pyro_mcvae.compiled.recording import record
 from pyro_mcvae.compiled.signature import Call
 from pyro_mcvae.compiled.tracing import trace
+from pyro_mcvae.programs.executed_code import ExecutedCode
 from tests.compiled.programs import uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -170,8 +171,9 @@ def test_constants_stand_before_everything_else() -> None:
     model, guide = programs_without_arguments()
     loss = TraceSGVB_ELBO()
     for _ in range(3):
-        loss.loss_and_grads(model, guide)
-    recording, _ = record(loss, Call.of("loss_and_grads", model, guide, (), {}))
+        with ExecutedCode() as executed:
+            loss.loss_and_grads(model, guide)
+    recording, _ = record(loss, Call.of("loss_and_grads", model, guide, (), {}), executed)
     nodes = list(recording.graph.graph.nodes)
     recording.graph.graph.lint()
     assert len(nodes) == len(recording.graph.graph.nodes)

@@ -123,6 +123,25 @@ def test_what_is_not_seen_is_found_at_the_beginning_of_a_chain() -> None:
         assert torch.equal(*weights)
 
 
+def test_recordings_that_pay_are_made_for_any_number_of_batches() -> None:
+    """Of 12 densities each, one after the other: those of short chains soon run as ever."""
+    recorded = []
+    for steps in (100, 5):
+        moves = RecordedTransition(HMC(0.3, num_leapfrog=1), ())
+        betas = torch.linspace(0, 1, steps)
+        for scale in range(1, 13):
+
+            def density(z: Tensor, scale: int = scale) -> tuple[Tensor, Tensor]:
+                return -0.5 * z.square().sum(-1), -scale * z.square().sum(-1)
+
+            start = evaluator(density)(torch.randn(4, 2))
+            anneal(start, betas, moves, evaluator(density, False))
+        recorded.append((moves._recorded, moves._refused))
+    assert recorded[0][0] >= 12
+    assert recorded[0][1] is False
+    assert recorded[1] == (7, True)
+
+
 def test_what_depends_on_fixed_constants_is_folded_and_nothing_else() -> None:
     fixed, moving = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
 

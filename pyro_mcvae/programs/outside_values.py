@@ -1,0 +1,529 @@
+"""What a pair of programs reads besides its arguments: globals, closures, attributes, arrays."""
+
+from __future__ import annotations
+
+import array
+import functools
+import operator
+import os
+import random
+import sys
+from argparse import Namespace
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from numbers import Number
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import pyro
+import torch
+from pyro.infer.elbo import ELBO
+from pyro.poutine.messenger import Messenger
+from torch import Tensor, nn
+from torch.distributions import Distribution, Transform
+
+from pyro_mcvae.programs.executed_code import ExecutedCode, names_of
+from pyro_mcvae.programs.source_lines import is_core, is_core_file
+
+numpy: Any = sys.modules["numpy"]  # Pyro needs it
+
+__all__ = ["Dependencies", "Entry", "GeneratorStates", "is_plain", "is_written", "put_back"]
+
+# Values that are compared; everything else by identity.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_IMMUTABLE = (Number, numpy.generic, Enum, range, slice, torch.dtype, torch.device, torch.Size)
+# At each step: so many values, and so many bytes of arrays, which take about half a millisecond.
+_MAX_ENTRIES, _MAX_BYTES, _MAX_DEPTH = 16384, 1 << 20, 64
+# Items of longer containers are one entry.
+_SHORT = 64
+_TOO_MANY = "too many to compare at each step"
+_MISSING = object()
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_SIZED: Any = (*_CONTAINERS, UserDict, UserList, MappingProxyType)
+_GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
+# What may stand in an attribute and be replaced; not all of it is looked into.
+_WATCHED = (
+    *(Tensor, nn.Module, ELBO, Distribution, Transform, *_SIZED, SimpleNamespace, Namespace),
+    *(FunctionType, MethodType, functools.partial),
+    *(type, BuiltinFunctionType, *_IMMUTABLE, *_GENERATORS),
+)
+# What every module has: followed as parameters, buffers and submodules, or no part of what it does.
+_OF_A_MODULE = {*vars(nn.Module()), "_pyro_context", "_pyro_name"}
+_OF_A_MODULE -= {"training", "_forward_hooks", "_forward_pre_hooks"}
+_OF_A_MODULE -= {"_backward_hooks", "_backward_pre_hooks"}
+_OF_A_PLATE = ("name", "size", "subsample_size", "dim")
+
+# Functions that read attributes whose names need not stand in the code.
+_DYNAMIC = {
+    *("getattr", "hasattr", "vars", "__dict__", "__getattribute__", "dir", "getmembers"),
+    *("attrgetter", "methodcaller", "copy", "deepcopy", "asdict", "astuple", "fields", "replace"),
+    *("dumps", "__slots__", "__reduce__", "__getstate__"),
+}
+
+
+Getter: TypeAlias = Callable[[Any], object]
+
+
+class Entry(NamedTuple):
+    """One thing that can be read: ``get(key)`` was ``value``."""
+
+    get: Getter
+    key: object
+    value: object
+    name: str
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether it still has the value."""
+        return _is_same(self.get(self.key), self.value)
+
+
+def is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    """Whether what was made anew is what it was: AutoGuides make their plates at each step."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if isinstance(then, list | tuple):
+        same = len(now) == len(then) and all(map(operator.is_, now, then))
+        return same or (len(now) == len(then) and all(map(_is_same, now, then)))
+    if is_plain(then) or isinstance(then, (frozenset, *_IMMUTABLE)):
+        return bool(now == then)
+    if isinstance(then, dict):
+        return now.keys() == then.keys() and all(_is_same(now[k], then[k]) for k in then)
+    if isinstance(then, pyro.plate):
+        return all(getattr(now, name) == getattr(then, name) for name in _OF_A_PLATE)
+    return False
+
+
+@dataclass
+class Dependencies:
+    """
+    The globals, closed-over variables, attributes, parameters and buffers that programs read.
+
+    Followed from the programs through the functions that were executed, and through methods,
+    partials, modules, containers of any size, arrays, and objects of classes that are not Python's,
+    PyTorch's or Pyro's. Attributes count that the executed functions name.
+
+    :ivar objects: whose attributes a step may write.
+    :ivar functions: of the programs, which were executed.
+    :ivar generators: of random numbers, other than PyTorch's.
+    :ivar refused: what is read and cannot be compared, if anything.
+    """
+
+    executed: ExecutedCode
+    contents: bool = False
+    entries: list[Entry] = field(default_factory=list)
+    objects: list[object] = field(default_factory=list)
+    functions: set[CodeType] = field(default_factory=set)
+    generators: dict[str, object] = field(default_factory=dict)
+    refused: str = ""
+    _names: frozenset[str] = frozenset()
+    _named: set[str] = field(default_factory=set)
+    _methods: set[tuple[int, str]] = field(default_factory=set)
+    _seen: dict[int, object] = field(default_factory=dict)
+    _count: int = 0
+    _bytes: int = 0
+
+    @classmethod
+    def of(cls, *roots: object, executed: ExecutedCode, contents: bool = False) -> Dependencies:
+        """
+        Everything that is read from the roots on, with its present values.
+
+        :param executed: the functions that count.
+        :param contents: whether tensors that require no gradient are to stay as they are, too.
+        """
+        names: set[str] = set()
+        while True:
+            found = cls(executed, contents, _names=frozenset(names))
+            for root in roots:
+                if isinstance(root, Tensor):
+                    found.watch_gradient(root, "an argument")
+                found._visit(root, type(root).__name__, 0)
+            if found._named <= names:
+                break
+            names |= found._named  # functions are found by attributes, which functions name
+        for name in sorted(executed.variables):
+            value = os.environ.get(name)
+            found.entries.append(Entry(os.environ.get, name, value, f"the variable {name}"))
+        return found
+
+    def changed(self) -> Entry | None:
+        """The first entry that has another value now."""
+        # At every step: by identity, and by value only where that fails.
+        for entry in self.entries:
+            now = entry[0](entry[1])
+            if now is not entry[2] and not _is_same(now, entry[2]):
+                return entry
+        return None
+
+    def watch_gradient(self, value: Tensor, name: str) -> None:
+        """Whether a tensor requires a gradient is one of the values."""
+        needs = value.requires_grad
+        self.entries.append(Entry(_requires_grad, value, needs, f"requires_grad of {name}"))
+        if self.contents and not needs and not value.is_inference():
+            self.entries.append(Entry(_version, value, value._version, name))
+
+    def _visit(self, value: object, name: str, depth: int) -> None:
+        if isinstance(value, (*_PLAIN, Tensor)) or id(value) in self._seen:
+            return
+        if isinstance(value, FunctionType):
+            if not self._is_executed(value):
+                return
+            if not is_core(value.__code__):
+                self.functions.add(value.__code__)
+                self._named.update(names_of(value.__code__))
+                self._refuse(self.executed.outer.get(id(value.__code__), ""))
+        self._seen[id(value)] = value
+        if depth > _MAX_DEPTH or self._count > _MAX_ENTRIES:
+            self._refuse(f"reads more than {_MAX_ENTRIES} values that may change: {_TOO_MANY}")
+            return
+        if isinstance(value, _GENERATORS):
+            self.generators[name] = value
+            return
+        if isinstance(value, nn.Module) or is_of_the_user(value):
+            self.objects.append(value)
+        for entry in self._entries(value, name):
+            self.entries.append(entry)
+            self._count += 1
+            if isinstance(entry.value, Tensor):
+                self.watch_gradient(entry.value, entry.name)
+            if entry.get not in _SUMMARIES:
+                self._visit(entry.value, entry.name, depth + 1)
+        for part, label in _parts(value, name):
+            self._visit(part, label, depth + 1)
+
+    def _is_executed(self, function: FunctionType) -> bool:
+        # The backward pass of a function may run in another thread.
+        backward = function.__name__ in ("forward", "backward", "jvp", "setup_context")
+        return backward or self.executed.has(function.__code__)
+
+    def _entries(self, value: Any, name: str) -> Iterator[Entry]:
+        if isinstance(value, FunctionType):
+            if not is_core(value.__code__):
+                yield from _globals(value)
+            cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            for label, cell in cells:
+                if (held := contents(cell)) is not _MISSING:
+                    about = f"'{label}', which {value.__name__} closes over"
+                    yield Entry(contents, cell, held, about)
+            yield from self._attributes(value, value.__name__)
+        elif isinstance(value, torch.jit.ScriptModule):
+            get = functools.partial(_attribute, value)
+            yield from (Entry(get, k, get(k), f"'{k}' of {name}") for k in _scripted(value))
+        elif isinstance(value, nn.Module):
+            for kind in ("parameters", "buffers", "modules"):
+                space = getattr(value, f"_{kind}")
+                yield Entry(len, space, len(space), f"the number of {kind} of {name}")
+                yield from _named(space, f"'{{}}' of the {kind} of {name}")
+        elif isinstance(value, (*_CONTAINERS, MappingProxyType)):
+            yield from self._items(value, name)
+        elif _is_array(value):
+            yield from self._array(value, name)
+        elif isinstance(value, Distribution):
+            keys = [k for k in vars(value) if k in value.arg_constraints or k == "base_dist"]
+            yield from _named(vars(value), f"'{{}}' of {name}", keys)
+        elif isinstance(value, Iterator) and not is_of_the_user(value):
+            self._refuse(f"reads an iterator, {name}: pass what it yields as an argument")
+        if isinstance(value, ELBO):
+            get = functools.partial(_attribute, value)
+            yield Entry(get, "num_particles", get("num_particles"), f"num_particles of {name}")
+        if isinstance(value, nn.Module | Messenger | ELBO) or is_of_the_user(value):
+            yield from self._attributes(value, type(value).__name__)
+            yield from self._class_attributes(value, type(value))
+        elif isinstance(value, UserDict | UserList):
+            yield from _named(vars(value), f"the {{}} of {name}")
+        elif isinstance(value, type) and is_written(value):
+            yield from self._class_attributes(value, value)
+
+    def _items(self, value: Any, name: str) -> Iterator[Entry]:
+        if isinstance(value, set | frozenset):
+            self._count += len(value) // 8
+            yield Entry(frozenset, value, frozenset(value), name)
+            return
+        self._count += len(value)
+        if self._count > _MAX_ENTRIES:
+            self._refuse(f"reads {name}, of {len(value)} items: {_TOO_MANY}, make it a tensor")
+        elif len(value) > _SHORT:
+            yield Entry(_flat, value, _flat(value), name)
+            items = list(value.values()) if isinstance(value, dict) else value
+            for held in items:
+                if not is_plain(held):
+                    yield Entry(_itself, held, held, f"an item of {name}")
+        else:
+            if isinstance(value, dict | MappingProxyType):
+                yield Entry(tuple, value, tuple(value), f"the keys of {name}")
+            elif not isinstance(value, tuple):
+                yield Entry(len, value, len(value), f"the length of {name}")
+            mapping = isinstance(value, dict | MappingProxyType)
+            pairs = value.items() if mapping else enumerate(value)
+            get = functools.partial(item, value)
+            yield from (Entry(get, k, v, f"{name}[{k!r}]") for k, v in list(pairs))
+
+    def _array(self, value: Any, name: str) -> Iterator[Entry]:
+        size: int = getattr(value, "nbytes", 0)
+        held: Any = _content(value) if size <= _MAX_BYTES else None
+        self._bytes += len(held) if isinstance(held, bytes) else size
+        if self._bytes > _MAX_BYTES:
+            self._refuse(
+                f"reads an array, {name}, of {size} bytes: {_TOO_MANY}, make it a tensor, which is "
+                f"read at each step"
+            )
+        elif held is not None:
+            yield Entry(_content, value, held, name)
+
+    def _refuse(self, why: str) -> None:
+        self.refused = self.refused or why
+
+    def _attributes(self, value: object, kind: str) -> Iterator[Entry]:
+        space = getattr(value, "__dict__", {})
+        keys = [k for k in space if k not in _OF_A_MODULE or not isinstance(value, nn.Module)]
+        keys = [k for k in keys if self._is_read(space[k], k)]
+        yield from _named(space, f"attribute '{{}}' of {kind}", keys)
+
+    def _is_read(self, value: object, name: str) -> bool:
+        large = isinstance(value, Iterator) or _is_array(value)
+        large |= isinstance(value, _SIZED) and len(value) > _SHORT
+        return _is_watched(value) and self._reads(name, large)
+
+    def _reads(self, name: str, large: bool) -> bool:
+        """Whether an attribute may have been read: if it is large, by the programs themselves."""
+        if self.executed.codes is None or name in self._names:
+            return True
+        dynamic = not _DYNAMIC.isdisjoint(self._names)
+        return dynamic or (not large and name in self.executed.core_names)
+
+    def _class_attributes(self, value: object, kind: type) -> Iterator[Entry]:
+        """What an object has of its class, until it is given its own, and what it has in slots."""
+        own = () if value is kind else getattr(value, "__dict__", ())
+        get = functools.partial(_attribute, value)
+        for part in filter(is_written, kind.__mro__):
+            for key, held in list(vars(part).items()):
+                if isinstance(held, FunctionType) and self._is_executed(held):
+                    if value is not kind and key not in own and hasattr(value, "__dict__"):
+                        yield Entry(vars(value).get, key, None, f"method '{key}' of an object")
+                    if (id(part), key) not in self._methods:
+                        self._methods.add((id(part), key))
+                        yield Entry(vars(part).get, key, held, f"method '{key}' of {part.__name__}")
+                slot = isinstance(held, MemberDescriptorType) and value is not kind
+                datum = key not in own and not key.startswith("__") and _is_datum(held)
+                if slot or (datum and self._is_read(held, key)):
+                    yield Entry(get, key, get(key), f"attribute '{key}' of {kind.__name__}")
+
+
+class GeneratorStates:
+    """Generators of random numbers that are not PyTorch's: a recording would repeat their draws."""
+
+    def __init__(self, dependencies: Dependencies) -> None:
+        held: dict[str, Any] = {"Python's generator": random, "NumPy's generator": numpy.random}
+        held |= dependencies.generators
+        self._states = {name: (held[name], _state(held[name])) for name in held}
+
+    def moved(self) -> str:
+        """The name of one that has drawn since this was made."""
+        states = self._states.items()
+        return next((n for n, (held, old) in states if repr(_state(held)) != repr(old)), "")
+
+    def put_back(self) -> None:
+        """Draw the same numbers once more."""
+        for held, state in self._states.values():
+            if hasattr(held, "setstate"):
+                held.setstate(state)
+            elif isinstance(held, numpy.random.Generator):
+                held.bit_generator.state = state
+            else:
+                held.set_state(state)
+
+
+def _state(generator: Any) -> Any:
+    if hasattr(generator, "getstate"):
+        return generator.getstate()
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.get_state()
+
+
+def put_back(entry: Entry) -> None:
+    """Let a variable, or an item of what can be changed, be what it was."""
+    get, key, value = entry.get, entry.key, cast(Any, entry.value)
+    held: Any = get.args[0] if isinstance(get, functools.partial) and get.func is item else None
+    if get is contents:
+        key.cell_contents = value  # type: ignore[attr-defined]
+    elif get is _flat:
+        _refill(key, value)
+    elif get is _content and isinstance(key, numpy.ndarray) and isinstance(value, bytes):
+        key[...] = numpy.frombuffer(value, key.dtype).reshape(key.shape)
+    elif isinstance(space := getattr(get, "__self__", held), dict | list | deque):
+        space[key] = value  # type: ignore[index]
+    elif get is len and isinstance(key, list):
+        del key[value:]
+
+
+def _refill(held: Any, items: Any) -> None:
+    held.clear()
+    if isinstance(held, dict):
+        held.update(zip(items[::2], items[1::2], strict=True))
+    else:
+        held.extend(items)
+
+
+def _globals(function: FunctionType) -> Iterator[Entry]:
+    space, names = function.__globals__, names_of(function.__code__, strings=False)
+    if "globals" in names:
+        names = dict.fromkeys(space)
+    for name in names:
+        # What a function imports by itself is no global, but a module all the same.
+        held = space.get(name, sys.modules.get(name, _MISSING))
+        if isinstance(held, ModuleType):
+            yield from _of_module(held, names, set())
+        elif held is not _MISSING and name in space:
+            yield from _named(space, "global '{}'", [name])
+
+
+def _of_module(module: ModuleType, names: Iterable[str], seen: set[int]) -> Iterator[Entry]:
+    """What can be seen of a module of the user's, and of those within it, by these names."""
+    if not _is_written_in(module) or id(module) in seen:
+        return
+    seen.add(id(module))
+    inner = [n for n in names if n in vars(module)]
+    yield from _named(vars(module), f"'{{}}' of module {module.__name__}", inner)
+    for held in (vars(module)[n] for n in inner):
+        if isinstance(held, ModuleType):
+            yield from _of_module(held, names, seen)
+
+
+def _named(
+    space: dict[str, object], name: str, keys: Iterable[str] | None = None
+) -> Iterator[Entry]:
+    for key in list(space if keys is None else keys):
+        yield Entry(space.get, key, space[key], name.format(key))
+
+
+def _scripted(value: torch.jit.ScriptModule) -> list[str]:
+    """What TorchScript holds of a module: its mode, its tensors, its attributes and submodules."""
+    members = [value.named_parameters, value.named_buffers]
+    names = [key for named in members for key, _ in named(recurse=False)]
+    children = [key for key, _ in value.named_children()]
+    attributes = getattr(getattr(value, "_concrete_type", None), "get_attributes", dict)
+    return list(dict.fromkeys(["training", *names, *attributes(), *children]))
+
+
+def _is_datum(held: object) -> bool:
+    """Whether it is not a method, whose own globals are watched."""
+    return _is_watched(held) and not isinstance(held, FunctionType | property)
+
+
+def _is_watched(value: object) -> bool:
+    known = is_plain(value) or isinstance(value, (*_WATCHED, Iterator))
+    return known or _is_array(value) or is_of_the_user(value)
+
+
+def _is_array(value: object) -> bool:
+    """Whether it holds numbers of its own, as arrays, tables of pandas and buffers do."""
+    if isinstance(value, (Tensor, type, bytes, *_IMMUTABLE, *_CONTAINERS)):
+        return False
+    buffers = bytearray, memoryview, array.array
+    return isinstance(value, buffers) or hasattr(type(value), "__array__")
+
+
+def _content(value: Any) -> object:
+    held = numpy.asarray(value)
+    return held.tolist() if held.dtype.hasobject else held.tobytes()
+
+
+def _flat(value: Any) -> tuple[object, ...]:
+    if isinstance(value, dict | MappingProxyType):
+        return tuple(part for pair in value.items() for part in pair)
+    return tuple(value)
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
+    """What is followed, though it cannot be another."""
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        parts = [value.__self__, value.__func__]
+    elif isinstance(value, nn.Module) or is_of_the_user(value):
+        parts = _methods(type(value))
+    elif isinstance(value, type):
+        parts = _methods(value) if is_written(value) else []
+    else:
+        parts = [getattr(value, f"__{n}__", None) for n in ("wrapped", "defaults", "kwdefaults")]
+    yield from ((part, name) for part in parts if part is not None)
+
+
+def _methods(kind: type) -> list[object]:
+    """The functions of a class, those behind properties and class methods included."""
+    held = [h for part in kind.__mro__ for h in vars(part).values()]
+    held += [getattr(h, name, None) for h in held for name in ("fget", "__func__", "func")]
+    return [f for f in held if isinstance(f, FunctionType) and not is_core(f.__code__)]
+
+
+def is_of_the_user(value: object) -> bool:
+    """Whether an object's class is no part of Python, PyTorch or Pyro, in whole or in part."""
+    if isinstance(value, SimpleNamespace | Namespace):
+        return True
+    if isinstance(value, type | ModuleType | FunctionType | Number | numpy.ndarray | Enum):
+        return False
+    return any(map(is_written, type(value).__mro__)) or bool(_methods(type(value)))
+
+
+def is_written(kind: type) -> bool:
+    """Whether a class stands in a file, or a notebook, that is no part of Python or PyTorch."""
+    module = sys.modules.get(kind.__module__)
+    return kind.__module__ == "__main__" or (module is not None and _is_written_in(module))
+
+
+def _is_written_in(module: ModuleType) -> bool:
+    path = getattr(module, "__file__", None)
+    numeric = module.__name__.partition(".")[0] == "numpy"
+    return bool(path) and not numeric and not is_core_file(str(path))
+
+
+def _requires_grad(value: Any) -> object:
+    return value.requires_grad
+
+
+# What is read of a container or an array as a whole; its items are entries of their own.
+_SUMMARIES = (len, tuple, frozenset, _flat, _content)
+
+
+def _version(value: Any) -> object:
+    return value._version
+
+
+def _itself(value: object) -> object:
+    return value
+
+
+def _attribute(value: object, key: str) -> object:
+    return getattr(value, key, _MISSING)
+
+
+def item(held: Any, key: object) -> object:
+    try:
+        return held[key]
+    except LookupError:
+        return _MISSING
+
+
+def contents(cell: Any) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING  # not filled yet
