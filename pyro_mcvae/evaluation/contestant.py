@@ -125,7 +125,7 @@ class Rehearsal:
 
 
 def _weights(programs: Programs) -> float:
-    sample = ParticleSampler(1, None, math.inf, joint=False).sample(programs)
+    sample = ParticleSampler(1, None, math.inf, strict_enumeration=False).sample(programs)
     if sample.structure.global_sites.guide:
         return 1.0
     return float(sample.num_weights)

@@ -99,10 +99,10 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
 
 
 def _in_full(site: Site, depth: int) -> Tensor:
-    """An observed value with all of its plates' dims, over which data may broadcast."""
+    """An observed value with all of its plates' dims, over which it may broadcast."""
     shape, value = site["fn"].shape(), torch.as_tensor(site["value"])
     shape = shape[max(0, len(shape) - depth - site["fn"].event_dim) :]
-    return value.expand(shape) if value.dim() <= len(shape) else value
+    return value.expand(torch.broadcast_shapes(shape, value.shape))
 
 
 def _plate_sizes(sites: list[Site]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 
 import torch
@@ -25,7 +26,7 @@ from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.counted import Counted
 from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.evaluation.weights import Weighed, Weights, shared_factors
-from pyro_mcvae.evaluation.whitening import population, whiten
+from pyro_mcvae.evaluation.whitening import MOVES, population, whiten
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -34,6 +35,8 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
 
 __all__ = ["ImportanceSampler"]
+
+_logger = logging.getLogger(__name__)
 
 Density = ChainDensity | WhitenedDensity
 
@@ -192,6 +195,8 @@ class ImportanceSampler(Weights):
         elif annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains: some hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
+            if self.loops:
+                count, annealing.warmup = self._affordable(count, annealing.warmup)
             self.progress.expect(count * annealing.warmup)
             for turn in range(annealing.warmup):
                 chain, _ = self._chain(count, True)
@@ -200,12 +205,39 @@ class ImportanceSampler(Weights):
                 annealing.adapt(turn, chain.mean_acceptance, chain.start.grad_joint)
         annealing.freeze()
 
+    @property
+    def loops(self) -> bool:
+        """Whether each particle is a run of its own."""
+        return not self._sampler(2).vectorizes(self.programs, 2)
+
+    def _affordable(self, count: int, warmup: int) -> tuple[int, int]:
+        """A warm-up of no more chains than were asked for, where each is a run of its own."""
+        asked = self._options.num_particles
+        warmup = min(warmup, asked)
+        count = min(count, max(1, asked // warmup))
+        _logger.info(
+            "the programs run once per chain: the step size adapts on %d chains before the %d that "
+            "weigh (warmup=0 takes it as it is)",
+            count * warmup,
+            asked,
+        )
+        return count, warmup
+
     def _whitened(self, annealing: Annealing) -> Whitening:
         dim = self.density(1).log_weight.coordinates.shape[-1]
         count = min(population(dim), self.chunk_size)
         density = self.density(count)
         assert isinstance(density, ChainDensity)
-        return whiten(density, annealing)
+        if self.loops:
+            _logger.info(
+                "the programs run once per chain: %d chains find the white coordinates, in %d "
+                "windows of %d transitions (warmup= is the number of windows)",
+                count,
+                annealing.warmup,
+                MOVES,
+            )
+        self.progress.expect(count * annealing.warmup)
+        return whiten(density, annealing, Counted(annealing.kernel, self.progress, count / MOVES))
 
     def _chain(self, count: int, last_transition: bool) -> tuple[Chain, Density]:
         assert self.annealing is not None

@@ -55,7 +55,8 @@ class Options:
     :param vectorize_particles: run the programs once per chunk, instead of once per particle; None
         where that has a loop's numbers.
     :param max_plate_nesting: as in Pyro; found out if it is left out.
-    :param bool strict_enumeration_warning: as in Pyro.
+    :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration,
+        which are drawn otherwise.
     :param progress: show a bar, if ``tqdm`` is installed; None does on a terminal and in notebooks,
         for what takes longer than two seconds.
     """
@@ -70,7 +71,7 @@ class Options:
     seed: int | None = None
     vectorize_particles: bool | None = None
     max_plate_nesting: float = math.inf
-    strict_enumeration_warning: bool = True
+    strict_enumeration_warning: bool = False
     progress: bool | None = None
 
     def chunk(self, numbers: int) -> int:

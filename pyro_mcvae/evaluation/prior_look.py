@@ -6,6 +6,7 @@ import warnings
 from dataclasses import replace
 
 from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 
 from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
@@ -14,7 +15,7 @@ from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
 from pyro_mcvae.evaluation.weights import Weights
 from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.sites import is_latent
-from pyro_mcvae.programs.types import Program, Site
+from pyro_mcvae.programs.types import Site
 
 __all__ = ["look_from_prior"]
 
@@ -36,10 +37,14 @@ def look_from_prior(weights: Weights, num_particles: int) -> LogEvidence | str:
     :param num_particles: the most chains of each datum.
     :returns: the evidence, or why there is none.
     """
-    missing = _why_not(weights)
-    if missing:
-        return missing
-    programs = replace(weights.programs, guide=_prior(weights.programs.model))
+    if weights.given:
+        return f"{', '.join(weights.given)} are held, and the prior draws them"
+    run = weights.reference.runs[0]
+    nodes = run.model_trace.nodes
+    # What the guide leaves to be summed is summed here, too.
+    drawn = frozenset(n for n, s in nodes.items() if is_latent(s) and n in run.guide_trace)
+    prior_of = poutine.block(weights.programs.model, hide_fn=lambda s: _is_hidden(s, drawn))
+    programs = replace(weights.programs, guide=prior_of)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -54,18 +59,5 @@ def look_from_prior(weights: Weights, num_particles: int) -> LogEvidence | str:
         return first_line(error)
 
 
-def _why_not(weights: Weights) -> str:
-    run = weights.reference.runs[0]
-    if weights.given:
-        return f"{', '.join(weights.given)} are held, and the prior draws them"
-    latents = [n for n, s in run.model_trace.nodes.items() if is_latent(s)]
-    summed = [n for n in latents if n not in run.guide_trace]
-    return f"the guide does not draw {', '.join(summed)}" if summed else ""
-
-
-def _prior(model: Program) -> Program:
-    return poutine.block(model, hide_fn=_is_observed)
-
-
-def _is_observed(site: Site) -> bool:
-    return site["type"] == "sample" and bool(site["is_observed"])
+def _is_hidden(site: Site, drawn: frozenset[str]) -> bool:
+    return site["type"] == "sample" and not site_is_subsample(site) and site["name"] not in drawn

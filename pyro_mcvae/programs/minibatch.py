@@ -39,6 +39,8 @@ class Minibatch(dict[str, Tensor]):
             return
         # A value that is not done is the user's own choice, perhaps another one in each run.
         chosen = msg["value"] is not None and not msg["done"]
+        if chosen and _counts_only(msg["value"]):
+            return
         if not chosen and now != self.sizes.get(name, now):
             self._check_whole(name, now)
             return
@@ -62,8 +64,14 @@ class Minibatch(dict[str, Tensor]):
             return
         if len(msg["value"]) == 0:
             raise _empty(msg)
-        self[msg["name"]] = msg["value"]
+        value = msg["value"]
+        self[msg["name"]] = torch.arange(len(value)) if _counts_only(value) else value
         self.sizes[msg["name"]] = msg["fn"].size
+
+
+def _counts_only(value: Any) -> bool:
+    """Whether a ``subsample=`` chooses no data: floats are no indices, and only their number counts."""
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _check_choice(name: str, given: Any, known: Tensor) -> None:

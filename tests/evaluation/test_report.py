@@ -383,3 +383,25 @@ def test_what_the_advice_says_in_between():
     assert "more steps than TraceSIS_ELBO(5) has" in one_weight(20.0, 1.2, chains)
     assert "it will do" in one_weight(20.0, 1.2, replace(chains, bound=-50.05))
     assert CHAINS not in one_weight(20.0, 0.2, chains)
+
+
+@pytest.mark.parametrize("subsample", [torch.rand(12), None])
+def test_floats_in_subsample_are_no_minibatch(subsample):
+    """TyXe gives a plate its predictions as subsample=, of which only the number counts."""
+    x = torch.linspace(-1.0, 1.0, 12)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 3.0))
+        with pyro.plate("data", 12, subsample=None if subsample is None else subsample * w):
+            pyro.sample("x", dist.Normal(w * x, 0.5), obs=2 * x)
+
+    def guide():
+        precision = 1 / 9 + 4 * x.square().sum()
+        pyro.sample("w", dist.Normal(8 * x.square().sum() / precision, precision**-0.5))
+
+    found = report(model, guide, num_particles=200)
+    exact = dist.MultivariateNormal(
+        torch.zeros(12), 9 * torch.outer(x, x) + 0.25 * torch.eye(12)
+    ).log_prob(2 * x)
+    assert float(found.evidence.total) == pytest.approx(float(exact))
+    assert isinstance(found.prior, LogEvidence)
