@@ -11,7 +11,7 @@ import torch
 from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains, has_light_tail
 from pyro_mcvae.evaluation.options import make_options, shows_options
 from pyro_mcvae.evaluation.own_parameters import check_own_parameters, own_parameters
-from pyro_mcvae.evaluation.tables import number, table
+from pyro_mcvae.evaluation.tables import filled, number, table
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
 
@@ -48,7 +48,8 @@ class ModelComparison(dict[str, LogEvidence]):
     def doubtful(self) -> list[str]:
         r"""
         Models whose :math:`\hat k` is above 0.7 somewhere, or within two of its errors for more
-        than a twentieth of the weights: their evidence is underestimated, or may be.
+        than a twentieth of the weights; and those with exchangeable components whose labellings
+        overlap: their evidence is underestimated, or may be.
         """
         return [n for n, e in self.items() if _is_doubtful(e)]
 
@@ -79,9 +80,9 @@ class ModelComparison(dict[str, LogEvidence]):
         unsure = [n for n in low if bool((self[n].pareto_k <= 0.7).all())]
         if low:
             said.append(
-                f"Pareto k of {', '.join(low)} is above 0.7, or may be: a lower bound on the "
-                f"evidence, and it may be the highest. Annealed chains (schedule=10, and more) or "
-                f"a better guide come closer."
+                f"The evidence of {', '.join(low)} is a lower bound (Pareto k above 0.7, or within "
+                f"its error; or labellings that are not drawn), and it may be the highest. Longer "
+                f"annealed chains (schedule=) or a better guide come closer."
             )
         if unsure:
             more = 10 * self[unsure[0]].num_particles
@@ -94,6 +95,7 @@ class ModelComparison(dict[str, LogEvidence]):
                 f"Pareto k of {top} is above 0.7, or may be: if its evidence is underestimated, "
                 f"its lead can only be larger."
             )
+        said += [f"{n}: {e.labellings}." for n, e in self.items() if e.labellings is not None]
         return " ".join(said)
 
     def __str__(self) -> str:
@@ -110,7 +112,7 @@ class ModelComparison(dict[str, LogEvidence]):
                     f"{float(k.max()):.2f}",
                 ]
             )
-        return "\n".join(["nats, all data", table(rows), self.verdict])
+        return "\n".join(["nats, all data", table(rows), filled(self.verdict)])
 
     def plot(self) -> Figure:
         """
@@ -142,6 +144,8 @@ class ModelComparison(dict[str, LogEvidence]):
 
 
 def _is_doubtful(evidence: LogEvidence) -> bool:
+    if evidence.labellings is not None and evidence.labellings.added is None:
+        return True
     near = ~has_light_tail(evidence, 0.7)
     return bool(evidence.unreliable.any()) or float(near.double().mean()) > _FEW
 
@@ -162,7 +166,8 @@ def compare_models(
     importance sampling, or by chains with a ``schedule`` or a ``kernel``. Estimates are too low
     where a guide is too narrow: a model whose :math:`\hat k`, with its error, may be above 0.7 is
     never said to be worse. Parameters of a model that were fitted to the same data favour the
-    larger model; let them be latent, with priors, or judge held-out data.
+    larger model; let them be latent, with priors, or judge held-out data. Models with exchangeable
+    components, as mixtures, have K! equal modes, all of which count; see :class:`Labellings`.
 
     Guides that are modules of one class (two ``AutoNormal``) have parameters of the same names:
     call ``pyro.clear_param_store()`` before each is trained. Each is then judged with its own.

@@ -17,7 +17,7 @@ from pyro_mcvae.programs.sites import is_factor, is_latent
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["PosteriorDraws", "SiteDraws", "site_dims", "site_draws"]
+__all__ = ["PosteriorDraws", "SiteDraws", "site_dims", "site_draws", "site_values"]
 
 
 class PosteriorDraws(dict[str, Tensor]):
@@ -75,10 +75,7 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
     """
     found, first = SiteDraws(), sample.runs[0]
     for name, site in _latents(first):
-        depth = site["fn"].event_dim
-        found.latents[name] = _stack(
-            sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"]
-        )
+        found.latents[name] = site_values(sample, name, site)
         found.dims[name] = site_dims(site)
     for term in _observed(first):
         name = term.key.name
@@ -96,6 +93,12 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
         found.coords[name] = index
         found.coords.sizes[name] = sample.subsamples.sizes.get(name, size)
     return found
+
+
+def site_values(sample: WeightedParticles, name: str, site: Site) -> Tensor:
+    """The values of a model's latent, with the draws in front: ``[K, *site_shape]``."""
+    depth = site["fn"].event_dim
+    return _stack(sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"])
 
 
 def _in_full(site: Site, depth: int) -> Tensor:

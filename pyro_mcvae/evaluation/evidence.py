@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.weight_summary import WeightSummary
 from pyro_mcvae.evaluation.weights import Weights
@@ -52,6 +54,8 @@ class LogEvidence:
     :ivar acceptance: of chains, the mean acceptance of each transition, shape ``[transitions]``.
     :ivar step_size: of chains.
     :ivar whitened: whether the chains moved in white coordinates.
+    :ivar labellings: what is exchangeable, and what was added for the labellings that the guide
+        does not draw; None where nothing was.
 
     Example::
 
@@ -81,6 +85,7 @@ class LogEvidence:
     acceptance: Tensor | None = None
     step_size: Tensor | None = None
     whitened: bool = False
+    labellings: Labellings | None = None
 
     @property
     def total(self) -> Tensor:
@@ -144,6 +149,8 @@ class LogEvidence:
             lines.append(f"chains: acceptance {float(self.acceptance.mean()):.2f}")
         if self.given:
             lines.append(f"given {', '.join(self.given)}")
+        if self.labellings is not None:
+            lines.append(str(self.labellings))
         return "\n".join(lines)
 
 
@@ -256,8 +263,14 @@ def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence,
         return guide, estimate(weights.annealed(annealing), options.num_particles)
 
 
-def estimate(weights: Weights, num_particles: int, keep_log_weight: bool = False) -> LogEvidence:
-    """The evidence, by the weights of an importance sampler, of its chains, or of states."""
+def estimate(
+    weights: Weights, num_particles: int, keep_log_weight: bool = False, all_labellings: bool = True
+) -> LogEvidence:
+    """
+    The evidence, by the weights of an importance sampler, of its chains, or of states.
+
+    :param all_labellings: add what those of exchangeable components add; see :class:`Labellings`.
+    """
     summary, kept, acceptance = WeightSummary(num_particles), [], []
     for count in weights.chunks(num_particles):
         log_weight, runs, rates = weights.weigh(count)
@@ -268,13 +281,22 @@ def estimate(weights: Weights, num_particles: int, keep_log_weight: bool = False
         if keep_log_weight:
             kept.append(log_weight)
     bound, annealing = weights.bound(summary), weights.annealing
+    labellings = None
+    if all_labellings and isinstance(weights, ImportanceSampler):
+        labellings = find_labellings(weights, num_particles)
+    log_evidence, tails = summary.log_mean, summary
+    if labellings is not None and labellings.weights is not None:
+        tails = labellings.weights
+        labellings = replace(labellings, added=tails.log_mean - log_evidence)
+    if labellings is not None and labellings.added is not None:
+        log_evidence = log_evidence + labellings.added
     return LogEvidence(
-        summary.log_mean.to(bound.dtype),
-        summary.standard_error.to(bound.dtype),
-        summary.effective_sample_size.to(bound.dtype),
-        weights.pareto_k(summary).to(bound.dtype),
+        log_evidence.to(bound.dtype),
+        tails.standard_error.to(bound.dtype),
+        tails.effective_sample_size.to(bound.dtype),
+        weights.pareto_k(tails).to(bound.dtype),
         bound,
-        summary.num_particles,
+        tails.count,
         weights.plates,
         weights.scale,
         weights.shared(),
@@ -283,4 +305,5 @@ def estimate(weights: Weights, num_particles: int, keep_log_weight: bool = False
         torch.stack(acceptance).sum(0) / num_particles if acceptance else None,
         None if annealing is None else annealing.kernel.step_size().detach().clone(),
         annealing is not None and annealing.whitens,
+        labellings,
     )

@@ -27,7 +27,7 @@ from pyro_mcvae.evaluation.counted import Counted
 from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.evaluation.weights import Weighed, Weights, shared_factors
 from pyro_mcvae.evaluation.whitening import MOVES, population, whiten
-from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.particles.sampler import MakeSampleFn, ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_plates
@@ -93,16 +93,20 @@ class ImportanceSampler(Weights):
 
     def weigh(self, count: int) -> Weighed:
         if self.annealing is None:
-            sample = self._draw(count)
+            sample = self.draw(count)
             return Weighed(sample.log_weight, sample.runs)
         chain, density = self.chain(count)
         rates = [info.acceptance.mean() for info in chain.infos]
         return Weighed(chain.log_weight, density.runs, torch.stack(rates) if rates else None)
 
-    def _draw(self, count: int) -> WeightedParticles:
-        """Independent draws of the guide, without gradients."""
+    def draw(self, count: int, make_sample_fn: MakeSampleFn | None = None) -> WeightedParticles:
+        """
+        Independent draws of the guide, without gradients.
+
+        :param make_sample_fn: gives its sites other values; see :class:`ParticleSampler`.
+        """
         sampler = self._sampler(count)
-        return sampler.resample(self.programs, self.reference, count)
+        return sampler.resample(self.programs, self.reference, count, make_sample_fn)
 
     def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
         """

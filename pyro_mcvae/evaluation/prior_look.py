@@ -53,7 +53,7 @@ def look_from_prior(weights: Weights, num_particles: int) -> LogEvidence | str:
                 num_particles = min(num_particles, max(_FEWEST, _CHAINS // weights.elements))
                 kernel = HMC(AdaptiveStepSize(_FIRST_STEP), num_leapfrog=2)
                 prior.annealing = make_annealing(DEFAULT_STEPS, kernel, "noise", _WARMUP)
-            return estimate(prior, num_particles)
+            return estimate(prior, num_particles, all_labellings=False)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         # A look is extra: what cannot be looked at is said, and the report stands without.
         return first_line(error)

@@ -70,7 +70,7 @@ class Minibatch(dict[str, Tensor]):
 
 
 def _counts_only(value: Any) -> bool:
-    """Whether a ``subsample=`` chooses no data: floats are no indices, and only their number counts."""
+    """Whether a ``subsample=`` chooses no data: only the number of floats counts."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 

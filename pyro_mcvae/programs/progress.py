@@ -1,4 +1,4 @@
-"""The progress of long work: a bar where ``tqdm`` can show one, else a line per minute in the log."""
+"""The progress of long work: a bar where ``tqdm`` shows one, else a line per minute in the log."""
 
 from __future__ import annotations
 
