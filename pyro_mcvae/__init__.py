@@ -57,10 +57,9 @@ from pyro_mcvae.evaluation.low_dimensional import (
     low_dimensional_evidence,
 )
 from pyro_mcvae.evaluation.refine import refine
-from pyro_mcvae.evaluation.report import report
+from pyro_mcvae.evaluation.report import Report, report
 from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
 from pyro_mcvae.evaluation.trained_copy import TrainedCopy
-from pyro_mcvae.evaluation.verdict import Report
 from pyro_mcvae.training.batches import RankBatches
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_mcvae.training.plateau import PlateauDetector

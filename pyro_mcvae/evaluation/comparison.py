@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from pyro_mcvae.evaluation.compare_figure import draw
 from pyro_mcvae.evaluation.contestant import Contestant
+from pyro_mcvae.evaluation.figures import draw_comparison
 from pyro_mcvae.evaluation.tables import number, table
 from pyro_mcvae.evaluation.trained_copy import TrainedCopy
 
@@ -168,4 +168,4 @@ class Comparison(dict[str, TrainedCopy]):
         :returns: that figure; without one a new one, which belongs to no window.
         :raises ValueError: for another ``over``.
         """
-        return draw(self, figure, over)
+        return draw_comparison(self, figure, over)

@@ -95,18 +95,17 @@ class Labellings:
         """The log number of labellings."""
         return sum(math.lgamma(size + 1) for size in self.sizes)
 
-    def __str__(self) -> str:
-        names = " and of ".join(", ".join(names) for names in self.sites)
+    @property
+    def short(self) -> str:
+        """What is exchangeable, and what that adds."""
+        names = "; ".join(", ".join(names) for names in self.sites)
         count = f"log {' '.join(f'{size}!' for size in self.sizes)} = {self.log_count:.3f}"
         if self.added is None:
-            return (
-                f"components of {names} are exchangeable, and their labellings overlap: those that "
-                f"are not drawn may add up to {count}"
-            )
-        return (
-            f"components of {names} are exchangeable: labellings that the guide does not draw add "
-            f"{float(self.added.mean()):.3f} ({count})"
-        )
+            return f"{names}: up to {count} not added, labellings overlap"
+        return f"{names}: {float(self.added.mean()):.3f} added ({count})"
+
+    def __str__(self) -> str:
+        return f"exchangeable components, all of whose labellings count: {self.short}"
 
 
 def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labellings | None:

@@ -80,6 +80,11 @@ class Weights(ABC):
         """
 
     @property
+    def loops(self) -> bool:
+        """Whether each particle is a run of its own."""
+        return False
+
+    @property
     @abstractmethod
     def holds_draws(self) -> bool:
         """Whether posterior draws share latents, until :meth:`renew` draws them anew."""

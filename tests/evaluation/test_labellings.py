@@ -93,11 +93,11 @@ def test_a_guide_of_all_labellings_needs_nothing_added():
 
 @pytest.mark.parametrize(
     "options",
-    [{"prior": torch.tensor([-0.1, 0.1])}, {"weights": torch.tensor([0.4, 0.6], dtype=torch.double)}],
+    [{"prior": (-0.1, 0.1)}, {"weights": (0.4, 0.6)}],
     ids=["prior", "weights"],
 )
 def test_components_that_differ_are_not_exchangeable(options):
-    model, _ = mixture(2, **options)
+    model, _ = mixture(2, **{n: torch.tensor(v) for n, v in options.items()})
     assert log_evidence(model, normal(-2.8, 2.9), **OPTIONS).labellings is None
 
 
@@ -254,7 +254,7 @@ def test_many_labellings_that_overlap_are_said_and_not_added():
 
     found = log_evidence(model, guide, num_particles=100)
     assert found.labellings.added is None
-    assert "may add up to log 7! = 8.525" in str(found)
+    assert "up to log 7! = 8.525 not added" in str(found)
 
 
 def test_the_number_of_components_that_is_preferred_is_the_right_one():
@@ -272,7 +272,7 @@ def test_the_number_of_components_that_is_preferred_is_the_right_one():
     assert list(found.probabilities) == [*"231"]
     for k, probability in zip(models, exact.tolist(), strict=True):
         assert found.probabilities[k] == pytest.approx(probability, abs=0.08)
-    assert "2: components of m are exchangeable" in found.verdict
+    assert "2: exchangeable components" in found.verdict
 
 
 def test_a_report_knows_them_and_looks_from_the_prior():
