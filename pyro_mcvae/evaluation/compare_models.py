@@ -12,6 +12,7 @@ from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains, has_li
 from pyro_mcvae.evaluation.options import make_options, shows_options
 from pyro_mcvae.evaluation.own_parameters import check_own_parameters, own_parameters
 from pyro_mcvae.evaluation.tables import filled, number, table
+from pyro_mcvae.ops.notices import each_once
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
 
@@ -207,7 +208,7 @@ def compare_models(
     pairs = {n: _programs(n, pair, args, model_kwargs or {}) for n, pair in _items(models)}
     check_own_parameters(pairs)
     found = {}
-    with Progress("models", given.progress, "model") as bar:
+    with each_once(), Progress("models", given.progress, "model") as bar:
         bar.expect(len(pairs))
         for name, programs in pairs.items():
             bar.say(name)

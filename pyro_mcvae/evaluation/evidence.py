@@ -134,7 +134,7 @@ class LogEvidence:
         """Where fewer than 10 draws dominate, whose spread says little of the error."""
         return self.effective_sample_size < min(10.0, self.num_particles / 2)
 
-    def shown_error(self, error: Tensor) -> str:
+    def _shown_error(self, error: Tensor) -> str:
         """An error in digits, unless a few draws dominate more than a twentieth of the weights."""
         known = float(self.few.double().mean()) <= 0.05
         return f"{float(error):.3f}" if known else "unknown"
@@ -143,9 +143,9 @@ class LogEvidence:
         n, k = self.log_evidence.numel(), self.pareto_k.flatten()
         lines = [
             f"log evidence {float(self.mean):.3f} ± "
-            f"{self.shown_error(self.mean_standard_error)} nats per weight "
+            f"{self._shown_error(self.mean_standard_error)} nats per weight "
             f"({n} in {', '.join(self.plates) or 'all data'}; {self.num_particles} particles)",
-            f"total {float(self.total):.3f} ± {self.shown_error(self.total_standard_error)}, "
+            f"total {float(self.total):.3f} ± {self._shown_error(self.total_standard_error)}, "
             f"bound {float(self.bound.mean()):.3f}",
             f"effective sample size: median {float(self.effective_sample_size.median()):.1f}, "
             f"least {float(self.effective_sample_size.min()):.1f}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
     from pyro_mcvae.evaluation.evidence import LogEvidence
-    from pyro_mcvae.evaluation.report import Report
     from pyro_mcvae.evaluation.trained_copy import TrainedCopy
 
 __all__ = ["draw_comparison", "draw_report"]
@@ -23,7 +22,7 @@ __all__ = ["draw_comparison", "draw_report"]
 _POINTS = 200
 
 
-def draw_report(report: Report) -> Figure:
+def draw_report(report: Any) -> Figure:
     """The gaps' histogram, and k-hat and effective sample size of each datum; or one weight's."""
     from matplotlib.figure import Figure
 
@@ -56,7 +55,7 @@ def draw_report(report: Report) -> Figure:
     return figure
 
 
-def _found(report: Report) -> dict[str, LogEvidence]:
+def _found(report: Any) -> dict[str, LogEvidence]:
     """What was estimated, by who did."""
     found = {"the guide's weights": report.guide}
     for chains in report.chains:
@@ -65,7 +64,7 @@ def _found(report: Report) -> dict[str, LogEvidence]:
     return found
 
 
-def _draw_evidences(axes: Axes, report: Report) -> None:
+def _draw_evidences(axes: Axes, report: Any) -> None:
     """One weight: the ELBO, and each estimate of the evidence with two of its errors."""
     found = _found(report)
     names = ["ELBO", *found]
@@ -80,7 +79,7 @@ def _draw_evidences(axes: Axes, report: Report) -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_tails(axes: Axes, report: Report) -> None:
+def _draw_tails(axes: Axes, report: Any) -> None:
     """One weight: k-hat with two of its errors."""
     found = _found(report)
     for i, evidence in enumerate(found.values()):

@@ -22,6 +22,7 @@ from pyro_mcvae.evaluation.annealing import (
     make_annealing,
 )
 from pyro_mcvae.ops.checks import check_count, check_flag
+from pyro_mcvae.ops.notices import each_once
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
 
@@ -129,7 +130,8 @@ def judge(
             taken = set(options) if model_kwargs is None else {"model_kwargs"} - set(model_kwargs)
             _check_unambiguous(function.__name__, programs, taken)
             particular = {p.name: options.pop(p.name) for p in own if p.name in options}
-            return function(programs, Options(**{**defaults, **options}), **particular)  # type: ignore[arg-type]
+            with each_once():
+                return function(programs, Options(**{**defaults, **options}), **particular)  # type: ignore[arg-type]
 
         _show(call, [*_FIRST, *own, *shared, *_LAST], _MODEL_KWARGS)
         return call

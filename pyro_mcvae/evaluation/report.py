@@ -554,7 +554,7 @@ def _advice(report: Report) -> str:
             f"TraceTruncated_ELBO."
         )
     if report.discrete and not _was(trained, "TraceRaoBlackwell_ELBO"):
-        return "Next: take TraceRaoBlackwell_ELBO for less noise, or TraceIWAE_ELBO for a tighter bound."
+        return "Next: take TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound)."
     if trained is not None and (float(report.evidence.mean) - missing) - trained.bound < _CLOSE:
         return f"The bound of {trained.label} is within {_CLOSE} nats of the evidence: it will do."
     by_elbo = trained is None or _was(trained, *_ELBOS, "TraceRaoBlackwell_ELBO")
@@ -585,7 +585,7 @@ def _quantiles(values: Tensor) -> str:
 
 
 def _mean(evidence: LogEvidence) -> str:
-    return f"{float(evidence.mean):.3f} ± {evidence.shown_error(evidence.mean_standard_error)}"
+    return f"{float(evidence.mean):.3f} ± {evidence._shown_error(evidence.mean_standard_error)}"
 
 
 def _k_hat(evidence: LogEvidence) -> str:
