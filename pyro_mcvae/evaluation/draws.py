@@ -88,7 +88,8 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
     sites = [t.site for t in first.terms if not t.in_guide]
     for name, size in _plate_sizes(sites).items():
         index = sample.subsamples.get(name)
-        if not isinstance(index, Tensor) or len(index) != size:
+        floats = isinstance(index, Tensor) and index.is_floating_point()  # which are no indices
+        if not isinstance(index, Tensor) or floats or len(index) != size:
             index = torch.arange(size)
         found.coords[name] = index
         found.coords.sizes[name] = sample.subsamples.sizes.get(name, size)

@@ -39,8 +39,6 @@ class Minibatch(dict[str, Tensor]):
             return
         # A value that is not done is the user's own choice, perhaps another one in each run.
         chosen = msg["value"] is not None and not msg["done"]
-        if chosen and _counts_only(msg["value"]):
-            return
         if not chosen and now != self.sizes.get(name, now):
             self._check_whole(name, now)
             return
@@ -64,19 +62,13 @@ class Minibatch(dict[str, Tensor]):
             return
         if len(msg["value"]) == 0:
             raise _empty(msg)
-        value = msg["value"]
-        self[msg["name"]] = torch.arange(len(value)) if _counts_only(value) else value
+        self[msg["name"]] = msg["value"]
         self.sizes[msg["name"]] = msg["fn"].size
 
 
-def _counts_only(value: Any) -> bool:
-    """Whether a ``subsample=`` chooses no data: only the number of floats counts."""
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
 def _check_choice(name: str, given: Any, known: Tensor) -> None:
-    """Most often both programs are given one object."""
-    if given is known:
+    """Most often both programs are given one object. Floats are no indices: their number counts."""
+    if given is known or known.is_floating_point():
         return
     index = torch.as_tensor(given, device=known.device)
     if index.shape == known.shape and bool((index == known).all()):
