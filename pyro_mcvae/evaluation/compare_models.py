@@ -41,7 +41,10 @@ class ModelComparison(dict[str, LogEvidence]):
 
     @property
     def probabilities(self) -> dict[str, float]:
-        """Of the models, if each were as probable as the others before the data."""
+        """
+        Of the models, if each were as probable as the others before the data; by the evidences as
+        they were estimated, so of no use where models are :attr:`doubtful`.
+        """
         totals = torch.stack([e.total.double() for e in self.values()])
         return dict(zip(self, totals.softmax(0).tolist(), strict=True))
 
@@ -109,7 +112,7 @@ class ModelComparison(dict[str, LogEvidence]):
                     name,
                     number(float(found.total), float(found.total_standard_error)),
                     "" if name == top else number(*self.difference(top, name)),
-                    f"{self.probabilities[name]:.3f}",
+                    "not known" if self.doubtful else f"{self.probabilities[name]:.3f}",
                     f"{float(k.max()):.2f}",
                 ]
             )

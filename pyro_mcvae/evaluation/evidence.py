@@ -150,7 +150,9 @@ class LogEvidence:
             f"effective sample size: median {float(self.effective_sample_size.median()):.1f}, "
             f"least {float(self.effective_sample_size.min()):.1f}",
         ]
-        if not bool(k.isnan().all()):
+        if bool(k.isnan().all()):
+            lines.append("Pareto k: not known")
+        else:
             lines.append(
                 f"Pareto k: median {float(k.median()):.2f}, largest {float(k.max()):.2f}; "
                 f"{int(self.unreliable.sum())} of {n} above 0.7"
@@ -213,7 +215,8 @@ def log_evidence(
     * **A guide that never ran** has learned nothing: an AutoGuide is refused then, and the initial
       values of a function's ``pyro.param`` are reported. Call it once if they are what you mean.
     * **Global latents** that the guide draws give one weight for all data, so that the result is a
-      scalar. With ``joint=False`` they are drawn once, and the estimates are of
+      scalar. It is :math:`p(x)` under their prior, also of held-out data: other data do not count.
+      With ``joint=False`` they are drawn once, and the estimates are of
       :math:`\log p(x_n \mid \text{globals})`.
     * **Masked latents** that the guide draws and counts (padded entries of an AutoGuide, the
       unobserved site of ``obs_mask=``) count in the model too, by their own prior, if nothing

@@ -26,7 +26,7 @@ from pyro_mcvae.programs.sites import is_latent, known_support
 from pyro_mcvae.programs.types import Message, Site
 from pyro_mcvae.training.generators import rng_state, set_rng_state
 
-__all__ = ["Labellings", "find_labellings"]
+__all__ = ["Labellings", "find_labellings", "joined"]
 
 _logger = logging.getLogger(__name__)
 
@@ -108,7 +108,9 @@ class Labellings:
         return f"exchangeable components, all of whose labellings count: {self.short}"
 
 
-def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labellings | None:
+def find_labellings(
+    sampler: ImportanceSampler, num_particles: int, ends: WeightedParticles | None = None
+) -> Labellings | None:
     """
     Find what is exchangeable, and what all labellings add to the evidence.
 
@@ -116,12 +118,13 @@ def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labelling
     several draws, to rounding.
 
     :param num_particles: how many weights the evidence has, which bounds the work of this.
+    :param ends: where chains have ended, that are not the sampler's.
     :returns: None where nothing is, where the guide draws all labellings alike, and where a guide
         has no density at given latents.
     """
     generators = rng_state()
     try:
-        return _Search(sampler, num_particles).labellings()
+        return _Search(sampler, num_particles).labellings(ends)
     except (ValueError, RuntimeError, NotImplementedError) as error:
         # The guide has no density at given latents, or a program does not run there.
         _logger.info("whether latents are exchangeable is not known: %s", first_line(error))
@@ -151,7 +154,7 @@ class _Search:
             n: s for n, s in nodes.items() if is_latent(s) and n in drawn and n not in fixed
         }
 
-    def labellings(self) -> Labellings | None:
+    def labellings(self, ends: WeightedParticles | None) -> Labellings | None:
         axes = list(self._axes())
         if not any(2 <= size <= _LARGEST for size, _ in axes):
             return None
@@ -175,9 +178,11 @@ class _Search:
         if bool(alike.all()):
             return None
         share = _least_share(own, log_weight)
-        if self.sampler.annealing is not None:
+        if ends is not None or self.sampler.annealing is not None:
             # Chains that reach other labellings by themselves weigh these, too.
-            share, complete = torch.minimum(share, self._stay(permutations)), False
+            weighted = self._ends() if ends is None else (ends, torch.zeros_like(ends.log_weight))
+            own, _ = self._own_share(self._values(weighted[0]), permutations)
+            share, complete = torch.minimum(share, _least_share(own, weighted[1])), False
         if bool((share >= _APART).all()):
             return replace(found, added=found.log_count + share.log())
         if not complete:
@@ -270,14 +275,13 @@ class _Search:
             others.append(self._densities(moved).guide)
         return (at.guide - torch.stack(others).logsumexp(0)).exp(), at.joint - at.guide
 
-    def _stay(self, permutations: Sequence[Sequence[_Move]]) -> Tensor:
-        """The share of the guide's own labelling where chains end."""
+    def _ends(self) -> tuple[WeightedParticles, Tensor]:
+        """Where chains of the sampler's end, and their log weights."""
         chain, density = self.sampler.chain(min(self.budget, _FEWEST))
         position = chain.state.position.detach()
         if isinstance(density, WhitenedDensity):
             position = density.whitening.position(position)
-        ends = self._values(density.log_weight(position).sample)
-        return _least_share(self._own_share(ends, permutations)[0], chain.log_weight)
+        return density.log_weight(position).sample, chain.log_weight
 
     def _values(self, sample: WeightedParticles) -> dict[str, Tensor]:
         return {name: site_values(sample, name, site) for name, site in self.sites.items()}
@@ -302,6 +306,20 @@ def _least_share(own: Tensor, log_weight: Tensor) -> Tensor:
 
 # Axes, and the entry that each entry takes the place of.
 _Move = tuple[tuple[Axis, ...], Mapping[int, int]]
+
+
+def joined(
+    found: Sequence[Labellings | None], shapes: Sequence[Tensor], dim: int
+) -> Labellings | None:
+    """Those of batches side by side."""
+    first = next((f for f in found if f is not None), None)
+    if first is None or any(f is not None and f.added is None for f in found):
+        return None if first is None else replace(first, added=None, weights=None)
+    parts = [
+        torch.zeros_like(like) if f is None or f.added is None else f.added.to(like)
+        for f, like in zip(found, shapes, strict=True)
+    ]
+    return replace(first, added=torch.cat(parts, dim), weights=None)
 
 
 def _giving(values: Mapping[str, Tensor], rows: range, shared: frozenset[str]) -> SampleFn:

@@ -7,7 +7,13 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae import compare_models, log_evidence, report
+from pyro_mcvae import (
+    compare_models,
+    log_evidence,
+    log_evidence_loader,
+    low_dimensional_evidence,
+    report,
+)
 
 X = torch.tensor([-3.2, -2.7, -3.5, -2.1, 2.4, 3.1, 2.9, 3.6])
 OPTIONS = {"num_particles": 500}
@@ -283,3 +289,30 @@ def test_a_report_knows_them_and_looks_from_the_prior():
     assert abs(float(found.prior.total) - exact) < 4 * float(found.prior.total_standard_error)
     assert not found.misses
     assert "exchangeable" in str(found)
+
+
+def test_posterior_draws_of_one_labelling():
+    model, exact = mixture(2)
+    found = low_dimensional_evidence(model, normal(-2.8, 2.9))
+    assert_exact(found, exact, 4.5)
+    # Chains that begin at the prior's draws are in both.
+    prior = normal(0.0, 0.0, scale=5.0)
+    found = low_dimensional_evidence(model, prior)
+    assert float(found.total) < exact + 4 * float(found.total_standard_error) + 0.05
+
+
+def test_labellings_of_batches_lie_side_by_side():
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+            seen = torch.stack([z.sum(-1), z.prod(-1)], -1)
+            pyro.sample("x", dist.Normal(seen, 0.5).to_event(1), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(torch.tensor([3.0, -2.0]), 0.3).to_event(1))
+
+    x = torch.tensor([[1.0, -6.0]]).expand(5, 2)
+    found = log_evidence_loader(model, guide, x.split(2), num_particles=200, progress=False)
+    assert found.labellings.added.shape == found.log_evidence.shape == (5,)
+    assert torch.allclose(found.labellings.added, torch.tensor(2.0).log(), atol=0.01)
