@@ -11,8 +11,7 @@ from torch import Tensor
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
 from pyro_mcvae.evaluation.options import Options, judge
-from pyro_mcvae.evaluation.weight_summary import WeightSummary
-from pyro_mcvae.evaluation.weights import Weights
+from pyro_mcvae.evaluation.weights import Weights, WeightSummary
 from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.pareto import tail_length

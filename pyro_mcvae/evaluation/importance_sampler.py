@@ -22,8 +22,7 @@ from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.coordinates.whitened import WhitenedDensity, Whitening
 from pyro_mcvae.evaluation import preconditions
-from pyro_mcvae.evaluation.annealing import Annealing
-from pyro_mcvae.evaluation.counted import Counted
+from pyro_mcvae.evaluation.annealing import Annealing, Counted
 from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.evaluation.weights import Weighed, Weights, shared_factors
 from pyro_mcvae.evaluation.whitening import MOVES, population, whiten

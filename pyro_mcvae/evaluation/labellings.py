@@ -17,7 +17,7 @@ from pyro_mcvae.coordinates.whitened import WhitenedDensity
 from pyro_mcvae.evaluation.draws import site_values
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.simulation import guide_values
-from pyro_mcvae.evaluation.weight_summary import WeightSummary
+from pyro_mcvae.evaluation.weights import WeightSummary
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.messengers import SampleFn

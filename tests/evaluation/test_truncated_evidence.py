@@ -16,7 +16,7 @@ from pyro_mcvae import (
     refine,
     report,
 )
-from pyro_mcvae.evaluation.state_steps import draw_steps, log_step
+from pyro_mcvae.evaluation.state_weights import draw_steps, log_step
 
 X = torch.tensor(
     [[0.3, 1.2, -0.4], [2.0, 0.1, 0.7], [-1.0, 0.4, 1.5], [0.2, 0.2, 0.2]], dtype=torch.float64
