@@ -297,9 +297,12 @@ def estimate(
     if all_labellings and isinstance(weights, ImportanceSampler):
         labellings = find_labellings(weights, num_particles)
     log_evidence, tails = summary.log_mean, summary
-    if labellings is not None and labellings.weights is not None:
-        tails = labellings.weights
-        labellings = replace(labellings, added=tails.log_mean - log_evidence)
+    if labellings is not None and (whole := labellings.weights) is not None:
+        added = whole.log_mean - log_evidence
+        error = torch.hypot(whole.standard_error, summary.standard_error)
+        tails, labellings = whole, replace(labellings, added=added)
+        if bool((added.abs() <= torch.clamp(2 * error, 0.01, 0.1)).all()):
+            tails, labellings = summary, None  # the guide draws about all of them
     if labellings is not None and labellings.added is not None:
         log_evidence = log_evidence + labellings.added
     return LogEvidence(

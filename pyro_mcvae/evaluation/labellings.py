@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -124,9 +125,12 @@ def find_labellings(
     """
     generators = rng_state()
     try:
-        return _Search(sampler, num_particles).labellings(ends)
-    except (ValueError, RuntimeError, NotImplementedError) as error:
-        # The guide has no density at given latents, or a program does not run there.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _Search(sampler, num_particles).labellings(ends)
+    except Exception as error:
+        # The guide has no density at given latents, or a program does not run there; the evidence
+        # stands without.
         _logger.info("whether latents are exchangeable is not known: %s", first_line(error))
         return None
     finally:
