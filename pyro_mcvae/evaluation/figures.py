@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-    from pyro_mcvae.evaluation.evidence import LogEvidence
     from pyro_mcvae.evaluation.trained_copy import TrainedCopy
 
 __all__ = ["draw_comparison", "draw_report"]
@@ -23,14 +22,12 @@ _POINTS = 200
 
 
 def draw_report(report: Any) -> Figure:
-    """The gaps' histogram, and k-hat and effective sample size of each datum; or one weight's."""
+    """The gaps' histogram, k-hat and effective sample size of each datum; of one, the evidence."""
     from matplotlib.figure import Figure
 
     if report.gap.numel() == 1:
-        figure = Figure(figsize=(9, 2.8), layout="constrained")
-        evidences, tails = figure.subplots(1, 2, width_ratios=(3, 2))
-        _draw_evidences(evidences, report)
-        _draw_tails(tails, report)
+        figure = Figure(figsize=(6.5, 2.8), layout="constrained")
+        _draw_evidences(figure.subplots(), report)
         return figure
     figure = Figure(figsize=(10.5, 3.2), layout="constrained")
     gaps, tails, sizes = figure.subplots(1, 3)
@@ -55,18 +52,11 @@ def draw_report(report: Any) -> Figure:
     return figure
 
 
-def _found(report: Any) -> dict[str, LogEvidence]:
-    """What was estimated, by who did."""
-    found = {"the guide's weights": report.guide}
-    for chains in report.chains:
-        steps = 0 if chains.acceptance is None else len(chains.acceptance) + 1
-        found[f"chains of {steps} steps"] = chains
-    return found
-
-
 def _draw_evidences(axes: Axes, report: Any) -> None:
     """One weight: the ELBO, and each estimate of the evidence with two of its errors."""
-    found = _found(report)
+    found = {"the guide's weights": report.guide}
+    for chains in report.chains:
+        found[f"chains of {len(chains.acceptance) + 1} steps"] = chains
     names = ["ELBO", *found]
     axes.plot([float(report.bound)], [0], "|", color="C1", markersize=14)
     for i, evidence in enumerate(found.values()):
@@ -76,27 +66,6 @@ def _draw_evidences(axes: Axes, report: Any) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="log evidence (nats), two standard errors", ylim=(len(names) - 0.5, -0.5))
     axes.margins(x=0.1)
-    axes.grid(alpha=0.3)
-
-
-def _draw_tails(axes: Axes, report: Any) -> None:
-    """One weight: k-hat with two of its errors."""
-    found = _found(report)
-    for i, evidence in enumerate(found.values()):
-        k, error = float(evidence.pareto_k), 2 * float(evidence.pareto_k_error)
-        if math.isfinite(k):
-            axes.errorbar([k], [i], xerr=[error], fmt="o", color="C0")
-        else:
-            axes.text(0.5, i, f"{k}", ha="center", va="center")
-    for level, style in ((0.5, ":"), (0.7, "--")):
-        axes.axvline(level, color="k", linewidth=1, linestyle=style)
-    low, high = axes.get_xlim()
-    axes.set(
-        xlabel="Pareto k, two standard errors",
-        xlim=(min(low, 0.0), max(high, 1.0)),
-        ylim=(len(found) - 0.5, -0.5),
-    )
-    axes.set_yticks(range(len(found)), list(found))
     axes.grid(alpha=0.3)
 
 

@@ -218,13 +218,14 @@ class Report:
     def __str__(self) -> str:
         rows = [row for row in _rows(self) if row[1]]
         width = max(len(name) for name, _ in rows)
-        lines = [f"{name:<{width}}  {text}" for name, text in rows]
+        lines = [filled(text, f"{name:<{width}}") for name, text in rows]
         head = "nats per weight; quantiles 5, 25, 50, 75, 95 %"
         return "\n".join([head, *lines, *map(filled, (_trust(self), _unseen(self), self.advice))])
 
     def plot(self) -> Figure:
         """
-        A figure: the gaps' histogram, and k-hat and effective sample size of each datum.
+        A figure: the gaps' histogram, and k-hat and effective sample size of each datum; of a
+        single weight the estimates of its evidence.
 
         :returns: a ``matplotlib`` figure, which belongs to no window.
         """
@@ -456,7 +457,6 @@ def _student_limit(level: float, freedom: Tensor) -> Tensor:
 
 def _rows(report: Report) -> Iterator[tuple[str, str]]:
     guide, n = report.guide, report.gap.numel()
-    by = "the guide's weights" if report.evidence is report.guide else "chains"
     where = f" in {', '.join(guide.plates)}" if guide.plates else ""
     yield "weights", f"{n}{where}; {guide.num_particles} particles each"
     yield "states of a datum", str(report.states or "")
@@ -475,7 +475,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         # A figure below the guide's says that the prior is far away, and nothing of the guide.
         text = f"{_mean(report.prior)} ({report.prior.num_particles} each)"
         yield "from the prior: log evidence", text
-    yield f"gap: log evidence by {by} - ELBO", f"{float(report.gap.mean()):.3f}"
+    yield "gap: log evidence - ELBO", f"{float(report.gap.mean()):.3f}"
     if report.trained is not None:
         yield f"trained by: {report.trained.name}", str(report.trained)
     if n > 1:

@@ -47,7 +47,16 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
-def filled(text: str) -> str:
-    """A text in lines of the terminal's width, 100 characters at most."""
+def filled(text: str, head: str = "") -> str:
+    """A text in lines of the terminal's width, 100 characters at most, beside a head."""
     width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
-    return textwrap.fill(text, width)
+    head, indent = (f"{head}  ", " " * (len(head) + 2)) if head else ("", "")
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=indent,
+        # Numbers and code are copied.
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,6 +1,7 @@
 """The verdict on a guide: its numbers, its advice, its figure."""
 
 import math
+import re
 from dataclasses import replace
 
 import pyro
@@ -90,7 +91,7 @@ def test_it_prints_and_plots(cls, tmp_path):
         assert part in text
     assert ("largest gaps" in text) == (found.gap.numel() > 1)
     figure = found.plot()
-    assert len(figure.axes) == (3 if found.gap.numel() > 1 else 2)
+    assert len(figure.axes) == (3 if found.gap.numel() > 1 else 1)
     figure.savefig(tmp_path / "report.png")
 
 
@@ -222,9 +223,12 @@ def test_labels_say_what_is_the_guides_and_what_the_chains():
     assert "from the prior: log evidence" in alone
     both = report(exact.model, exact.guide, num_particles=50, schedule=2, look=False)
     text = str(both)
-    assert f"guide: log evidence                 {float(both.guide.mean):.3f}" in text
-    assert f"chains: log evidence, 2 steps       {float(both.evidence.mean):.3f}" in text
-    assert "gap: log evidence by chains - ELBO" in text
+    for name, value in {
+        "guide: log evidence": both.guide.mean,
+        "chains: log evidence, 2 steps": both.evidence.mean,
+        "gap: log evidence - ELBO": both.gap.mean(),
+    }.items():
+        assert re.search(rf"^{name} +{float(value):.3f}", text, re.M), name
 
 
 def test_k_hat_knows_its_own_error():
@@ -446,7 +450,7 @@ def test_numbers_come_first_then_three_sentences_within_the_width(monkeypatch):
     first = next(i for i, line in enumerate(lines) if line.startswith("The evidence"))
     sentences = " ".join(lines[first:])
     assert len([s for s in sentences.split(". ") if s]) <= 3
-    assert all(len(line) <= 60 for line in lines[first:])
+    assert all(len(line) <= 60 for line in lines)
 
 
 def test_messages_of_errors_stand_in_no_sentence():
