@@ -141,11 +141,11 @@ class Comparison(dict[str, TrainedCopy]):
                 " The model learns nothing, so that the evidence is one number for all: what "
                 "differs are the guides."
             )
-        doubtful = [n for n in self if float(self[n].evidence.unreliable.double().mean()) > 0.05]
+        doubtful = [n for n in self if _is_doubtful(self[n].evidence)]
         if doubtful and self.learns:
             said += (
-                f" The evidence of {', '.join(doubtful)} is underestimated (Pareto k above 0.7), "
-                f"and may be the highest; {self._longer(doubtful)} come closer."
+                f" The evidence of {', '.join(doubtful)} is underestimated (Pareto k above 0.7, or "
+                f"not known), and may be the highest; {self._longer(doubtful)} come closer."
             )
         return f"{said} {last}"
 
@@ -168,10 +168,8 @@ class Comparison(dict[str, TrainedCopy]):
                     f"{1e3 * found.seconds_per_step:.1f}",
                     f"{found.last_bound:.3f}",
                     f"{float(guide.bound.mean()):.3f}",
-                    f"{float(evidence.mean):.3f} ± unknown"
-                    if float(evidence.few.double().mean()) > 0.05
-                    else number(float(evidence.mean), float(evidence.mean_standard_error)),
-                    "" if name == first else number(*self.gain(name, first)),
+                    _shown(float(evidence.mean), float(evidence.mean_standard_error), evidence),
+                    "" if name == first else _shown(*self.gain(name, first), evidence),
                     f"{_size(guide):.0f}",
                     f"{int(guide.unreliable.sum())} of {n}",
                 ]
@@ -201,6 +199,15 @@ class Comparison(dict[str, TrainedCopy]):
         :raises ValueError: for another ``over``.
         """
         return draw_comparison(self, figure, over)
+
+
+def _is_doubtful(evidence: LogEvidence) -> bool:
+    return float((~(evidence.pareto_k <= 0.7)).double().mean()) > 0.05
+
+
+def _shown(value: float, error: float, evidence: LogEvidence) -> str:
+    known = float(evidence.few.double().mean()) <= 0.05
+    return number(value, error) if known else f"{value:.3f} ± unknown"
 
 
 def _size(evidence: LogEvidence) -> float:

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -159,11 +160,14 @@ class _Search:
         }
 
     def labellings(self, ends: WeightedParticles | None) -> Labellings | None:
-        axes = list(self._axes())
-        if not any(2 <= size <= _LARGEST for size, _ in axes):
+        axes = defaultdict[int, list[Axis]](list)
+        for size, axis in self._axes():
+            if 2 <= size <= _LARGEST:
+                axes[size].append(axis)
+        if not axes:
             return None
         draws = self._values(self.sampler.draw(_DRAWS))
-        groups = [group for own in _by_size(axes).values() for group in self._groups(own, draws)]
+        groups = [g for size, own in axes.items() for g in self._groups(size, own, draws)]
         if not groups:
             return None
         sites = tuple(
@@ -219,12 +223,9 @@ class _Search:
         for names in forms.values():
             yield len(names), Axis(sites=tuple(names))
 
-    def _groups(self, axes: Sequence[Axis], draws: Mapping[str, Tensor]) -> list[Group]:
+    def _groups(self, size: int, axes: Sequence[Axis], draws: Mapping[str, Tensor]) -> list[Group]:
         """The exchangeable entries of axes of one size, by the smallest sets of axes."""
         found: list[Group] = []
-        size = self._size(axes[0])
-        if not 2 <= size <= _LARGEST:
-            return []
         pairs = list(itertools.combinations(range(size), 2))
         few = [(i, i + 1) for i in range(size - 1)]
         pairs = pairs if size <= 8 else few
@@ -239,13 +240,6 @@ class _Search:
             linked = [pair for pair, exchanges in zip(pairs, same, strict=True) if exchanges]
             found += [Group(chosen, entries) for entries in _classes(size, linked)]
         return found
-
-    def _size(self, axis: Axis) -> int:
-        if axis.sites:
-            return len(axis.sites)
-        name, dim = axis.dims[0]
-        site = self.sites[name]
-        return _cardinality(site) if dim is None else int(site["value"].shape[dim])
 
     def _invariant(
         self, draws: Mapping[str, Tensor], axes: Sequence[Axis], pairs: Sequence[tuple[int, int]]
@@ -350,13 +344,6 @@ def _cardinality(site: Site) -> int:
         return 0
     values = fn.enumerate_support(expand=False).flatten()
     return len(values) if torch.equal(values, torch.arange(len(values)).to(values)) else 0
-
-
-def _by_size(axes: Sequence[tuple[int, Axis]]) -> dict[int, list[Axis]]:
-    found: dict[int, list[Axis]] = {}
-    for size, axis in axes:
-        found.setdefault(size, []).append(axis)
-    return found
 
 
 def _subsets(axes: Sequence[Axis]) -> Iterator[tuple[Axis, ...]]:
