@@ -103,7 +103,8 @@ class Labellings:
         names = "; ".join(", ".join(names) for names in self.sites)
         count = f"log {' '.join(f'{size}!' for size in self.sizes)} = {self.log_count:.3f}"
         if self.added is None:
-            return f"{names}: up to {count} not added, labellings overlap"
+            why = "they overlap, or the guide's density is not known"
+            return f"{names}: up to {count} not added ({why})"
         return f"{names}: {float(self.added.mean()):.3f} added ({count})"
 
     def __str__(self) -> str:
@@ -121,8 +122,7 @@ def find_labellings(
 
     :param num_particles: how many weights the evidence has, which bounds the work of this.
     :param ends: where chains have ended, that are not the sampler's.
-    :returns: None where nothing is, where the guide draws all labellings alike, and where a guide
-        has no density at given latents.
+    :returns: None where nothing is, and where the guide draws all labellings alike.
     """
     generators = rng_state()
     try:
@@ -148,7 +148,7 @@ class _Densities(NamedTuple):
 
 class _Search:
     def __init__(self, sampler: ImportanceSampler, num_particles: int) -> None:
-        self.sampler, self.budget = sampler, num_particles
+        self.sampler, self.tester, self.budget = sampler, sampler, num_particles
         # Rows at which exchangeability is tested.
         self._left = max(100, num_particles) * (1 if sampler.loops else 4)
         self.reference = sampler.reference
@@ -167,6 +167,15 @@ class _Search:
         if not axes:
             return None
         draws = self._values(self.sampler.draw(_DRAWS))
+        try:
+            self._densities(draws)
+        except Exception as error:
+            # A flow without an inverse, or latents that follow from draws in a way of their own:
+            # the model is tested by the densities of its prior, and the guide's are not known.
+            _logger.info("the guide has no density at given latents: %s", first_line(error))
+            prior = self.sampler.of_prior()
+            assert isinstance(prior, ImportanceSampler)
+            self.tester = prior
         groups = [g for size, own in axes.items() for g in self._groups(size, own, draws)]
         if not groups:
             return None
@@ -176,6 +185,8 @@ class _Search:
         )
         sizes = tuple(len(g.entries) for g in groups)
         found = Labellings(sites, sizes)
+        if self.tester is not self.sampler:
+            return found
         number = math.prod(map(math.factorial, sizes))
         complete = number <= _MOST
         permutations = _permutations(groups) if complete else _swaps(groups)
@@ -285,12 +296,12 @@ class _Search:
         return {name: site_values(sample, name, site) for name, site in self.sites.items()}
 
     def _densities(self, latents: Mapping[str, Tensor]) -> _Densities:
-        values = guide_values(self.sampler.programs, self.reference, dict(latents))
+        values = guide_values(self.tester.programs, self.tester.reference, dict(latents))
         count = len(next(iter(values.values())))
         parts = []
         for rows in torch.arange(count).split(max(2, self.sampler.chunk_size)):
             part = {n: v[rows] for n, v in values.items()}
-            sample = self.sampler.draw(len(rows), partial(_giving, part))
+            sample = self.tester.draw(len(rows), partial(_giving, part))
             joint = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
             size = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob.abs())
             parts.append((joint, joint - sample.log_weight, size))

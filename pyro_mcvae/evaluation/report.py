@@ -6,12 +6,10 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro import poutine
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.chains.hmc import HMC
@@ -28,8 +26,6 @@ from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.sites import is_latent
-from pyro_mcvae.programs.types import Site
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -389,16 +385,10 @@ def look_from_prior(weights: Weights, num_particles: int) -> LogEvidence | str:
     """
     if weights.given:
         return Reason(f"{', '.join(weights.given)} are held, and the prior draws them")
-    run = weights.reference.runs[0]
-    nodes = run.model_trace.nodes
-    # What the guide leaves to be summed is summed here, too.
-    drawn = frozenset(n for n, s in nodes.items() if is_latent(s) and n in run.guide_trace)
-    prior_of = poutine.block(weights.programs.model, hide_fn=lambda s: _is_hidden(s, drawn))
-    programs = replace(weights.programs, guide=prior_of)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            prior = weights.on(programs, joint=weights.elements == 1)
+            prior = weights.of_prior()
             if not prior.discrete:
                 num_particles = min(num_particles, max(_FEWEST_LOOKS, _LOOKS // weights.elements))
                 kernel = HMC(AdaptiveStepSize(_FIRST_STEP), num_leapfrog=2)
@@ -408,10 +398,6 @@ def look_from_prior(weights: Weights, num_particles: int) -> LogEvidence | str:
         # These chains are extra: the report stands without.
         _logger.info("chains from the prior did not run: %s", first_line(error))
         return first_line(error)
-
-
-def _is_hidden(site: Site, drawn: frozenset[str]) -> bool:
-    return site["type"] == "sample" and not site_is_subsample(site) and site["name"] not in drawn
 
 
 def trained_loss(weights: Weights, loss: Any) -> TrainedLoss:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.ops.pareto import pareto_k, tail_length
 from pyro_mcvae.programs.contract import nonfinite_sites
-from pyro_mcvae.programs.sites import is_random, known_support
+from pyro_mcvae.programs.sites import is_latent, is_random, known_support
+from pyro_mcvae.programs.types import Site
 
 if TYPE_CHECKING:
     from pyro_mcvae.evaluation.annealing import Annealing
@@ -169,6 +173,14 @@ class Weights(ABC):
         :param joint: weigh everything together, also where this one does not.
         """
 
+    def of_prior(self) -> Weights:
+        """Those of the model's own prior, which sums what the guide leaves to be summed."""
+        run = self.reference.runs[0]
+        nodes = run.model_trace.nodes
+        drawn = frozenset(n for n, s in nodes.items() if is_latent(s) and n in run.guide_trace)
+        prior = poutine.block(self.programs.model, hide_fn=lambda s: _is_hidden(s, drawn))
+        return self.on(replace(self.programs, guide=prior), joint=self.elements == 1)
+
     @property
     def loops(self) -> bool:
         """Whether each particle is a run of its own."""
@@ -239,3 +251,7 @@ def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tenso
             sign = -1.0 if term.in_guide else 1.0
             total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
     return total
+
+
+def _is_hidden(site: Site, drawn: frozenset[str]) -> bool:
+    return site["type"] == "sample" and not site_is_subsample(site) and site["name"] not in drawn

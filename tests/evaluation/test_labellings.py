@@ -17,6 +17,7 @@ from pyro_mcvae import (
 
 X = torch.tensor([-3.2, -2.7, -3.5, -2.1, 2.4, 3.1, 2.9, 3.6])
 OPTIONS = {"num_particles": 500}
+AUXILIARY = {"is_auxiliary": True}
 
 
 def mixture(size, scale=5.0, prior=0.0, weights=None, x=X):
@@ -334,3 +335,22 @@ def test_latents_that_nothing_reads_are_no_components():
     found = log_evidence(model, guide, **OPTIONS)
     assert found.labellings is None
     assert_exact(found, float(dist.Normal(0.0, 2**0.5).log_prob(torch.ones(()))))
+
+
+def test_a_guide_without_a_density_at_given_latents():
+    """As AutoStructured, or a flow without an inverse: what is exchangeable is said all the same."""
+    model, _ = mixture(2)
+
+    def guide():
+        noise = pyro.sample("noise", dist.Normal(torch.zeros(2), 1.0).to_event(1), infer=AUXILIARY)
+        m = torch.tensor([-2.8, 2.9]) + 0.5 * noise
+        density = torch.tensor(0.5).log().expand(m.shape[:-1]) * -2
+        pyro.sample("m", dist.Delta(m, density, event_dim=1))
+
+    found = log_evidence(model, guide, **OPTIONS)
+    assert found.labellings.sites == (("m",),)
+    assert found.labellings.added is None
+    assert "up to log 2! = 0.693 not added" in str(found)
+    trusted = report(model, guide, look=False, num_particles=1000)
+    assert not trusted.trusted
+    assert "lower bound" in str(trusted)
