@@ -51,7 +51,7 @@ def assert_exact(found, exact, errors=4.0):
     assert abs(float(found.total) - exact) < errors * float(found.total_standard_error)
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": 6, "num_particles": 100}])
+@pytest.mark.parametrize("options", [{}, {"schedule": 4, "num_particles": 50}])
 def test_the_evidence_of_a_mixture_is_that_of_all_labellings(options):
     model, exact = mixture(2)
     found = log_evidence(model, normal(-2.8, 2.9), **{**OPTIONS, **options})
@@ -76,12 +76,12 @@ def test_labellings_that_overlap_are_not_counted_twice(distance):
     x = torch.cat([X[:4] * distance / 3, X[4:] * distance / 3])
     model, exact = mixture(2, x=x)
     errors = []
-    for seed in range(12):
+    for seed in range(8):
         found = log_evidence(model, normal(-distance, distance, scale=0.6), seed=seed, **OPTIONS)
         errors.append((float(found.total) - exact) / float(found.total_standard_error))
     errors = torch.tensor(errors)
     assert errors.abs().max() < 5.0
-    assert abs(errors.mean()) < 1.2  # 4 standard errors of a mean of 12
+    assert abs(errors.mean()) < 1.5  # 4 standard errors of a mean of 8
     if found.labellings is not None:
         assert -0.1 < float(found.labellings.added) < math.log(2) + 0.1
 
@@ -295,11 +295,12 @@ def test_a_report_knows_them_and_looks_from_the_prior():
 
 def test_posterior_draws_of_one_labelling():
     model, exact = mixture(2)
-    found = low_dimensional_evidence(model, normal(-2.8, 2.9))
+    short = {"num_transitions": 20, "num_draws": 20, "num_chains": 40}
+    found = low_dimensional_evidence(model, normal(-2.8, 2.9), **short)
     assert_exact(found, exact, 4.5)
     # Chains that begin at the prior's draws are in both.
     prior = normal(0.0, 0.0, scale=5.0)
-    found = low_dimensional_evidence(model, prior)
+    found = low_dimensional_evidence(model, prior, **short)
     assert float(found.total) < exact + 4 * float(found.total_standard_error) + 0.05
 
 
@@ -338,7 +339,7 @@ def test_latents_that_nothing_reads_are_no_components():
 
 
 def test_a_guide_without_a_density_at_given_latents():
-    """As AutoStructured, or a flow without an inverse: what is exchangeable is said all the same."""
+    """As AutoStructured, or a flow without an inverse: what is exchangeable is said, not added."""
     model, _ = mixture(2)
 
     def guide():
