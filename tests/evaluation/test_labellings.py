@@ -72,7 +72,7 @@ def test_three_components():
 
 @pytest.mark.parametrize("distance", [0.3, 0.8, 1.4])
 def test_labellings_that_overlap_are_not_counted_twice(distance):
-    """Between none and log 2 nats are added: the weights are of the guide in both labellings."""
+    """The weights are those of the guide in both labellings: errors are as large as they say."""
     x = torch.cat([X[:4] * distance / 3, X[4:] * distance / 3])
     model, exact = mixture(2, x=x)
     errors = []
@@ -82,8 +82,6 @@ def test_labellings_that_overlap_are_not_counted_twice(distance):
     errors = torch.tensor(errors)
     assert errors.abs().max() < 5.0
     assert abs(errors.mean()) < 1.5  # 4 standard errors of a mean of 8
-    if found.labellings is not None:
-        assert -0.1 < float(found.labellings.added) < math.log(2) + 0.1
 
 
 def test_a_guide_of_all_labellings_needs_nothing_added():
