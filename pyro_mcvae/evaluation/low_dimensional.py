@@ -169,11 +169,11 @@ class _Chains:
         with torch.set_grad_enabled(bool(gradient)):
             log_weight = sampler.log_weight(num_chains, gradient=gradient)
         _check_latents(log_weight)
-        self.density = ChainDensity(log_weight)
-        self._state = self.density.start()
-        sampler.check(self._state.log_weight, self.density.runs)
+        density = self.density = ChainDensity(log_weight)
+        self._state = density.start()
+        sampler.check(self._state.log_weight, density.runs)
         self.valid = log_weight.valid
-        self._target = Target(self.density, log_weight.first.log_weight.new_ones(()), self.valid)
+        self._target = Target(density, log_weight.first.log_weight.new_ones(()), self.valid)
         self.acceptance = self._target.beta
 
     def move(self, count: int, adapt: bool = False) -> tuple[Tensor, Tensor]:
