@@ -532,7 +532,8 @@ def _advice(report: Report) -> str:
     if report.misses:
         return f"Next: begin the guide's training elsewhere, or take {richer}."
     if heavy <= _FEW and gap < _CLOSE:
-        return "The guide is close to the posterior: the ELBO is tight enough."
+        part = "one labelling of " if missing > _CLOSE else ""
+        return f"The guide is close to {part}the posterior: the ELBO is tight enough."
     if report.discrete and heavy > _SOME:
         sites = ", ".join(report.discrete)
         return (
