@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Transition
 from pyro_mcvae.chains.hmc import HMC
-from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.kernel import Info, Kernel, State, Target
 from pyro_mcvae.chains.schedules import Schedule, as_schedule
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.compiled.transition import RecordedTransition
@@ -18,8 +18,30 @@ from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.coordinates.whitened import Whitening
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.progress import Progress
 
-__all__ = ["DEFAULT_STEPS", "LEAVE_OUT", "Annealing", "JudgeCoordinates", "make_annealing"]
+__all__ = [
+    "DEFAULT_STEPS",
+    "LEAVE_OUT",
+    "Annealing",
+    "Counted",
+    "JudgeCoordinates",
+    "make_annealing",
+]
+
+
+class Counted:
+    """Transitions of chains, each of which is so much of the work."""
+
+    def __init__(self, inner: Transition, progress: Progress, amount: float) -> None:
+        self.adjusted = inner.adjusted
+        self._inner, self._progress, self._amount = inner, progress, amount
+
+    def step(self, state: State, target: Target) -> tuple[State, Info]:
+        moved = self._inner.step(state, target)
+        self._progress.step(self._amount)
+        return moved
+
 
 JudgeCoordinates = Literal["noise", "latent", "whitened"]
 

@@ -5,28 +5,213 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
-import pyro
 import torch
 from pyro.optim import PyroOptim
 
 from pyro_mcvae.evaluation.arguments import as_device, check_function
-from pyro_mcvae.evaluation.comparison import Comparison
 from pyro_mcvae.evaluation.contestant import Batches, Contestant, Rehearsal, contestants
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
-from pyro_mcvae.evaluation.evidence import estimate, guide_and_chains
+from pyro_mcvae.evaluation.evidence import LogEvidence, estimate, guide_and_chains
+from pyro_mcvae.evaluation.figures import draw_comparison
 from pyro_mcvae.evaluation.options import Options, judge
+from pyro_mcvae.evaluation.tables import filled, number, table
 from pyro_mcvae.evaluation.trained_copy import Curve, TrainedCopy
 from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive
 from pyro_mcvae.programs.errors import first_line
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.execution import Programs, run_pair
+from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.progress import Progress
 
-__all__ = ["compare"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
+
+__all__ = ["Comparison", "compare"]
 
 # Of training, where nothing is said.
 _SECONDS = 30.0
+# Differences within so many standard errors are none.
+_ERRORS = 2.0
+# Effective sample sizes within a factor of e to this, likewise.
+_ALIKE = 0.1
+
+
+class Comparison(dict[str, TrainedCopy]):
+    """
+    What :func:`compare` found, whose example shows one: a :class:`TrainedCopy` by name.
+
+    :param copies: the trained states.
+    :param judged: what was found of each.
+    :param bool learns: whether the model has parameters; if not, all have one evidence.
+    """
+
+    def __init__(self, copies: list[Contestant], judged: list[TrainedCopy], learns: bool) -> None:
+        super().__init__({c.name: found for c, found in zip(copies, judged, strict=True)})
+        self.learns = learns
+        self._copies = {c.name: c for c in copies}
+
+    def use(self, name: str) -> None:
+        """
+        Give the programs the values that training by this loss ended with.
+
+        :raises ValueError: for a name that was not compared.
+        """
+        if name not in self._copies:
+            raise ValueError(f"{name!r} was not compared: there are {', '.join(self)}")
+        with self._copies[name].playing():
+            pass
+
+    def gain(self, name: str, over: str) -> tuple[float, float]:
+        """
+        How much higher the mean log evidence of one is than that of another, and the standard
+        error: over the data, whose differences are paired; with one weight, Monte Carlo's alone.
+        """
+        one, other = self[name].evidence, self[over].evidence
+        difference = one.log_evidence - other.log_evidence
+        error = torch.hypot(one.standard_error, other.standard_error)
+        if difference.numel() > 1:
+            error = difference.std() / math.sqrt(difference.numel())
+        return float(difference.mean()), float(error)
+
+    @property
+    def best(self) -> list[str]:
+        """
+        The best loss, and those that cannot be told apart from it.
+
+        By the log evidence, within two standard errors, where the model learns. Where it does not,
+        by the guide's effective sample size (geometric mean), within a tenth. All of them where
+        :attr:`evaluated` is False, the highest ELBO first. One training run of each is compared:
+        another seed may give another order.
+        """
+        order = sorted(self._running, key=self._score, reverse=True)
+        return [n for n in order if n == order[0] or self._alike(n, order[0])]
+
+    @property
+    def evaluated(self) -> bool:
+        r"""
+        Whether the draws tell the losses apart: not where fewer than 10 draws are effective (or,
+        where the model learns, :math:`\hat k` is above 0.7) for most weights of every loss.
+        """
+        found = [self[n].evidence if self.learns else self[n].guide for n in self._running]
+        bad = (e.few | e.unreliable if self.learns else e.few for e in found)
+        return any(float(b.double().mean()) <= 0.5 for b in bad)
+
+    @property
+    def _running(self) -> list[str]:
+        return [n for n in self if not self[n].failed] or list(self)
+
+    def _score(self, name: str) -> float:
+        if not self.evaluated:
+            return float(self[name].guide.bound.mean())
+        return float(self[name].evidence.mean) if self.learns else self._size(name)
+
+    def _size(self, name: str) -> float:
+        return float(self[name].guide.effective_sample_size.clamp_min(1.0).log().mean())
+
+    def _alike(self, name: str, best: str) -> bool:
+        if not self.evaluated:
+            return True
+        if not self.learns:
+            return self._size(best) - self._size(name) < _ALIKE
+        gain, error = self.gain(best, name)
+        return gain <= _ERRORS * error
+
+    @property
+    def verdict(self) -> str:
+        """Which is best, and how far that can be trusted, in a few sentences."""
+        best = self.best
+        last = "One training run each; another seed may give another order."
+        if not self.evaluated:
+            sizes = " ".join(f"{_size(self[n].guide):.0f}" for n in best)
+            what = f"effective sample sizes of {sizes} (of {self[best[0]].guide.num_particles})"
+            said = f"Not evaluated: {what} do not tell {', '.join(best)} apart."
+            if not self.learns:
+                # Where log p(x) is one number, a higher ELBO is a guide closer to the posterior.
+                return f"{said} {best[0]} has the highest ELBO, of the same evidence. {last}"
+            return f"{said} More particles or {self._longer(best)} come closer. {last}"
+        by = "log evidence" if self.learns else "effective sample size"
+        said = f"Best by {by}: {best[0]}."
+        if len(best) > 1:
+            said = f"{', '.join(best[:-1])} and {best[-1]} cannot be told apart by {by}."
+        if not self.learns:
+            said += (
+                " The model learns nothing, so that the evidence is one number for all: what "
+                "differs are the guides."
+            )
+        doubtful = [n for n in self if _is_doubtful(self[n].evidence)]
+        if doubtful and self.learns:
+            said += (
+                f" The evidence of {', '.join(doubtful)} is underestimated (Pareto k above 0.7, or "
+                f"not known), and may be the highest; {self._longer(doubtful)} come closer."
+            )
+        return f"{said} {last}"
+
+    def _longer(self, names: list[str]) -> str:
+        """Longer chains than those that ran."""
+        rates = [self[n].evidence.acceptance for n in names]
+        steps = max(0 if rate is None else len(rate) + 1 for rate in rates)
+        return f"chains (schedule={4 * steps or 10})"
+
+    def __str__(self) -> str:
+        first = next(iter(self))
+        head = ["loss", "steps", "ms/step", "own bound, training", "ELBO", "log evidence"]
+        rows = [[*head, f"over {first}", "ESS", "k > 0.7"]]
+        for name, found in self.items():
+            guide, evidence, n = found.guide, found.evidence, found.guide.pareto_k.numel()
+            rows.append(
+                [
+                    name,
+                    str(len(found.bounds)),
+                    f"{1e3 * found.seconds_per_step:.1f}",
+                    f"{found.last_bound:.3f}",
+                    f"{float(guide.bound.mean()):.3f}",
+                    _shown(float(evidence.mean), float(evidence.mean_standard_error), evidence),
+                    "" if name == first else _shown(*self.gain(name, first), evidence),
+                    f"{_size(guide):.0f}",
+                    f"{int(guide.unreliable.sum())} of {n}",
+                ]
+            )
+        stopped = [f"{n} stopped at {f.failed}" for n, f in self.items() if f.failed]
+        guide = self[first].guide
+        n = guide.pareto_k.numel()
+        units = (
+            f"nats per weight, from ELBO on of the judged data ({n}{' in ' if guide.plates else ''}"
+            f"{', '.join(guide.plates)}); ± Monte Carlo error"
+            f"{', of differences over the weights, paired' if n > 1 else ''}; "
+            f"ESS: effective sample size of {guide.num_particles} particles, median"
+        )
+        return "\n".join([filled(units), table(rows), *map(filled, [*stopped, self.verdict])])
+
+    def plot(
+        self,
+        figure: Figure | SubFigure | None = None,
+        over: Literal["seconds", "steps"] = "seconds",
+    ) -> Figure | SubFigure:
+        """
+        A figure: each loss's own bound, and the evidence of the judged data, over time.
+
+        :param figure: a ``matplotlib`` figure, or a part of one, to draw in.
+        :param str over: ``"seconds"`` of training, or ``"steps"``.
+        :returns: that figure; without one a new one, which belongs to no window.
+        :raises ValueError: for another ``over``.
+        """
+        return draw_comparison(self, figure, over)
+
+
+def _is_doubtful(evidence: LogEvidence) -> bool:
+    return float((~(evidence.pareto_k <= 0.7)).double().mean()) > 0.05
+
+
+def _shown(value: float, error: float, evidence: LogEvidence) -> str:
+    known = float(evidence.few.double().mean()) <= 0.05
+    return number(value, error) if known else f"{value:.3f} ± unknown"
+
+
+def _size(evidence: LogEvidence) -> float:
+    return float(evidence.effective_sample_size.median())
 
 
 @judge()
@@ -111,9 +296,17 @@ def compare(
     if num_epochs is not None:
         num_steps = num_epochs * data.length()
     limits = seconds or (_SECONDS if num_steps is None else math.inf), num_steps or math.inf
-    with contestants(programs, losses, optims, data, options.seed or 0) as copies:
+    rehearse = partial(_rehearse, programs, options)
+    with contestants(programs, losses, optims, data, options.seed or 0, rehearse) as copies:
+        learns = _learns(programs)
         judged = _run(copies, limits, programs, checks, options, num_checks)
-        return Comparison(copies, judged, _learns(programs))
+        return Comparison(copies, judged, learns)
+
+
+def _rehearse(programs: Programs, options: Options) -> None:
+    """The evaluation at the end, of a few particles: what it refuses is refused before training."""
+    few = replace(options, num_particles=2, warmup=int(options.coordinates == "whitened"))
+    guide_and_chains(programs, few)
 
 
 def _run(
@@ -196,7 +389,7 @@ def _check_budget(given: dict[str, float]) -> None:
 
 
 def _learns(programs: Programs) -> bool:
-    """Whether the model has parameters."""
-    with evaluation_mode(*programs.pair), torch.no_grad(), pyro.poutine.trace() as recorder:
-        programs.model(*programs.args, **programs.kwargs)
-    return any(site["type"] == "param" for site in recorder.trace.nodes.values())
+    """Whether the model has parameters, as it runs on the guide's draws."""
+    with evaluation_mode(*programs.pair), torch.no_grad():
+        nodes = run_pair(programs, Substitutes())[1].nodes
+    return any(site["type"] == "param" for site in nodes.values())

@@ -11,7 +11,8 @@ import torch
 from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains, has_light_tail
 from pyro_mcvae.evaluation.options import make_options, shows_options
 from pyro_mcvae.evaluation.own_parameters import check_own_parameters
-from pyro_mcvae.evaluation.tables import number, table
+from pyro_mcvae.evaluation.tables import filled, number, table
+from pyro_mcvae.ops.notices import each_once
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
 
@@ -40,7 +41,10 @@ class ModelComparison(dict[str, LogEvidence]):
 
     @property
     def probabilities(self) -> dict[str, float]:
-        """Of the models, if each were as probable as the others before the data."""
+        """
+        Of the models, if each were as probable as the others before the data; by the evidences as
+        they were estimated, so of no use where models are :attr:`doubtful`.
+        """
         totals = torch.stack([e.total.double() for e in self.values()])
         return dict(zip(self, totals.softmax(0).tolist(), strict=True))
 
@@ -48,7 +52,8 @@ class ModelComparison(dict[str, LogEvidence]):
     def doubtful(self) -> list[str]:
         r"""
         Models whose :math:`\hat k` is above 0.7 somewhere, or within two of its errors for more
-        than a twentieth of the weights: their evidence is underestimated, or may be.
+        than a twentieth of the weights; and those with exchangeable components whose labellings
+        overlap: their evidence is underestimated, or may be.
         """
         return [n for n, e in self.items() if _is_doubtful(e)]
 
@@ -79,9 +84,9 @@ class ModelComparison(dict[str, LogEvidence]):
         unsure = [n for n in low if bool((self[n].pareto_k <= 0.7).all())]
         if low:
             said.append(
-                f"Pareto k of {', '.join(low)} is above 0.7, or may be: a lower bound on the "
-                f"evidence, and it may be the highest. Annealed chains (schedule=10, and more) or "
-                f"a better guide come closer."
+                f"The evidence of {', '.join(low)} is a lower bound (Pareto k above 0.7, or within "
+                f"its error; or labellings that are not drawn), and it may be the highest. Longer "
+                f"annealed chains (schedule=) or a better guide come closer."
             )
         if unsure:
             more = 10 * self[unsure[0]].num_particles
@@ -94,6 +99,7 @@ class ModelComparison(dict[str, LogEvidence]):
                 f"Pareto k of {top} is above 0.7, or may be: if its evidence is underestimated, "
                 f"its lead can only be larger."
             )
+        said += [f"{n}: {e.labellings}." for n, e in self.items() if e.labellings is not None]
         return " ".join(said)
 
     def __str__(self) -> str:
@@ -106,11 +112,11 @@ class ModelComparison(dict[str, LogEvidence]):
                     name,
                     number(float(found.total), float(found.total_standard_error)),
                     "" if name == top else number(*self.difference(top, name)),
-                    f"{self.probabilities[name]:.3f}",
+                    "not known" if self.doubtful else f"{self.probabilities[name]:.3f}",
                     f"{float(k.max()):.2f}",
                 ]
             )
-        return "\n".join(["nats, all data", table(rows), self.verdict])
+        return "\n".join(["nats, all data", table(rows), filled(self.verdict)])
 
     def plot(self) -> Figure:
         """
@@ -142,6 +148,8 @@ class ModelComparison(dict[str, LogEvidence]):
 
 
 def _is_doubtful(evidence: LogEvidence) -> bool:
+    if evidence.labellings is not None and evidence.labellings.added is None:
+        return True
     near = ~has_light_tail(evidence, 0.7)
     return bool(evidence.unreliable.any()) or float(near.double().mean()) > _FEW
 
@@ -162,7 +170,8 @@ def compare_models(
     importance sampling, or by chains with a ``schedule`` or a ``kernel``. Estimates are too low
     where a guide is too narrow: a model whose :math:`\hat k`, with its error, may be above 0.7 is
     never said to be worse. Parameters of a model that were fitted to the same data favour the
-    larger model; let them be latent, with priors, or judge held-out data.
+    larger model; let them be latent, with priors, or judge held-out data. Models with exchangeable
+    components, as mixtures, have K! equal modes, all of which count; see :class:`Labellings`.
 
     Guides that are modules of one class (two ``AutoNormal``) have parameters of the same names:
     call ``pyro.clear_param_store()`` before each is trained. Each is then judged with its own.
@@ -202,7 +211,7 @@ def compare_models(
     pairs = {n: _programs(n, pair, args, model_kwargs or {}) for n, pair in _items(models)}
     check_own_parameters(pairs)
     found = {}
-    with Progress("models", given.progress, "model") as bar:
+    with each_once(), Progress("models", given.progress, "model") as bar:
         bar.expect(len(pairs))
         for name, programs in pairs.items():
             bar.say(name)

@@ -125,7 +125,7 @@ class Rehearsal:
 
 
 def _weights(programs: Programs) -> float:
-    sample = ParticleSampler(1, None, math.inf, joint=False).sample(programs)
+    sample = ParticleSampler(1, None, math.inf, strict_enumeration=False).sample(programs)
     if sample.structure.global_sites.guide:
         return 1.0
     return float(sample.num_weights)
@@ -209,18 +209,22 @@ def contestants(
     optims: Sequence[PyroOptim],
     data: Rehearsal,
     seed: int,
+    rehearse: Callable[[], object],
 ) -> Iterator[list[Contestant]]:
     """
     Copies that all begin at the same values and the same random numbers, after a step of each that
     is thrown away: the first ones of a process pay for imports and caches. Outside, programs and
     generators are what they were, but for parameters that a first run has made.
+
+    :param rehearse: called before any step.
     """
     first, outside = data.first(), rng_state()
     pyro.set_rng_seed(seed)
     try:
         with torch.no_grad(), evaluation_modules(find_modules(*programs.pair)):
             run_pair(first, Substitutes())
-        # A first run may have drawn what a later one does not.
+        rehearse()
+        # These runs may have drawn what a later one does not.
         pyro.set_rng_seed(seed)
         state, generators = TrainedState(programs.model, programs.guide), rng_state()
         home = state.take()

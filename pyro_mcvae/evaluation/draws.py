@@ -17,7 +17,7 @@ from pyro_mcvae.programs.sites import is_factor, is_latent
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["PosteriorDraws", "SiteDraws", "site_dims", "site_draws"]
+__all__ = ["PosteriorDraws", "SiteDraws", "site_dims", "site_draws", "site_values"]
 
 
 class PosteriorDraws(dict[str, Tensor]):
@@ -75,10 +75,7 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
     """
     found, first = SiteDraws(), sample.runs[0]
     for name, site in _latents(first):
-        depth = site["fn"].event_dim
-        found.latents[name] = _stack(
-            sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"]
-        )
+        found.latents[name] = site_values(sample, name, site)
         found.dims[name] = site_dims(site)
     for term in _observed(first):
         name = term.key.name
@@ -91,18 +88,25 @@ def site_draws(sample: WeightedParticles) -> SiteDraws:
     sites = [t.site for t in first.terms if not t.in_guide]
     for name, size in _plate_sizes(sites).items():
         index = sample.subsamples.get(name)
-        if not isinstance(index, Tensor) or len(index) != size:
+        floats = isinstance(index, Tensor) and index.is_floating_point()  # which are no indices
+        if not isinstance(index, Tensor) or floats or len(index) != size:
             index = torch.arange(size)
         found.coords[name] = index
         found.coords.sizes[name] = sample.subsamples.sizes.get(name, size)
     return found
 
 
+def site_values(sample: WeightedParticles, name: str, site: Site) -> Tensor:
+    """The values of a model's latent, with the draws in front: ``[K, *site_shape]``."""
+    depth = site["fn"].event_dim
+    return _stack(sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"])
+
+
 def _in_full(site: Site, depth: int) -> Tensor:
-    """An observed value with all of its plates' dims, over which data may broadcast."""
+    """An observed value with all of its plates' dims, over which it may broadcast."""
     shape, value = site["fn"].shape(), torch.as_tensor(site["value"])
     shape = shape[max(0, len(shape) - depth - site["fn"].event_dim) :]
-    return value.expand(shape) if value.dim() <= len(shape) else value
+    return value.expand(torch.broadcast_shapes(shape, value.shape))
 
 
 def _plate_sizes(sites: list[Site]) -> dict[str, int]:

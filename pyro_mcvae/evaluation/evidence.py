@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
 from pyro_mcvae.evaluation.options import Options, judge
-from pyro_mcvae.evaluation.weight_summary import WeightSummary
-from pyro_mcvae.evaluation.weights import Weights
+from pyro_mcvae.evaluation.weights import Weights, WeightSummary
 from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.pareto import tail_length
@@ -52,6 +53,8 @@ class LogEvidence:
     :ivar acceptance: of chains, the mean acceptance of each transition, shape ``[transitions]``.
     :ivar step_size: of chains.
     :ivar whitened: whether the chains moved in white coordinates.
+    :ivar labellings: what is exchangeable, and what was added for the labellings that the guide
+        does not draw; None where nothing was.
 
     Example::
 
@@ -81,6 +84,7 @@ class LogEvidence:
     acceptance: Tensor | None = None
     step_size: Tensor | None = None
     whitened: bool = False
+    labellings: Labellings | None = None
 
     @property
     def total(self) -> Tensor:
@@ -124,18 +128,30 @@ class LogEvidence:
             known = self.pareto_k.isneginf()
         return ~known
 
+    @property
+    def few(self) -> Tensor:
+        """Where fewer than 10 draws dominate, whose spread says little of the error."""
+        return self.effective_sample_size < min(10.0, self.num_particles / 2)
+
+    def _shown_error(self, error: Tensor) -> str:
+        """An error in digits, unless a few draws dominate more than a twentieth of the weights."""
+        known = float(self.few.double().mean()) <= 0.05
+        return f"{float(error):.3f}" if known else "unknown"
+
     def __str__(self) -> str:
         n, k = self.log_evidence.numel(), self.pareto_k.flatten()
         lines = [
             f"log evidence {float(self.mean):.3f} ± "
-            f"{float(self.mean_standard_error):.3f} nats per weight "
+            f"{self._shown_error(self.mean_standard_error)} nats per weight "
             f"({n} in {', '.join(self.plates) or 'all data'}; {self.num_particles} particles)",
-            f"total {float(self.total):.3f} ± {float(self.total_standard_error):.3f}, "
+            f"total {float(self.total):.3f} ± {self._shown_error(self.total_standard_error)}, "
             f"bound {float(self.bound.mean()):.3f}",
             f"effective sample size: median {float(self.effective_sample_size.median()):.1f}, "
             f"least {float(self.effective_sample_size.min()):.1f}",
         ]
-        if not bool(k.isnan().all()):
+        if bool(k.isnan().all()):
+            lines.append("Pareto k: not known")
+        else:
             lines.append(
                 f"Pareto k: median {float(k.median()):.2f}, largest {float(k.max()):.2f}; "
                 f"{int(self.unreliable.sum())} of {n} above 0.7"
@@ -144,6 +160,8 @@ class LogEvidence:
             lines.append(f"chains: acceptance {float(self.acceptance.mean()):.2f}")
         if self.given:
             lines.append(f"given {', '.join(self.given)}")
+        if self.labellings is not None:
+            lines.append(str(self.labellings))
         return "\n".join(lines)
 
 
@@ -196,7 +214,8 @@ def log_evidence(
     * **A guide that never ran** has learned nothing: an AutoGuide is refused then, and the initial
       values of a function's ``pyro.param`` are reported. Call it once if they are what you mean.
     * **Global latents** that the guide draws give one weight for all data, so that the result is a
-      scalar. With ``joint=False`` they are drawn once, and the estimates are of
+      scalar. It is :math:`p(x)` under their prior, also of held-out data: other data do not count.
+      With ``joint=False`` they are drawn once, and the estimates are of
       :math:`\log p(x_n \mid \text{globals})`.
     * **Masked latents** that the guide draws and counts (padded entries of an AutoGuide, the
       unobserved site of ``obs_mask=``) count in the model too, by their own prior, if nothing
@@ -256,8 +275,14 @@ def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence,
         return guide, estimate(weights.annealed(annealing), options.num_particles)
 
 
-def estimate(weights: Weights, num_particles: int, keep_log_weight: bool = False) -> LogEvidence:
-    """The evidence, by the weights of an importance sampler, of its chains, or of states."""
+def estimate(
+    weights: Weights, num_particles: int, keep_log_weight: bool = False, all_labellings: bool = True
+) -> LogEvidence:
+    """
+    The evidence, by the weights of an importance sampler, of its chains, or of states.
+
+    :param all_labellings: add what those of exchangeable components add; see :class:`Labellings`.
+    """
     summary, kept, acceptance = WeightSummary(num_particles), [], []
     for count in weights.chunks(num_particles):
         log_weight, runs, rates = weights.weigh(count)
@@ -268,13 +293,25 @@ def estimate(weights: Weights, num_particles: int, keep_log_weight: bool = False
         if keep_log_weight:
             kept.append(log_weight)
     bound, annealing = weights.bound(summary), weights.annealing
+    labellings = None
+    if all_labellings and isinstance(weights, ImportanceSampler):
+        labellings = find_labellings(weights, num_particles)
+    log_evidence, tails = summary.log_mean, summary
+    if labellings is not None and (whole := labellings.weights) is not None:
+        added = whole.log_mean - log_evidence
+        error = torch.hypot(whole.standard_error, summary.standard_error)
+        tails, labellings = whole, replace(labellings, added=added)
+        if bool((added.abs() <= torch.clamp(2 * error, 0.01, 0.1)).all()):
+            tails, labellings = summary, None  # the guide draws about all of them
+    if labellings is not None and labellings.added is not None:
+        log_evidence = log_evidence + labellings.added
     return LogEvidence(
-        summary.log_mean.to(bound.dtype),
-        summary.standard_error.to(bound.dtype),
-        summary.effective_sample_size.to(bound.dtype),
-        weights.pareto_k(summary).to(bound.dtype),
+        log_evidence.to(bound.dtype),
+        tails.standard_error.to(bound.dtype),
+        tails.effective_sample_size.to(bound.dtype),
+        weights.pareto_k(tails).to(bound.dtype),
         bound,
-        summary.num_particles,
+        tails.count,
         weights.plates,
         weights.scale,
         weights.shared(),
@@ -283,4 +320,5 @@ def estimate(weights: Weights, num_particles: int, keep_log_weight: bool = False
         torch.stack(acceptance).sum(0) / num_particles if acceptance else None,
         None if annealing is None else annealing.kernel.step_size().detach().clone(),
         annealing is not None and annealing.whitens,
+        labellings,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 
 import torch
@@ -21,12 +22,11 @@ from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.coordinates.whitened import WhitenedDensity, Whitening
 from pyro_mcvae.evaluation import preconditions
-from pyro_mcvae.evaluation.annealing import Annealing
-from pyro_mcvae.evaluation.counted import Counted
+from pyro_mcvae.evaluation.annealing import Annealing, Counted
 from pyro_mcvae.evaluation.options import Options
 from pyro_mcvae.evaluation.weights import Weighed, Weights, shared_factors
-from pyro_mcvae.evaluation.whitening import population, whiten
-from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.evaluation.whitening import MOVES, population, whiten
+from pyro_mcvae.particles.sampler import MakeSampleFn, ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_plates
@@ -34,6 +34,8 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
 
 __all__ = ["ImportanceSampler"]
+
+_logger = logging.getLogger(__name__)
 
 Density = ChainDensity | WhitenedDensity
 
@@ -90,16 +92,20 @@ class ImportanceSampler(Weights):
 
     def weigh(self, count: int) -> Weighed:
         if self.annealing is None:
-            sample = self._draw(count)
+            sample = self.draw(count)
             return Weighed(sample.log_weight, sample.runs)
         chain, density = self.chain(count)
         rates = [info.acceptance.mean() for info in chain.infos]
         return Weighed(chain.log_weight, density.runs, torch.stack(rates) if rates else None)
 
-    def _draw(self, count: int) -> WeightedParticles:
-        """Independent draws of the guide, without gradients."""
+    def draw(self, count: int, make_sample_fn: MakeSampleFn | None = None) -> WeightedParticles:
+        """
+        Independent draws of the guide, without gradients.
+
+        :param make_sample_fn: gives its sites other values; see :class:`ParticleSampler`.
+        """
         sampler = self._sampler(count)
-        return sampler.resample(self.programs, self.reference, count)
+        return sampler.resample(self.programs, self.reference, count, make_sample_fn)
 
     def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
         """
@@ -192,6 +198,8 @@ class ImportanceSampler(Weights):
         elif annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains: some hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
+            if self.loops:
+                count, annealing.warmup = self._affordable(count, annealing.warmup)
             self.progress.expect(count * annealing.warmup)
             for turn in range(annealing.warmup):
                 chain, _ = self._chain(count, True)
@@ -200,12 +208,39 @@ class ImportanceSampler(Weights):
                 annealing.adapt(turn, chain.mean_acceptance, chain.start.grad_joint)
         annealing.freeze()
 
+    @property
+    def loops(self) -> bool:
+        """Whether each particle is a run of its own."""
+        return not self._sampler(2).vectorizes(self.programs, 2)
+
+    def _affordable(self, count: int, warmup: int) -> tuple[int, int]:
+        """A warm-up of no more chains than were asked for, where each is a run of its own."""
+        asked = self._options.num_particles
+        warmup = min(warmup, asked)
+        count = min(count, max(1, asked // warmup))
+        _logger.info(
+            "the programs run once per chain: the step size adapts on %d chains before the %d that "
+            "weigh (warmup=0 takes it as it is)",
+            count * warmup,
+            asked,
+        )
+        return count, warmup
+
     def _whitened(self, annealing: Annealing) -> Whitening:
         dim = self.density(1).log_weight.coordinates.shape[-1]
         count = min(population(dim), self.chunk_size)
         density = self.density(count)
         assert isinstance(density, ChainDensity)
-        return whiten(density, annealing)
+        if self.loops:
+            _logger.info(
+                "the programs run once per chain: %d chains find the white coordinates, in %d "
+                "windows of %d transitions (warmup= is the number of windows)",
+                count,
+                annealing.warmup,
+                MOVES,
+            )
+        self.progress.expect(count * annealing.warmup)
+        return whiten(density, annealing, Counted(annealing.kernel, self.progress, count / MOVES))
 
     def _chain(self, count: int, last_transition: bool) -> tuple[Chain, Density]:
         assert self.annealing is not None

@@ -13,6 +13,7 @@ from pyro_mcvae.coordinates.chain_density import outside_inference_mode
 from pyro_mcvae.evaluation.arguments import as_arguments, as_device, check_call, check_function
 from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.evidence import LogEvidence, estimate
+from pyro_mcvae.evaluation.labellings import joined
 from pyro_mcvae.evaluation.options import make_options, shows_options
 from pyro_mcvae.evaluation.weights import Weights
 from pyro_mcvae.evaluation.weights_of import make_weights
@@ -150,6 +151,7 @@ def _side_by_side(found: list[LogEvidence], plate: str | None) -> LogEvidence:
         scale=1.0,
         acceptance=acceptance,
         log_weight=kept,
+        labellings=joined([f.labellings for f in found], [f.log_evidence for f in found], dim),
     )
 
 

@@ -17,6 +17,7 @@ from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.labellings import find_labellings
 from pyro_mcvae.evaluation.options import Options, judge
 from pyro_mcvae.evaluation.weights_of import importance_sampler
 from pyro_mcvae.ops.checks import check_count
@@ -30,6 +31,8 @@ __all__ = ["LowDimensionalEvidence", "low_dimensional_evidence"]
 _logger = logging.getLogger(__name__)
 
 _LARGEST = 4
+# Draws at which the guide's labellings are compared.
+_DRAWS_OF_THE_GUIDE = 200
 
 
 @dataclass(frozen=True)
@@ -166,7 +169,7 @@ class _Chains:
         with torch.set_grad_enabled(bool(gradient)):
             log_weight = sampler.log_weight(num_chains, gradient=gradient)
         _check_latents(log_weight)
-        density = ChainDensity(log_weight)
+        density = self.density = ChainDensity(log_weight)
         self._state = density.start()
         sampler.check(self._state.log_weight, density.runs)
         self.valid = log_weight.valid
@@ -222,6 +225,11 @@ def _estimate(
             r_hat.numel(),
             float(r_hat.max()),
         )
+    ends = chains.density.log_weight(positions[-1].detach()).sample
+    labellings = find_labellings(sampler, _DRAWS_OF_THE_GUIDE, ends)
+    if labellings is not None and labellings.added is not None:
+        # The chains and the density that is fitted to them are of one labelling.
+        log_mean = log_mean - labellings.added.to(log_mean)
     return LowDimensionalEvidence(
         -log_mean,
         error,

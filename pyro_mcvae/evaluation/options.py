@@ -22,6 +22,7 @@ from pyro_mcvae.evaluation.annealing import (
     make_annealing,
 )
 from pyro_mcvae.ops.checks import check_count, check_flag
+from pyro_mcvae.ops.notices import each_once
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
 
@@ -55,7 +56,8 @@ class Options:
     :param vectorize_particles: run the programs once per chunk, instead of once per particle; None
         where that has a loop's numbers.
     :param max_plate_nesting: as in Pyro; found out if it is left out.
-    :param bool strict_enumeration_warning: as in Pyro.
+    :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration,
+        which are drawn otherwise.
     :param progress: show a bar, if ``tqdm`` is installed; None does on a terminal and in notebooks,
         for what takes longer than two seconds.
     """
@@ -70,7 +72,7 @@ class Options:
     seed: int | None = None
     vectorize_particles: bool | None = None
     max_plate_nesting: float = math.inf
-    strict_enumeration_warning: bool = True
+    strict_enumeration_warning: bool = False
     progress: bool | None = None
 
     def chunk(self, numbers: int) -> int:
@@ -128,7 +130,8 @@ def judge(
             taken = set(options) if model_kwargs is None else {"model_kwargs"} - set(model_kwargs)
             _check_unambiguous(function.__name__, programs, taken)
             particular = {p.name: options.pop(p.name) for p in own if p.name in options}
-            return function(programs, Options(**{**defaults, **options}), **particular)  # type: ignore[arg-type]
+            with each_once():
+                return function(programs, Options(**{**defaults, **options}), **particular)  # type: ignore[arg-type]
 
         _show(call, [*_FIRST, *own, *shared, *_LAST], _MODEL_KWARGS)
         return call

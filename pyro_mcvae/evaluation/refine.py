@@ -13,19 +13,88 @@ from pyro_mcvae.chains.kernel import Target
 from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.whitened import WhitenedDensity
 from pyro_mcvae.evaluation.annealing import LEAVE_OUT
-from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
+from pyro_mcvae.evaluation.draws import PosteriorDraws, SiteDraws, site_draws
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.options import Options, judge
-from pyro_mcvae.evaluation.refined_states import RefinedStates
-from pyro_mcvae.evaluation.resampling import choose, take_chosen
-from pyro_mcvae.evaluation.state_weights import StateWeights
-from pyro_mcvae.evaluation.weight_summary import WeightSummary
-from pyro_mcvae.evaluation.weights import Weights
+from pyro_mcvae.evaluation.state_weights import StateWeights, look_outside
+from pyro_mcvae.evaluation.weights import Weights, WeightSummary
 from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.truncated.search import Population, take_rows
 
-__all__ = ["refine"]
+__all__ = ["RefinedStates", "choose", "refine", "take_chosen"]
+
+
+def choose(log_weight: Tensor) -> Tensor:
+    """The index of one candidate per draw and datum, ``[count, *plates]``."""
+    # Where every candidate has weight zero, none is better than another.
+    hopeless = log_weight.isneginf().all(1, keepdim=True)
+    logits = torch.where(hopeless, 0.0, log_weight)
+    noise = -torch.empty_like(logits).exponential_().log()
+    return (logits + noise).argmax(1)
+
+
+def take_chosen(value: Tensor, chosen: Tensor) -> Tensor:
+    """Of ``[count * candidates, *plates, ...]`` the chosen ones, ``[count, *plates, ...]``."""
+    grouped = value.unflatten(0, (len(chosen), -1))
+    index = chosen.unsqueeze(1)
+    index = index.reshape(index.shape + (1,) * (grouped.dim() - index.dim()))
+    return grouped.gather(1, index.expand(-1, -1, *grouped.shape[2:])).squeeze(1)
+
+
+class RefinedStates:
+    """
+    One chunk of draws: of each datum's candidates one is a draw of q, with the weight of all states
+    that are kept, and the others lie outside of these.
+
+    :ivar sites: their values.
+    :ivar log_weight: of the chosen candidates, shape ``[count, *plates]``.
+    :ivar acceptance: None, as without chains.
+    """
+
+    acceptance: Tensor | None = None
+
+    def __init__(
+        self, weights: StateWeights, count: int, candidates: int, summary: WeightSummary
+    ) -> None:
+        posterior, others = weights.posterior, candidates - 1
+        bound = posterior.free_energy
+        proposed: list[Tensor | None] = [None] * len(posterior.states.populations)
+        outside = bound.new_full((0, *bound.shape), -math.inf)
+        if others:
+            proposed, outside, runs = look_outside(posterior, count * others)
+            weights.check(outside, runs)
+            summary.add(torch.logaddexp(bound.expand_as(outside), outside))
+            outside = outside - math.log(others)
+        whole = bound.expand(count, 1, *bound.shape)
+        log_weight = torch.cat([whole, outside.reshape(count, others, *bound.shape)], 1)
+        chosen = choose(log_weight)
+        self.log_weight = take_chosen(log_weight.flatten(0, 1), chosen)
+        states: list[Tensor | None] = [None] * len(posterior.states.populations)
+        for b, own in enumerate(posterior.states.sample.split(chosen)):
+            population = posterior.states.populations[b]
+            if population is not None:
+                states[b] = _taken(population, proposed[b], own.flatten(1).t(), others)
+        self.sites: SiteDraws = site_draws(posterior.states.runs.run(states, count))
+
+
+def _taken(population: Population, proposed: Tensor | None, chosen: Tensor, others: int) -> Tensor:
+    """
+    The states of the chosen candidates, ``[E, count, D]``.
+
+    :param proposed: those outside, ``[E, count * others, D]``.
+    :param chosen: 0 for a draw of q, ``[E, count]``.
+    """
+    logits = population.log_joint.nan_to_num(neginf=torch.finfo(population.log_joint.dtype).min)
+    index = torch.distributions.Categorical(logits=logits).sample((chosen.shape[1],)).t()
+    kept = take_rows(population.states, index)
+    if proposed is None:
+        return kept
+    at = torch.arange(chosen.shape[1], device=chosen.device) * others
+    other = take_rows(proposed, (chosen - 1).clamp_min(0) + at)
+    return torch.where((chosen == 0).unsqueeze(-1), kept, other)
+
 
 _LEAVE_OUT_ALL = (
     "leave out schedule, kernel and num_transitions, so that draws are chosen by weight"

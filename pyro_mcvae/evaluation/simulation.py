@@ -218,8 +218,12 @@ def guide_values(
 def _unconstrained(
     run: Run, follow: list[str], values: dict[str, Tensor], shape: torch.Size
 ) -> Tensor | None:
-    nodes = run.model_trace.nodes
-    parts = [biject_to(known_support(nodes[n]["fn"])).inv(values[n]) for n in follow]
-    if sum(p.numel() for p in parts) != shape.numel():
+    """What is unconstrained of the values, which may have any leading dims."""
+    nodes, parts, lead = run.model_trace.nodes, [], torch.Size()
+    for name in follow:
+        site, value = nodes[name], values[name]
+        lead = value.shape[: value.dim() - site["value"].dim()]
+        parts.append(biject_to(known_support(site["fn"])).inv(value).reshape(*lead, -1))
+    if sum(p.shape[-1] for p in parts) != shape.numel():
         return None
-    return torch.cat([p.reshape(-1) for p in parts]).reshape(shape)
+    return torch.cat(parts, -1).reshape(lead + shape)

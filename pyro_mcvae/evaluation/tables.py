@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
+import textwrap
 from collections.abc import Sequence
 
-__all__ = ["number", "table"]
+__all__ = ["filled", "number", "table"]
 
 
 def number(value: float, error: float) -> str:
@@ -43,3 +45,18 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         for row in rows
     ]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def filled(text: str, head: str = "") -> str:
+    """A text in lines of the terminal's width, 100 characters at most, beside a head."""
+    width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
+    head, indent = (f"{head}  ", " " * (len(head) + 2)) if head else ("", "")
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=head,
+        subsequent_indent=indent,
+        # Numbers and code are copied.
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

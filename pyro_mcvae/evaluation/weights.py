@@ -5,23 +5,117 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_mcvae.ops.pareto import pareto_k, tail_length
 from pyro_mcvae.programs.contract import nonfinite_sites
-from pyro_mcvae.programs.sites import is_random, known_support
+from pyro_mcvae.programs.sites import is_latent, is_random, known_support
+from pyro_mcvae.programs.types import Site
 
 if TYPE_CHECKING:
     from pyro_mcvae.evaluation.annealing import Annealing
-    from pyro_mcvae.evaluation.weight_summary import WeightSummary
     from pyro_mcvae.particles.weighted import WeightedParticles
     from pyro_mcvae.programs.execution import Programs
     from pyro_mcvae.programs.progress import Progress
     from pyro_mcvae.programs.run import Run
 
-__all__ = ["Weighed", "Weights", "shared_factors"]
+__all__ = ["Weighed", "WeightSummary", "Weights", "shared_factors"]
+
+
+class WeightSummary:
+    r"""
+    What :math:`K` weights per datum say together, in memory that does not grow with K, but for the
+    :math:`3 \sqrt K` largest per datum, to which the tail is fitted.
+
+    :param int num_particles: K, all chunks together.
+
+    Example::
+
+        >>> summary = WeightSummary(4)
+        >>> for chunk in torch.tensor([0.0, 0.0, 0.0, 0.0]).split(2):
+        ...     summary.add(chunk)
+        >>> summary.log_mean, summary.effective_sample_size
+        (tensor(0., dtype=torch.float64), tensor(4., dtype=torch.float64))
+    """
+
+    def __init__(self, num_particles: int) -> None:
+        self.num_particles = num_particles
+        self.count = 0
+        self._tail = tail_length(num_particles) + 1
+        self._largest: Tensor | None = None
+        self._top: Tensor | None = None
+        # Sums of w and of its square, relative to the largest w so far; and of log w.
+        self._sum: Tensor | None = None
+        self._squares: Tensor | None = None
+        self._logs: Tensor | None = None
+
+    def add(self, log_weight: Tensor) -> None:
+        """
+        :param log_weight: a chunk, shape ``[k, *plates]``.
+        """
+        chunk = log_weight.detach().double()
+        if self._largest is None:
+            self._largest = torch.full_like(chunk[0], torch.finfo(chunk.dtype).min)
+            self._sum = torch.zeros_like(chunk[0])
+            self._squares, self._logs = self._sum, self._sum
+            self._top = chunk[:0]
+        assert self._sum is not None
+        assert self._squares is not None
+        assert self._logs is not None
+        assert self._top is not None
+        largest = torch.maximum(self._largest, chunk.amax(0))
+        shrink = (self._largest - largest).exp()
+        relative = (chunk - largest).exp()
+        self._sum = self._sum * shrink + relative.sum(0)
+        self._squares = self._squares * shrink.square() + relative.square().sum(0)
+        self._logs = self._logs + chunk.sum(0)
+        self._largest = largest
+        top = torch.cat([self._top, chunk])
+        self._top = top.topk(min(self._tail, len(top)), dim=0).values
+        self.count += len(chunk)
+
+    @property
+    def log_mean(self) -> Tensor:
+        """The logarithm of the mean weight, shape ``[*plates]``; all results are float64."""
+        assert self._sum is not None
+        assert self._largest is not None
+        return self._largest + self._sum.log() - math.log(self.count)
+
+    @property
+    def mean_log(self) -> Tensor:
+        """The mean of the log weights."""
+        assert self._logs is not None
+        return self._logs / self.count
+
+    @property
+    def effective_sample_size(self) -> Tensor:
+        """Kish's number of equally weighted draws; 0 where every weight is zero."""
+        assert self._sum is not None
+        assert self._squares is not None
+        return torch.where(self._sum > 0, self._sum.square() / self._squares, 0.0)
+
+    @property
+    def standard_error(self) -> Tensor:
+        r"""
+        Of the logarithm of the mean, :math:`\text{sd}(w) / (\sqrt K\, \bar w)`; infinite where
+        every weight is zero, NaN for one weight.
+        """
+        if self.count < 2:
+            return torch.full_like(self.log_mean, math.nan)
+        spread = 1 / self.effective_sample_size - 1 / self.count
+        return (spread.clamp_min(0.0) * self.count / (self.count - 1)).sqrt()
+
+    @property
+    def pareto_k(self) -> Tensor:
+        """The shape of the weights' tail, see :func:`~pyro_mcvae.ops.pareto.pareto_k`."""
+        assert self._top is not None
+        return pareto_k(self._top, self.count)
 
 
 class Weighed(NamedTuple):
@@ -78,6 +172,19 @@ class Weights(ABC):
 
         :param joint: weigh everything together, also where this one does not.
         """
+
+    def of_prior(self) -> Weights:
+        """Those of the model's own prior, which sums what the guide leaves to be summed."""
+        run = self.reference.runs[0]
+        nodes = run.model_trace.nodes
+        drawn = frozenset(n for n, s in nodes.items() if is_latent(s) and n in run.guide_trace)
+        prior = poutine.block(self.programs.model, hide_fn=lambda s: _is_hidden(s, drawn))
+        return self.on(replace(self.programs, guide=prior), joint=self.elements == 1)
+
+    @property
+    def loops(self) -> bool:
+        """Whether each particle is a run of its own."""
+        return False
 
     @property
     @abstractmethod
@@ -144,3 +251,7 @@ def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tenso
             sign = -1.0 if term.in_guide else 1.0
             total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
     return total
+
+
+def _is_hidden(site: Site, drawn: frozenset[str]) -> bool:
+    return site["type"] == "sample" and not site_is_subsample(site) and site["name"] not in drawn

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pyro_mcvae.chains.annealing import anneal
+from pyro_mcvae.chains.annealing import Transition, anneal
 from pyro_mcvae.checks.angles import is_circular
 from pyro_mcvae.coordinates.chain_checks import named
 from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.whitened import WhitenedDensity, Whitening
 from pyro_mcvae.evaluation.annealing import Annealing
 
-__all__ = ["population", "whiten"]
+__all__ = ["MOVES", "population", "whiten"]
 
 # Chains for each coordinate, and the fewest and the most of a weight.
 _PER_COORDINATE, _FEWEST, _MOST = 2, 50, 1000
 # Transitions between two looks at the population.
-_MOVES = 5
+MOVES = 5
 # Numbers of the factors of all weights, above which correlations are left out.
 _LARGEST = 1 << 24
 
@@ -24,7 +24,7 @@ def population(dim: int) -> int:
     return min(_MOST, max(_FEWEST, _PER_COORDINATE * dim))
 
 
-def whiten(density: ChainDensity, annealing: Annealing) -> Whitening:
+def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) -> Whitening:
     r"""
     The map to white coordinates, after ``annealing.warmup`` windows of five transitions.
 
@@ -32,6 +32,7 @@ def whiten(density: ChainDensity, annealing: Annealing) -> Whitening:
     window coordinates are white with respect to where they stand then, and the step size has
     adapted; so the chains spread as far as the posterior does, window by window.
 
+    :param transition: by the kernel.
     :raises ValueError: for discrete sites of the guide, and for angles.
     """
     discrete = density.log_weight.plan.discrete
@@ -49,10 +50,10 @@ def whiten(density: ChainDensity, annealing: Annealing) -> Whitening:
     position, movable = density.log_weight.coordinates.detach(), density.log_weight.movable
     dense = position[0].numel() * position.shape[-1] <= _LARGEST
     found = Whitening.none(position, movable, dense)
-    betas = position.new_ones(_MOVES + 1)
+    betas = position.new_ones(MOVES + 1)
     for turn in range(annealing.warmup):
         white = WhitenedDensity(density, found)
-        chain = anneal(white(found.white(position)), betas, annealing.kernel, white, movable)
+        chain = anneal(white(found.white(position)), betas, transition, white, movable)
         if not chain.infos:
             break  # nothing can move
         annealing.adapt(turn, chain.mean_acceptance, None)

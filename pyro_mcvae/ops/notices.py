@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["WarnOnce"]
+__all__ = ["WarnOnce", "each_once"]
 
 
 class WarnOnce:
@@ -33,3 +35,25 @@ class WarnOnce:
         self._told.add(message)
         self._logger.warning("%s", message)
         return True
+
+
+@contextmanager
+def each_once() -> Iterator[None]:
+    """Let the package's loggers say each line once inside, however often programs are inspected."""
+    told: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in told
+        told.add(text)
+        return new
+
+    known = list(logging.root.manager.loggerDict.items())
+    own = [v for n, v in known if n.startswith("pyro_mcvae") and isinstance(v, logging.Logger)]
+    for logger in own:
+        logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for logger in own:
+            logger.removeFilter(is_new)

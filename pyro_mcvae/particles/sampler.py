@@ -24,7 +24,7 @@ from pyro_mcvae.structure.blocks import GlobalSites, Structure
 from pyro_mcvae.structure.cache import Analyses
 from pyro_mcvae.structure.finder import StructureFinder
 
-__all__ = ["ParticleSampler"]
+__all__ = ["MakeSampleFn", "ParticleSampler"]
 
 _NONE = GlobalSites()
 

@@ -67,8 +67,8 @@ class Minibatch(dict[str, Tensor]):
 
 
 def _check_choice(name: str, given: Any, known: Tensor) -> None:
-    """Most often both programs are given one object."""
-    if given is known:
+    """Most often both programs are given one object. Floats are no indices: their number counts."""
+    if given is known or known.is_floating_point():
         return
     index = torch.as_tensor(given, device=known.device)
     if index.shape == known.shape and bool((index == known).all()):

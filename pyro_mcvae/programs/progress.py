@@ -1,7 +1,10 @@
-"""Progress bars of long work, where ``tqdm`` is installed."""
+"""The progress of long work: a bar where ``tqdm`` shows one, else a line per minute in the log."""
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 from collections.abc import Iterable, Iterator, Sized
 from types import TracebackType
 from typing import Any
@@ -10,8 +13,10 @@ from pyro_mcvae.ops.checks import check_flag
 
 __all__ = ["Progress", "shown"]
 
-# Seconds before a bar that nobody asked for is seen.
-_PATIENCE = 2.0
+_logger = logging.getLogger(__name__)
+
+# Seconds before a bar that nobody asked for is seen, and between two lines of a log.
+_PATIENCE, _MINUTE = 2.0, 60.0
 
 
 class Progress:
@@ -19,27 +24,49 @@ class Progress:
     A bar of work whose amount may grow on the way.
 
     :param str text: what is done.
-    :param show: True for a bar; None for one on a terminal or in a notebook, after two seconds;
-        False for none. Without ``tqdm`` there is none.
+    :param show: True for a bar; None for one on a terminal or in a notebook, after two seconds, and
+        elsewhere a line per minute in the log; False for neither.
     :raises ValueError: for another ``show``.
     """
 
     def __init__(self, text: str, show: bool | None = None, unit: str = "it") -> None:
         check_flag("progress", show, or_none=True)
         self._bar = None if show is False else _bar(text, show, unit)
+        shown = self._bar is not None and not getattr(self._bar, "disable", False)
+        self._text, self._unit, self._now = text, unit, ""
+        self._total = self._done = 0.0
+        self._began = time.monotonic()
+        self._next = math.inf if shown or show is False else self._began + _MINUTE
 
     def expect(self, count: float) -> None:
         """There is more to do."""
+        self._total += count
         if self._bar is not None:
-            self._bar.total += count
+            self._bar.total = self._total
 
     def step(self, count: float = 1) -> None:
         """So much is done."""
+        self._done += count
         if self._bar is not None:
             self._bar.update(count)
+        if (now := time.monotonic()) >= self._next:
+            self._next = now + _MINUTE
+            # A line that tells a user that work goes on is seen where nobody has set a level.
+            level = logging.INFO if _logger.isEnabledFor(logging.INFO) else logging.WARNING
+            _logger.log(
+                level,
+                "%s%s: %.0f of %.0f %ss after %.0f minutes",
+                self._text,
+                f" {self._now}" if self._now else "",
+                self._done,
+                self._total,
+                self._unit,
+                (now - self._began) / 60,
+            )
 
     def say(self, text: str) -> None:
         """What is being done now."""
+        self._now = text
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae import report
-from pyro_mcvae.evaluation.weight_summary import WeightSummary
+from pyro_mcvae.evaluation.weights import WeightSummary
 from tests.models import (
     ConjugateGaussian,
     DiscreteMixture,

@@ -209,8 +209,8 @@ def test_time_is_equal():
     assert len({len(copy.bounds) for copy in found.values()}) > 1
 
 
-def judged(evidence, error, k, learns):
-    """A comparison by numbers: names, evidences per datum, k-hats."""
+def judged(evidence, error, k, learns, sizes=None):
+    """A comparison by numbers: names, evidences per datum, k-hats, effective sample sizes."""
     template = log_evidence(*functions()[:2], num_particles=30)
     copies, found = [], []
     for name in evidence:
@@ -219,7 +219,7 @@ def judged(evidence, error, k, learns):
             log_evidence=torch.tensor(evidence[name]),
             standard_error=torch.full((3,), error),
             pareto_k=torch.full((3,), k.get(name, 0.3)),
-            effective_sample_size=torch.full((3,), 20.0 if name == "a" else 10.0),
+            effective_sample_size=torch.full((3,), (sizes or {"a": 20.0}).get(name, 10.0)),
         )
         copies.append(Contestant(name, *[None] * 5))
         found.append(TrainedCopy([-1.0], 1.0, [1.0], {1: (1.0, one)}, one, one))
@@ -237,7 +237,8 @@ def test_the_verdict():
     assert "b and c cannot be told apart by log evidence" in found.verdict
     assert "Pareto" not in found.verdict
     doubtful = judged(EVIDENCES, 0.01, {"a": 0.9}, learns=True)
-    assert "of a: its evidence is underestimated, and may be the highest" in doubtful.verdict
+    assert "The evidence of a is underestimated" in doubtful.verdict
+    assert "and may be the highest" in doubtful.verdict
     same = judged(EVIDENCES, 0.01, {}, learns=False)
     assert same.best == ["a"]
     assert "one number for all" in same.verdict
@@ -247,7 +248,14 @@ def test_it_prints_and_plots(tmp_path):
     pytest.importorskip("matplotlib")
     found = run(functions(), {"ELBO": Trace_ELBO(), "IWAE": TraceIWAE_ELBO(3)})
     text = str(found)
-    for part in ("own bound", "over ELBO", "k > 0.7", "ESS", "another seed"):
+    for part in (
+        "own bound, training",
+        "from ELBO on of the judged data",
+        "over ELBO",
+        "k > 0.7",
+        "ESS",
+        "another seed",
+    ):
         assert part in text
     figure = found.plot()
     assert [a.get_xlabel() for a in figure.axes] == ["seconds of training"] * 2
@@ -308,3 +316,66 @@ def test_what_cannot_be_judged_is_refused_before_training():
     with pytest.raises(ValueError, match="importance sampling from a single point"):
         run((model, guide, (torch.arange(4),)), {"ELBO": Counted()})
     assert len(steps) <= 1
+
+
+def test_a_few_effective_draws_evaluate_nothing():
+    """Best by an effective sample size of 4, 1, 1 and 2 of 1,000 was the ELBO."""
+    sizes = {"a": 4.0, "b": 1.0, "c": 2.0}
+    found = judged(EVIDENCES, 1.0, {}, learns=False, sizes=sizes)
+    assert not found.evaluated
+    assert set(found.best) == set(found)
+    assert "Not evaluated: effective sample sizes of 4 1 2 (of 30)" in found.verdict
+    assert "has the highest ELBO" in found.verdict
+    assert "± unknown" in str(found)
+    learning = judged(EVIDENCES, 1.0, {}, learns=True, sizes=sizes)
+    assert "Not evaluated" in learning.verdict
+    assert "chains (schedule=10)" in learning.verdict
+    assert judged(EVIDENCES, 1.0, {}, learns=False).evaluated
+
+
+def improper(x):
+    loc = pyro.sample("loc", dist.ImproperUniform(dist.constraints.real, (), ()))
+    with pyro.plate("data", len(x)):
+        pyro.sample("x", dist.Normal(loc, 1.0), obs=x)
+
+
+def test_priors_that_cannot_be_drawn_from():
+    x = torch.tensor([1.0, 2.0, 4.0])
+    guide = AutoNormal(improper, init_loc_fn=lambda site: torch.zeros(()))
+    found = run((improper, guide, (x,)), {"ELBO": Trace_ELBO()}, num_steps=200)
+    exact = (
+        dist.Normal(x.mean(), 1.0).log_prob(x).sum() + 0.5 * torch.tensor(2 * torch.pi / 3).log()
+    )
+    assert not found.learns
+    evidence = found["ELBO"].evidence
+    assert abs(evidence.total - exact) < 4 * evidence.total_standard_error + 0.05
+
+
+def test_the_last_evaluation_is_tried_before_the_first_step():
+    steps = []
+
+    class Counted(TraceSGVB_ELBO):
+        def loss_and_grads(self, *args, **kwargs):
+            steps.append(1)
+            return super().loss_and_grads(*args, **kwargs)
+
+    def model():
+        with pyro.plate("data", 3):
+            k = pyro.sample("k", dist.Categorical(torch.ones(2)))
+            pyro.sample("x", dist.Normal(k.double(), 1.0), obs=torch.zeros(3))
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("k", dist.Categorical(torch.ones(3, 2)))
+
+    with pytest.raises(ValueError, match="the guide's site 'k' is discrete"):
+        run((model, guide, ()), {"ELBO": Counted()}, schedule=3)
+    assert not steps
+
+
+def test_each_line_is_logged_once(caplog):
+    with caplog.at_level("INFO", "pyro_mcvae"):
+        run(functions(), LOSSES)
+    lines = [r.getMessage() for r in caplog.records]
+    assert lines
+    assert len(lines) == len(set(lines))

@@ -527,3 +527,33 @@ def test_chains_of_angles_stay_on_the_circle(kernel):
         model, guide, num_particles=20, schedule=15, kernel=kernel, keep_log_weight=True
     )
     assert_mean((found.log_weight - exact).exp().mean(0), 1.0)
+
+
+def test_a_guide_that_marks_sites_for_enumeration_is_drawn_from():
+    """As TraceRaoBlackwell_ELBO takes it: the same numbers as without the mark, and exact ones."""
+    x = torch.tensor([-1.0, 0.5, 2.0, 3.0])
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            y = pyro.sample("y", dist.Categorical(torch.ones(3)))
+            z = pyro.sample("z", dist.Normal(y.double(), 1.0))
+            pyro.sample("x", dist.Normal(z, 0.5), obs=x)
+
+    def make(infer):
+        def guide(x):
+            with pyro.plate("data", len(x)):
+                y = pyro.sample("y", dist.Categorical(torch.ones(len(x), 3)), infer=infer)
+                pyro.sample("z", dist.Normal((4 * x + y) / 5, 0.2**0.5))
+
+        return guide
+
+    exact = dist.Normal(torch.arange(3.0)[:, None], 1.25**0.5).log_prob(x).logsumexp(0)
+    marked, plain = (
+        log_evidence(model, make(infer), x, num_particles=2000, seed=0)
+        for infer in ({"enumerate": "parallel"}, {})
+    )
+    assert torch.equal(marked.log_evidence, plain.log_evidence)
+    error = (marked.log_evidence - (exact - math.log(3))).abs()
+    assert bool((error < 4 * marked.standard_error).all())
+    with pytest.raises(ValueError, match="site 'y' of the guide is marked for enumeration"):
+        log_evidence(model, make({"enumerate": "parallel"}), x, strict_enumeration_warning=True)

@@ -82,3 +82,31 @@ def test_a_recurrent_decoder_is_judged():
     found = log_evidence(model, prior, data, num_particles=300)
     assert ((found.log_evidence - evidence).abs() < 4 * found.standard_error + 1e-6).all()
     assert (found.standard_error < 0.1).all()
+
+
+@pytest.mark.parametrize("asked", [4, 30])
+def test_a_warm_up_costs_no_more_than_what_was_asked_for(asked, caplog):
+    """Of 2,849 runs of a model that reads a value, 50 were for the particles."""
+    runs = []
+
+    def model():
+        runs.append(1)
+        with pyro.plate("data", 5):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            scale = 1.0 if float(z.detach().abs().max()) < 50 else 2.0
+            pyro.sample("x", dist.Normal(z, scale), obs=torch.linspace(-1.0, 1.0, 5))
+
+    def guide():
+        with pyro.plate("data", 5):
+            pyro.sample("z", dist.Normal(0.0, 1.0))
+
+    def count(**options):
+        runs.clear()
+        log_evidence(model, guide, num_particles=asked, schedule=3, progress=False, **options)
+        return len(runs)
+
+    alone = count(warmup=0)
+    with caplog.at_level("INFO", "pyro_mcvae"):
+        both = count()
+    assert both < 2.7 * alone + 10  # a warm-up's chains make one transition more
+    assert "the step size adapts on" in caplog.text

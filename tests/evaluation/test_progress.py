@@ -92,3 +92,27 @@ def test_without_tqdm_there_is_none(monkeypatch):
         bar.expect(1)
         bar.step()
         bar.say("more")
+
+
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])
+def test_long_work_without_a_bar_is_logged_each_minute(level, monkeypatch, caplog):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with (
+        caplog.at_level(level, "pyro_mcvae"),
+        progress.Progress("judging", unit="particle") as bar,
+        progress.Progress("silent", show=False) as silent,
+    ):
+        bar.expect(200)
+        for turn in range(20):
+            clock[0] = 10.0 * turn
+            for each in (bar, silent):
+                each.step(10)
+    lines = [r.getMessage() for r in caplog.records]
+    assert lines == [
+        "judging: 70 of 200 particles after 1 minutes",
+        "judging: 130 of 200 particles after 2 minutes",
+        "judging: 190 of 200 particles after 3 minutes",
+    ]
+    assert {r.levelname for r in caplog.records} == {level}

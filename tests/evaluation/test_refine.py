@@ -395,3 +395,21 @@ def test_random_walks_refine_too():
     )
     mean, sd = exact.posterior()
     assert_moments(draws["z"], mean, sd**2)
+
+
+def test_data_wider_than_the_event_that_scores_them():
+    """Two visits of a site under one event: Pyro broadcasts the value, and so do the draws."""
+    y = torch.tensor([[1.0, 2.0], [0.0, 1.0], [3.0, 2.0]])
+
+    def model():
+        with pyro.plate("s", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("y", dist.Normal(z.unsqueeze(-1), 1.0).to_event(1), obs=y)
+
+    def guide():
+        with pyro.plate("s", 3):
+            pyro.sample("z", dist.Normal(y.sum(-1) / 3, 3**-0.5))
+
+    draws = refine(model, guide, num_samples=2000)
+    assert_moments(draws["z"], y.sum(-1) / 3, torch.full((3,), 1 / 3))
+    assert torch.equal(draws.observed["y"], y)

@@ -1,6 +1,7 @@
 """The verdict on a guide: its numbers, its advice, its figure."""
 
 import math
+import re
 from dataclasses import replace
 
 import pyro
@@ -18,7 +19,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     report,
 )
-from pyro_mcvae.evaluation.trained_loss import TrainedLoss
+from pyro_mcvae.evaluation.report import TrainedLoss
 from pyro_mcvae.ops.pareto import pareto_k
 from tests.models import (
     ConjugateGaussian,
@@ -73,12 +74,9 @@ def test_advice():
     exact.set_guide("exact")
     assert "tight enough" in advice(exact)
     exact.set_guide("exact", log_s=0.5)
-    assert "Where the guide draws, it follows the posterior" in advice(exact)
     assert "TraceIWAE_ELBO" in advice(exact)
     exact.set_guide("exact", log_s=-2.5)
     assert "TraceSIS_ELBO" in advice(exact)
-    assert "pass schedule=10" in advice(exact)
-    assert "pass schedule=10" not in advice(exact, schedule=3)
     assert "TraceRaoBlackwell_ELBO" in advice(DiscreteMixture())
 
 
@@ -93,7 +91,7 @@ def test_it_prints_and_plots(cls, tmp_path):
         assert part in text
     assert ("largest gaps" in text) == (found.gap.numel() > 1)
     figure = found.plot()
-    assert len(figure.axes) == (3 if found.gap.numel() > 1 else 2)
+    assert len(figure.axes) == (3 if found.gap.numel() > 1 else 1)
     figure.savefig(tmp_path / "report.png")
 
 
@@ -137,14 +135,14 @@ def test_a_mode_that_is_never_drawn_is_found_from_the_prior(options):
     assert torch.allclose(exact - blind.evidence.log_evidence, torch.tensor(math.log(2.0)))
     assert float(blind.guide.pareto_k.max()) == -math.inf
     assert not blind.misses
-    assert "a mode of the posterior where the guide draws nothing shows in neither" in str(blind)
+    assert "Modes that the guide does not draw would not show" in str(blind)
     found = report(model, guide, **options)
     error = found.prior.total_standard_error
     assert abs(found.prior.total - exact.sum()) < 4 * error
     assert found.misses
-    assert "the guide misses a part" in found.advice
-    for text in (str(found), str(blind)):
-        assert "covers" not in text
+    assert not found.trusted
+    assert "the guide misses a part" in str(found)
+    assert "begin the guide's training elsewhere" in found.advice
 
 
 def test_a_discrete_value_that_is_never_drawn_is_found_from_the_prior():
@@ -153,7 +151,7 @@ def test_a_discrete_value_that_is_never_drawn_is_found_from_the_prior():
     def model():
         with pyro.plate("data", 4):
             k = pyro.sample("k", dist.Categorical(torch.ones(3)))
-            pyro.sample("x", dist.Normal((k - 1.0).abs(), 0.5), obs=x)
+            pyro.sample("x", dist.Normal(torch.tensor([1.1, 0.0, 1.0])[k], 0.5), obs=x)
 
     def guide():
         with pyro.plate("data", 4):
@@ -192,10 +190,10 @@ def test_what_cannot_be_looked_at_is_said():
     exact = HierarchicalGaussian(N=5)
     held = report(exact.model, exact.guide, joint=False)
     assert "theta are held" in held.prior
-    assert "Nothing was drawn elsewhere (theta are held" in str(held)
+    assert "no chains ran from the prior: theta are held" in str(held)
     looped = report(exact.model, exact.guide, vectorize_particles=False, num_particles=30)
     assert "look=True" in looped.prior
-    assert looped.no_chains == "particles are looped over: escalate=True"
+    assert looped.no_chains == "particles are looped over: escalate=True runs them"
     with pytest.raises(ValueError, match="look must be True, False or None, got 'no'"):
         report(exact.model, exact.guide, look="no")
     with pytest.raises(ValueError, match="escalate must be True, False or None, got 'no'"):
@@ -212,7 +210,8 @@ def test_what_chains_find_more_is_said():
     chains = replace(plain, log_evidence=plain.log_evidence + more, standard_error=error)
     found = Report(chains, plain, ())
     assert found.missed.tolist() == [True, False, False]
-    assert "for 1 of 3, where Pareto k is good: the guide misses a part" in found.advice
+    assert found.misses
+    assert "the guide misses a part" in str(found)
     assert not bool(Report(plain, plain, ()).missed.any())
 
 
@@ -221,12 +220,15 @@ def test_labels_say_what_is_the_guides_and_what_the_chains():
     alone = str(report(exact.model, exact.guide, num_particles=50, escalate=False))
     assert "guide: log evidence" in alone
     assert "chains: " not in alone
-    assert "chains from the prior reach" in alone
+    assert "from the prior: log evidence" in alone
     both = report(exact.model, exact.guide, num_particles=50, schedule=2, look=False)
     text = str(both)
-    assert f"guide: log evidence                 {float(both.guide.mean):.3f}" in text
-    assert f"chains: log evidence, 2 steps       {float(both.evidence.mean):.3f}" in text
-    assert "gap: log evidence by chains - ELBO" in text
+    for name, value in {
+        "guide: log evidence": both.guide.mean,
+        "chains: log evidence, 2 steps": both.evidence.mean,
+        "gap: log evidence - ELBO": both.gap.mean(),
+    }.items():
+        assert re.search(rf"^{name} +{float(value):.3f}", text, re.M), name
 
 
 def test_k_hat_knows_its_own_error():
@@ -259,14 +261,14 @@ def test_chains_look_where_the_weights_leave_doubt():
     assert torch.equal(blind.evidence.log_evidence, found.guide.log_evidence)
     assert not blind.trusted
     assert "take it for a lower bound" in str(blind)
-    assert "No chains looked (escalate=False)" in str(blind)
+    assert "no chains ran: escalate=False" in str(blind)
     assert found.evidence is found.chains[-1]
     off, less = (
         (f.evidence.log_evidence - exact.log_evidence_per_datum()).abs().max()
         for f in (blind, found)
     )
     assert less < 0.1 < off
-    assert "the evidence is that of chains" in str(found)
+    assert "The evidence, by chains, is known about as well as its error says." in str(found)
     exact.set_guide("exact", log_s=0.0)
     assert report(exact.model, exact.guide, look=False).chains == ()
 
@@ -297,9 +299,9 @@ def test_longer_chains_that_find_more_are_not_trusted():
 
 
 LOSSES = {
-    "Trace_ELBO": (Trace_ELBO(), "TraceIWAE_ELBO(num_particles=10) gains most"),
-    "TraceIWAE_ELBO": (TraceIWAE_ELBO(3), "TraceIWAE_ELBO with 12 particles tightens"),
-    "TraceSIS_ELBO": (CompiledELBO(TraceSIS_ELBO(1), backend="eager"), "next to TraceSIS_ELBO(1)"),
+    "Trace_ELBO": (Trace_ELBO(), "take TraceIWAE_ELBO(num_particles=10)"),
+    "TraceIWAE_ELBO": (TraceIWAE_ELBO(3), "TraceIWAE_ELBO with 12 particles"),
+    "TraceSIS_ELBO": (CompiledELBO(TraceSIS_ELBO(1), backend="eager"), "take a richer guide"),
 }
 
 
@@ -320,7 +322,7 @@ def test_the_bound_of_what_trained_is_shown():
     assert abs(found.trained.bound - per_weight) < 4 * found.trained.standard_error + 1e-6
     exact.set_guide("exact")
     near = report(exact.model, exact.guide, loss=Trace_ELBO(), look=False)
-    assert "no loss gains on Trace_ELBO(1)" in near.advice
+    assert "the ELBO is tight enough" in near.advice
     with pytest.raises(ValueError, match="loss must be the loss that the guide was trained by"):
         report(exact.model, exact.guide, loss=Trace_ELBO, look=False)
 
@@ -365,21 +367,118 @@ def test_the_advice_is_the_better_buy_of_the_posteriors_that_were_measured(name)
     for text in (one_weight(gap, 1.2), one_weight(gap, 1.2, by_elbo)):
         assert (CHAINS in text) == (better == "chains")
         assert ("TraceIWAE_ELBO(num_particles=100)" in text) == (better == "IWAE")
-        assert "pass schedule=10" in text
     after = one_weight(gap, 1.2, by_iwae)
     assert (CHAINS in after) == (better == "chains")
-    assert ("with 400 particles tightens" in after or "it will do" in after) == (better == "IWAE")
+    assert ("with 400 particles" in after or "it will do" in after) == (better == "IWAE")
 
 
-def test_what_the_advice_says_in_between():
-    assert "gains most of the gap" in one_weight(3.0, 0.3)
-    assert "no loss" not in one_weight(3.0, 0.3)
-    assert "Whether weights can repair this guide is open (Pareto k 0.70" in one_weight(3.0, 0.7)
-    heavy = one_weight(3.0, 1.2)
-    assert "the gap is small: train on with TraceIWAE_ELBO(num_particles=100), and judge" in heavy
-    assert "more than 10 nats are left" in heavy
+def test_what_the_advice_says_after_chains():
     chains = TrainedLoss("TraceSIS_ELBO", 8, -60.0, 0.1, num_steps=5)
     assert "(5 steps, 8 particles)" in str(chains)
     assert "more steps than TraceSIS_ELBO(5) has" in one_weight(20.0, 1.2, chains)
     assert "it will do" in one_weight(20.0, 1.2, replace(chains, bound=-50.05))
     assert CHAINS not in one_weight(20.0, 0.2, chains)
+
+
+def by_numbers(k, size, chains=(), n=1, **changes):
+    """A report of one weight (or ``n``) with this k-hat and effective sample size."""
+    one = LogEvidence(
+        log_evidence=torch.full((n,), -50.0),
+        standard_error=torch.full((n,), 0.1),
+        effective_sample_size=torch.full((n,), size),
+        pareto_k=torch.full((n,), k),
+        bound=torch.full((n,), -51.0),
+        num_particles=1000,
+        plates=(),
+        scale=1.0,
+        shared=torch.zeros(()),
+        given=(),
+    )
+    one = replace(one, **changes)
+    steps = tuple(replace(one, acceptance=torch.ones(count - 1)) for count in chains)
+    return Report(steps[-1] if steps else one, one, (), "look=False", steps)
+
+
+def test_no_trust_in_heavy_tails_or_a_few_draws():
+    """Chains at k 0.92, or of 5 effective draws, that agree with shorter ones of the same kind."""
+    assert by_numbers(0.2, 500.0).trusted
+    assert by_numbers(0.6, 50.0, (10, 40)).trusted
+    for k, size in ((0.92, 50.0), (0.3, 5.0), (0.92, 5.0)):
+        found = by_numbers(k, size, (10, 40))
+        assert not found.trusted
+        assert "take it for a lower bound" in str(found)
+        assert ("± unknown" in str(found)) == (size == 5.0)
+        assert ("± unknown" in str(found.evidence)) == (size == 5.0)
+
+
+@pytest.mark.parametrize("chains", [(20,), (10, 40)])
+def test_what_was_done_is_not_advised(chains):
+    text = str(by_numbers(0.9, 5.0, chains))
+    assert "schedule=10" not in text
+    assert f"schedule={4 * chains[-1]}" in text
+
+
+def test_a_few_of_many_data_above_by_chance_are_no_missed_mode():
+    """Errors of a few effective draws have tails: 2 of 297 were called a missed mode."""
+    false, n = 0, 297
+    for _ in range(40):
+        found = by_numbers(0.2, 500.0, n=n)
+        noise = torch.distributions.StudentT(5.0).sample((n,)) * 0.1
+        prior = replace(
+            found.guide,
+            log_evidence=found.guide.log_evidence + noise,
+            standard_error=torch.full((n,), 0.1),
+            effective_sample_size=torch.full((n,), 6.0),
+        )
+        guide = replace(found.guide, standard_error=torch.full((n,), 0.01))
+        false += replace(found, evidence=guide, guide=guide, prior=prior).misses
+    assert false <= 3
+    more = torch.zeros(n)
+    more[7] = 3.0
+    prior = replace(prior, log_evidence=guide.log_evidence + more)
+    assert replace(found, evidence=guide, guide=guide, prior=prior).missed.nonzero().tolist() == [
+        [7]
+    ]
+
+
+def test_numbers_come_first_then_three_sentences_within_the_width(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    exact = ConjugateGaussian(N=5)
+    exact.set_guide("exact", log_s=-2.0)
+    text = str(report(exact.model, exact.guide, num_particles=50, escalate=False))
+    lines = text.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("The evidence"))
+    sentences = " ".join(lines[first:])
+    assert len([s for s in sentences.split(". ") if s]) <= 3
+    assert all(len(line) <= 60 for line in lines)
+
+
+def test_messages_of_errors_stand_in_no_sentence():
+    exact = ConjugateGaussian(N=5)
+    found = report(exact.model, exact.guide, num_particles=20, look=False, escalate=False)
+    shape = "The size of tensor a (3) must match the size of tensor b (5)"
+    text = str(replace(found, prior=shape, no_chains=shape))
+    assert "size of tensor" not in text
+    assert "see found.prior" in text
+
+
+@pytest.mark.parametrize("subsample", [torch.rand(12), None])
+def test_floats_in_subsample_are_no_minibatch(subsample):
+    """TyXe gives a plate its predictions as subsample=, of which only the number counts."""
+    x = torch.linspace(-1.0, 1.0, 12)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(0.0, 3.0))
+        with pyro.plate("data", 12, subsample=None if subsample is None else subsample * w):
+            pyro.sample("x", dist.Normal(w * x, 0.5), obs=2 * x)
+
+    def guide():
+        precision = 1 / 9 + 4 * x.square().sum()
+        pyro.sample("w", dist.Normal(8 * x.square().sum() / precision, precision**-0.5))
+
+    found = report(model, guide, num_particles=200)
+    exact = dist.MultivariateNormal(
+        torch.zeros(12), 9 * torch.outer(x, x) + 0.25 * torch.eye(12)
+    ).log_prob(2 * x)
+    assert float(found.evidence.total) == pytest.approx(float(exact))
+    assert isinstance(found.prior, LogEvidence)

@@ -16,7 +16,7 @@ from pyro_mcvae import (
     refine,
     report,
 )
-from pyro_mcvae.evaluation.state_steps import draw_steps, log_step
+from pyro_mcvae.evaluation.state_weights import draw_steps, log_step
 
 X = torch.tensor(
     [[0.3, 1.2, -0.4], [2.0, 0.1, 0.7], [-1.0, 0.4, 1.5], [0.2, 0.2, 0.2]], dtype=torch.float64
@@ -175,7 +175,7 @@ def test_draws_that_find_nothing_among_many_values_leave_doubt():
     assert found.doubtful.all()
     told = report(model, guide, num_particles=50, seed=0, look=False)
     assert not told.trusted
-    assert "they are enough" not in told.advice
+    assert "hold nearly all" not in told.advice
 
 
 def test_draws_of_states_are_not_told_to_take_chains():

@@ -1,24 +1,79 @@
-"""The figure of a comparison of losses."""
+"""The figures of reports and comparisons."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pyro_mcvae.evaluation.trained_copy import TrainedCopy
+from torch import Tensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-__all__ = ["draw"]
+    from pyro_mcvae.evaluation.trained_copy import TrainedCopy
+
+__all__ = ["draw_comparison", "draw_report"]
 
 # How many points of a bound, each a mean over steps, are drawn.
 _POINTS = 200
 
 
-def draw(
+def draw_report(report: Any) -> Figure:
+    """The gaps' histogram, k-hat and effective sample size of each datum; of one, the evidence."""
+    from matplotlib.figure import Figure
+
+    if report.gap.numel() == 1:
+        figure = Figure(figsize=(6.5, 2.8), layout="constrained")
+        _draw_evidences(figure.subplots(), report)
+        return figure
+    figure = Figure(figsize=(10.5, 3.2), layout="constrained")
+    gaps, tails, sizes = figure.subplots(1, 3)
+    gap = _plain(report.gap)
+    gaps.hist(gap, bins=min(30, max(5, len(gap) // 3)), color="C0")
+    gaps.axvline(float(report.gap.mean()), color="k", linewidth=1, label="mean")
+    gaps.legend(fontsize="small")
+    gaps.set(xlabel="gap: log evidence - ELBO (nats)", ylabel="data")
+    k = _plain(report.guide.pareto_k)
+    finite = [v for v in k if math.isfinite(v)]
+    low, high = min([*finite, 0.0]) - 0.1, max([*finite, 1.0]) + 0.1
+    tails.scatter(gap, [min(max(v, low), high) for v in k], s=8, color="C0")
+    for level, style in ((0.5, ":"), (0.7, "--")):
+        tails.axhline(level, color="k", linewidth=1, linestyle=style)
+    tails.set(xlabel="gap (nats)", ylabel="Pareto k (0.7: unreliable)")
+    sizes.scatter(gap, _plain(report.guide.effective_sample_size), s=8, color="C1")
+    sizes.set(
+        xlabel="gap (nats)",
+        ylabel=f"effective sample size of {report.guide.num_particles}",
+        yscale="log",
+    )
+    return figure
+
+
+def _draw_evidences(axes: Axes, report: Any) -> None:
+    """One weight: the ELBO, and each estimate of the evidence with two of its errors."""
+    found = {"the guide's weights": report.guide}
+    for chains in report.chains:
+        found[f"chains of {len(chains.acceptance) + 1} steps"] = chains
+    names = ["ELBO", *found]
+    axes.plot([float(report.bound)], [0], "|", color="C1", markersize=14)
+    for i, evidence in enumerate(found.values()):
+        error = 2 * float(evidence.standard_error)
+        value = float(evidence.log_evidence)
+        axes.errorbar([value], [i + 1], xerr=[error], fmt="o", color="C0")
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="log evidence (nats), two standard errors", ylim=(len(names) - 0.5, -0.5))
+    axes.margins(x=0.1)
+    axes.grid(alpha=0.3)
+
+
+def _plain(value: Tensor) -> list[float]:
+    return value.detach().double().flatten().cpu().tolist()
+
+
+def draw_comparison(
     found: Mapping[str, TrainedCopy],
     figure: Figure | SubFigure | None = None,
     over: str = "seconds",

@@ -1,0 +1,356 @@
+"""Exchangeable components: found by the mathematics, and their evidence against exact sums."""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae import (
+    compare_models,
+    log_evidence,
+    log_evidence_loader,
+    low_dimensional_evidence,
+    report,
+)
+
+X = torch.tensor([-3.2, -2.7, -3.5, -2.1, 2.4, 3.1, 2.9, 3.6])
+OPTIONS = {"num_particles": 500}
+AUXILIARY = {"is_auxiliary": True}
+
+
+def mixture(size, scale=5.0, prior=0.0, weights=None, x=X):
+    """Components' means with a normal prior; their exact evidence by quadrature."""
+    weights = torch.ones(size) / size if weights is None else weights
+    locs = torch.as_tensor(prior).expand(size)
+
+    def model():
+        m = pyro.sample("m", dist.Normal(locs, scale).to_event(1))
+        with pyro.plate("data", len(x)):
+            c = pyro.sample("c", dist.Categorical(weights), infer={"enumerate": "parallel"})
+            pyro.sample("x", dist.Normal(m[c], 1.0), obs=x)
+
+    grid = torch.linspace(-9.0, 9.0, {1: 401, 2: 181, 3: 73}[size])
+    at = torch.stack(torch.meshgrid(*[grid] * size, indexing="ij"), -1)
+    log_p = dist.Normal(locs, scale).log_prob(at).sum(-1)
+    for datum in x:
+        log_p += (weights.log() + dist.Normal(at, 1.0).log_prob(datum)).logsumexp(-1)
+    exact = log_p.flatten().logsumexp(0) + size * (grid[1] - grid[0]).log()
+    return model, float(exact)
+
+
+def normal(*locs, scale=0.5):
+    def guide():
+        pyro.sample("m", dist.Normal(torch.tensor(locs), scale).to_event(1))
+
+    return guide
+
+
+def assert_exact(found, exact, errors=4.0):
+    assert abs(float(found.total) - exact) < errors * float(found.total_standard_error)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": 4, "num_particles": 50}])
+def test_the_evidence_of_a_mixture_is_that_of_all_labellings(options):
+    model, exact = mixture(2)
+    found = log_evidence(model, normal(-2.8, 2.9), **{**OPTIONS, **options})
+    assert_exact(found, exact)
+    assert found.labellings.sites == (("m",),)
+    assert float(found.labellings.added) == pytest.approx(math.log(2))
+    assert "exchangeable" in str(found)
+    assert "log 2! = 0.693" in str(found)
+
+
+def test_three_components():
+    model, exact = mixture(3)
+    found = log_evidence(model, normal(-2.8, 2.9, 0.0, scale=1.0), num_particles=2000)
+    assert found.labellings.sizes == (3,)
+    assert float(found.labellings.added) > 1.0
+    assert float(found.pareto_k) > 0.5 or abs(float(found.total) - exact) < 0.2
+
+
+@pytest.mark.parametrize("distance", [0.3, 0.8, 1.4])
+def test_labellings_that_overlap_are_not_counted_twice(distance):
+    """The weights are those of the guide in both labellings: errors are as large as they say."""
+    x = torch.cat([X[:4] * distance / 3, X[4:] * distance / 3])
+    model, exact = mixture(2, x=x)
+    errors = []
+    for seed in range(8):
+        found = log_evidence(model, normal(-distance, distance, scale=0.6), seed=seed, **OPTIONS)
+        errors.append((float(found.total) - exact) / float(found.total_standard_error))
+    errors = torch.tensor(errors)
+    assert errors.abs().max() < 5.0
+    assert abs(errors.mean()) < 1.5  # 4 standard errors of a mean of 8
+
+
+def test_a_guide_of_all_labellings_needs_nothing_added():
+    model, exact = mixture(2)
+
+    def guide():
+        sides = torch.tensor([[-2.8, 2.9], [2.9, -2.8]])
+        parts = dist.Normal(sides, 0.5).to_event(1)
+        pyro.sample("m", dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), parts))
+
+    found = log_evidence(model, guide, **OPTIONS)
+    assert found.labellings is None
+    assert_exact(found, exact)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"prior": (-0.1, 0.1)}, {"weights": (0.4, 0.6)}],
+    ids=["prior", "weights"],
+)
+def test_components_that_differ_are_not_exchangeable(options):
+    model, _ = mixture(2, **{n: torch.tensor(v) for n, v in options.items()})
+    assert log_evidence(model, normal(-2.8, 2.9), **OPTIONS).labellings is None
+
+
+def test_an_ordered_prior_has_one_labelling():
+    def model():
+        base = dist.Normal(torch.zeros(2), 2.0).to_event(1)
+        m = pyro.sample(
+            "m", dist.TransformedDistribution(base, [dist.transforms.OrderedTransform()])
+        )
+        with pyro.plate("data", len(X)):
+            c = pyro.sample("c", dist.Categorical(torch.ones(2)), infer={"enumerate": "parallel"})
+            pyro.sample("x", dist.Normal(m[c], 1.0), obs=X)
+
+    assert log_evidence(model, normal(-2.8, 2.9, scale=0.1), **OPTIONS).labellings is None
+
+
+def test_some_of_the_components():
+    model, _ = mixture(3, weights=torch.tensor([0.2, 0.4, 0.4]))
+    found = log_evidence(model, normal(0.0, -2.8, 2.9, scale=0.4), **OPTIONS).labellings
+    assert found.sizes == (2,)
+    assert 0.5 < float(found.added) < 0.8
+
+
+def rest_of(model, m, s, w):
+    """A mixture of the sites' values, by whichever layout ``model`` has."""
+    parts = dist.Normal(m.unsqueeze(-2), s.unsqueeze(-2))
+    mixing = dist.Categorical(w.unsqueeze(-2))
+    with pyro.plate("data", len(X)):
+        pyro.sample("x", dist.MixtureSameFamily(mixing, parts), obs=X)
+
+
+def plates():
+    w = pyro.sample("w", dist.Dirichlet(torch.ones(2)))
+    with pyro.plate("components", 2):
+        m, s = pyro.sample("m", dist.Normal(0.0, 5.0)), pyro.sample("s", dist.Gamma(5.0, 5.0))
+    rest_of(plates, m, s, w)
+
+
+def plates_guide():
+    pyro.sample("w", dist.Dirichlet(torch.tensor([5.0, 5.0])))
+    with pyro.plate("components", 2):
+        pyro.sample("m", dist.Normal(torch.tensor([-2.8, 2.9]), 0.4))
+        pyro.sample("s", dist.Gamma(9.0, 9.0))
+
+
+def by_name():
+    w = pyro.sample("w", dist.Dirichlet(torch.ones(2)))
+    m = [pyro.sample(n, dist.Normal(0.0, 5.0)) for n in ("left", "right")]
+    s = [pyro.sample(n, dist.Gamma(5.0, 5.0)) for n in ("one", "other")]
+    rest_of(by_name, torch.stack(m, -1), torch.stack(s, -1), w)
+
+
+def by_name_guide():
+    pyro.sample("w", dist.Dirichlet(torch.tensor([5.0, 5.0])))
+    for name, loc in (("left", -2.8), ("right", 2.9)):
+        pyro.sample(name, dist.Normal(loc, 0.4))
+    for name in ("one", "other"):
+        pyro.sample(name, dist.Gamma(9.0, 9.0))
+
+
+def drawn():
+    m = pyro.sample("m", dist.Normal(torch.zeros(2), 5.0).to_event(1))
+    with pyro.plate("data", len(X)):
+        c = pyro.sample("c", dist.Categorical(torch.ones(2)))
+        loc = m.expand(c.shape[:-1] + (2,)).gather(-1, c)
+        pyro.sample("x", dist.Normal(loc, 1.0), obs=X)
+
+
+def drawn_guide():
+    pyro.sample("m", dist.Normal(torch.tensor([-2.8, 2.9]), 0.4).to_event(1))
+    with pyro.plate("data", len(X)):
+        pyro.sample("c", dist.Categorical(logits=torch.stack([-3 * X, 3 * X], -1)))
+
+
+LAYOUTS = {"plates": (plates, plates_guide), "by name": (by_name, by_name_guide)}
+LAYOUTS["values of a drawn site"] = drawn, drawn_guide
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("vectorize", [None, False])
+def test_all_that_is_permuted_together_is_found(layout, vectorize):
+    model, guide = LAYOUTS[layout]
+    count = 200 if vectorize is None else 30
+    found = log_evidence(model, guide, num_particles=count, vectorize_particles=vectorize)
+    assert float(found.labellings.added) == pytest.approx(math.log(2), abs=0.01)
+    latents = {
+        "plates": {"w", "m", "s"},
+        "by name": {"w", "left", "right", "one", "other"},
+        "values of a drawn site": {"m", "c"},
+    }
+    assert set(found.labellings.sites[0]) == latents[layout]
+
+
+def test_components_of_each_datum():
+    """Two sources of each datum, of which sum and product are seen."""
+    x = torch.tensor([[1.0, -6.0], [0.5, -4.0], [-2.0, -8.0]])
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+            seen = torch.stack([z.sum(-1), z.prod(-1)], -1)
+            pyro.sample("x", dist.Normal(seen, 0.5).to_event(1), obs=x)
+
+    roots = (x[:, :1] + torch.tensor([1.0, -1.0]) * (x[:, :1].square() - 4 * x[:, 1:]).sqrt()) / 2
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(roots, 0.35).to_event(1))
+
+    grid = torch.linspace(-9.0, 9.0, 1201)
+    a, b = grid[:, None], grid[None, :]
+    log_p = dist.Normal(0.0, 3.0).log_prob(a) + dist.Normal(0.0, 3.0).log_prob(b)
+    log_p = log_p + dist.Normal(a + b, 0.5).log_prob(x[:, 0, None, None])
+    log_p = log_p + dist.Normal(a * b, 0.5).log_prob(x[:, 1, None, None])
+    exact = log_p.flatten(1).logsumexp(1) + 2 * (grid[1] - grid[0]).log()
+    found = log_evidence(model, guide, num_particles=4000)
+    assert found.labellings.added.shape == (3,)
+    assert bool(((found.log_evidence - exact).abs() < 4 * found.standard_error + 0.02).all())
+
+
+def test_data_that_are_alike_are_no_components():
+    """Their latents are exchangeable, and drawn alike; or weighed each by itself."""
+
+    def model():
+        mu = pyro.sample("mu", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 6):
+            z = pyro.sample("z", dist.Normal(mu, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(6))
+
+    def guide():
+        pyro.sample("mu", dist.Normal(0.7, 0.6))
+        with pyro.plate("data", 6):
+            pyro.sample("z", dist.Normal(0.9, 0.8))
+
+    exact = dist.MultivariateNormal(torch.zeros(6), 2 * torch.eye(6) + 1).log_prob(torch.ones(6))
+    found = log_evidence(model, guide, num_particles=2000)
+    assert found.labellings is None
+    assert_exact(found, float(exact))
+
+
+def test_many_labellings_that_overlap_are_said_and_not_added():
+    t = torch.linspace(-2.0, 2.0, 12)
+
+    def model():
+        w = pyro.sample("w", dist.Normal(torch.zeros(7), 1.0).to_event(1))
+        v = pyro.sample("v", dist.Normal(torch.zeros(7), 1.0).to_event(1))
+        f = (torch.tanh(w.unsqueeze(-2) * t[:, None]) * v.unsqueeze(-2)).sum(-1)
+        with pyro.plate("data", 12):
+            pyro.sample("y", dist.Normal(f, 0.3), obs=t.sin())
+
+    def guide():
+        for name in "wv":
+            pyro.sample(name, dist.Normal(torch.linspace(-2.0, 2.0, 7), 0.25).to_event(1))
+
+    found = log_evidence(model, guide, num_particles=100)
+    assert found.labellings.added is None
+    assert "up to log 7! = 8.525 not added" in str(found)
+
+
+def test_the_number_of_components_that_is_preferred_is_the_right_one():
+    """With one labelling of each model two components had log 3! - log 2! too much beside three."""
+    models = {f"{k}": mixture(k) for k in (1, 2, 3)}
+    guides = {"1": normal(0.0, scale=0.4), "2": normal(-2.8, 2.9)}
+
+    def guide():
+        m = dist.Normal(torch.tensor([-2.8, 2.9, 0.0]), torch.tensor([0.6, 0.6, 5.0]))
+        pyro.sample("m", m.to_event(1))
+
+    guides["3"] = guide
+    found = compare_models({k: (models[k][0], guides[k]) for k in models}, num_particles=3000)
+    exact = torch.tensor([models[k][1] for k in models]).softmax(0)
+    assert list(found.probabilities) == [*"231"]
+    for k, probability in zip(models, exact.tolist(), strict=True):
+        assert found.probabilities[k] == pytest.approx(probability, abs=0.08)
+    assert "2: exchangeable components" in found.verdict
+
+
+def test_a_report_knows_them_and_looks_from_the_prior():
+    model, exact = mixture(2)
+    found = report(model, normal(-2.8, 2.9), num_particles=1000)
+    assert_exact(found.evidence, exact)
+    assert found.prior.labellings is None
+    assert abs(float(found.prior.total) - exact) < 4 * float(found.prior.total_standard_error)
+    assert not found.misses
+    assert "exchangeable" in str(found)
+    assert "close to one labelling of the posterior" in found.advice or found.gap > 0.8
+
+
+def test_posterior_draws_of_one_labelling():
+    model, exact = mixture(2)
+    short = {"num_transitions": 20, "num_draws": 20, "num_chains": 40}
+    found = low_dimensional_evidence(model, normal(-2.8, 2.9), **short)
+    assert_exact(found, exact, 4.5)
+    # Chains that begin at the prior's draws are in both.
+    prior = normal(0.0, 0.0, scale=5.0)
+    found = low_dimensional_evidence(model, prior, **short)
+    assert float(found.total) < exact + 4 * float(found.total_standard_error) + 0.05
+
+
+def test_labellings_of_batches_lie_side_by_side():
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(2), 3.0).to_event(1))
+            seen = torch.stack([z.sum(-1), z.prod(-1)], -1)
+            pyro.sample("x", dist.Normal(seen, 0.5).to_event(1), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(torch.tensor([3.0, -2.0]), 0.3).to_event(1))
+
+    x = torch.tensor([[1.0, -6.0]]).expand(5, 2)
+    found = log_evidence_loader(model, guide, x.split(2), num_particles=200, progress=False)
+    assert found.labellings.added.shape == found.log_evidence.shape == (5,)
+    assert torch.allclose(found.labellings.added, torch.tensor(2.0).log(), atol=0.01)
+
+
+def test_latents_that_nothing_reads_are_no_components():
+    """Exchangeable, and drawn by a guide that is about their prior: no labelling is missed."""
+
+    def model():
+        pyro.sample("u", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(()))
+
+    def guide():
+        pyro.sample("u", dist.Normal(torch.tensor([-0.1, 0.1]), 1.0).to_event(1))
+        pyro.sample("z", dist.Normal(0.5, 0.5**0.5))
+
+    found = log_evidence(model, guide, **OPTIONS)
+    assert found.labellings is None
+    assert_exact(found, float(dist.Normal(0.0, 2**0.5).log_prob(torch.ones(()))))
+
+
+def test_a_guide_without_a_density_at_given_latents():
+    """As AutoStructured, or a flow without an inverse: what is exchangeable is said, not added."""
+    model, _ = mixture(2)
+
+    def guide():
+        noise = pyro.sample("noise", dist.Normal(torch.zeros(2), 1.0).to_event(1), infer=AUXILIARY)
+        m = torch.tensor([-2.8, 2.9]) + 0.5 * noise
+        density = torch.tensor(0.5).log().expand(m.shape[:-1]) * -2
+        pyro.sample("m", dist.Delta(m, density, event_dim=1))
+
+    found = log_evidence(model, guide, **OPTIONS)
+    assert found.labellings.sites == (("m",),)
+    assert found.labellings.added is None
+    assert "up to log 2! = 0.693 not added" in str(found)
+    trusted = report(model, guide, look=False, num_particles=1000)
+    assert not trusted.trusted
+    assert "lower bound" in str(trusted)
