@@ -12,6 +12,7 @@ from pyro_mcvae.coordinates.noise import noise_of
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.annotations import note
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SampleFn
@@ -75,8 +76,7 @@ def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
 def value_at(msg: Message, placed: Placed) -> Tensor:
     """The value of a guide site, and what is known of it: its density, that it needs a score."""
     coordinate, at = placed
-    own = {"score_function": not coordinate.reparameterized, "log_prob": coordinate.log_prob(at)}
-    msg["infer"] = {**msg["infer"], "mcvae": {**msg["infer"].get("mcvae", {}), **own}}
+    note(msg, scored=not coordinate.reparameterized, log_prob=coordinate.log_prob(at))
     return coordinate.value(at)
 
 
