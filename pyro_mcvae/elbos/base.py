@@ -19,7 +19,7 @@ from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.precision import casts_with_gradients, without_autocast
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.programs.types import Program, Site
 
 __all__ = ["ELBOOptions", "MonteCarloELBO"]
 
@@ -88,9 +88,6 @@ class MonteCarloELBO(ELBO):
         True
     """
 
-    # Whether the objective is more than a mean of log densities, so that scales do not multiply it.
-    _weighs = False
-
     def __new__(cls, *args: object, **kwargs: object) -> MonteCarloELBO:
         if len(args) > 1 and callable(args[0]) and callable(args[1]):
             # SVI takes any function for a loss, and calls it with the model and the guide.
@@ -148,6 +145,13 @@ class MonteCarloELBO(ELBO):
     def _use_particles(self, num_particles: int) -> None:
         """Draw that many from now on; a subclass refuses what its estimator cannot do with."""
         self.sampler.num_particles = num_particles
+
+    def _weighs(self, site: Site) -> bool:
+        """
+        Whether a site of the guide is part of a weight, and the objective more than a mean of their
+        logarithms: then scales do not multiply it, and every draw needs its density.
+        """
+        return True
 
     @abstractmethod
     def estimate(self, programs: Programs) -> Estimate:
@@ -253,4 +257,7 @@ class MonteCarloELBO(ELBO):
             True
         """
         with torch.no_grad():
-            return self.bounds_of(Programs(model, guide, args, kwargs))
+            programs = Programs(model, guide, args, kwargs)
+            bounds = self.bounds_of(programs)
+            self._notices.look(programs, [], self._weighs)
+        return bounds

@@ -22,6 +22,7 @@ from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.discrete.control_variates import Baseline
 from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_choice import is_discrete
 from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.discrete.slot_planner import NoSlots, SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
@@ -34,6 +35,7 @@ from pyro_mcvae.ops.importance import log_mean_exp
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.finder import StructureFinder
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     _adjusted: bool
     # Whether discrete sites of the guide have slots.
-    _has_slots = _weighs = True
+    _has_slots = True
     kernel: Kernel
     schedule: Schedule
 
@@ -139,6 +141,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def num_steps(self) -> int:
         """K, the number of annealing steps."""
         return self.schedule.num_steps
+
+    def _weighs(self, site: Site) -> bool:
+        return not (self._has_slots and is_discrete(site))  # slots are averaged over
 
     def estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.discrete.control_variates import Baseline, LearnedBaseline
 from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_choice import is_discrete
 from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.discrete.slot_planner import SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
@@ -30,6 +31,7 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import score_function_draws
 from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.finder import StructureFinder
 
 if TYPE_CHECKING:
@@ -205,7 +207,6 @@ class TraceIWAE_ELBO(MonteCarloELBO):
                 f"num_particles >= 2, got {num_particles}; use 'auto' for one particle"
             )
         super()._use_particles(num_particles)
-        self._weighs = num_particles > 1
         self._path = PathGradient(self.gradient_estimator, num_particles, self.alpha)
         self.sampler.structures = StructureFinder(self.joint, self._path.needs_roots)
 
@@ -223,13 +224,17 @@ class TraceIWAE_ELBO(MonteCarloELBO):
                 f"TraceSIS_ELBO or TraceRaoBlackwell_ELBO"
             )
 
+    def _weighs(self, site: Site) -> bool:
+        slotted = self.slots is not None and is_discrete(site)
+        return self.num_particles > 1 and not slotted
+
     def estimate(self, programs: Programs) -> Estimate:
         sample, draws = self._begin(programs)
         if draws is not None:
             return self._over_slots(programs, sample, draws)
         if self.num_global_particles > 1 and draws_globals(sample):
             return self._global_average(programs, sample).estimate(self._path)
-        if not (sample.blocks and self._weighs):
+        if not (sample.blocks and self.num_particles > 1):
             return self._averaged(sample)
         bound = renyi_bound(sample.log_weight.detach(), self.alpha)
         surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
@@ -275,7 +280,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     def _averaged(self, sample: WeightedParticles) -> Estimate:
         """The particles as in the plain ELBO."""
         drawn = any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide)
-        if drawn and self._weighs:
+        if drawn and self.num_particles > 1:
             self._warn(
                 f"no latent of the guide lies in all subsampled plates around its factors, so none "
                 f"can be weighed per datum: the {self.num_particles} particles are averaged as in "

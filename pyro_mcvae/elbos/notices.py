@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Callable
 
 from torch import Tensor
 
 from pyro_mcvae.checks.angles import unwound
 from pyro_mcvae.checks.copied_parameters import collects_parameters, refuse_copied_parameters
+from pyro_mcvae.checks.scales import common_scale, scaled_latents
+from pyro_mcvae.checks.unweighed import check_unweighed
 from pyro_mcvae.ops.notices import WarnOnce
+from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.nesting import single_run
 from pyro_mcvae.programs.plates import plate_frames
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import inner_scale
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.cache import PairCache
 
 __all__ = ["Notices", "refuse_scores"]
 
 _logger = logging.getLogger(__name__)
+
+Weighs = Callable[[Site], bool]
 
 
 _BASELINE = (
@@ -35,32 +43,52 @@ _TEMPERED = (
     "the objective is %s bound on %g log p(x) then. Multiply the loss instead; a minibatch is "
     "pyro.plate(name, size, subsample_size=...), whose N/B stays outside of the weights"
 )
+_SCALED = (
+    "poutine.scale multiplies the log density of latent '%s' by %g in the model and %g in the "
+    "guide, inside of the weights: the loss is no bound on the log evidence, but one on the "
+    "logarithm of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It bounds the evidence "
+    "once the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
+    "beta-VAE; scaling the observations by 1 / beta instead has a bound for every beta"
+)
 
 
 class Notices:
     """What is logged once of the guides of one objective."""
 
     def __init__(self) -> None:
-        self._looked: PairCache[set[bool]] = PairCache(set)
+        self._uses: PairCache[Counter[bool]] = PairCache(Counter)
         self._warn = WarnOnce(_logger)
+        self._scaled: set[tuple[str, bool]] = set()
 
-    def look(self, programs: Programs, runs: list[Run], weighs: bool) -> None:
+    def look(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
         """
         Log, or refuse, what of programs has another effect than their user may think.
 
-        :param bool weighs: whether the objective is more than a mean of log densities.
-        """
-        looked, collected = self._looked.of(programs), collects_parameters()
-        if collected not in looked:
-            self._look(programs, runs[:1], collected, weighs)
-            looked.add(collected)
+        Checks the uses 1, 2, 4, 8, ... of a pair of programs: masks and scales may change.
 
-    def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: bool) -> None:
+        :param runs: of the step; none where its caller has none, as of bounds per datum.
+        :param weighs: whether a site of the guide is part of a weight, of which the objective is
+            more than a mean of logarithms.
+        """
+        if is_recording():
+            return  # the plain steps before were looked at
+        uses, collected = self._uses.of(programs), collects_parameters()
+        uses[collected] += 1
+        if uses[collected].bit_count() == 1:
+            self._look(programs, runs[:1] or [single_run(programs)], collected, weighs)
+
+    def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
         for run in runs if collected else ():
             refuse_copied_parameters(programs, run)
-        for scale in map(_common_scale, runs if weighs else ()):
+        for run in runs:
+            if not any(t.in_guide and weighs(t.site) for t in run.terms):
+                continue
+            check_unweighed(programs, run, weighs)
+            scale = common_scale(run.terms)
             if scale is not None:
                 self._warn(_TEMPERED % (scale, "no" if scale > 1 else "a loose", scale))
+            else:
+                self._tell_scales(run)
         for why in (why for run in runs for why in unwound(run)):
             self._warn(why)
         for term in (t for run in runs for t in run.terms if t.in_guide):
@@ -69,12 +97,16 @@ class Notices:
         for term in (t for run in runs for t in run.guide_data):
             self._warn(_OBSERVED % term.key.name)
 
-
-def _common_scale(run: Run) -> float | None:
-    """The user's own scale of all sites in plates, if it is one that says something."""
-    scales = {inner_scale(t.site) for t in run.terms if plate_frames(t.site)}
-    scale = scales.pop() if len(scales) == 1 else None
-    return scale if isinstance(scale, float) and scale != 1.0 else None
+    def _tell_scales(self, run: Run) -> None:
+        """Warn of each latent that is scaled inside of the weights, and again above 1."""
+        plated = any(plate_frames(t.site) for t in run.terms if t.in_guide)
+        local = [t for t in run.terms if plate_frames(t.site) or not plated]
+        for name, scales in scaled_latents(local).items():
+            key = name, any(s > 1 for s in scales)
+            if key not in self._scaled:
+                self._scaled.add(key)
+                what = "exists for few models only" if key[1] else "is that of another prior"
+                _logger.warning(_SCALED, name, *scales, *scales, what)
 
 
 def refuse_scores(objective: str, runs: list[Run]) -> None:

@@ -17,6 +17,7 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import PlateKey
 from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.cache import StructureCache
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         check_flag("analytic_kl", analytic_kl)
         self.analytic_kl = analytic_kl
         self._apart: StructureCache[frozenset[str]] = StructureCache()
+
+    def _weighs(self, site: Site) -> bool:
+        return False
 
     def estimate(self, programs: Programs) -> Estimate:
         runs = self.sampler.independent(programs)

@@ -17,7 +17,7 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.truncated.guide import TruncatedPosterior, e_step_of
 from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.search import take_rows
@@ -88,6 +88,9 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         self.num_gradient_states = num_gradient_states
         self.num_sampled_states = num_sampled_states
         self.num_runs, self.num_evaluations = 0, 0
+
+    def _weighs(self, site: Site) -> bool:
+        return False
 
     def estimate(self, programs: Programs) -> Estimate:
         guide = _truncated(programs.guide)

@@ -13,6 +13,7 @@ from pyro_mcvae.checks.angles import check_angles
 from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
+from pyro_mcvae.checks.unweighed import check_unweighed
 from pyro_mcvae.coordinates.beginning import GivenLatents
 from pyro_mcvae.coordinates.chain_checks import named
 from pyro_mcvae.coordinates.chain_density import ChainDensity
@@ -32,6 +33,7 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.contract import check_plates
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
+from pyro_mcvae.programs.sites import is_random
 
 __all__ = ["ImportanceSampler"]
 
@@ -256,4 +258,5 @@ class ImportanceSampler(Weights):
             self.programs = count_masked(self.programs, *pair)
             self.reference = sampler.single(self.programs, subsamples)
         check_masks(self.reference.runs[0], apart)
+        check_unweighed(self.programs, self.reference.runs[0], is_random)
         check_angles(self.reference.runs[0])

@@ -207,7 +207,7 @@ def with_changes(trace: Trace, changes: SiteChanges) -> Trace:
     changed = trace.copy()
     for name, fields in changes.items():
         site = trace.nodes[name]
-        infer = {**site["infer"], **fields.get("infer", {})}
+        infer = {**site["infer"], **cast("dict[str, Any]", fields.get("infer", {}))}
         changed.nodes[name] = {**site, **fields, "infer": infer}
     return changed
 
