@@ -167,6 +167,8 @@ class MonteCarloELBO(ELBO):
         if torch.is_grad_enabled() and not estimate.scored:
             refuse_scores(type(self).__name__, estimate.runs)
         self._notices.look(programs, estimate.runs, self._weighs)
+        if estimate.averaged:
+            self._notices.tell_averaged(programs, estimate.runs[0], self._weighs)
         return estimate
 
     def _get_trace(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import pyro
 import torch
@@ -27,15 +28,24 @@ from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.discrete.slot_planner import NoSlots, SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.chain_record import ChainRecord
-from pyro_mcvae.elbos.elbo_terms import weighted_bounds, weighted_estimate
+from pyro_mcvae.elbos.elbo_terms import (
+    local_bounds,
+    local_estimate,
+    weighted_bounds,
+    weighted_estimate,
+)
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.importance import log_mean_exp
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.errors import NothingToMoveError
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.isolation import rewindable
+from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.types import Site
+from pyro_mcvae.structure.cache import PairCache
 from pyro_mcvae.structure.finder import StructureFinder
 
 if TYPE_CHECKING:
@@ -43,6 +53,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChainELBO", "ChainOptions", "ChainRecord"]
 
+T = TypeVar("T")
 ChainCoordinates = Literal["noise", "latent"]
 ChainGradient = Literal["full", "reweighted"]
 
@@ -116,6 +127,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         self.kernel = self._checked(self._default_kernel(trained) if kernel is None else kernel)
         self.kernel.check_transitions(self.num_steps)
         self.last_step: ChainRecord | None = None
+        # Whether chains were moved, for pairs of programs that were seen.
+        self._moved: PairCache[set[bool]] = PairCache(set)
         self.param_name = f"{type(self).__name__}_{next(_numbers)}"
         for step_size in self.kernel.step_size.modules():
             if isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None:
@@ -146,6 +159,34 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return not (self._has_slots and is_discrete(site))  # slots are averaged over
 
     def estimate(self, programs: Programs) -> Estimate:
+        return self._or_averaged(programs, self._estimate, _averaged_estimate)
+
+    def _or_averaged(
+        self,
+        programs: Programs,
+        annealed: Callable[[Programs], T],
+        averaged: Callable[[WeightedParticles], T],
+    ) -> T:
+        """The result of chains; of averages, where no latent can be moved for one datum."""
+        moved = self._moved.of(programs)
+        if False in moved:
+            sample = self.sampler.sample(programs)
+            drawn = (t for t in sample.runs[0].terms if t.in_guide and is_random(t.site))
+            if not any(map(sample.is_local, drawn)):
+                return averaged(sample)
+            moved.clear()
+        with rewindable(not moved) as rewind:
+            try:
+                found = annealed(programs)
+            except NothingToMoveError:
+                rewind()
+            else:
+                moved.add(True)
+                return found
+        moved.add(False)
+        return averaged(self.sampler.sample(programs))
+
+    def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
         with outside_inference_mode(programs) as programs:
             if wanted and any(p.requires_grad for p in self.parameters()):
@@ -166,6 +207,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return replace(estimate, runs=density.runs, finish=finish, overflow=_OVERFLOW)
 
     def bounds_of(self, programs: Programs) -> Bounds:
+        return self._or_averaged(programs, self._bounds_of, _averaged_bounds)
+
+    def _bounds_of(self, programs: Programs) -> Bounds:
         with outside_inference_mode(programs) as programs:
             density, slots = self._density(programs, GradientMode.NONE)
             chain = self._run(density, slots)
@@ -284,6 +328,15 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 f"{', '.join(learned)} would get no gradient: use 'full', or parts that are fixed "
                 f"or adapt"
             )
+
+
+def _averaged_estimate(sample: WeightedParticles) -> Estimate:
+    mean = sample.log_weight.mean(0)
+    return replace(local_estimate(sample, mean.detach(), mean), averaged=True)
+
+
+def _averaged_bounds(sample: WeightedParticles) -> Bounds:
+    return local_bounds(sample, sample.log_weight.mean(0))
 
 
 def _reweighted(density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -26,11 +26,9 @@ from pyro_mcvae.elbos.path_gradient import PathGradient
 from pyro_mcvae.elbos.slot_average import SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_count
 from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp, renyi_bound
-from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import score_function_draws
-from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.finder import StructureFinder
 
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["GradientEstimator", "TraceIWAE_ELBO"]
-
-_logger = logging.getLogger(__name__)
 
 GradientEstimator = Literal["auto", "reparam", "stl", "dreg", "vimco"]
 
@@ -188,7 +184,6 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             self.slots = SlotPlanner(SiteOptions.of_arguments(*arguments), common=True)
             # A site that is marked for enumeration has all of its values for slots.
             self.sampler.runner.checks.strict_enumeration = False
-        self._warn = WarnOnce(_logger)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in ("alpha", "gradient_estimator", "joint") and "sampler" in vars(self):
@@ -279,15 +274,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
 
     def _averaged(self, sample: WeightedParticles) -> Estimate:
         """The particles as in the plain ELBO."""
-        drawn = any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide)
-        if drawn and self.num_particles > 1:
-            self._warn(
-                f"no latent of the guide lies in all subsampled plates around its factors, so none "
-                f"can be weighed per datum: the {self.num_particles} particles are averaged as in "
-                f"the plain ELBO"
-            )
         costs, coupled = self._path.costs(sample), sample.structure.coupled
-        return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
+        estimate = elbo_estimate(sample.runs, costs, self.num_particles, coupled)
+        return replace(estimate, averaged=True)
 
     def _surrogate(self, sample: WeightedParticles) -> Tensor:
         """Per datum, a tensor whose gradient estimates that of the bound: ``[*plates]``."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -16,10 +17,13 @@ from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.nesting import single_run
-from pyro_mcvae.programs.plates import plate_frames
+from pyro_mcvae.programs.plates import is_subsampled, plate_frames
 from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.cache import PairCache
+from pyro_mcvae.structure.dependencies import find_dependencies
 
 __all__ = ["Notices", "refuse_scores"]
 
@@ -43,6 +47,10 @@ _TEMPERED = (
     "the objective is %s bound on %g log p(x) then. Multiply the loss instead; a minibatch is "
     "pyro.plate(name, size, subsample_size=...), whose N/B stays outside of the weights"
 )
+_AVERAGED = (
+    "no latent is weighed per datum, because %s: the particles are averaged as in the plain ELBO, "
+    "which is a bound too. For weights pass the full data, or put the latents into the data's plate"
+)
 _SCALED = (
     "poutine.scale multiplies the log density of latent '%s' by %g in the model and %g in the "
     "guide, inside of the weights: the loss is no bound on the log evidence, but one on the "
@@ -58,6 +66,7 @@ class Notices:
     def __init__(self) -> None:
         self._uses: PairCache[Counter[bool]] = PairCache(Counter)
         self._warn = WarnOnce(_logger)
+        self._averaged: PairCache[set[bool]] = PairCache(set)
         self._scaled: set[tuple[str, bool]] = set()
 
     def look(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
@@ -97,6 +106,14 @@ class Notices:
         for term in (t for run in runs for t in run.guide_data):
             self._warn(_OBSERVED % term.key.name)
 
+    def tell_averaged(self, programs: Programs, run: Run, weighs: Weighs) -> None:
+        """Warn once for a pair of programs that no latent is weighed, and name the cause."""
+        drawn = {t.key.name: t for t in run.terms if t.in_guide and is_random(t.site)}
+        told = self._averaged.of(programs)
+        if not told and not is_recording() and any(weighs(t.site) for t in drawn.values()):
+            told.add(True)
+            _logger.warning(_AVERAGED, _why_averaged(programs, run, drawn))
+
     def _tell_scales(self, run: Run) -> None:
         """Warn of each latent that is scaled inside of the weights, and again above 1."""
         plated = any(plate_frames(t.site) for t in run.terms if t.in_guide)
@@ -107,6 +124,23 @@ class Notices:
                 self._scaled.add(key)
                 what = "exists for few models only" if key[1] else "is that of another prior"
                 _logger.warning(_SCALED, name, *scales, *scales, what)
+
+
+def _why_averaged(programs: Programs, run: Run, drawn: Mapping[str, Term]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        find_dependencies(programs, frozenset(drawn), run.subsamples)
+    for warning in caught:
+        if "cannot trace" in (text := str(warning.message)):
+            error = text.partition("(")[2].partition(");")[0]
+            return f"what depends on which latent cannot be traced ({error})"
+    plates = {f: None for t in run.terms for f in plate_frames(t.site) if is_subsampled(f)}
+    for plate in plates:
+        what = f"the subsampled plate '{plate.name}' ({plate.size} of {plate.full_size})"
+        outside = [n for n, t in drawn.items() if plate not in plate_frames(t.site)]
+        if outside:
+            return f"data of {what} depend on the guide's {', '.join(map(repr, outside))} outside"
+    return "elements of a subsampled plate depend on each other's latents"
 
 
 def refuse_scores(objective: str, runs: list[Run]) -> None:

@@ -19,7 +19,7 @@ from pyro_mcvae import (
     log_evidence,
 )
 
-X = torch.tensor([1.0, -0.5, 2.0])
+X = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
 TOLD = "poutine.scale multiplies the log density of latent 'z'"
 CHAINS = [lambda: TraceSIS_ELBO(3), lambda: TraceAIS_ELBO(3, MALA(0.1))]
 WEIGH = [lambda: TraceIWAE_ELBO(3), *CHAINS]

@@ -23,7 +23,7 @@ from pyro_mcvae import (
     refine,
 )
 
-X = torch.tensor([1.0, -0.5, 2.0])
+X = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
 KEPT = torch.tensor([True, False, True])
 WEIGH = {
     "iwae": lambda: TraceIWAE_ELBO(3),

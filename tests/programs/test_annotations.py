@@ -16,7 +16,7 @@ from pyro_mcvae import (
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.programs.annotations import SLOT_OPTIONS
 
-X = torch.tensor([0.5, -1.0, 2.0])
+X = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 
 
 def programs(in_guide=None, in_model=None, at_data=None):

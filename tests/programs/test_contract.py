@@ -8,7 +8,7 @@ import torch
 from pyro_mcvae import TraceIWAE_ELBO, TraceRaoBlackwell_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae import log_evidence as evidence
 
-DATA = torch.linspace(-1.0, 1.0, 100)
+DATA = torch.linspace(-1.0, 1.0, 100, dtype=torch.float64)
 INDEX = torch.arange(4)
 
 
