@@ -135,7 +135,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 step_size.per_coordinate = coordinates == "latent"
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
-        self.baseline = baseline
+        self.joint, self.baseline = joint, baseline
+        self.num_categories, self.num_samples, self.budget = num_categories, num_samples, budget
         site_options = SiteOptions.of_arguments(num_categories, num_samples, budget, baseline)
         self.slots: SlotPlanner | NoSlots = NoSlots()
         if self._has_slots:

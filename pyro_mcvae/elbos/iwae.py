@@ -154,6 +154,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
 
     # The order of the Rényi bound that this one is; another in a subclass.
     alpha: float = 0.0
+    _also_fixed = frozenset({"alpha"})
 
     def __init__(
         self,
@@ -178,22 +179,13 @@ class TraceIWAE_ELBO(MonteCarloELBO):
                 f"the global latents num_particles times, and weighs them with the local ones"
             )
         arguments = num_categories, num_samples, budget, baseline
+        self.num_categories, self.num_samples, self.budget, self.baseline = arguments
         self.slots: SlotPlanner | None = None
         if any(a is not None for a in arguments):
             self._check_slots(baseline)
             self.slots = SlotPlanner(SiteOptions.of_arguments(*arguments), common=True)
             # A site that is marked for enumeration has all of its values for slots.
             self.sampler.runner.checks.strict_enumeration = False
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in ("alpha", "gradient_estimator", "joint") and "sampler" in vars(self):
-            # Half of the parts would be made for what was given before.
-            kind = type(self).__name__
-            raise AttributeError(
-                f"{name} of a {kind} is settled when it is made, and cannot become {value!r}: make "
-                f"another one, {kind}(..., {name}={value!r})"
-            )
-        super().__setattr__(name, value)
 
     def _use_particles(self, num_particles: int) -> None:
         if self.gradient_estimator == "vimco" and num_particles < 2:

@@ -131,7 +131,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         super().__init__(num_particles, **options)
         if entropy not in ("sampled", "exact"):
             raise ValueError(f"entropy must be 'sampled' or 'exact', got {entropy!r}")
-        self.baseline = baseline
+        self.baseline, self.entropy = baseline, entropy
+        self.num_categories, self.num_samples, self.budget = num_categories, num_samples, budget
         self._site_options = SiteOptions.of_arguments(
             num_categories, num_samples, budget, baseline, entropy == "exact"
         )
