@@ -122,6 +122,10 @@ def packing_of(sample: WeightedParticles, record: Record, held: Set[str]) -> Pac
     """How the local sites of a record, but for those held, are packed into one vector per datum."""
     nesting = max((-d for b in sample.blocks for d in b.dims), default=0)
     nesting = max(nesting, sample.runs[0].nesting)
+    if sample.runs[0].leading is None:
+        # Dims that lie in no plate are parts of the vector, as those of an event are.
+        depths = (at.dim() - len(c.event_shape) for c, at in record.values())
+        nesting = max(nesting, *depths, 0)
     shapes = {}
     for name, (coordinate, at) in record.items():
         block = sample.block_of[0].get(FactorKey("guide", name))

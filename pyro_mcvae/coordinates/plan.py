@@ -9,7 +9,6 @@ from pyro_mcvae.coordinates.coordinate import UnconstrainedCoordinate
 from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record, packing_of
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.contract import check_plates
 from pyro_mcvae.programs.errors import NothingToMoveError
 from pyro_mcvae.programs.sites import is_random
 
@@ -69,8 +68,6 @@ def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
 
 
 def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]) -> Plan:
-    if sample.runs[0].leading is None:
-        check_plates(sample.runs[0])  # data outside of plates would stand among coordinates
     points = [t.key.name for t in sample.runs[0].terms if t.in_guide]
     if points and not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
         raise ValueError(

@@ -30,7 +30,6 @@ from pyro_mcvae.evaluation.whitening import population, whiten
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.contract import check_plates
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.sites import is_random
@@ -69,7 +68,6 @@ class ImportanceSampler(Weights):
             before.check(self.reference.runs[0].guide_trace)
         check_not_collapsed(self.reference.structure)
         run = self.reference.runs[0]
-        check_plates(run)
         points = preconditions.find_points(programs, run)
         preconditions.check_observed(run)
         preconditions.check_draws(run, points)

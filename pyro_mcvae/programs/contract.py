@@ -15,7 +15,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.util import check_model_guide_match, check_site_shape
 
 from pyro_mcvae.programs.enumeration import is_state
-from pyro_mcvae.programs.plates import LEADING, is_subsampled, plate_frames
+from pyro_mcvae.programs.plates import LEADING, is_subsampled
 from pyro_mcvae.programs.sites import (
     is_delta,
     is_latent,
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_batch_dims",
-    "check_declared",
     "check_nesting",
-    "check_plates",
     "check_run",
     "check_sites",
     "nonfinite_sites",
@@ -121,39 +119,6 @@ def _not_summed(name: str, kind: str) -> str:
         f"mark it infer={{'enumerate': 'parallel'}}, of which every loss and judge has the exact "
         f"sum, unless the guide is a messenger; or draw it in the guide"
     )
-
-
-def check_declared(run: Run) -> None:
-    """
-    Check that every batch dim of a run without particles belongs to a plate.
-
-    :raises ValueError: naming a site with other dims, which would be mistaken for particles.
-    """
-    for term in run.terms:
-        shape = tuple(term.log_prob.shape)
-        if any(size != 1 for size in shape[: max(0, len(shape) - run.nesting)]):
-            raise ValueError(
-                f"site '{term.key.name}' of the {term.key.program} has batch shape {shape}, of "
-                f"which some dims lie in no plate: enclose it in pyro.plate(...), or make them an "
-                f"event by .to_event(...)"
-            )
-
-
-def check_plates(run: Run) -> None:
-    """
-    Check that a run without particles has no other batch dims than those of the plates around each
-    site, as Pyro does while its validation is enabled.
-
-    :raises ValueError: naming a site outside of the plate that its shape needs.
-    """
-    for term in run.terms:
-        shape, declared = tuple(term.log_prob.shape), {f.dim for f in plate_frames(term.site)}
-        if any(shape[d] != 1 and d not in declared for d in range(-len(shape), 0)):
-            raise ValueError(
-                f"site '{term.key.name}' of the {term.key.program} has batch shape {shape}, of "
-                f"which some dims lie in no plate around it: enclose it in pyro.plate(...), in the "
-                f"model and in the guide, or make them an event by .to_event(...)"
-            )
 
 
 def _check_same_plates(run: Run) -> None:
