@@ -98,7 +98,10 @@ def pack(site: Site, program: str, value: Tensor, sums: bool = True) -> Tensor:
     """
     if sums and site["infer"].get("_enumerate_dim") is None:
         known = site["infer"]["_dim_to_symbol"]
-        apart = [d for d in range(-value.dim(), 0) if value.shape[d] != 1 and d not in known]
+        # States stand to the left of the plates. A program that moves them there sums nothing.
+        states = known.keys() - {f.dim for f in site["cond_indep_stack"]}
+        first = max(-value.dim(), max(states, default=-value.dim() - 1) + 1)
+        apart = [d for d in range(first, 0) if value.shape[d] != 1 and d not in known]
         value = value.sum(apart, keepdim=True) if apart else value
     try:
         return packed.pack(value, site["infer"]["_dim_to_symbol"])
