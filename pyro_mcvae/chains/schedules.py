@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.options import FixedOptions
 
 __all__ = [
     "FixedSchedule",
@@ -22,7 +23,7 @@ __all__ = [
 ]
 
 
-class Schedule(nn.Module, ABC):
+class Schedule(FixedOptions, nn.Module, ABC):
     r"""
     Base class: a module whose call returns :math:`\beta`, shape ``[num_steps + 1]``.
 
@@ -128,6 +129,7 @@ class SigmoidSchedule(Schedule):
         if not slope > 0:
             raise ValueError(f"slope must be positive, got {slope!r}")
         log_slope = torch.as_tensor(float(slope)).log()
+        self.learn = learn
         # The logarithm keeps the slope positive under any optimizer.
         self.log_slope = nn.Parameter(log_slope, requires_grad=learn)
 

@@ -22,8 +22,10 @@ _CONTIGUOUS = (
 )
 _KNOWN = (
     "the store had one of this name, loaded or of another module: pass update_module_params=True "
-    "to pyro.module, call pyro.clear_param_store() before, or, of PyroModules with parts of one "
-    "name, pyro.settings.set(module_local_params=True)"
+    "to pyro.module, or call pyro.clear_param_store() before. If model and guide are PyroModules "
+    "with parts of one name, give these different names, such as decoder and encoder; or train by "
+    "elbo(model, guide) and an optimizer of PyTorch instead of SVI, which does not run with "
+    "pyro.settings.set(module_local_params=True)"
 )
 
 

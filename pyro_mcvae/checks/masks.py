@@ -90,7 +90,7 @@ def check_masks(run: Run, apart: frozenset[str]) -> None:
 
     :param apart: sites whose densities do not meet: the guide's point masses, and
         :func:`transported` latents.
-    :raises ValueError: naming a site that is scaled in the guide, masked in one program only,
+    :raises ValueError: naming a site that is scaled, masked in one program only,
         masked inside of a transform, or auxiliary and masked by itself.
     """
     for term in (t for found in run.terms for t in found.sites):
@@ -99,6 +99,12 @@ def check_masks(run: Run, apart: frozenset[str]) -> None:
     _check_auxiliary(run)
     for name, site in _latents(run).items():
         model_site = run.model_trace.nodes[name]
+        scale = inner_scale(model_site)
+        if bool(torch.as_tensor(scale != 1.0).any()):
+            raise ValueError(
+                f"site '{name}' of the model is scaled by poutine.scale ({scale}), so that its "
+                f"prior is no density and the evidence none of the data: evaluate without the scale"
+            )
         if name in apart or _count_alike(counted_values(model_site), counted_values(site)):
             continue
         if is_flat(model_site["fn"]) and counted_values(site) is None:

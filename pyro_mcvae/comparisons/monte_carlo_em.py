@@ -15,7 +15,7 @@ from pyro_mcvae.chains.step_size import AdaptiveStepSize
 from pyro_mcvae.comparisons.calls import Call
 from pyro_mcvae.comparisons.chain_states import ChainStates
 from pyro_mcvae.coordinates.chain_density import ChainDensity
-from pyro_mcvae.elbos.base import ELBOOptions
+from pyro_mcvae.elbos.base import ELBOOptions, check_options
 from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO
 from pyro_mcvae.elbos.chain_record import ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_estimate
@@ -143,6 +143,7 @@ class MonteCarloEM(ChainELBO):
         progress: bool | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
+        check_options(type(self), options)
         num_steps = check_count("num_steps", num_steps)
         updates_per_draw = check_count("updates_per_draw", updates_per_draw)
         check_flag("persistent", persistent)
@@ -165,6 +166,7 @@ class MonteCarloEM(ChainELBO):
             **options,
         )
         self.updates_per_draw, self.progress = updates_per_draw, progress
+        self.persistent = persistent
         self.states = ChainStates() if persistent else None
         self._draw: _Draw | None = None
         self._executed: ExecutedCode | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Hashable
 from typing import Any, cast
@@ -15,6 +16,7 @@ from pyro_mcvae.compiled.refusal import NotRecordable
 from pyro_mcvae.compiled.sides import DifferentiableLoss, Loss, LossAndGrads
 from pyro_mcvae.compiled.signature import Args, Call, Kwargs
 from pyro_mcvae.ops.notices import WarnOnce
+from pyro_mcvae.ops.options import FixedOptions, options_of
 from pyro_mcvae.programs.types import Program
 
 __all__ = ["CompiledELBO"]
@@ -25,8 +27,11 @@ _SIDES = {side.name: side for side in (Loss, LossAndGrads, DifferentiableLoss)}
 # Kinds of calls; beyond that a program is called in ever new ways, and recordings do not pay.
 _MAX_CASES = 16
 
+# The options of Pyro's losses, which are those of the plain loss.
+_PYROS = frozenset(inspect.signature(ELBO.__init__).parameters) - {"self", "num_particles"}
 
-class CompiledELBO(ELBO, nn.Module):
+
+class CompiledELBO(FixedOptions, ELBO, nn.Module):
     """
     Any loss, recorded once and replayed: the numbers of the plain loss without its Python.
 
@@ -63,8 +68,19 @@ class CompiledELBO(ELBO, nn.Module):
             raise ValueError(f"CompiledELBO takes a loss such as Trace_ELBO(), got {loss!r}")
         self.plain = loss
         ELBO.__init__(self, num_particles=getattr(loss, "num_particles", 1))
+        self.backend = backend
         self._backend = Backend(backend, options)
         self._forget()
+
+    def _is_made(self) -> bool:
+        return "_backend" in vars(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_made() and name in (options_of(self.plain) | _PYROS) - {"loss"}:
+            setattr(self.plain, name, value)  # which may refuse it
+            self._forget()
+        else:
+            super().__setattr__(name, value)
 
     @property
     def num_particles(self) -> Any:

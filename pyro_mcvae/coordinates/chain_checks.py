@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pyro_mcvae.checks.scales import refuse_large_scales
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.programs.sites import bare
+from pyro_mcvae.programs.terms import Term
 
 __all__ = ["check_chain", "check_continuous", "named"]
 
@@ -17,6 +19,8 @@ def check_chain(log_weight: LogWeight, objective: str) -> None:
 
     :raises ValueError: naming the site.
     """
+    # Scales may change from step to step. Those that are numbers can be compared in each.
+    refuse_large_scales(_moving_terms(log_weight), objective, reads=False)
     key = check_chain, objective, log_weight.gradient
     if key not in log_weight.plan.looked:
         _check_chain(log_weight, objective)
@@ -25,9 +29,18 @@ def check_chain(log_weight: LogWeight, objective: str) -> None:
 
 def _check_chain(log_weight: LogWeight, objective: str) -> None:
     check_continuous(log_weight, objective)
+    refuse_large_scales(_moving_terms(log_weight), objective, reads=True)
     if log_weight.gradient.keeps_graph:
         _check_reparameterized(log_weight, objective)
         _check_factors(log_weight, objective)
+
+
+def _moving_terms(log_weight: LogWeight) -> list[Term]:
+    """The local factors, without those of discrete draws, which chains leave where they are."""
+    sample, moving = log_weight.first.sample, log_weight.plan.moving
+    guide = sample.runs[0].guide_trace.nodes
+    terms = [t for t in sample.runs[0].terms if sample.is_local(t)]
+    return [t for t in terms if t.key.name not in guide or t.key.name in moving]
 
 
 def _check_reparameterized(log_weight: LogWeight, objective: str) -> None:

@@ -12,6 +12,7 @@ from pyro_mcvae.coordinates.noise import noise_of
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.annotations import note
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SampleFn
@@ -75,8 +76,7 @@ def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
 def value_at(msg: Message, placed: Placed) -> Tensor:
     """The value of a guide site, and what is known of it: its density, that it needs a score."""
     coordinate, at = placed
-    own = {"score_function": not coordinate.reparameterized, "log_prob": coordinate.log_prob(at)}
-    msg["infer"] = {**msg["infer"], "mcvae": {**msg["infer"].get("mcvae", {}), **own}}
+    note(msg, scored=not coordinate.reparameterized, log_prob=coordinate.log_prob(at))
     return coordinate.value(at)
 
 
@@ -122,6 +122,10 @@ def packing_of(sample: WeightedParticles, record: Record, held: Set[str]) -> Pac
     """How the local sites of a record, but for those held, are packed into one vector per datum."""
     nesting = max((-d for b in sample.blocks for d in b.dims), default=0)
     nesting = max(nesting, sample.runs[0].nesting)
+    if sample.runs[0].leading is None:
+        # Dims that lie in no plate are parts of the vector, as those of an event are.
+        depths = (at.dim() - len(c.event_shape) for c, at in record.values())
+        nesting = max(nesting, *depths, 0)
     shapes = {}
     for name, (coordinate, at) in record.items():
         block = sample.block_of[0].get(FactorKey("guide", name))

@@ -9,7 +9,7 @@ from pyro_mcvae.coordinates.coordinate import UnconstrainedCoordinate
 from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record, packing_of
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.contract import check_plates
+from pyro_mcvae.programs.errors import NothingToMoveError
 from pyro_mcvae.programs.sites import is_random
 
 __all__ = ["Plan", "check_names", "plan_of"]
@@ -68,8 +68,6 @@ def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
 
 
 def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]) -> Plan:
-    if sample.runs[0].leading is None:
-        check_plates(sample.runs[0])  # data outside of plates would stand among coordinates
     points = [t.key.name for t in sample.runs[0].terms if t.in_guide]
     if points and not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
         raise ValueError(
@@ -77,14 +75,14 @@ def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]
             f"there are no coordinates to move: use TraceSGVB_ELBO, which needs none"
         )
     if not sample.blocks:
-        raise ValueError(
+        raise NothingToMoveError(
             f"no latent of the guide ({', '.join(points) or 'it has none'}) can be weighed by "
             f"itself, because a subsampled plate does not enclose them: pass the full data, or "
             f"use TraceSGVB_ELBO"
         )
     packing = packing_of(sample, records[0], held)
     if points and not (packing.sites or held):
-        raise ValueError(
+        raise NothingToMoveError(
             "all random latents of the guide are shared by several data of a minibatch, so "
             "that none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
         )

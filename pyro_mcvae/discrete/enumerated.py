@@ -189,7 +189,7 @@ def _scored(term: Term, plates: frozenset[str]) -> ScoredSite:
     weight = weight[0] if dim is None else _slots_to(weight, dim)
     symbol = site["infer"].get("_enumerate_symbol")
     dim_of = {s: d for d, s in site["infer"]["_dim_to_symbol"].items()}
-    weight = _pack(term, weight.detach())
+    weight = pack(site, term.key.program, weight.detach(), sums=False)
     return ScoredSite(term.key.name, site, slots, score, weight, symbol, plates, dim_of)
 
 

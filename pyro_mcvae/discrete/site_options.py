@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pyro_mcvae.ops.checks import as_int, check_count
+from pyro_mcvae.ops.checks import as_int, check_count, check_flag
+from pyro_mcvae.programs.annotations import SLOT_OPTIONS, options_of
 from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["SITE_OPTIONS", "SiteOptions", "SlotError"]
+__all__ = ["SiteOptions", "SlotError"]
 
 
 class SlotError(SiteError):
@@ -49,10 +50,6 @@ class SiteOptions:
 
         :raises ValueError: for counts out of range or beside a budget, and for no baseline.
         """
-        if baseline is not None and not hasattr(baseline, "surrogate"):
-            raise ValueError(
-                f"baseline must be a Baseline, such as IndependentDraw(), or None, got {baseline!r}"
-            )
         if budget is not None and (num_categories is not None or num_samples is not None):
             raise ValueError(
                 f"budget={budget!r} says how many values of a site are evaluated, and chooses for "
@@ -65,6 +62,12 @@ class SiteOptions:
 
     def __post_init__(self) -> None:
         k, n, budget = self.num_categories, self.num_samples, self.budget
+        check_flag("exact_entropy", self.exact_entropy)
+        if self.baseline is not None and not hasattr(self.baseline, "surrogate"):
+            raise ValueError(
+                f"baseline must be a Baseline, such as IndependentDraw(), or None, got "
+                f"{self.baseline!r}"
+            )
         whole = k if isinstance(k, float) and k == math.inf else as_int(k)
         if whole is None or whole < 0:
             raise ValueError(f"num_categories must be an int of at least 0 or math.inf, got {k!r}")
@@ -107,7 +110,7 @@ class SiteOptions:
         marks for enumeration say: all values, or so many draws.
         """
         infer = site["infer"]
-        own = {k: v for k, v in infer.get("mcvae", {}).items() if k in SITE_OPTIONS}
+        own = {k: v for k, v in options_of(site).items() if k in SLOT_OPTIONS}
         if infer.get("enumerate") and not own:
             if infer.get("num_samples") is None:
                 return SiteOptions(math.inf, 0, exact_entropy=self.exact_entropy)
@@ -127,6 +130,3 @@ class SiteOptions:
             return replace(self, **own)
         except ValueError as error:
             raise SlotError(f"guide site '{site['name']}', infer={infer}: {error}") from error
-
-
-SITE_OPTIONS = frozenset(SiteOptions.__dataclass_fields__)

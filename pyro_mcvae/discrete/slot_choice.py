@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.discrete.control_variates import LearnedBaseline, SiteSignal, no_baseline
-from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotError
+from pyro_mcvae.discrete.site_options import SiteOptions, SlotError
+from pyro_mcvae.programs.annotations import SLOT_OPTIONS, options_of
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.joined_support import JoinedSupport
 from pyro_mcvae.programs.precision import site_in_full_precision
@@ -118,7 +119,7 @@ class SiteSlots:
             support=self.support,
             exact=self.exact,
             extra=self.extra,
-            input=site["infer"].get("mcvae", {}).get("baseline_input"),
+            input=options_of(site).get("baseline_input"),
             programs=programs,
             **tensors,
         )
@@ -178,7 +179,7 @@ def choose(
     :param joined: batch dims of plates whose elements are one variable together.
     :raises SlotError: naming the site.
     """
-    asked = bool(msg["infer"].get("mcvae", {}).keys() & SITE_OPTIONS)
+    asked = bool(options_of(msg).keys() & SLOT_OPTIONS)
     if not is_random(msg):
         return None
     site_in_full_precision(msg)
@@ -186,7 +187,7 @@ def choose(
         if asked:
             raise SlotError(
                 f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) is continuous, so "
-                f"it has no categories to sum: remove infer['mcvae'] = {msg['infer']['mcvae']}"
+                f"it has no categories to sum: remove infer['mcvae'] = {options_of(msg)}"
             )
         if (count := msg["infer"].get("num_samples")) is not None:
             tell(

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pyro_mcvae.discrete.relaxed_control_variates import RELAX
-from pyro_mcvae.discrete.site_options import SITE_OPTIONS, SiteOptions, SlotError
+from pyro_mcvae.discrete.site_options import SiteOptions, SlotError
 from pyro_mcvae.discrete.slot_choice import check_num_slots, choose, is_discrete
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.annotations import SLOT_OPTIONS, options_of
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.plates import LEADING
 from pyro_mcvae.programs.sites import is_random
@@ -144,8 +145,8 @@ def _count(
 def _look_at_global(term: Term, tell: Callable[[str], object]) -> None:
     if not is_discrete(term.site):
         return
-    own, name = term.site["infer"].get("mcvae", {}), term.key.name
-    if own.keys() & SITE_OPTIONS:
+    own, name = options_of(term.site), term.key.name
+    if own.keys() & SLOT_OPTIONS:
         raise SlotError(
             f"guide site '{name}' is shared by all data, so that it is drawn once a step, and has "
             f"no use for infer['mcvae'] = {own}: remove that, sum the site with "

@@ -9,6 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from pyro_mcvae.discrete.site_options import SiteOptions, SlotError
+from pyro_mcvae.discrete.slot_choice import is_discrete
 from pyro_mcvae.discrete.slot_draws import SlotDraws, SlotsChangedError
 from pyro_mcvae.discrete.slot_plan import SlotPlan, make_plan
 from pyro_mcvae.ops.notices import WarnOnce
@@ -16,6 +17,7 @@ from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.isolation import isolated, rewindable
+from pyro_mcvae.programs.sites import is_scored
 from pyro_mcvae.structure.cache import Analyses
 
 __all__ = ["NoSlots", "SlotPlanner"]
@@ -87,6 +89,8 @@ class SlotPlanner:
                 draws = None if plan is None else self._draws(plan, num_particles)
                 try:
                     found, sample = make(draws)
+                    if draws is not None and len(sample.runs) > 1:
+                        _check_rows(sample)
                     shown = self._plan_of(programs, sample)
                     if shown.fits(plan) if shown else plan is None:
                         analysis.put(_PLAN, plan)
@@ -120,6 +124,22 @@ class NoSlots:
     ) -> tuple[T, SlotDraws | None]:
         """As of :class:`SlotPlanner`."""
         return make(None)[0], None
+
+
+def _check_rows(sample: WeightedParticles) -> None:
+    """
+    Check that all rows that were run by themselves have the same discrete sites.
+
+    :raises SlotError: naming a site that comes and goes with the values of others.
+    """
+    nodes = [run.guide_trace.nodes for run in sample.runs]
+    names = [{n for n, s in found.items() if is_scored(s) and is_discrete(s)} for found in nodes]
+    for name in sorted(set().union(*names) - set.intersection(*names)):
+        raise SlotError(
+            f"guide site '{name}' is drawn for some values of other discrete sites and not for "
+            f"others, so that its values make no slots: draw it always, and mask it where it does "
+            f"not count, or use TraceSGVB_ELBO or TraceIWAE_ELBO, which draw whole executions"
+        )
 
 
 def _never_the_same() -> ValueError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import TypedDict
 
 import torch
@@ -15,13 +17,14 @@ from torch import Tensor, nn
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, finite_loss
 from pyro_mcvae.elbos.notices import Notices, refuse_scores
 from pyro_mcvae.ops.checks import check_count, check_flag
+from pyro_mcvae.ops.options import FixedOptions
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.precision import casts_with_gradients, without_autocast
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.programs.types import Program, Site
 
-__all__ = ["ELBOOptions", "MonteCarloELBO"]
+__all__ = ["ELBOOptions", "MonteCarloELBO", "check_options"]
 
 
 class ELBOOptions(TypedDict, total=False):
@@ -35,7 +38,21 @@ class ELBOOptions(TypedDict, total=False):
     jit_options: dict[str, object] | None
 
 
-class MonteCarloELBO(ELBO):
+def check_options(kind: type[MonteCarloELBO], options: Mapping[str, object]) -> None:
+    """
+    Check what an objective passes on to :class:`MonteCarloELBO`.
+
+    :raises TypeError: for arguments of other objectives, which it would leave without effect.
+    """
+    for name in sorted(options.keys() - ELBOOptions.__annotations__.keys()):
+        known = sorted(inspect.signature(kind).parameters.keys() - {"options"})
+        raise TypeError(
+            f"{kind.__name__} has no use for the argument {name}={options[name]!r}: it takes "
+            f"{', '.join(known)}, and Pyro's {', '.join(ELBOOptions.__annotations__)}"
+        )
+
+
+class MonteCarloELBO(FixedOptions, ELBO):
     """
     Base class of the objectives of this package.
 
@@ -88,8 +105,7 @@ class MonteCarloELBO(ELBO):
         True
     """
 
-    # Whether the objective is more than a mean of log densities, so that scales do not multiply it.
-    _weighs = False
+    _assignable = frozenset({"num_particles", "retain_graph"})
 
     def __new__(cls, *args: object, **kwargs: object) -> MonteCarloELBO:
         if len(args) > 1 and callable(args[0]) and callable(args[1]):
@@ -130,6 +146,9 @@ class MonteCarloELBO(ELBO):
         )
         self._notices = Notices(self.sampler.analyses)
 
+    def _is_made(self) -> bool:
+        return "_notices" in vars(self)  # Pyro's base class assigns some of them twice
+
     def __getstate__(self) -> dict[str, object]:
         # As of a PyroModule: the store hangs weak references on parameters that SVI has trained.
         for parameter in self.parameters() if isinstance(self, nn.Module) else ():
@@ -149,6 +168,13 @@ class MonteCarloELBO(ELBO):
         """Draw that many from now on; a subclass refuses what its estimator cannot do with."""
         self.sampler.num_particles = num_particles
 
+    def _weighs(self, site: Site) -> bool:
+        """
+        Whether a site of the guide is part of a weight, and the objective more than a mean of their
+        logarithms: then scales do not multiply it, and every draw needs its density.
+        """
+        return True
+
     @abstractmethod
     def estimate(self, programs: Programs) -> Estimate:
         """One step's value and surrogate; the surrogate needs no graph where gradients are off."""
@@ -163,6 +189,8 @@ class MonteCarloELBO(ELBO):
         if torch.is_grad_enabled() and not estimate.scored:
             refuse_scores(type(self).__name__, estimate.runs)
         self._notices.look(programs, estimate.runs, self._weighs)
+        if estimate.averaged:
+            self._notices.tell_averaged(programs, estimate.runs[0], self._weighs)
         return estimate
 
     def _get_trace(
@@ -253,4 +281,7 @@ class MonteCarloELBO(ELBO):
             True
         """
         with torch.no_grad():
-            return self.bounds_of(Programs(model, guide, args, kwargs))
+            programs = Programs(model, guide, args, kwargs)
+            bounds = self.bounds_of(programs)
+            self._notices.look(programs, [], self._weighs)
+        return bounds

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 import pyro
 import torch
@@ -22,18 +23,28 @@ from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.discrete.control_variates import Baseline
 from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_choice import is_discrete
 from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.discrete.slot_planner import NoSlots, SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.chain_record import ChainRecord
-from pyro_mcvae.elbos.elbo_terms import weighted_bounds, weighted_estimate
+from pyro_mcvae.elbos.elbo_terms import (
+    local_bounds,
+    local_estimate,
+    weighted_bounds,
+    weighted_estimate,
+)
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.importance import log_mean_exp
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.errors import NothingToMoveError
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.isolation import rewindable
+from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.finder import StructureFinder
 
 if TYPE_CHECKING:
@@ -41,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChainELBO", "ChainOptions", "ChainRecord"]
 
+T = TypeVar("T")
 ChainCoordinates = Literal["noise", "latent"]
 ChainGradient = Literal["full", "reweighted"]
 
@@ -53,6 +65,8 @@ _OVERFLOW = (
 )
 
 # In the order of creation, so that a program run again finds its parameters in the store.
+# Whether chains move the latents of the programs.
+_MOVES = ("moves",)
 _numbers = itertools.count()
 
 
@@ -78,7 +92,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     _adjusted: bool
     # Whether discrete sites of the guide have slots.
-    _has_slots = _weighs = True
+    _has_slots = True
     kernel: Kernel
     schedule: Schedule
 
@@ -120,7 +134,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 step_size.per_coordinate = coordinates == "latent"
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
-        self.baseline = baseline
+        self.joint, self.baseline = joint, baseline
+        self.num_categories, self.num_samples, self.budget = num_categories, num_samples, budget
         site_options = SiteOptions.of_arguments(num_categories, num_samples, budget, baseline)
         self.slots: SlotPlanner | NoSlots = NoSlots()
         if self._has_slots:
@@ -140,7 +155,38 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         """K, the number of annealing steps."""
         return self.schedule.num_steps
 
+    def _weighs(self, site: Site) -> bool:
+        return not (self._has_slots and is_discrete(site))  # slots are averaged over
+
     def estimate(self, programs: Programs) -> Estimate:
+        return self._or_averaged(programs, self._estimate, _averaged_estimate)
+
+    def _or_averaged(
+        self,
+        programs: Programs,
+        annealed: Callable[[Programs], T],
+        averaged: Callable[[WeightedParticles], T],
+    ) -> T:
+        """The result of chains; of averages, where no latent can be moved for one datum."""
+        analysis = self.sampler.analyses.of(programs)
+        if analysis.get(_MOVES) is False:
+            sample = self.sampler.sample(programs)
+            drawn = (t for t in sample.runs[0].terms if t.in_guide and is_random(t.site))
+            if not any(map(sample.is_local, drawn)):
+                return averaged(sample)
+            analysis.put(_MOVES, None)
+        with rewindable(not analysis.get(_MOVES)) as rewind:
+            try:
+                found = annealed(programs)
+            except NothingToMoveError:
+                rewind()
+            else:
+                analysis.put(_MOVES, True)
+                return found
+        analysis.put(_MOVES, False)
+        return averaged(self.sampler.sample(programs))
+
+    def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
         with outside_inference_mode(programs) as programs:
             if wanted and any(p.requires_grad for p in self.parameters()):
@@ -161,6 +207,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return replace(estimate, runs=density.runs, finish=finish, overflow=_OVERFLOW)
 
     def bounds_of(self, programs: Programs) -> Bounds:
+        return self._or_averaged(programs, self._bounds_of, _averaged_bounds)
+
+    def _bounds_of(self, programs: Programs) -> Bounds:
         with outside_inference_mode(programs) as programs:
             density, slots = self._density(programs, GradientMode.NONE)
             chain = self._run(density, slots)
@@ -281,6 +330,15 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 f"{', '.join(learned)} would get no gradient: use 'full', or parts that are fixed "
                 f"or adapt"
             )
+
+
+def _averaged_estimate(sample: WeightedParticles) -> Estimate:
+    mean = sample.log_weight.mean(0)
+    return replace(local_estimate(sample, mean.detach(), mean), averaged=True)
+
+
+def _averaged_bounds(sample: WeightedParticles) -> Bounds:
+    return local_bounds(sample, sample.log_weight.mean(0))
 
 
 def _reweighted(density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:

@@ -7,6 +7,7 @@ Its value, its surrogate, and its score-function terms.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -179,7 +180,8 @@ def weighted_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
 def averaged_estimate(sample: WeightedParticles) -> Estimate:
     """The plain ELBO of a sample, whatever its weights."""
     costs, coupled = _all_costs(sample), sample.structure.coupled
-    return elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
+    estimate = elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
+    return replace(estimate, averaged=True)
 
 
 def averaged_bounds(sample: WeightedParticles) -> Bounds:

@@ -66,6 +66,7 @@ class Estimate:
     :ivar runs: the executions behind it, to name a site where the value is not finite.
     :ivar scored: whether the surrogate has the score-function terms of draws without
         reparameterization; a training step with such draws is refused otherwise.
+    :ivar averaged: whether latents that were to be weighed are averaged over, as in the plain ELBO.
     :ivar overflow: what to say where the value is not finite though every site is.
     :ivar causes: finds what made it so before any site is looked at, a line each.
     :ivar remedy: what to add where it is not finite.
@@ -76,6 +77,7 @@ class Estimate:
     surrogate: Tensor
     runs: list[Run]
     scored: bool = False
+    averaged: bool = False
     overflow: str = "every site is finite: their sum overflows"
     causes: Callable[[], list[str]] = list
     remedy: str = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.discrete.control_variates import Baseline, LearnedBaseline
 from pyro_mcvae.discrete.site_options import SiteOptions
+from pyro_mcvae.discrete.slot_choice import is_discrete
 from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.discrete.slot_planner import SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
@@ -25,19 +26,16 @@ from pyro_mcvae.elbos.path_gradient import PathGradient
 from pyro_mcvae.elbos.slot_average import SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_count
 from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp, renyi_bound
-from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import score_function_draws
-from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.finder import StructureFinder
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["GradientEstimator", "TraceIWAE_ELBO"]
-
-_logger = logging.getLogger(__name__)
 
 GradientEstimator = Literal["auto", "reparam", "stl", "dreg", "vimco"]
 
@@ -156,6 +154,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
 
     # The order of the Rényi bound that this one is; another in a subclass.
     alpha: float = 0.0
+    _also_fixed = frozenset({"alpha"})
 
     def __init__(
         self,
@@ -180,23 +179,13 @@ class TraceIWAE_ELBO(MonteCarloELBO):
                 f"the global latents num_particles times, and weighs them with the local ones"
             )
         arguments = num_categories, num_samples, budget, baseline
+        self.num_categories, self.num_samples, self.budget, self.baseline = arguments
         self.slots: SlotPlanner | None = None
         if any(a is not None for a in arguments):
             self._check_slots(baseline)
             self.slots = SlotPlanner(SiteOptions.of_arguments(*arguments), common=True)
             # A site that is marked for enumeration has all of its values for slots.
             self.sampler.runner.checks.strict_enumeration = False
-        self._warn = WarnOnce(_logger)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in ("alpha", "gradient_estimator", "joint") and "sampler" in vars(self):
-            # Half of the parts would be made for what was given before.
-            kind = type(self).__name__
-            raise AttributeError(
-                f"{name} of a {kind} is settled when it is made, and cannot become {value!r}: make "
-                f"another one, {kind}(..., {name}={value!r})"
-            )
-        super().__setattr__(name, value)
 
     def _use_particles(self, num_particles: int) -> None:
         if self.gradient_estimator == "vimco" and num_particles < 2:
@@ -205,7 +194,6 @@ class TraceIWAE_ELBO(MonteCarloELBO):
                 f"num_particles >= 2, got {num_particles}; use 'auto' for one particle"
             )
         super()._use_particles(num_particles)
-        self._weighs = num_particles > 1
         self._path = PathGradient(self.gradient_estimator, num_particles, self.alpha)
         self.sampler.structures = StructureFinder(
             self.joint, self._path.needs_roots, self.sampler.analyses
@@ -225,13 +213,17 @@ class TraceIWAE_ELBO(MonteCarloELBO):
                 f"TraceSIS_ELBO or TraceRaoBlackwell_ELBO"
             )
 
+    def _weighs(self, site: Site) -> bool:
+        slotted = self.slots is not None and is_discrete(site)
+        return self.num_particles > 1 and not slotted
+
     def estimate(self, programs: Programs) -> Estimate:
         sample, draws = self._begin(programs)
         if draws is not None:
             return self._over_slots(programs, sample, draws)
         if self.num_global_particles > 1 and draws_globals(sample):
             return self._global_average(programs, sample).estimate(self._path)
-        if not (sample.blocks and self._weighs):
+        if not (sample.blocks and self.num_particles > 1):
             return self._averaged(sample)
         bound = renyi_bound(sample.log_weight.detach(), self.alpha)
         surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
@@ -276,15 +268,9 @@ class TraceIWAE_ELBO(MonteCarloELBO):
 
     def _averaged(self, sample: WeightedParticles) -> Estimate:
         """The particles as in the plain ELBO."""
-        drawn = any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide)
-        if drawn and self._weighs:
-            self._warn(
-                f"no latent of the guide lies in all subsampled plates around its factors, so none "
-                f"can be weighed per datum: the {self.num_particles} particles are averaged as in "
-                f"the plain ELBO"
-            )
         costs, coupled = self._path.costs(sample), sample.structure.coupled
-        return elbo_estimate(sample.runs, costs, self.num_particles, coupled)
+        estimate = elbo_estimate(sample.runs, costs, self.num_particles, coupled)
+        return replace(estimate, averaged=True)
 
     def _surrogate(self, sample: WeightedParticles) -> Tensor:
         """Per datum, a tensor whose gradient estimates that of the bound: ``[*plates]``."""

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import logging
+import warnings
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from pyro_mcvae.checks.angles import unwound
 from pyro_mcvae.checks.copied_parameters import collects_parameters, refuse_copied_parameters
+from pyro_mcvae.checks.scales import common_scale, scaled_latents
+from pyro_mcvae.checks.unweighed import check_unweighed
 from pyro_mcvae.ops.notices import WarnOnce
+from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.plates import plate_frames
+from pyro_mcvae.programs.nesting import single_run
+from pyro_mcvae.programs.plates import is_subsampled, plate_frames
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import inner_scale
+from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.cache import Analyses
+from pyro_mcvae.structure.dependencies import find_dependencies
 
 __all__ = ["Notices", "refuse_scores"]
 
 _logger = logging.getLogger(__name__)
+
+Weighs = Callable[[Site], bool]
 
 
 _BASELINE = (
@@ -35,6 +46,17 @@ _TEMPERED = (
     "the objective is %s bound on %g log p(x) then. Multiply the loss instead; a minibatch is "
     "pyro.plate(name, size, subsample_size=...), whose N/B stays outside of the weights"
 )
+_AVERAGED = (
+    "no latent is weighed per datum, because %s: the particles are averaged as in the plain ELBO, "
+    "which is a bound too. For weights pass the full data, or put the latents into the data's plate"
+)
+_SCALED = (
+    "poutine.scale multiplies the log density of latent '%s' by %g in the model and %g in the "
+    "guide, inside of the weights: the loss is no bound on the log evidence, but one on the "
+    "logarithm of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It bounds the evidence "
+    "once the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
+    "beta-VAE; scaling the observations by 1 / beta instead has a bound for every beta"
+)
 
 
 class Notices:
@@ -43,24 +65,39 @@ class Notices:
     def __init__(self, analyses: Analyses) -> None:
         self._analyses = analyses
         self._warn = WarnOnce(_logger)
+        self._scaled: set[tuple[str, bool]] = set()
 
-    def look(self, programs: Programs, runs: list[Run], weighs: bool) -> None:
+    def look(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
         """
         Log, or refuse, what of programs has another effect than their user may think.
 
-        :param bool weighs: whether the objective is more than a mean of log densities.
-        """
-        collected = collects_parameters()
-        self._analyses.of(programs).once(
-            ("notices", collected), lambda: self._look(programs, runs[:1], collected, weighs)
-        )
+        Masks and scales may change, so each analysis of the programs checks them again.
 
-    def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: bool) -> None:
+        :param runs: of the step; none where its caller has none, as of bounds per datum.
+        :param weighs: whether a site of the guide is part of a weight, of which the objective is
+            more than a mean of logarithms.
+        """
+        if is_recording():
+            return  # the plain steps before were looked at
+        collected = collects_parameters()
+
+        def look() -> None:
+            self._look(programs, runs[:1] or [single_run(programs)], collected, weighs)
+
+        self._analyses.of(programs).once(("notices", collected), look)
+
+    def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
         for run in runs if collected else ():
             refuse_copied_parameters(programs, run)
-        for scale in map(_common_scale, runs if weighs else ()):
+        for run in runs:
+            if not any(t.in_guide and weighs(t.site) for t in run.terms):
+                continue
+            check_unweighed(programs, run, weighs)
+            scale = common_scale(run.terms)
             if scale is not None:
                 self._warn(_TEMPERED % (scale, "no" if scale > 1 else "a loose", scale))
+            else:
+                self._tell_scales(run)
         for why in (why for run in runs for why in unwound(run)):
             self._warn(why)
         for term in (t for run in runs for t in run.terms if t.in_guide):
@@ -69,12 +106,43 @@ class Notices:
         for term in (t for run in runs for t in run.guide_data):
             self._warn(_OBSERVED % term.key.name)
 
+    def tell_averaged(self, programs: Programs, run: Run, weighs: Weighs) -> None:
+        """Warn once for a pair of programs that no latent is weighed, and name the cause."""
+        drawn = {t.key.name: t for t in run.terms if t.in_guide and is_random(t.site)}
+        if is_recording() or not any(weighs(t.site) for t in drawn.values()):
+            return
+        why = self._analyses.of(programs).once(
+            ("averaged",), lambda: _why_averaged(programs, run, drawn)
+        )
+        self._warn(_AVERAGED % why)
 
-def _common_scale(run: Run) -> float | None:
-    """The user's own scale of all sites in plates, if it is one that says something."""
-    scales = {inner_scale(t.site) for t in run.terms if plate_frames(t.site)}
-    scale = scales.pop() if len(scales) == 1 else None
-    return scale if isinstance(scale, float) and scale != 1.0 else None
+    def _tell_scales(self, run: Run) -> None:
+        """Warn of each latent that is scaled inside of the weights, and again above 1."""
+        plated = any(plate_frames(t.site) for t in run.terms if t.in_guide)
+        local = [t for t in run.terms if plate_frames(t.site) or not plated]
+        for name, scales in scaled_latents(local).items():
+            key = name, any(s > 1 for s in scales)
+            if key not in self._scaled:
+                self._scaled.add(key)
+                what = "exists for few models only" if key[1] else "is that of another prior"
+                _logger.warning(_SCALED, name, *scales, *scales, what)
+
+
+def _why_averaged(programs: Programs, run: Run, drawn: Mapping[str, Term]) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        find_dependencies(programs, frozenset(drawn), run.subsamples)
+    for warning in caught:
+        if "cannot trace" in (text := str(warning.message)):
+            error = text.partition("(")[2].partition(");")[0]
+            return f"what depends on which latent cannot be traced ({error})"
+    plates = {f: None for t in run.terms for f in plate_frames(t.site) if is_subsampled(f)}
+    for plate in plates:
+        what = f"the subsampled plate '{plate.name}' ({plate.size} of {plate.full_size})"
+        outside = [n for n, t in drawn.items() if plate not in plate_frames(t.site)]
+        if outside:
+            return f"data of {what} depend on the guide's {', '.join(map(repr, outside))} outside"
+    return "elements of a subsampled plate depend on each other's latents"
 
 
 def refuse_scores(objective: str, runs: list[Run]) -> None:

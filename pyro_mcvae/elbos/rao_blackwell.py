@@ -28,6 +28,7 @@ from pyro_mcvae.elbos.slot_sums import SlotSums
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs, is_messenger
 from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.types import Site
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -130,7 +131,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         super().__init__(num_particles, **options)
         if entropy not in ("sampled", "exact"):
             raise ValueError(f"entropy must be 'sampled' or 'exact', got {entropy!r}")
-        self.baseline = baseline
+        self.baseline, self.entropy = baseline, entropy
+        self.num_categories, self.num_samples, self.budget = num_categories, num_samples, budget
         self._site_options = SiteOptions.of_arguments(
             num_categories, num_samples, budget, baseline, entropy == "exact"
         )
@@ -138,6 +140,9 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         self.sampler.runner.checks.strict_enumeration = False
         self._slots = SlotSampler(self.sampler, self._site_options)
         self._rows = SlotPlanner(self._site_options, common=False)
+
+    def _weighs(self, site: Site) -> bool:
+        return False
 
     def estimate(self, programs: Programs) -> Estimate:
         if is_messenger(programs):

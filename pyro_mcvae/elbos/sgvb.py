@@ -17,6 +17,7 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import PlateKey
 from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.types import Site
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,6 +80,9 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         super().__init__(num_particles, **options)
         check_flag("analytic_kl", analytic_kl)
         self.analytic_kl = analytic_kl
+
+    def _weighs(self, site: Site) -> bool:
+        return False
 
     def estimate(self, programs: Programs) -> Estimate:
         runs = self.sampler.independent(programs)

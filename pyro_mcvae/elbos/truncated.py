@@ -10,14 +10,14 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_mcvae.coordinates import chain_density
-from pyro_mcvae.elbos.base import MonteCarloELBO
+from pyro_mcvae.elbos.base import MonteCarloELBO, check_options
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import normalized_weights
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.truncated.guide import TruncatedPosterior, e_step_of
 from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.search import take_rows
@@ -81,6 +81,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         num_sampled_states: int = 1,
         **options: Unpack[ELBOOptions],
     ) -> None:
+        check_options(type(self), options)
         super().__init__(1, **options)
         if num_gradient_states is not None:
             num_gradient_states = check_count("num_gradient_states", num_gradient_states)
@@ -88,6 +89,17 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         self.num_gradient_states = num_gradient_states
         self.num_sampled_states = num_sampled_states
         self.num_runs, self.num_evaluations = 0, 0
+
+    def _use_particles(self, num_particles: int) -> None:
+        if num_particles != 1:
+            raise ValueError(
+                f"TraceTruncated_ELBO sums the states of its guide, and cannot draw num_particles="
+                f"{num_particles}: TruncatedPosterior(..., num_states=...) says how many there are"
+            )
+        super()._use_particles(num_particles)
+
+    def _weighs(self, site: Site) -> bool:
+        return False
 
     def estimate(self, programs: Programs) -> Estimate:
         guide = _truncated(programs.guide)

@@ -169,7 +169,10 @@ def _stack(
 
 def _leading(run: Run, value: Tensor, depth: int, event_dim: int) -> Tensor:
     """``[lead, *natural shape]`` of a value that may have ones between, or no leading dim."""
-    inner = value.shape[max(0, value.dim() - event_dim - depth) :]
+    begin = max(0, value.dim() - event_dim - depth)
+    if run.leading is None:  # dims to the left that lie in no plate
+        begin = next((i for i, n in enumerate(value.shape[:begin]) if n != 1), begin)
+    inner = value.shape[begin:]
     batch = value.dim() - event_dim
     if run.leading is None or batch <= run.nesting:
         value = value.reshape(inner).unsqueeze(0)

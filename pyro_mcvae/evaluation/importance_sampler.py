@@ -14,6 +14,7 @@ from pyro_mcvae.checks.angles import check_angles
 from pyro_mcvae.checks.collapsed import check_not_collapsed
 from pyro_mcvae.checks.masks import check_masks, count_masked, masks_latents, transported
 from pyro_mcvae.checks.untrained import untrained_guide
+from pyro_mcvae.checks.unweighed import check_unweighed
 from pyro_mcvae.coordinates.beginning import GivenLatents
 from pyro_mcvae.coordinates.chain_checks import named
 from pyro_mcvae.coordinates.chain_density import ChainDensity
@@ -29,9 +30,9 @@ from pyro_mcvae.evaluation.whitening import MOVES, population, whiten
 from pyro_mcvae.particles.sampler import MakeSampleFn, ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.contract import check_plates
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
+from pyro_mcvae.programs.sites import is_random
 
 __all__ = ["ImportanceSampler"]
 
@@ -69,7 +70,6 @@ class ImportanceSampler(Weights):
             before.check(self.reference.runs[0].guide_trace)
         check_not_collapsed(self.reference.structure)
         run = self.reference.runs[0]
-        check_plates(run)
         points = preconditions.find_points(programs, run)
         preconditions.check_observed(run)
         preconditions.check_draws(run, points)
@@ -291,4 +291,5 @@ class ImportanceSampler(Weights):
             self.programs = count_masked(self.programs, *pair)
             self.reference = sampler.single(self.programs, subsamples)
         check_masks(self.reference.runs[0], apart)
+        check_unweighed(self.programs, self.reference.runs[0], is_random)
         check_angles(self.reference.runs[0])

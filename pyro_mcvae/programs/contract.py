@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING
 
 import torch
 from pyro.infer.util import is_validation_enabled
+from pyro.poutine.indep_messenger import CondIndepStackFrame as Frame
 from pyro.poutine.trace_struct import Trace
 from pyro.util import check_model_guide_match, check_site_shape
 
 from pyro_mcvae.programs.enumeration import is_state
-from pyro_mcvae.programs.plates import LEADING, plate_frames
-from pyro_mcvae.programs.sites import is_latent, is_scored, nonfinite_report, observes_data
+from pyro_mcvae.programs.plates import LEADING, is_subsampled
+from pyro_mcvae.programs.sites import (
+    is_delta,
+    is_latent,
+    is_scored,
+    nonfinite_report,
+    observes_data,
+)
 from pyro_mcvae.programs.types import Site
 
 if TYPE_CHECKING:
@@ -24,9 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_batch_dims",
-    "check_declared",
     "check_nesting",
-    "check_plates",
     "check_run",
     "check_sites",
     "nonfinite_sites",
@@ -116,37 +121,50 @@ def _not_summed(name: str, kind: str) -> str:
     )
 
 
-def check_declared(run: Run) -> None:
+def _check_same_plates(run: Run) -> None:
     """
-    Check that every batch dim of a run without particles belongs to a plate.
+    Check that latents have the N/B of the model's plates in the guide too.
 
-    :raises ValueError: naming a site with other dims, which would be mistaken for particles.
+    :raises ValueError: naming both plates, where their sizes differ or one program has none.
     """
-    for term in run.terms:
-        shape = tuple(term.log_prob.shape)
-        if any(size != 1 for size in shape[: max(0, len(shape) - run.nesting)]):
-            raise ValueError(
-                f"site '{term.key.name}' of the {term.key.program} has batch shape {shape}, of "
-                f"which some dims lie in no plate: enclose it in pyro.plate(...), or make them an "
-                f"event by .to_event(...)"
-            )
+    known = [f for t in run.terms if not t.in_guide for m in t.sites for f in _frames(m.site)]
+    for term in (t for t in run.terms if t.in_guide and not is_delta(t.site["fn"])):
+        own, site = _frames(term.site), run.model_trace.nodes.get(term.key.name)
+        other = known if site is None else _frames(site)
+        for f in own:
+            named = [g for g in other if g.name == f.name]
+            if named and all((g.size, g.full_size) != (f.size, f.full_size) for g in named):
+                raise _other_plate(term, f, named[0])
+        for f in filter(is_subsampled, () if site is None else (*own, *other)):
+            mine, theirs = _match(f, own), _match(f, other)
+            if mine is None or theirs is None or mine.name != theirs.name:
+                raise _other_plate(term, mine, theirs)
 
 
-def check_plates(run: Run) -> None:
-    """
-    Check that a run without particles has no other batch dims than those of the plates around each
-    site, as Pyro does while its validation is enabled.
+def _frames(site: Site) -> list[Frame]:
+    """The user's plates around a site, the outermost one first."""
+    return [f for f in site["cond_indep_stack"] if f.name != LEADING]
 
-    :raises ValueError: naming a site outside of the plate that its shape needs.
-    """
-    for term in run.terms:
-        shape, declared = tuple(term.log_prob.shape), {f.dim for f in plate_frames(term.site)}
-        if any(shape[d] != 1 and d not in declared for d in range(-len(shape), 0)):
-            raise ValueError(
-                f"site '{term.key.name}' of the {term.key.program} has batch shape {shape}, of "
-                f"which some dims lie in no plate around it: enclose it in pyro.plate(...), in the "
-                f"model and in the guide, or make them an event by .to_event(...)"
-            )
+
+def _match(frame: Frame, frames: list[Frame]) -> Frame | None:
+    """The plate of that name, or else in that dim."""
+    named = (f for f in frames if f.name == frame.name)
+    return next(named, next((f for f in frames if f.dim == frame.dim), None))
+
+
+def _other_plate(term: Term, own: Frame | None, other: Frame | None) -> ValueError:
+    return ValueError(
+        f"site '{term.key.name}' lies in {_described(own)} of the guide and in {_described(other)} "
+        f"of the model, so that its two densities are scaled by different N/B: put it in the same "
+        f"plate in both programs, with one name, size and minibatch"
+    )
+
+
+def _described(frame: Frame | None) -> str:
+    if frame is None:
+        return "no plate"
+    minibatch = f"{frame.size} of {frame.full_size}" if is_subsampled(frame) else f"{frame.size}"
+    return f"plate '{frame.name}' ({minibatch})"
 
 
 def check_nesting(value: object) -> None:
@@ -191,6 +209,7 @@ def check_run(run: Run, depth: float, strict_enumeration: bool, before_sums: boo
     :param bool before_sums: whether the model drew the sites that it is to enumerate.
     """
     check_sites(run.guide_trace, run.model_trace, strict_enumeration, before_sums)
+    _check_same_plates(run)
     validated = is_validation_enabled()
     with warnings.catch_warnings():
         if not validated:

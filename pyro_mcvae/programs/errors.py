@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-__all__ = ["LeadingDimsError", "NoCoordinateError", "SiteError", "first_line"]
+__all__ = ["LeadingDimsError", "NoCoordinateError", "NothingToMoveError", "SiteError", "first_line"]
 
 
 class SiteError(ValueError):
@@ -13,6 +13,10 @@ class SiteError(ValueError):
 
 class NoCoordinateError(SiteError):
     """A guide site has neither explicit noise nor an unconstrained form."""
+
+
+class NothingToMoveError(ValueError):
+    """No random latent of the guide belongs to single data, so that none can be moved for one."""
 
 
 class LeadingDimsError(RuntimeError):

@@ -252,7 +252,9 @@ def with_changes(trace: Trace, changes: SiteChanges) -> Trace:
     """A copy of a trace with other values, or annotations, at some sites."""
     changed = trace.copy()
     for name, fields in changes.items():
-        changed.nodes[name] = {**trace.nodes[name], **fields}
+        site = trace.nodes[name]
+        infer = {**site["infer"], **cast("dict[str, Any]", fields.get("infer", {}))}
+        changed.nodes[name] = {**site, **fields, "infer": infer}
     return changed
 
 

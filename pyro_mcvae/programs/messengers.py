@@ -14,6 +14,7 @@ from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_mcvae.programs.annotations import check_options, note
 from pyro_mcvae.programs.mended_draws import mended
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
@@ -101,11 +102,13 @@ class Recorder(Messenger):
         super().__init__()
         self.trace, self._recorded = Trace(), ("sample", "param") if records else ()
         self._substitutes, self._drawn = substitutes, {} if drawn is None else drawn.nodes
+        self._in_model = drawn is not None
 
     def _process_message(self, msg: Message) -> None:
         if site_is_subsample(msg):
             self._substitutes.subsamples.fill(msg, bool(self._drawn))
         elif msg["type"] == "sample":
+            check_options(msg, self._drawn.get(msg["name"]), self._in_model)
             site_in_full_precision(msg)
             if not msg["is_observed"]:
                 self._give(msg)
@@ -145,8 +148,7 @@ def score_function_draws(skip: frozenset[str]) -> SampleFn:
     """
     Takes reparameterization away from the guide's random sites but those of ``skip``.
 
-    Says so in ``infer={"mcvae": {"score_function": True}}``: wrapped distributions do not let
-    ``has_rsample`` be set.
+    Notes so at the site: wrapped distributions do not let ``has_rsample`` be set.
     """
 
     def sample_fn(msg: Message) -> Tensor | None:
@@ -156,8 +158,7 @@ def score_function_draws(skip: frozenset[str]) -> SampleFn:
         keeps = is_masked(fn) or is_straight_through(fn) or moves_support(fn)
         if msg["name"] in skip or keeps or not reparameterized(msg):
             return None
-        own = {**msg["infer"].get("mcvae", {}), "score_function": True}
-        msg["infer"] = {**msg["infer"], "mcvae": own}
+        note(msg, scored=True)
         # A clone: flows cache the inverse of the very tensor that they drew, without a gradient
         # path to their parameters, which the score function needs. And called, as by Pyro: Zuko's
         # have no other draw.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 
-from pyro_mcvae.programs.contract import check_declared, check_run, check_sites
+from pyro_mcvae.programs.contract import check_run, check_sites
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.leading import Leading
@@ -65,7 +65,6 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
             # What the model is to enumerate is in the model alone.
             warnings.filterwarnings("ignore", "Found vars in model but not guide")
             check_run(run, math.inf, strict_enumeration, before_sums=True)
-        check_declared(run)
     # Dims of size 1 that lie in no plate keep their place as well: what broadcasts against them
     # lies to their right, as the time of pyro.contrib.forecast.
     deepest = max((t.log_prob.dim() for t in run.terms), default=0)

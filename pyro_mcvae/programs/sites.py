@@ -14,6 +14,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_mcvae.programs.annotations import noted
 from pyro_mcvae.programs.plates import subsampling_scale
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.relaxed import relaxed_log_prob
@@ -138,8 +139,7 @@ def is_random(site: Site) -> bool:
 
 def reparameterized(site: Site) -> bool:
     """Whether a guide site passes gradients through its draw."""
-    scored = site["infer"].get("mcvae", {}).get("score_function", False)
-    return bool(getattr(site["fn"], "has_rsample", False)) and not scored
+    return bool(getattr(site["fn"], "has_rsample", False)) and not noted(site, "scored")
 
 
 def inner_scale(site: Site) -> float | Tensor:

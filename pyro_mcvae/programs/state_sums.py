@@ -88,12 +88,21 @@ def plates_of(site: Site, trace: Trace) -> frozenset[str]:
     )
 
 
-def pack(site: Site, program: str, value: Tensor) -> Tensor:
+def pack(site: Site, program: str, value: Tensor, sums: bool = True) -> Tensor:
     """
     A batch-shaped tensor of a site, of which each dim has a symbol.
 
+    :param bool sums: whether dims that lie in no plate may be summed. Those of an enumerated site
+        may not: it has one value for each of their elements.
     :raises ValueError: naming a site with batch dims that lie in no plate.
     """
+    if sums and site["infer"].get("_enumerate_dim") is None:
+        known = site["infer"]["_dim_to_symbol"]
+        # States stand to the left of the plates. A program that moves them there sums nothing.
+        states = known.keys() - {f.dim for f in site["cond_indep_stack"]}
+        first = max(-value.dim(), max(states, default=-value.dim() - 1) + 1)
+        apart = [d for d in range(first, 0) if value.shape[d] != 1 and d not in known]
+        value = value.sum(apart, keepdim=True) if apart else value
     try:
         return packed.pack(value, site["infer"]["_dim_to_symbol"])
     except ValueError as error:

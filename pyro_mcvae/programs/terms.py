@@ -14,6 +14,7 @@ from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.programs import sites
+from pyro_mcvae.programs.annotations import noted
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import LEADING, is_subsampled, plate_key, subsampling_scale
 from pyro_mcvae.programs.score import score_parts
@@ -175,7 +176,7 @@ def model_term(site: Site, key: FactorKey | None = None, log_prob: Tensor | None
 def guide_term(site: Site, key: FactorKey | None = None) -> Term:
     """The log density of a scored site of the guide; ``key`` where it is known already."""
     key = key or FactorKey("guide", site["name"])
-    known = site["infer"].get("mcvae", {}).get("log_prob")
+    known = noted(site, "log_prob")
     if known is None:
         return _scored_term(site, key)
     # From the noise that the value was made of; see NoiseCoordinate.log_prob.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.options import FixedOptions
 from pyro_mcvae.ops.shards import Shard
 from pyro_mcvae.truncated.evolution import distinct_states
 from pyro_mcvae.truncated.joint import JointRuns
@@ -32,7 +33,7 @@ __all__ = ["StateBuffers"]
 _CHUNK = 1 << 24
 
 
-class StateBuffers(nn.Module):
+class StateBuffers(FixedOptions, nn.Module):
     """
     Keeps S distinct states for each datum, ``[N, S, bytes]``; made when a block is first seen.
 

@@ -131,6 +131,8 @@ class TruncatedPosterior(StateBuffers):
         torch.Size([10, 4])
     """
 
+    _assignable = frozenset({"evolution", "proposals"})
+
     def __init__(
         self,
         model: Program,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.annotations import note, noted
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.layout import DataIndex, SiteSpec, StateLayout, existing_entries
@@ -51,7 +52,7 @@ def impossible_states(layouts: Layouts, sample: WeightedParticles) -> Tensor | N
         if term.in_guide or term.key.name not in looked:
             return 0
         site, spec = term.site, spec_of(layouts, term.key.name)
-        bad = site["infer"].get("mcvae", {}).get("outside")
+        bad = noted(site, "outside")
         exists = existing_entries(site)
         if exists is not None:
             value = site["value"]
@@ -74,6 +75,5 @@ def inside_support(value: Tensor, msg: Site, spec: SiteSpec) -> Tensor:
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
     fine = support.check(value)
-    own = {**msg["infer"].get("mcvae", {}), "outside": ~fine}
-    msg["infer"] = {**msg["infer"], "mcvae": own}
+    note(msg, outside=~fine)
     return torch.where(fine, value, torch.full_like(value, spec.low))

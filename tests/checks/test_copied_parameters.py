@@ -6,6 +6,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import SVI
+from pyro.nn import PyroModule
 from pyro.optim import Adam
 from torch import nn
 
@@ -125,3 +126,42 @@ def test_an_optimizer_of_the_module_needs_no_store(loss, memory_format):
         elbo(X).backward()
         optimizer.step()
     assert not any(map(torch.equal, before, encoder.parameters()))
+
+
+class Part(PyroModule):
+    """A model, or a guide, with a network of a given name."""
+
+    def __init__(self, name, is_model):
+        super().__init__()
+        self.name, self.is_model = name, is_model
+        setattr(self, name, nn.Linear(*((2, 3) if is_model else (3, 2))))
+
+    def forward(self, x):
+        network = getattr(self, self.name)
+        with pyro.plate("data", len(x)):
+            loc = torch.zeros(2) if self.is_model else network(x)
+            z = pyro.sample("z", dist.Normal(loc, 1.0).to_event(1))
+            if self.is_model:
+                pyro.sample("x", dist.Normal(network(z), 1.0).to_event(1), obs=x)
+
+
+def test_the_remedies_for_parts_of_one_name_train_both():
+    x = torch.rand(8, 3)
+
+    def parts(*names):
+        pyro.clear_param_store()
+        return [Part(name, is_model) for name, is_model in zip(names, (True, False), strict=True)]
+
+    with pytest.raises(ValueError, match=r"give these different names.* elbo\(model, guide\)"):
+        SVI(*parts("net", "net"), Adam({"lr": 0.1}), TraceSGVB_ELBO()).step(x)
+    found = parts("decoder", "encoder")
+    before = [p.detach().clone() for part in found for p in part.parameters()]
+    SVI(*found, Adam({"lr": 0.1}), TraceSGVB_ELBO()).step(x)
+    with pyro.settings.context(module_local_params=True):
+        both = parts("net", "net")
+        before += [p.detach().clone() for part in both for p in part.parameters()]
+        optimizer = torch.optim.Adam([p for part in both for p in part.parameters()], 0.1)
+        TraceSGVB_ELBO()(*both)(x).backward()
+        optimizer.step()
+    after = [p for part in (*found, *both) for p in part.parameters()]
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))

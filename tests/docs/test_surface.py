@@ -26,7 +26,10 @@ STATE = {
 PARTS = {"param_name", "packing", "plan", "plain", "slots"}
 # Arguments that a class takes from its base, whose docstring has them, or that are one of its own.
 INHERITED = {
-    "MonteCarloEM": {"baseline", "gradient_estimator", "multi_sample", "recompute", "schedule"},
+    "MonteCarloEM": {
+        *{"baseline", "gradient_estimator", "multi_sample", "recompute", "schedule"},
+        *{"budget", "num_categories", "num_samples"},
+    },
     "REBAR": {"control", "log_temperature"},
     "RELAX": {"log_temperature"},
     "TraceIWAE_ELBO": {"alpha"},

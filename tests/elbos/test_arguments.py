@@ -173,7 +173,10 @@ def test_plates_of_other_names_are_two_plates(caplog):
     assert "plate 'data' of the guide and in plate 'items' of the model" in caplog.text
     with (
         pyro.validation_enabled(False),
-        pytest.raises(ValueError, match="a minibatch each: give them one name"),
+        pytest.raises(
+            ValueError,
+            match=r"'data' \(2 of 4\) of the guide and in plate 'items' \(2 of 4\) of the m",
+        ),
     ):
         TraceIWAE_ELBO(2).loss(lambda: model("items", 2), lambda: guide(size=2))
 

@@ -443,7 +443,8 @@ def test_gradient_under_scale_and_mask_is_that_of_reparam(kind):
                     slope, log_s = (pyro.param(n, v.clone()) for n, v in parameters.items())
                     latent(slope * x[:, None], log_s.exp())
             if observe:
-                total = z.sum(-1, keepdim=dim == -2)
+                read = z if kind.startswith("scale") else torch.where(kept, z, 0.0)
+                total = read.sum(-1, keepdim=dim == -2)
                 obs = x[:, None] if dim == -2 else x
                 pyro.sample("x", dist.Normal(total, 1.0), obs=obs)
 

@@ -1,5 +1,6 @@
 """Discrete sites that the guide draws, under chains: each of their slots has chains of its own."""
 
+import contextlib
 import math
 
 import pyro
@@ -699,3 +700,40 @@ def test_values_that_cannot_be_leave_no_trace(elbo, num_categories):
     with_, without = gradient(3, 4000), gradient(2, 4000)
     error = (with_.var(0) + without.var(0)).sqrt() / 4000**0.5
     assert ((with_.mean(0) - without.mean(0)).abs() < 4.5 * error).all()
+
+
+@pytest.mark.parametrize("plated", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        TraceRaoBlackwell_ELBO,
+        lambda: TraceRaoBlackwell_ELBO(ALL),
+        lambda: TraceRaoBlackwell_ELBO(0, 2),
+        lambda: TraceSIS_ELBO(2, num_categories=ALL),
+        lambda: TraceIWAE_ELBO(2, num_categories=ALL),
+    ],
+)
+def test_discrete_sites_that_come_and_go_are_named(make, plated):
+    """A stop bit decides whether another bit is drawn, as in grammars."""
+
+    def program(is_model):
+        with pyro.plate("data", 1) if plated else contextlib.nullcontext():
+            total, more = 0.0, True
+            for t in range(3):
+                if not more:
+                    break
+                stop = pyro.sample(f"stop_{t}", dist.Bernoulli(0.4 if is_model else 0.5))
+                more, total = bool(stop == 0), total + stop
+            if is_model:
+                pyro.sample("x", dist.Normal(total, 1.0), obs=torch.tensor(0.5))
+
+    elbo = make()
+
+    def steps():
+        for _ in range(10):
+            elbo.loss(lambda: program(True), lambda: program(False))
+
+    with pytest.raises(
+        ValueError, match=r"guide site 'stop_[12]' is drawn (for|in) some .*draw it"
+    ):
+        steps()

@@ -1,0 +1,151 @@
+"""No latent can be weighed per datum: every objective is the plain ELBO, and names the cause."""
+
+import logging
+import warnings
+from functools import partial
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_mcvae import (
+    MALA,
+    CompiledELBO,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+)
+from tests.estimates import assert_mean
+
+X = torch.linspace(-1.0, 2.0, 20, dtype=torch.float64)
+MAKES = {
+    "iwae": lambda: TraceIWAE_ELBO(3),
+    "sis": lambda: TraceSIS_ELBO(3),
+    "ais": lambda: TraceAIS_ELBO(3, MALA(0.1)),
+    "many": lambda: TraceSIS_ELBO(3, num_particles=4, multi_sample=True),
+    "reweighted": lambda: TraceSIS_ELBO(3, gradient_estimator="reweighted"),
+    "compiled": lambda: CompiledELBO(TraceSIS_ELBO(3), backend="eager"),
+}
+
+
+def model():
+    w = pyro.sample("w", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", 20, subsample_size=5) as index:
+        pyro.sample("x", dist.Normal(w, 1.0), obs=X[index])
+
+
+def guide():
+    pyro.sample("w", dist.Normal(pyro.param("loc", torch.tensor(0.3)), 0.4))
+
+
+def with_points(is_model):
+    """A random latent of all data, and a point for each of them."""
+    w = pyro.sample("w", dist.Normal(0.0, 1.0) if is_model else dist.Normal(0.3, 0.4))
+    with pyro.plate("data", 20, subsample_size=5) as index:
+        fn = dist.Normal(0.0, 1.0) if is_model else dist.Delta(X[index] / 4)
+        z = pyro.sample("z", fn)
+        if is_model:
+            pyro.sample("x", dist.Normal(w + z, 1.0), obs=X[index])
+
+
+def exact(x, points=0.0):
+    q = dist.Normal(0.3, 0.4)
+    divergence = torch.distributions.kl_divergence(q, dist.Normal(0.0, 1.0))
+    return (dist.Normal(0.3 + points, 1.0).log_prob(x) - 0.4**2 / 2).sum() - divergence
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_every_objective_is_the_elbo_and_says_so_once(name, caplog):
+    elbo = MAKES[name]()
+    with caplog.at_level(logging.WARNING):
+        values = torch.tensor([-elbo.loss(model, guide) for _ in range(300)])
+    assert_mean(values, exact(X))
+    (told,) = [r.getMessage() for r in caplog.records if "averaged" in r.getMessage()]
+    assert "plate 'data' (5 of 20) depend on the guide's 'w' outside" in told
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_the_gradient_is_that_of_the_elbo(name):
+    found, elbo = [], MAKES[name]()
+    for _ in range(150):
+        elbo.loss_and_grads(model, guide)
+        found.append(pyro.param("loc").grad.clone())
+        pyro.param("loc").grad.zero_()
+    assert_mean(torch.stack(found), -((X - 0.3).sum() - 0.3))
+
+
+@pytest.mark.parametrize("name", ["sis", "ais"])
+def test_one_seed_has_one_number_and_bounds_are_those_of_the_loss(name):
+    elbo, again = MAKES[name](), MAKES[name]()
+    found = []
+    for one in (elbo, elbo, again):
+        pyro.set_rng_seed(0)
+        found.append(-one.loss(model, guide))
+    pyro.set_rng_seed(0)
+    found.append(elbo.bounds(model, guide).total.item())
+    assert found == pytest.approx(found[:1] * 4)
+
+
+@pytest.mark.parametrize("name", ["iwae", "sis", "ais"])
+def test_points_of_each_datum_beside_a_latent_of_all(name):
+    pair = partial(with_points, True), partial(with_points, False)
+    elbo = MAKES[name]()
+    values = torch.tensor([-elbo.loss(*pair) for _ in range(300)])
+    assert_mean(values, exact(X, X / 4) + dist.Normal(0.0, 1.0).log_prob(X / 4).sum())
+
+
+def test_full_data_after_a_minibatch_are_moved():
+    def program(is_model, size):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", 20, subsample_size=size) as index:
+            if is_model:
+                pyro.sample("x", dist.Normal(w, 1.0), obs=X[index])
+
+    elbo = TraceSIS_ELBO(3)
+    for size, moved in ((5, False), (20, True), (5, True), (5, True)):
+        elbo.loss(partial(program, True), partial(program, False), size)
+        assert (elbo.last_step is not None) == moved
+
+
+def test_svi_trains_and_leaves_the_chains_own_parts_as_they_are():
+    elbo = TraceSIS_ELBO(3)
+    before = [p.detach().clone() for p in elbo.parameters()]
+    svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), elbo)
+    for _ in range(3):
+        svi.step()
+    assert pyro.param("loc") != 0.3
+    assert before
+    assert all(torch.equal(a, b) for a, b in zip(before, elbo.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["iwae", "sis", "ais"])
+def test_an_operator_that_cannot_be_traced_is_named(name, caplog):
+    def opaque(z):
+        if type(z) is not torch.Tensor:
+            raise TypeError("plain tensors only")
+        return z.tanh()
+
+    def program(is_model):
+        g = pyro.sample("g", dist.Normal(0.0, 1.0 if is_model else 0.3))
+        with pyro.plate("data", 20, subsample_size=5) as index:
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            if is_model:
+                pyro.sample("x", dist.Normal(opaque(z) + g, 1.0), obs=X[index])
+
+    with caplog.at_level(logging.WARNING), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "cannot trace")
+        pair = partial(program, True), partial(program, False)
+        values = torch.tensor([MAKES[name]().loss(*pair) for _ in range(2)])
+    assert values.isfinite().all()
+    told = [r.getMessage() for r in caplog.records if "averaged" in r.getMessage()]
+    assert all("cannot be traced (TypeError: plain tensors only)" in message for message in told)
+    assert len(told) == 2  # of two objectives
+
+
+def test_averages_say_nothing(caplog):
+    with caplog.at_level(logging.WARNING):
+        TraceSGVB_ELBO(3).loss(model, guide)
+        TraceIWAE_ELBO(1).loss(model, guide)
+    assert not caplog.text
