@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pyro_mcvae.chains.kernel import Info, State, Target, finite
+from pyro_mcvae.chains.kernel import Info, State, Target, finite, of_moving
 from pyro_mcvae.ops.importance import leave_one_out_mean, leave_one_out_signal
 
 __all__ = ["Chain", "Transition", "accept_score", "anneal", "anneal_back", "evaluator"]
@@ -42,6 +42,7 @@ class Chain:
     :ivar rest: for each transition the part of W that was still to come, shape ``[*batch]``; empty
         for unadjusted kernels.
     :ivar weight: how much each chain counts in means, shape ``[*batch]``; None for all alike.
+    :ivar movable: 1 where a coordinate may move, 0 where not; None if all may.
     """
 
     log_weight: Tensor
@@ -50,17 +51,28 @@ class Chain:
     infos: list[Info]
     rest: list[Tensor]
     weight: Tensor | None = None
+    movable: Tensor | None = None
 
     def mean(self, value: Tensor) -> Tensor:
         """
-        A scalar, the mean over all chains, each as much as it counts.
+        Return the mean over all chains that can move, each as much as it counts; a scalar.
 
         :param value: shape ``[*any, *batch]``.
         """
-        if self.weight is None:
+        weight = self.weight
+        if self.movable is not None:
+            moves = self.movable.any(-1).to(value)
+            weight = moves if weight is None else weight * moves
+        if weight is None:
             return value.mean()
-        weight = self.weight.expand(value.shape)
+        weight = weight.expand(value.shape)
         return (weight * value).sum() / weight.sum()
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradients that step sizes adapt by, shape ``[*batch, D]``."""
+        gradient = self.start.grad_joint
+        return None if gradient is None else of_moving(gradient, self.movable)
 
     @property
     def mean_acceptance(self) -> Tensor:
@@ -136,9 +148,11 @@ def anneal(
         infos.append(info)
     if kernel.adjusted:
         rest = _to_come(betas, [*log_weights, state.log_weight])
-        return Chain(rest[0], start, state, infos, rest[1 : len(infos) + 1])
+        to_come = rest[1 : len(infos) + 1]
+        return Chain(rest[0], start, state, infos, to_come, movable=movable)
     log_weight = state.log_base + state.log_weight - start.log_base
-    return Chain(log_weight + sum(i.log_ratio for i in infos), start, state, infos, [])
+    log_weight = log_weight + sum(i.log_ratio for i in infos)
+    return Chain(log_weight, start, state, infos, [], movable=movable)
 
 
 def _to_come(betas: Tensor, log_weights: list[Tensor]) -> list[Tensor]:

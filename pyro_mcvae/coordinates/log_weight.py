@@ -17,7 +17,7 @@ from pyro_mcvae.coordinates.derivatives import (
 )
 from pyro_mcvae.coordinates.evaluation import Evaluation, evaluate
 from pyro_mcvae.coordinates.gradient import GradientMode
-from pyro_mcvae.coordinates.masks import all_coordinates, unmasked_coordinates
+from pyro_mcvae.coordinates.masks import coordinates_that_count
 from pyro_mcvae.coordinates.placing import (
     Placed,
     Record,
@@ -147,10 +147,12 @@ class LogWeight:
     @cached_property
     def movable(self) -> Tensor | None:
         """
-        1 for coordinates that chains move, 0 for those of discrete sites, and for those that a mask
-        of the guide takes out; shape ``[K, *plates, D]``, or None where all move.
+        1 for coordinates that chains move: those of :attr:`valid` but for discrete sites. Shape
+        ``[K, *plates, D]``, or None where all move.
         """
-        return unmasked_coordinates(self.first.sample, self._records, self.plan, self.plan.discrete)
+        return coordinates_that_count(
+            self.first.sample, self._records, self.plan, self.plan.discrete
+        )
 
     @cached_property
     def valid(self) -> Tensor:
@@ -158,8 +160,8 @@ class LogWeight:
         1 for coordinates that are part of the weight; 0 for masked ones, and for those that fill
         up shorter vectors where the blocks' lengths differ. Shape ``[K, *plates, D]``.
         """
-        found = unmasked_coordinates(self.first.sample, self._records, self.plan)
-        return all_coordinates(self._records, self.packing) if found is None else found
+        found = coordinates_that_count(self.first.sample, self._records, self.plan)
+        return torch.ones_like(self.coordinates) if found is None else found
 
     def gradients(self, at: Evaluation, create_graph: bool = True) -> tuple[Tensor, Tensor]:
         """
