@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from pyro import distributions as dist
 from torch import Tensor
+from torch.distributions import gamma
 
 from pyro_mcvae.programs.known_logs import Logs, with_logs
 from pyro_mcvae.programs.transforms import is_elementary
@@ -49,9 +51,11 @@ def _draw(fn: Any) -> Tensor | None:
 
 def _log_gamma(concentration: Tensor) -> Tensor:
     """The logarithm of a draw of Gamma(concentration, 1)."""
-    small = concentration < 1
-    drawn = torch._standard_gamma(torch.where(small, concentration + 1, concentration)).log()
-    uniform = torch.rand_like(concentration).clamp_min(torch.finfo(concentration.dtype).tiny)
+    tiny = torch.finfo(concentration.dtype).tiny
+    # Others are below the least number with a probability of less than 1e-12.
+    small = concentration < math.log(1e-12) / math.log(tiny)
+    drawn = gamma._standard_gamma(torch.where(small, concentration + 1, concentration)).log()
+    uniform = torch.rand_like(concentration).clamp_min(tiny)
     return drawn + torch.where(small, uniform.log() / torch.where(small, concentration, 1.0), 0.0)
 
 

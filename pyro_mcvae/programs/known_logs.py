@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["KnownLogs", "keep_logs", "known_logs", "with_logs"]
 
+_version = attrgetter("_version")
 Lazy: TypeAlias = Callable[[], Tensor]
 
 
@@ -81,13 +83,18 @@ def with_logs(value: Any, logs: Logs | list[Logs | None] | None) -> Any:
     if isinstance(logs, list):
         return type(value)(map(with_logs, value, logs))
     if logs is not None:
-        value._known_logs = logs, value._version
+        value._known_logs = logs, _changes(value)
     return value
 
 
 def _logs_of(value: Any) -> Logs | None:
     logs, version = getattr(value, "_known_logs", (None, None))
-    return logs if version is not None and version == value._version else None
+    return logs if version is not None and version == _changes(value) else None
+
+
+def _changes(value: Tensor) -> int:
+    """How often a tensor has been changed in place."""
+    return 0 if value.is_inference() else _version(value)
 
 
 def positive(value: Tensor, simplex: bool = False) -> Tensor:
@@ -127,7 +134,9 @@ def _log(x: Any) -> Tensor | None:
     logs = _logs_of(x)
     if logs is None or logs.sign < 0:
         return None
-    return logs.log() if logs.sign else torch.where(x < 0, torch.nan, logs.log())
+    log = logs.log()
+    # A tensor of its own: transforms know their values by identity.
+    return log.view_as(log) if logs.sign else torch.where(x < 0, torch.nan, log)
 
 
 def _xlogy(a: Any, x: Any) -> Tensor | None:
