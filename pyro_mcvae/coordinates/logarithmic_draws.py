@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ def logarithmic_draw(fn: Distribution) -> Tensor:
 
     A draw of ``Gamma(0.05, 1.0)`` is below the least number of single precision once in 80, and one
     of ``Beta(0.05, 0.05)`` is rounded to 1 once in 5: PyTorch moves them there, where their density
-    is another. Gamma(a) is Gamma(a + 1) times :math:`U^{1 / a}`, whose logarithm is a number of
-    usual size; Beta, Dirichlet and their transforms follow. To be called within
+    is another. Draws of Gamma in double precision have logarithms of usual size; Beta, Dirichlet and
+    their transforms follow. To be called within
     :class:`~pyro_mcvae.programs.known_logs.KnownLogs`.
     """
     found = _draw(fn)
@@ -51,12 +50,8 @@ def _draw(fn: Any) -> Tensor | None:
 
 def _log_gamma(concentration: Tensor) -> Tensor:
     """The logarithm of a draw of Gamma(concentration, 1)."""
-    tiny = torch.finfo(concentration.dtype).tiny
-    # Others are below the least number with a probability of less than 1e-12.
-    small = concentration < math.log(1e-12) / math.log(tiny)
-    drawn = gamma._standard_gamma(torch.where(small, concentration + 1, concentration)).log()
-    uniform = torch.rand_like(concentration).clamp_min(tiny)
-    return drawn + torch.where(small, uniform.log() / torch.where(small, concentration, 1.0), 0.0)
+    # In double precision less than one in 1e12 is below the least number down to 0.04.
+    return gamma._standard_gamma(concentration.double()).log().to(concentration.dtype)
 
 
 def _gamma(fn: Any) -> Tensor:
