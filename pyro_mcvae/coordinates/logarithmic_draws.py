@@ -22,10 +22,10 @@ def logarithmic_draw(fn: Distribution) -> Tensor:
     """
     Return a reparameterized draw, with its logarithms known where it lies near a boundary.
 
-    A draw of ``Gamma(0.05, 1.0)`` is below the least number of single precision once in 80, and one
+    A draw of ``Gamma(0.05, 1)`` is below the least number of single precision once in 80, and one
     of ``Beta(0.05, 0.05)`` is rounded to 1 once in 5: PyTorch moves them there, where their density
-    is another. Draws of Gamma in double precision have logarithms of usual size; Beta, Dirichlet and
-    their transforms follow. To be called within
+    is another. Draws of Gamma in double precision have logarithms of usual size. Beta, Dirichlet
+    and their transforms follow. Call it within
     :class:`~pyro_mcvae.programs.known_logs.KnownLogs`.
     """
     found = _draw(fn)

@@ -107,7 +107,8 @@ def positive(value: Tensor, simplex: bool = False) -> Tensor:
 
 def _inside(value: Tensor, logs: Logs) -> Tensor:
     info = torch.finfo(value.dtype)
-    return value.clamp(info.tiny, None if logs.complement is None else 1 - info.eps / 2)
+    with torch._C.DisableTorchFunction():  # rounding, and no part of the program
+        return value.clamp(info.tiny, None if logs.complement is None else 1 - info.eps / 2)
 
 
 def known_logs(value: Any) -> AbstractContextManager[object]:
@@ -160,7 +161,19 @@ def _logit(x: Any, eps: float | None = None) -> Tensor | None:
     return logs.log() - logs.complement()
 
 
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Tensor | None:
+    """The value itself where nothing but rounding is cut off."""
+    logs = _logs_of(x)
+    if logs is None or logs.sign <= 0 or isinstance(min, Tensor) or isinstance(max, Tensor):
+        return None
+    info = torch.finfo(x.dtype)
+    if (min is not None and min > info.tiny) or (max is not None and max < 1 - 1.5 * info.eps):
+        return None
+    return positive(x, logs.simplex) if max is None or logs.complement is not None else None
+
+
 _VALUES: dict[str, Callable[..., Tensor | None]] = {
+    "clamp": _clamp,
     "log": _log,
     "xlogy": _xlogy,
     "special_xlogy": _xlogy,
@@ -330,16 +343,6 @@ def _pad(
     return Logs(lambda: func(logs.log(), pad, value=0.0))
 
 
-def _clamp(func: Any, x: Any, min: Any = None, max: Any = None) -> Logs | None:
-    """Known where nothing but rounding is cut off."""
-    logs = _logs_of(x)
-    if logs is None or isinstance(min, Tensor) or isinstance(max, Tensor):
-        return None
-    info = torch.finfo(x.dtype)
-    keeps = (min is None or min <= info.tiny) and (max is None or max >= 1 - 1.5 * info.eps)
-    return logs if keeps and (max is None or logs.complement is not None) else None
-
-
 def _broadcast(func: Any, *tensors: Any) -> list[Logs | None]:
     tensors = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
@@ -397,7 +400,6 @@ _RULES: dict[str, Callable[..., Any]] = {
     "cumprod": _cumprod,
     "cumsum": _cumsum,
     "pad": _pad,
-    "clamp": _clamp,
     "broadcast_tensors": _broadcast,
     **dict.fromkeys(("sub", "__sub__"), _sub),
     **dict.fromkeys(("add", "__add__", "__radd__"), _add),

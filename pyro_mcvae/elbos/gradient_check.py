@@ -1,0 +1,103 @@
+"""Whether the gradients of a step are finite, where its loss is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import is_random, known_support
+
+__all__ = ["GradientCheck"]
+
+_REMEDY = (
+    "their gradients are cleared, so that nothing is trained on them. Compute in double precision "
+    "(torch.set_default_dtype(torch.float64)), keep latents and parameters off the ends of their "
+    "supports, and keep square roots, norms and divisions off 0, also in the branch of "
+    "torch.where that is not taken; torch.autograd.set_detect_anomaly(True) names the operation"
+)
+
+
+class GradientCheck:
+    """
+    Finds gradients that are not finite after a backward pass.
+
+    :param runs: the executions of the step, whose parameters are checked.
+    :param loss: the objective, whose own parameters are checked too.
+    """
+
+    def __init__(self, runs: list[Run], loss: object) -> None:
+        self._runs, self._loss = runs, loss
+
+    def total(self) -> Tensor | None:
+        """A number that is finite only if all gradients are; None where there is none."""
+        sums = [
+            _entries(g).detach().sum() for p in self._params.values() if (g := p.grad) is not None
+        ]
+        if not sums:
+            return None
+        device = sums[0].device
+        return torch.stack([s.double().to(device) for s in sums]).sum()
+
+    def clear(self) -> None:
+        """Set the gradients to None."""
+        for param in self._params.values():
+            param.grad = None
+
+    def raise_if_not_finite(self, loss: float | None = None) -> None:
+        """
+        :raises ValueError: naming the parameters, and the latents that are near a boundary.
+        """
+        bad = [
+            name
+            for name, p in self._params.items()
+            if p.grad is not None and not bool(_entries(p.grad).isfinite().all())
+        ]
+        if not bad:
+            return  # their sum overflows
+        names = ", ".join(f"'{n}'" for n in bad[:3]) + (" and others" if len(bad) > 3 else "")
+        value = "" if loss is None else f", which is {loss:.6g}"
+        near = "".join(f"\n  {line}" for line in self._near_boundaries())
+        self.clear()
+        raise ValueError(
+            f"the gradient of {names} is not finite, though the loss is{value}: {_REMEDY}{near}"
+        )
+
+    @property
+    def _params(self) -> dict[str, Tensor]:
+        """The parameters of the step by name: leaves of the graph, as an optimizer has them."""
+        found: dict[str, Tensor] = {}
+        if isinstance(self._loss, nn.Module):
+            found.update(self._loss.named_parameters())
+        for run in self._runs:
+            for trace in (run.guide_trace, run.model_trace):
+                for name, site in trace.nodes.items():
+                    if site["type"] == "param" and isinstance(site["value"], Tensor):
+                        value: Any = site["value"]
+                        own = getattr(value, "unconstrained", None)
+                        found[name] = value if own is None else own()
+        return {n: p for n, p in found.items() if p.is_leaf and p.requires_grad}
+
+    def _near_boundaries(self) -> Iterator[str]:
+        """A line for each latent of the guide whose values are rounded to an end, or nearly."""
+        for name, site in self._runs[-1].guide_trace.nodes.items():
+            if (
+                site["type"] != "sample"
+                or not is_random(site)
+                or known_support(site["fn"]).is_discrete
+            ):
+                continue
+            value, info = site["value"].detach(), torch.finfo(site["value"].dtype)
+            small, near_one = value.abs() < info.tiny**0.5, (1 - value).abs() < 2 * info.eps
+            count = int((small | near_one).sum())
+            if count:
+                kind = type(site["fn"]).__name__
+                found = f"{count} of {value.numel()} entries are almost 0 or 1"
+                yield f"site '{name}' of the guide ({kind}): {found}"
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
