@@ -59,11 +59,11 @@ class GradientCheck:
         if not bad:
             return  # their sum overflows
         names = ", ".join(f"'{n}'" for n in bad[:3]) + (" and others" if len(bad) > 3 else "")
-        value = "" if loss is None else f", which is {loss:.6g}"
+        value = "finite" if loss is None else f"{loss:.6g}"
         near = "".join(f"\n  {line}" for line in self._near_boundaries())
         self.clear()
         raise ValueError(
-            f"the gradient of {names} is not finite, though the loss is{value}: {_REMEDY}{near}"
+            f"the gradient of {names} is not finite, though the loss is {value}: {_REMEDY}{near}"
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
@@ -98,17 +99,18 @@ def _changes(value: Tensor) -> int:
 
 
 def positive(value: Tensor, simplex: bool = False) -> Tensor:
-    """A value whose logarithms are known, without rounding to 0 (or to 1)."""
+    """A value whose logarithms are known, without rounding to 0 (or 1) or infinity."""
     logs = _logs_of(value)
-    if logs is None or logs.sign <= 0:
+    if logs is None or logs.sign < 0:
         return value
     return with_logs(_inside(value, logs), logs._replace(simplex=simplex))
 
 
 def _inside(value: Tensor, logs: Logs) -> Tensor:
     info = torch.finfo(value.dtype)
+    least = info.tiny if logs.sign else -info.max
     with torch._C.DisableTorchFunction():  # rounding, and no part of the program
-        return value.clamp(info.tiny, None if logs.complement is None else 1 - info.eps / 2)
+        return value.clamp(least, info.max if logs.complement is None else 1 - info.eps / 2)
 
 
 def known_logs(value: Any) -> AbstractContextManager[object]:
@@ -172,8 +174,18 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Tensor | None:
     return positive(x, logs.simplex) if max is None or logs.complement is not None else None
 
 
+def _exp(x: Tensor) -> Tensor | None:
+    """Without overflow, through which no gradient comes back."""
+    if not x.is_floating_point():
+        return None
+    with torch._C.DisableTorchFunction():
+        value = x.clamp(max=math.log(torch.finfo(x.dtype).max) - 1e-3).exp()
+    return positive(with_logs(value, Logs(lambda: x)))
+
+
 _VALUES: dict[str, Callable[..., Tensor | None]] = {
     "clamp": _clamp,
+    "exp": _exp,
     "log": _log,
     "xlogy": _xlogy,
     "special_xlogy": _xlogy,
@@ -183,10 +195,6 @@ _VALUES: dict[str, Callable[..., Tensor | None]] = {
 }
 
 # What is known of the result of a function.
-
-
-def _exp(func: Any, x: Tensor) -> Logs:
-    return Logs(lambda: x)
 
 
 def _sigmoid(func: Any, x: Tensor) -> Logs:
@@ -379,7 +387,6 @@ _BY_LOGS = frozenset(
     )
 )
 _RULES: dict[str, Callable[..., Any]] = {
-    "exp": _exp,
     "sigmoid": _sigmoid,
     "special_expit": _sigmoid,
     "special_ndtr": _ndtr,
