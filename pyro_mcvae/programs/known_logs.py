@@ -268,11 +268,9 @@ def _add(func: Any, x: Any, other: Any, **options: Any) -> Logs | None:
         return None
     x, other = (x, other) if _logs_of(other) is None else (other, x)
     logs = _logs_of(x)
-    if logs is None or logs.sign == 0 or not (_is(other, 0) or _is(other, 1)):
-        return None
-    if _is(other, 0):
+    if logs is None or _is(other, 0):
         return logs
-    if logs.sign > 0 or logs.complement is None:
+    if logs.sign >= 0 or logs.complement is None or not _is(other, 1):
         return None
     return Logs(logs.complement, logs.log)
 
