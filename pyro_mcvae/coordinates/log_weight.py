@@ -31,6 +31,7 @@ from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.known_logs import knowing
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.types import Distribution, Message
 
@@ -106,7 +107,8 @@ class LogWeight:
         sample, self._records = self._first_draw(within)
         self.plan = plan_of(sample, self._records, self._beginning.held)
         self.packing = self.plan.packing
-        self.first = evaluate(sample, self._records)
+        with knowing():
+            self.first = evaluate(sample, self._records)
         at = [{n: placed.at for n, placed in record.items()} for record in self._records]
         self.coordinates = self.packing.pack_runs(at) if self.packing.sites else self._empty()
 
@@ -123,12 +125,13 @@ class LogWeight:
             return partial(self._draw, records[-1], rows)
 
         detach = GradientMode.FIRST in self.gradient
-        if within is None:
-            count = self._beginning.count
-            sample = sampler.sample(self.programs, make_sample_fn, detach, count, keep_noise=True)
-        else:
-            given = within, sampler.num_particles, make_sample_fn, detach
-            sample = sampler.resample(self.programs, *given)
+        with knowing():
+            if within is None:
+                of_guide = make_sample_fn, detach, self._beginning.count
+                sample = sampler.sample(self.programs, *of_guide, keep_noise=True)
+            else:
+                given = within, sampler.num_particles, make_sample_fn, detach
+                sample = sampler.resample(self.programs, *given)
         # A step whose structure was new may have begun more than once.
         return sample, records[-len(sample.runs) :]
 
@@ -221,6 +224,10 @@ class LogWeight:
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
+        with knowing(self.plan.bounded):
+            return self._executed(flat, detach)
+
+    def _executed(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
         first = self.first.sample
         if not (first.structure.mean_field and len(flat) == first.num_particles):
             return self._run_both(flat, detach)

@@ -238,20 +238,21 @@ class MonteCarloELBO(ELBO):
         return loss
 
     def _checked_backward(self, estimate: Estimate) -> float:
-        """Accumulate the gradient; the loss and whether all are finite leave a device at once."""
+        """Accumulate the gradient; the loss and whether it is finite leave a device at once."""
         check, free = GradientCheck(estimate.runs, self), costs_nothing_to_read(estimate.value)
         loss = finite_loss(estimate) if free else math.nan
         self._backward(estimate.surrogate)
         total = check.total()
         if total is None:
             return finite_loss(estimate)
-        value, total = torch.stack([estimate.value.detach().to(total), total]).tolist()
-        if not math.isfinite(value):
-            check.clear()
-            return finite_loss(estimate)
+        if not free:
+            loss, total = torch.stack([-estimate.value.double(), total.double()]).tolist()
+            if not math.isfinite(loss):
+                check.clear()
+                return finite_loss(estimate)
         if not math.isfinite(total):
-            check.raise_if_not_finite(-value)
-        return loss if free else -value
+            check.raise_if_not_finite(loss)
+        return loss
 
     def _backward(self, surrogate: Tensor) -> None:
         """Accumulate the gradient of the loss, minus that of the surrogate."""

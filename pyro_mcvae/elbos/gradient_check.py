@@ -34,17 +34,16 @@ class GradientCheck:
 
     def total(self) -> Tensor | None:
         """A number that is finite only if all gradients are; None where there is none."""
-        sums = [
-            _entries(g).detach().sum() for p in self._params.values() if (g := p.grad) is not None
-        ]
+        found = [g for p in self._params() if (g := p.grad) is not None]
+        sums = [(g._values() if g.is_sparse else g).sum() for g in found]
         if not sums:
             return None
-        device = sums[0].device
-        return torch.stack([s.double().to(device) for s in sums]).sum()
+        like = sums[0]
+        return torch.stack([s if s.dtype == like.dtype else s.to(like) for s in sums]).sum()
 
     def clear(self) -> None:
         """Set the gradients to None."""
-        for param in self._params.values():
+        for param in self._params():
             param.grad = None
 
     def raise_if_not_finite(self, loss: float | None = None) -> None:
@@ -53,7 +52,7 @@ class GradientCheck:
         """
         bad = [
             name
-            for name, p in self._params.items()
+            for name, p in self._named().items()
             if p.grad is not None and not bool(_entries(p.grad).isfinite().all())
         ]
         if not bad:
@@ -66,20 +65,21 @@ class GradientCheck:
             f"the gradient of {names} is not finite, though the loss is {value}: {_REMEDY}{near}"
         )
 
-    @property
-    def _params(self) -> dict[str, Tensor]:
+    def _params(self) -> Iterator[Tensor]:
+        return iter({id(p): p for p in self._named().values()}.values())
+
+    def _named(self) -> dict[str, Tensor]:
         """The parameters of the step by name: leaves of the graph, as an optimizer has them."""
-        found: dict[str, Tensor] = {}
+        found: dict[str, Any] = {}
+        traces = {id(t): t for run in self._runs for t in (run.guide_trace, run.model_trace)}
+        for trace in traces.values():
+            for name, site in trace.nodes.items():
+                if site["type"] == "param" and name not in found:
+                    own = getattr(site["value"], "unconstrained", None)
+                    found[name] = site["value"] if own is None else own()
         if isinstance(self._loss, nn.Module):
             found.update(self._loss.named_parameters())
-        for run in self._runs:
-            for trace in (run.guide_trace, run.model_trace):
-                for name, site in trace.nodes.items():
-                    if site["type"] == "param" and isinstance(site["value"], Tensor):
-                        value: Any = site["value"]
-                        own = getattr(value, "unconstrained", None)
-                        found[name] = value if own is None else own()
-        return {n: p for n, p in found.items() if p.is_leaf and p.requires_grad}
+        return {n: p for n, p in found.items() if isinstance(p, Tensor) and p.is_leaf}
 
     def _near_boundaries(self) -> Iterator[str]:
         """A line for each latent of the guide whose values are rounded to an end, or nearly."""

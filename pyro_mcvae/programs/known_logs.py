@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["KnownLogs", "keep_logs", "known_logs", "with_logs"]
+__all__ = ["KnownLogs", "keep_logs", "knowing", "known_logs", "with_logs"]
 
 _version = attrgetter("_version")
+_entered: list[None] = []
 Lazy: TypeAlias = Callable[[], Tensor]
 
 
@@ -54,6 +55,15 @@ class KnownLogs(TorchFunctionMode):
         >>> slope, torch.autograd.grad(slope, u)[0]
         (tensor(-0.5000, grad_fn=<AddBackward0>), tensor(-8.7565e-27))
     """
+
+    def __enter__(self) -> KnownLogs:
+        super().__enter__()
+        _entered.append(None)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _entered.pop()
+        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -113,9 +123,14 @@ def _inside(value: Tensor, logs: Logs) -> Tensor:
         return value.clamp(least, info.max if logs.complement is None else 1 - info.eps / 2)
 
 
+def knowing(needed: bool = True) -> AbstractContextManager[object]:
+    """:class:`KnownLogs`, if it is needed and not entered already."""
+    return KnownLogs() if needed and not _entered else nullcontext()
+
+
 def known_logs(value: Any) -> AbstractContextManager[object]:
     """:class:`KnownLogs` for a value of which some are known."""
-    return nullcontext() if _logs_of(value) is None else KnownLogs()
+    return knowing(_logs_of(value) is not None)
 
 
 def keep_logs(value: Tensor, change: Callable[[Tensor], Tensor], made: Tensor) -> Tensor:
@@ -174,6 +189,20 @@ def _clamp(x: Any, min: Any = None, max: Any = None) -> Tensor | None:
     return positive(x, logs.simplex) if max is None or logs.complement is not None else None
 
 
+def _lgamma(x: Any) -> Tensor | None:
+    logs = _logs_of(x)
+    return None if logs is None or logs.sign <= 0 else torch.lgamma(1 + x) - logs.log()
+
+
+def _divided(x: Any, other: Any, **options: Any) -> Tensor | None:
+    """By a value that may be next to 0: times its reciprocal, which has the derivatives."""
+    logs = _logs_of(other)
+    if options or logs is None or logs.sign <= 0 or _logs_of(x) is not None:
+        return None
+    value = _exp(-logs.log())
+    return value if _is(x, 1) or value is None else x * value
+
+
 def _exp(x: Tensor) -> Tensor | None:
     """Without overflow, through which no gradient comes back."""
     if not x.is_floating_point():
@@ -190,6 +219,10 @@ _VALUES: dict[str, Callable[..., Tensor | None]] = {
     "xlogy": _xlogy,
     "special_xlogy": _xlogy,
     "log1p": _log1p,
+    **dict.fromkeys(("lgamma", "special_gammaln"), _lgamma),
+    **dict.fromkeys(("div", "true_divide", "__truediv__", "__div__"), _divided),
+    **dict.fromkeys(("__rdiv__", "__rtruediv__"), lambda x, other: _divided(other, x)),
+    "reciprocal": lambda x: _divided(1, x),
     "logit": _logit,
     "special_logit": _logit,
 }
@@ -380,7 +413,7 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 _BY_LOGS = frozenset(
     (
-        *("pow", "__pow__", "sqrt", "square", "reciprocal", "__rdiv__", "__rtruediv__"),
+        *("pow", "__pow__", "sqrt", "square"),
         *("div", "true_divide", "__truediv__", "__div__", "rsub", "__rsub__", "sub", "__sub__"),
     )
 )
@@ -397,9 +430,6 @@ _RULES: dict[str, Callable[..., Any]] = {
     "__neg__": _neg,
     "abs": _abs,
     "__abs__": _abs,
-    "reciprocal": lambda func, x: _div(func, 1.0, x),
-    "__rdiv__": lambda func, x, other: _div(func, other, x),
-    "__rtruediv__": lambda func, x, other: _div(func, other, x),
     "sqrt": lambda func, x: _pow(func, x, 0.5),
     "square": lambda func, x: _pow(func, x, 2),
     "cumprod": _cumprod,
