@@ -1,6 +1,7 @@
 """No gradient is NaN at a finite loss: finite where the mathematics is, an error elsewhere."""
 
 import math
+from contextlib import nullcontext, suppress
 
 import pyro
 import pyro.distributions as dist
@@ -139,9 +140,25 @@ def programs(make, prior):
     return model, guide
 
 
-def assert_finite(loss, model, guide, steps=4):
+class _Refused(Exception):
+    """An error that names a site."""
+
+
+def loss_of(loss, model, guide):
+    try:
+        return loss.loss_and_grads(model, guide)
+    except ValueError as error:
+        raise (_Refused if "site 'z' of the" in str(error) else ValueError)(str(error)) from error
+
+
+def assert_finite(loss, model, guide, steps=4, may_refuse=False):
+    """
+    :param may_refuse: whether a step may raise, naming the site: draws that are rounded to a
+        boundary have no density there, where nothing else is known of them.
+    """
     for _ in range(steps):
-        assert math.isfinite(loss.loss_and_grads(model, guide))
+        with suppress(_Refused) if may_refuse else nullcontext():
+            assert math.isfinite(loss_of(loss, model, guide))
         for name, p in pyro.get_param_store().named_parameters():
             assert p.grad is None or p.grad.isfinite().all(), name
             p.grad = None
@@ -165,7 +182,8 @@ def test_distributions_with_a_boundary(name, objective, extreme, dtype):
     torch.set_default_dtype(dtype)
     make, prior = BOUNDED[name]
     c, s = EXTREMES[extreme]
-    assert_finite(OBJECTIVES[objective](), *programs(lambda: make(c, s), lambda: prior(s)))
+    pair = programs(lambda: make(c, s), lambda: prior(s))
+    assert_finite(OBJECTIVES[objective](), *pair, may_refuse=objective in DRAWS)
 
 
 @pytest.mark.slow
@@ -177,7 +195,8 @@ def test_every_distribution_with_every_objective(name, objective, extreme, dtype
     torch.set_default_dtype(dtype)
     make, prior = BOUNDED[name]
     c, s = EXTREMES[extreme]
-    assert_finite(OBJECTIVES[objective](), *programs(lambda: make(c, s), lambda: prior(s)), 20)
+    pair = programs(lambda: make(c, s), lambda: prior(s))
+    assert_finite(OBJECTIVES[objective](), *pair, 20, may_refuse=objective in DRAWS)
 
 
 MOVED = sorted(n for n in MADE if not MADE[n](torch.tensor(0.1), torch.tensor(0.2)).batch_shape)
@@ -190,6 +209,8 @@ def test_registry_of_distributions(name, objective):
     try:
         coordinate_of(MADE[name](a, b))
     except NotImplementedError:
+        objective = "iwae"
+    if name == "GeneralizedPareto":  # PyTorch's bijection of an interval that ends at infinity
         objective = "iwae"
 
     def model():
@@ -271,7 +292,7 @@ def rough_model():
         pyro.sample("x", dist.Normal(z + scale.sqrt() * 0, 1.0), obs=torch.zeros(3))
 
 
-def rough_guide():
+def rough_guide(x=None):
     loc = pyro.param("loc", torch.tensor(0.3))
     with pyro.plate("data", 3):
         pyro.sample("z", dist.Normal(loc, 1.0))
@@ -310,7 +331,8 @@ def test_a_gradient_that_is_not_finite_in_a_recorded_step():
     loss = CompiledELBO(TraceIWAE_ELBO(3), backend="eager")
     for _ in range(6):
         loss.loss_and_grads(model, rough_guide, start)
-    pyro.get_param_store()._params["scale"].grad = None
+    for _, p in pyro.get_param_store().named_parameters():
+        p.grad = None
     with pytest.raises(ValueError, match=MESSAGE):
         loss.loss_and_grads(model, rough_guide, start - 1)
     assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
@@ -346,6 +368,7 @@ def test_every_way_to_the_loss_agrees_at_weights_of_zero(make):
     for function in (loss.loss, loss.differentiable_loss, loss.loss_and_grads):
         loss = make()
         pyro.set_rng_seed(3)
-        found.append(float(getattr(loss, function.__name__)(model, guide)))
+        value = getattr(loss, function.__name__)(model, guide)
+        found.append(value.item() if isinstance(value, torch.Tensor) else value)
     assert found[0] == found[1] == found[2]
     assert pyro.get_param_store()._params["loc"].grad.isfinite().all()
