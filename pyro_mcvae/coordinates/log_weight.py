@@ -27,6 +27,7 @@ from pyro_mcvae.coordinates.placing import (
     value_at,
 )
 from pyro_mcvae.coordinates.plan import check_names, plan_of
+from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
@@ -104,13 +105,26 @@ class LogWeight:
     ) -> None:
         self.programs, self.gradient, self._sampler = programs, gradient, sampler
         self._kind, self._beginning = coordinates, begin or Beginning()
-        sample, self._records = self._first_draw(within)
-        self.plan = plan_of(sample, self._records, self._beginning.held)
+        generators = Generators() if sampler.runner.bounded is None else None
+        sample = self._planned(within)
+        if self.plan.bounded and not sampler.runner.bounded:
+            # From now on programs are run with known logarithms, and this draw is made again.
+            sampler.runner.bounded = True
+            if generators is not None:
+                generators.put_back()
+                sample = self._planned(within)
+        sampler.runner.bounded = bool(sampler.runner.bounded)
         self.packing = self.plan.packing
-        with knowing():
+        with knowing(self.plan.bounded):
             self.first = evaluate(sample, self._records)
         at = [{n: placed.at for n, placed in record.items()} for record in self._records]
         self.coordinates = self.packing.pack_runs(at) if self.packing.sites else self._empty()
+
+    def _planned(self, within: WeightedParticles | None) -> WeightedParticles:
+        with knowing(bool(self._sampler.runner.bounded)):
+            sample, self._records = self._first_draw(within)
+        self.plan = plan_of(sample, self._records, self._beginning.held)
+        return sample
 
     def _empty(self) -> Tensor:
         return self.first.log_weight.unsqueeze(-1)[..., :0]
@@ -125,13 +139,12 @@ class LogWeight:
             return partial(self._draw, records[-1], rows)
 
         detach = GradientMode.FIRST in self.gradient
-        with knowing():
-            if within is None:
-                of_guide = make_sample_fn, detach, self._beginning.count
-                sample = sampler.sample(self.programs, *of_guide, keep_noise=True)
-            else:
-                given = within, sampler.num_particles, make_sample_fn, detach
-                sample = sampler.resample(self.programs, *given)
+        if within is None:
+            count = self._beginning.count
+            sample = sampler.sample(self.programs, make_sample_fn, detach, count, keep_noise=True)
+        else:
+            given = within, sampler.num_particles, make_sample_fn, detach
+            sample = sampler.resample(self.programs, *given)
         # A step whose structure was new may have begun more than once.
         return sample, records[-len(sample.runs) :]
 

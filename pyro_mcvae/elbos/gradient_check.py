@@ -34,7 +34,7 @@ class GradientCheck:
 
     def total(self) -> Tensor | None:
         """A number that is finite only if all gradients are; None where there is none."""
-        found = [g for p in self._params() if (g := p.grad) is not None]
+        found = [g for p in self._trained() if (g := p.grad) is not None]
         sums = [(g._values() if g.is_sparse else g).sum() for g in found]
         if not sums:
             return None
@@ -43,7 +43,7 @@ class GradientCheck:
 
     def clear(self) -> None:
         """Set the gradients to None."""
-        for param in self._params():
+        for param in self._trained():
             param.grad = None
 
     def raise_if_not_finite(self, loss: float | None = None) -> None:
@@ -52,7 +52,7 @@ class GradientCheck:
         """
         bad = [
             name
-            for name, p in self._named().items()
+            for name, p in self._by_name().items()
             if p.grad is not None and not bool(_entries(p.grad).isfinite().all())
         ]
         if not bad:
@@ -65,10 +65,10 @@ class GradientCheck:
             f"the gradient of {names} is not finite, though the loss is {value}: {_REMEDY}{near}"
         )
 
-    def _params(self) -> Iterator[Tensor]:
-        return iter({id(p): p for p in self._named().values()}.values())
+    def _trained(self) -> Iterator[Tensor]:
+        return iter({id(p): p for p in self._by_name().values()}.values())
 
-    def _named(self) -> dict[str, Tensor]:
+    def _by_name(self) -> dict[str, Tensor]:
         """The parameters of the step by name: leaves of the graph, as an optimizer has them."""
         found: dict[str, Any] = {}
         traces = {id(t): t for run in self._runs for t in (run.guide_trace, run.model_trace)}

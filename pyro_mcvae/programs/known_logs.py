@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 from torch.overrides import TorchFunctionMode
 
@@ -70,6 +70,8 @@ class KnownLogs(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if not all(t is Tensor or t is nn.Parameter for t in types):
+            return func(*args, **kwargs)  # subclasses carry more than a value
         rule = _VALUES.get(name)
         if rule is not None and not kwargs.get("out"):
             found = rule(*args, **kwargs)
