@@ -312,6 +312,30 @@ def test_a_gradient_that_is_not_finite_is_an_error(objective, validate):
     assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
 
 
+def test_a_device_is_read_once_after_the_backward_pass(monkeypatch):
+    """Where a read waits for a device: the same loss, gradient and errors."""
+    monkeypatch.setattr("pyro_mcvae.elbos.base.costs_nothing_to_read", lambda value: False)
+    make, prior = BOUNDED["Gamma"]
+    pair = programs(lambda: make(1.0, 1.0), lambda: prior(1.0))
+    found = []
+    for loss in (TraceIWAE_ELBO(3).loss, TraceIWAE_ELBO(3).loss_and_grads):
+        pyro.set_rng_seed(0)
+        found.append(loss(*pair))
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    params = dict(pyro.get_param_store().named_parameters())
+    assert all(params[n].grad.isfinite().all() for n in ("c", "r"))
+
+    def impossible():
+        pair[0]()
+        pyro.factor("never", torch.tensor(-math.inf))
+
+    with pytest.raises(ValueError, match="site 'never' of the model"):
+        TraceIWAE_ELBO(3).loss_and_grads(impossible, pair[1])
+    assert all(p.grad is None for p in params.values())
+    with pytest.raises(ValueError, match=MESSAGE):
+        TraceIWAE_ELBO(3).loss_and_grads(rough_model, rough_guide)
+
+
 def test_a_gradient_that_is_not_finite_in_backward():
     loss = TraceIWAE_ELBO(3).differentiable_loss(rough_model, rough_guide)
     with pytest.raises(ValueError, match=MESSAGE):
