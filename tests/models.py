@@ -837,3 +837,57 @@ class LinearGaussianChain(ExactModel):
         return self.log_evidence_per_datum() - kl_divergence(
             q, dist.MultivariateNormal(*self.posterior())
         )
+
+
+class UnequalPlates:
+    """Two plates side by side, of one latent and of three per datum; a guide near the posterior."""
+
+    def __init__(self):
+        self.x = torch.tensor([1.0, -0.5]), torch.tensor([0.3, 2.0])
+
+    def model(self):
+        one = torch.ones(3)
+        with pyro.plate("a", 2):
+            u = pyro.sample("u", dist.Normal(0.0, 1.0))
+            pyro.sample("xa", dist.Normal(u, 1.0), obs=self.x[0])
+        with pyro.plate("b", 2):
+            v = pyro.sample("v", dist.Normal(0 * one, one).to_event(1))
+            pyro.sample("xb", dist.Normal(v.sum(-1), 1.0), obs=self.x[1])
+
+    def guide(self):
+        with pyro.plate("a", 2):
+            pyro.sample("u", dist.Normal(0.4 * self.x[0], 0.8))
+        with pyro.plate("b", 2):
+            loc = (0.2 * self.x[1]).unsqueeze(-1).expand(2, 3)
+            pyro.sample("v", dist.Normal(loc, 0.9).to_event(1))
+
+    def log_evidence_per_datum(self):
+        parts = zip(self.x, (2.0, 4.0), strict=True)
+        return torch.cat([dist.Normal(0.0, var**0.5).log_prob(x) for x, var in parts])
+
+
+class UnequalWalks:
+    """Random walks of two, one and three steps, in a sequential plate."""
+
+    def __init__(self):
+        self.x = torch.tensor([0.5, 1.2]), torch.tensor([0.7]), torch.tensor([-0.4, 0.1, 0.9])
+
+    def model(self):
+        for i in pyro.plate("walks", len(self.x)):
+            z = torch.zeros(())
+            for t, x in enumerate(self.x[i]):
+                z = pyro.sample(f"z_{i}_{t}", dist.Normal(0.9 * z, 1.0))
+                pyro.sample(f"x_{i}_{t}", dist.Normal(z, 0.7), obs=x)
+
+    def guide(self):
+        for i in pyro.plate("walks", len(self.x)):
+            for t, x in enumerate(self.x[i]):
+                pyro.sample(f"z_{i}_{t}", dist.Normal(0.6 * x, 0.8))
+
+    def log_evidence_per_datum(self):
+        found = []
+        for x in self.x:
+            step = torch.eye(len(x)) - 0.9 * torch.ones(len(x) - 1).diag(-1)
+            covariance = torch.linalg.inv(step.T @ step) + 0.49 * torch.eye(len(x))
+            found.append(dist.MultivariateNormal(0 * x, covariance).log_prob(x))
+        return torch.stack(found)

@@ -9,13 +9,13 @@ A chain starts at a draw :math:`z_0` from a base density and moves through
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.chains.kernel import Info, State, Target, finite
+from pyro_mcvae.chains.kernel import Info, State, Target, finite, of_moving
 from pyro_mcvae.ops.importance import leave_one_out_mean, leave_one_out_signal
 
 __all__ = ["Chain", "Transition", "accept_score", "anneal", "anneal_back", "evaluator"]
@@ -42,6 +42,8 @@ class Chain:
     :ivar rest: for each transition the part of W that was still to come, shape ``[*batch]``; empty
         for unadjusted kernels.
     :ivar weight: how much each chain counts in means, shape ``[*batch]``; None for all alike.
+    :ivar past: for each transition the part of W before it, likewise.
+    :ivar movable: 1 where a coordinate may move, 0 where not; None if all may.
     """
 
     log_weight: Tensor
@@ -50,17 +52,29 @@ class Chain:
     infos: list[Info]
     rest: list[Tensor]
     weight: Tensor | None = None
+    movable: Tensor | None = None
+    past: list[Tensor] = field(default_factory=list)
 
     def mean(self, value: Tensor) -> Tensor:
         """
-        A scalar, the mean over all chains, each as much as it counts.
+        Return the mean over all chains that can move, each as much as it counts; a scalar.
 
         :param value: shape ``[*any, *batch]``.
         """
-        if self.weight is None:
+        weight = self.weight
+        if self.movable is not None:
+            moves = self.movable.any(-1).to(value)
+            weight = moves if weight is None else weight * moves
+        if weight is None:
             return value.mean()
-        weight = self.weight.expand(value.shape)
+        weight = weight.expand(value.shape)
         return (weight * value).sum() / weight.sum()
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradients that step sizes adapt by, shape ``[*batch, D]``."""
+        gradient = self.start.grad_joint
+        return None if gradient is None else of_moving(gradient, self.movable)
 
     @property
     def mean_acceptance(self) -> Tensor:
@@ -135,22 +149,32 @@ def anneal(
         state, info = kernel.step(state, Target(evaluate, betas[k], movable, transition=k - 1))
         infos.append(info)
     if kernel.adjusted:
-        rest = _to_come(betas, [*log_weights, state.log_weight])
-        return Chain(rest[0], start, state, infos, rest[1 : len(infos) + 1])
+        parts = _parts(betas, [*log_weights, state.log_weight])
+        rest = parts.flip(0).cumsum(0).flip(0).unbind()
+        past, steps = list(parts.cumsum(0).unbind()), slice(1, len(infos) + 1)
+        return Chain(rest[0], start, state, infos, list(rest[steps]), None, movable, past)
     log_weight = state.log_base + state.log_weight - start.log_base
-    return Chain(log_weight + sum(i.log_ratio for i in infos), start, state, infos, [])
+    log_weight = log_weight + sum(i.log_ratio for i in infos)
+    return Chain(log_weight, start, state, infos, [], movable=movable)
 
 
-def _to_come(betas: Tensor, log_weights: list[Tensor]) -> list[Tensor]:
+def _parts(betas: Tensor, log_weights: list[Tensor]) -> Tensor:
     """
-    What is still to come of W at each step; after the last one, nothing.
+    What each step adds to W; after the last one, nothing: ``[K + 1, *batch]``.
 
     :param log_weights: before each of the steps, at least.
     """
     steps = range(1, len(betas))
-    increments = [(betas[k] - betas[k - 1]) * log_weights[k - 1] for k in steps]
-    parts = torch.stack([*increments, torch.zeros_like(increments[0])])
-    return list(parts.flip(0).cumsum(0).flip(0))
+    increments = [_times(betas[k] - betas[k - 1], log_weights[k - 1]) for k in steps]
+    return torch.stack([*increments, torch.zeros_like(increments[0])])
+
+
+def _times(step: Tensor, log_weight: Tensor) -> Tensor:
+    """A part of W; of a learned schedule without the gradient at states of weight zero."""
+    if not step.requires_grad:
+        return step * log_weight
+    usable = log_weight.isfinite()
+    return torch.where(usable, step * torch.where(usable, log_weight, 0.0), log_weight.detach())
 
 
 def anneal_back(
@@ -232,12 +256,12 @@ def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
     total = torch.zeros_like(chain.log_weight[0])
     if len(chain.rest) < len(chain.infos):
         raise ValueError("the kernel is not adjusted: its chain has no accept bits to score")
-    for info, rest in zip(chain.infos, chain.rest, strict=True):
+    for info, rest, past in zip(chain.infos, chain.rest, chain.past, strict=False):
         rest, log_prob = rest.detach(), info.log_prob
         assert log_prob is not None
         baseline = leave_one_out_mean(rest)
         if multi_sample:
-            substitute = chain.log_weight.detach() - rest + baseline
+            substitute = past.detach() + baseline  # not W - rest, which may be -inf + inf
             total = total + (leave_one_out_signal(chain.log_weight, substitute) * log_prob).sum(0)
         else:
             total = total + ((rest - baseline) * log_prob).mean(0)

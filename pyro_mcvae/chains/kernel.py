@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize, as_step_size
 from pyro_mcvae.chains.transitions import check_transitions
 
-__all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite"]
+__all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite", "of_moving"]
 
 
 class State(NamedTuple):
@@ -109,6 +109,23 @@ def finite(gradient: Tensor) -> Tensor:
     of the position all the same, so that forward and reverse moves agree on it.
     """
     return torch.where(gradient.isfinite(), gradient, 0.0)
+
+
+def of_moving(gradient: Tensor, movable: Tensor | None) -> Tensor:
+    """
+    Return a gradient that has, for each coordinate, the mean and the variance over the batch of the
+    entries that may move: step sizes adapt by these.
+
+    :param gradient: shape ``[*batch, D]``.
+    :param movable: 1 where an entry may move, 0 where not, broadcastable to it; None if all may.
+    """
+    if movable is None:
+        return gradient
+    moves = movable.expand_as(gradient) > 0
+    dims = tuple(range(gradient.dim() - 1))
+    share = moves.to(gradient).mean(dims).clamp_min(torch.finfo(gradient.dtype).tiny)
+    mean = torch.where(moves, gradient, 0.0).mean(dims) / share
+    return mean + torch.where(moves, gradient - mean, 0.0) / share.sqrt()
 
 
 class Proposal(NamedTuple):

@@ -223,20 +223,22 @@ class MonteCarloEM(ChainELBO):
         start = density.start()
         if self.states is not None:
             start = density(self.states.resume(first.sample, start.position))
-        target = Target(density, log_weight.new_ones(()), density.log_weight.movable)
+        movable = density.log_weight.movable
+        target = Target(density, log_weight.new_ones(()), movable)
         state, infos = start, []
         with torch.no_grad():
             steps = range(self.num_steps)
             for _ in shown(steps, "posterior draw", self.progress, "transition"):
                 state, info = self.kernel.step(state, target)
                 infos.append(info)
+        chain = Chain(log_weight, start, state, infos, [], movable=movable)
         self.last_step = ChainRecord(
-            torch.stack([info.acceptance.mean() for info in infos]),
+            torch.stack([chain.mean(info.acceptance) for info in infos]),
             self.kernel.step_size().detach().clone(),
             target.beta,
             log_weight,
         )
-        return Chain(log_weight, start, state, infos, [])
+        return chain
 
     def _adapt(self, chain: Chain) -> None:
         """After a step that succeeded: adapt, and keep where the chains stand."""

@@ -205,6 +205,9 @@ class _Step:
             results = self._results(returned)
             self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
             self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
+            if self.gradients:
+                total = torch.stack([g.sum().double() for g in self.gradients]).sum()
+                assumed.append(total.detach().isfinite())  # the plain step names what is not
             holds = [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else []
         self.slots = self._around.spaces.written(is_recorded)
         if call.function == "differentiable_loss":

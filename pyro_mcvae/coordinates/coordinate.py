@@ -16,12 +16,16 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 
 from pyro_mcvae.checks.angles import is_circular
 from pyro_mcvae.coordinates.bijection import bijection_of
+from pyro_mcvae.coordinates.logarithmic_draws import logarithmic_draw
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
 from pyro_mcvae.programs.errors import NoCoordinateError
+from pyro_mcvae.programs.known_logs import knowing, known_logs, positive
 from pyro_mcvae.programs.masks import with_mask
+from pyro_mcvae.programs.moving_supports import elementwise
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.score import is_rejection_sampled
 from pyro_mcvae.programs.sites import is_masked, is_straight_through, known_support, layers
@@ -47,6 +51,7 @@ class Coordinate(ABC):
     :ivar reparameterized: whether gradients may pass through draws, to the guide's parameters.
     :ivar normal: whether its density is the standard normal one.
     :ivar moves: whether chains move it.
+    :ivar bounded: whether its values lie in a part of the real numbers only.
     :ivar follows: whether its density may depend on other coordinates. Then it belongs to the
         density of all of them, also where a mask takes it out of the weight: it was drawn.
     """
@@ -55,6 +60,7 @@ class Coordinate(ABC):
     reparameterized: bool = True
     normal: bool = False
     moves: bool = True
+    bounded: bool = False
     follows: bool = False
 
     @property
@@ -106,6 +112,11 @@ class NoiseCoordinate(Coordinate):
         self.noise = noise
         self.normal = isinstance(noise.standard, StandardNormal)
         self.event_shape = noise.event_shape
+        support = elementwise(known_support(fn))
+        self.bounded, self._simplex = (
+            support is not constraints.real,
+            support is constraints.simplex,
+        )
         self._masked = is_masked(fn)
         # The noise and its density at the last call of log_prob, which log_base then shares.
         self._latest: tuple[Tensor, Tensor] | None = None
@@ -115,8 +126,11 @@ class NoiseCoordinate(Coordinate):
             return self.noise.standard.sample(self.batch_shape + self.event_shape)
 
     def value(self, coordinate: Tensor) -> Tensor:
-        with without_autocast():
-            return self.noise.transform(coordinate)
+        if not self.bounded:
+            with without_autocast():
+                return self.noise.transform(coordinate)
+        with without_autocast(), knowing():
+            return positive(self.noise.transform(coordinate), self._simplex)
 
     def at(self, value: Tensor) -> Tensor:
         if self.noise.inverse is None:
@@ -151,25 +165,33 @@ class UnconstrainedCoordinate(Coordinate):
         fn = self.fn = _without_masks(fn)
         self.reparameterized = fn.has_rsample and not is_rejection_sampled(fn)
         self.transform = bijection_of(fn)
+        support = elementwise(known_support(fn))
+        self.bounded, self._simplex = (
+            support is not constraints.real,
+            support is constraints.simplex,
+        )
         shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)
         # A tuple where torch 2.5 adds the shapes of an expanded distribution.
         self.event_shape = torch.Size(shape[len(fn.batch_shape) :])
 
     def draw(self) -> Tensor:
-        value = self.fn() if self.reparameterized else self.fn.sample()
-        # An alias: a flow knows the density of the tensor that it drew, without a gradient to it.
-        return self.transform.inv(value.view_as(value))
+        with knowing():
+            value = logarithmic_draw(self.fn) if self.reparameterized else self.fn.sample()
+            # An alias: a flow knows the density of the tensor that it drew, without a gradient.
+            return self.transform.inv(positive(value.view_as(value), self._simplex))
 
     def value(self, coordinate: Tensor) -> Tensor:
-        return self.transform(coordinate)
+        with knowing():
+            return positive(self.transform(coordinate), self._simplex)
 
     def at(self, value: Tensor) -> Tensor:
         return self.transform.inv(value)
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
-        log_det = self.transform.log_abs_det_jacobian(coordinate, value)
         extra = self.fn.event_dim - self.transform.codomain.event_dim
-        return self.fn.log_prob(value) + sum_event(log_det, extra)
+        with known_logs(value):
+            log_det = self.transform.log_abs_det_jacobian(coordinate, value)
+            return self.fn.log_prob(value) + sum_event(log_det, extra)
 
 
 class CircularCoordinate(UnconstrainedCoordinate):

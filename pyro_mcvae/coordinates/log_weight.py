@@ -17,7 +17,7 @@ from pyro_mcvae.coordinates.derivatives import (
 )
 from pyro_mcvae.coordinates.evaluation import Evaluation, evaluate
 from pyro_mcvae.coordinates.gradient import GradientMode
-from pyro_mcvae.coordinates.masks import all_coordinates, unmasked_coordinates
+from pyro_mcvae.coordinates.masks import coordinates_that_count
 from pyro_mcvae.coordinates.placing import (
     Placed,
     Record,
@@ -27,10 +27,12 @@ from pyro_mcvae.coordinates.placing import (
     value_at,
 )
 from pyro_mcvae.coordinates.plan import check_names, plan_of
+from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.known_logs import knowing
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.types import Distribution, Message
 
@@ -103,12 +105,26 @@ class LogWeight:
     ) -> None:
         self.programs, self.gradient, self._sampler = programs, gradient, sampler
         self._kind, self._beginning = coordinates, begin or Beginning()
-        sample, self._records = self._first_draw(within)
-        self.plan = plan_of(sample, self._records, self._beginning.held)
+        generators = Generators() if sampler.runner.bounded is None else None
+        sample = self._planned(within)
+        if self.plan.bounded and not sampler.runner.bounded:
+            # From now on programs are run with known logarithms, and this draw is made again.
+            sampler.runner.bounded = True
+            if generators is not None:
+                generators.put_back()
+                sample = self._planned(within)
+        sampler.runner.bounded = bool(sampler.runner.bounded)
         self.packing = self.plan.packing
-        self.first = evaluate(sample, self._records)
+        with knowing(self.plan.bounded):
+            self.first = evaluate(sample, self._records)
         at = [{n: placed.at for n, placed in record.items()} for record in self._records]
         self.coordinates = self.packing.pack_runs(at) if self.packing.sites else self._empty()
+
+    def _planned(self, within: WeightedParticles | None) -> WeightedParticles:
+        with knowing(bool(self._sampler.runner.bounded)):
+            sample, self._records = self._first_draw(within)
+        self.plan = plan_of(sample, self._records, self._beginning.held)
+        return sample
 
     def _empty(self) -> Tensor:
         return self.first.log_weight.unsqueeze(-1)[..., :0]
@@ -147,10 +163,12 @@ class LogWeight:
     @cached_property
     def movable(self) -> Tensor | None:
         """
-        1 for coordinates that chains move, 0 for those of discrete sites, and for those that a mask
-        of the guide takes out; shape ``[K, *plates, D]``, or None where all move.
+        1 for coordinates that chains move: those of :attr:`valid` but for discrete sites. Shape
+        ``[K, *plates, D]``, or None where all move.
         """
-        return unmasked_coordinates(self.first.sample, self._records, self.plan, self.plan.discrete)
+        return coordinates_that_count(
+            self.first.sample, self._records, self.plan, self.plan.discrete
+        )
 
     @cached_property
     def valid(self) -> Tensor:
@@ -158,8 +176,8 @@ class LogWeight:
         1 for coordinates that are part of the weight; 0 for masked ones, and for those that fill
         up shorter vectors where the blocks' lengths differ. Shape ``[K, *plates, D]``.
         """
-        found = unmasked_coordinates(self.first.sample, self._records, self.plan)
-        return all_coordinates(self._records, self.packing) if found is None else found
+        found = coordinates_that_count(self.first.sample, self._records, self.plan)
+        return torch.ones_like(self.coordinates) if found is None else found
 
     def gradients(self, at: Evaluation, create_graph: bool = True) -> tuple[Tensor, Tensor]:
         """
@@ -219,6 +237,10 @@ class LogWeight:
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
+        with knowing(self.plan.bounded):
+            return self._executed(flat, detach)
+
+    def _executed(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
         first = self.first.sample
         if not (first.structure.mean_field and len(flat) == first.num_particles):
             return self._run_both(flat, detach)

@@ -110,6 +110,11 @@ class Packing:
             self._widths[site.block] = end
             self._shapes[site.block] = tuple(site.batch_shape[a - 1] for a in own)
 
+    @property
+    def padded(self) -> bool:
+        """Whether some vectors are shorter than others, and are filled up."""
+        return len(set(self._widths)) > 1
+
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
         """Coordinates by site to ``[leading, *plates, D]``."""
         parts: list[list[Tensor]] = [[] for _ in self._widths]

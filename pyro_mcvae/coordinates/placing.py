@@ -16,7 +16,7 @@ from pyro_mcvae.programs.annotations import note
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SampleFn
-from pyro_mcvae.programs.sites import bare, is_straight_through
+from pyro_mcvae.programs.sites import bare, changed_draw, is_straight_through
 from pyro_mcvae.programs.types import Message, SiteChanges
 
 __all__ = [
@@ -114,7 +114,7 @@ def latents_at(record: Record, detach: bool) -> SiteChanges:
     for name, placed in record.items():
         msg: Message = {"infer": {}}
         value = value_at(msg, placed)
-        found[name] = {**msg, "value": value.detach() if detach else value}
+        found[name] = {**msg, "value": changed_draw(Tensor.detach, value) if detach else value}
     return found
 
 

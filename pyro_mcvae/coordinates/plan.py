@@ -29,6 +29,7 @@ class Plan:
         not explicit does on the draws before it: gradients at the first draw are then no partial
         derivatives.
     :ivar discrete: the sites whose coordinate is a discrete value, which no chain moves.
+    :ivar bounded: whether values of a site lie in a part of the real numbers only.
     :ivar looked: who has looked at the sites already, by keys of their own.
     """
 
@@ -36,6 +37,7 @@ class Plan:
     normal: bool
     entangled: bool
     discrete: tuple[str, ...]
+    bounded: bool
     looked: set[Hashable] = field(default_factory=set)
 
     @property
@@ -93,7 +95,8 @@ def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]
     # The density of what is held may depend on the coordinates, unless no draw does on another.
     normal = all(c.normal for c in first) and (sample.structure.mean_field or not held)
     discrete = (n for n in packing.sites if not records[0][n].coordinate.moves)
-    plan = Plan(packing, normal, entangled, tuple(discrete))
+    bounded = any(c.bounded for c in first)
+    plan = Plan(packing, normal, entangled, tuple(discrete), bounded)
     for name, draws in sample.structure.masked_by.items():
         if not draws.isdisjoint(plan.moving):
             raise _moving(name, draws)

@@ -14,10 +14,14 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
 
+from pyro_mcvae.coordinates.chain_density import costs_nothing_to_read
 from pyro_mcvae.elbos.estimate import Bounds, Estimate, finite_loss
+from pyro_mcvae.elbos.gradient_check import GradientCheck
 from pyro_mcvae.elbos.notices import Notices, refuse_scores
+from pyro_mcvae.ops.autograd import after_backward, with_gradient_of
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.ops.options import FixedOptions
+from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import Substitutes
@@ -221,15 +225,22 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         Minus the bound, as a scalar tensor whose ``backward`` yields the gradient estimate.
 
-        Checks that the value is finite only while Pyro's validation is enabled, so that without
-        validation no value leaves the device.
+        Checks that the value, and after ``backward`` the gradient, are finite only while Pyro's
+        validation is enabled, so that without validation no value leaves the device.
+
+        :raises ValueError: as :meth:`loss`; in ``backward`` as :meth:`loss_and_grads`.
         """
         estimate = self._step(Programs(model, guide, args, kwargs))
-        if is_validation_enabled():
+        checked = is_validation_enabled()
+        if checked:
             finite_loss(estimate)
         if estimate.finish is not None:
             estimate.finish()
-        return estimate.surrogate.detach() - estimate.surrogate - estimate.value
+        loss = with_gradient_of(-estimate.value, estimate.surrogate)
+        if checked and loss.requires_grad and not is_recording():
+            check = GradientCheck(estimate.runs, self)
+            loss.register_hook(lambda _: after_backward(check.raise_if_not_finite))
+        return loss
 
     def loss_and_grads(
         self, model: Program, guide: Program, *args: object, **kwargs: object
@@ -239,14 +250,36 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
         :returns: the loss in nats, as :meth:`loss`.
         :raises ValueError: naming the sites where a log density is not finite; no gradient has
-            been accumulated then.
+            been accumulated then. And naming the parameters whose gradient is not finite though the
+            loss is; the gradients of the step's parameters are None then, so that no optimizer can
+            train on them.
         """
         estimate = self._step(Programs(model, guide, args, kwargs))
-        loss = finite_loss(estimate)
-        if estimate.surrogate.requires_grad:
-            self._backward(estimate.surrogate)
+        if not estimate.surrogate.requires_grad or is_recording():
+            loss = finite_loss(estimate)
+            if estimate.surrogate.requires_grad:
+                self._backward(estimate.surrogate)
+        else:
+            loss = self._checked_backward(estimate)
         if estimate.finish is not None:
             estimate.finish()
+        return loss
+
+    def _checked_backward(self, estimate: Estimate) -> float:
+        """Accumulate the gradient; the loss and whether it is finite leave a device at once."""
+        check, free = GradientCheck(estimate.runs, self), costs_nothing_to_read(estimate.value)
+        loss = finite_loss(estimate) if free else math.nan
+        self._backward(estimate.surrogate)
+        total = check.total()
+        if total is None:
+            return finite_loss(estimate)
+        if not free:
+            loss, total = torch.stack([-estimate.value.double(), total.double()]).tolist()
+            if not math.isfinite(loss):
+                check.clear()
+                return finite_loss(estimate)
+        if not math.isfinite(total):
+            check.raise_if_not_finite(loss)
         return loss
 
     def _backward(self, surrogate: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
-from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.kernel import Kernel, of_moving
 from pyro_mcvae.chains.schedules import LearnedSchedule, LinearSchedule, Schedule, as_schedule
 from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize
 from pyro_mcvae.coordinates.chain_checks import check_chain
@@ -258,16 +258,17 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return self._average(slots.each(log_weight)) if self.multi_sample else log_weight
 
     def _run(self, density: ChainDensity, slots: OneSlot) -> Chain:
-        betas = self.schedule()
+        betas, movable = self.schedule(), density.log_weight.movable
         with torch.set_grad_enabled(GradientMode.CHAIN in density.gradient):
             start = density.start()
             if start.grad_base is not None:
                 # Let the step size see where the chains start.
                 learns = self.training and density.gradient.keeps_graph
-                self.kernel.step_size.begin(start.grad_base.detach(), learns)
+                seen = of_moving(start.grad_base.detach(), movable)
+                self.kernel.step_size.begin(seen, learns)
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
-            chain = anneal(start, betas, self.kernel, density, density.log_weight.movable, last)
+            chain = anneal(start, betas, self.kernel, density, movable, last)
         chain = replace(chain, weight=slots.row_weight, log_weight=self._log_weight(chain))
         step_size = self.kernel.step_size.values().detach().clone()
         self.last_step = ChainRecord.of(chain, step_size, betas.detach(), slots)
@@ -283,7 +284,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         step_size = self.kernel.step_size
         if not (self.training and chain.infos) or type(step_size).update is StepSize.update:
             return  # nothing to learn, and no rank to be waited for
-        acceptance, gradient = chain.mean_acceptance, chain.start.grad_joint
+        acceptance, gradient = chain.mean_acceptance, chain.gradient
         if num_ranks() > 1:
             acceptance, gradient = self._over_ranks(acceptance, gradient)
         step_size.update(acceptance, gradient)

@@ -133,8 +133,9 @@ class SlotAverage(OneSlot):
             i if i.log_prob is None else i._replace(log_prob=self.fold(i.log_prob))
             for i in chain.infos
         ]
-        rest = [self.each(r) for r in chain.rest]
-        return replace(chain, log_weight=self.each(chain.log_weight), infos=infos, rest=rest)
+        rest, past = ([self.each(r) for r in parts] for parts in (chain.rest, chain.past))
+        log_weight = self.each(chain.log_weight)
+        return replace(chain, log_weight=log_weight, infos=infos, rest=rest, past=past)
 
     def normalized(self, log_weight: Tensor) -> Tensor:
         return normalized_weights(log_weight + self.row_weight.log())

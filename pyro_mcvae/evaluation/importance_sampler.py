@@ -205,7 +205,7 @@ class ImportanceSampler(Weights):
                 chain, _ = self._chain(count, True)
                 if not chain.infos:
                     break  # nothing can move
-                annealing.adapt(turn, chain.mean_acceptance, chain.start.grad_joint)
+                annealing.adapt(turn, chain.mean_acceptance, chain.gradient)
         annealing.freeze()
 
     @property

@@ -174,6 +174,7 @@ class _Chains:
         sampler.check(self._state.log_weight, density.runs)
         self.valid = log_weight.valid
         self._target = Target(density, log_weight.first.log_weight.new_ones(()), self.valid)
+        self._moves = self.valid.any(-1).to(self.valid)
         self.acceptance = self._target.beta
 
     def move(self, count: int, adapt: bool = False) -> tuple[Tensor, Tensor]:
@@ -187,7 +188,7 @@ class _Chains:
         for _ in range(count):
             self._state, info = self._kernel.step(self._state, self._target)
             self._progress.step()
-            rates.append(info.acceptance.mean())
+            rates.append((info.acceptance * self._moves).sum() / self._moves.sum())
             if adapt:
                 self._kernel.step_size.update(rates[-1])
             else:

@@ -66,6 +66,8 @@ class Runner:
         self.ways = Ways(self.checks, self.analyses, vectorize, not self._is_open)
         self.auxiliary = AuxiliaryDraws(self.analyses)
         self._found_nesting: int | None = None
+        # Whether chains have moved latents of a bounded support, or None before the first.
+        self.bounded: bool | None = None
         # Whether a model has shown sites to be summed. Then all run so, and the first run, which
         # did not, has been made again.
         self._sums = self._has_run = False

@@ -12,6 +12,8 @@ from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDi
 from torch import Tensor, nn
 
 from pyro_mcvae.ops.lanes import Lanes
+from pyro_mcvae.programs.known_logs import known_logs
+from pyro_mcvae.programs.sites import changed_draw
 from pyro_mcvae.programs.types import Constraint, Distribution
 
 __all__ = ["MappedDistribution", "leaves_of", "lifted"]
@@ -135,14 +137,18 @@ class MappedDistribution(dist.TorchDistribution):
 
     def remember(self, value: Tensor, inner_value: Tensor) -> None:
         """Compute the density inside of the lanes, while these are open."""
-        self._known = value, self._lanes.lift(self.inner.log_prob(inner_value), self._depth)
+        with known_logs(inner_value):
+            log_prob = self.inner.log_prob(inner_value)
+        self._known = value, self._lanes.lift(log_prob, self._depth)
 
     def log_prob(self, value: Tensor) -> Tensor:
         if self._known is None or self._known[0] is not value:
             inner = self.inner.batch_shape + self.inner.event_shape
             with self._lanes.opened():
                 depth = self._depth + len(self.event_shape)
-                self.remember(value, self._lanes.lower(value, inner, depth))
+                self.remember(
+                    value, changed_draw(lambda v: self._lanes.lower(v, inner, depth), value)
+                )
         assert self._known is not None
         return self._known[1]
 

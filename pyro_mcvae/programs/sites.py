@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_mcvae.programs.annotations import noted
+from pyro_mcvae.programs.known_logs import keep_logs, known_logs
 from pyro_mcvae.programs.plates import subsampling_scale
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.relaxed import relaxed_log_prob
@@ -110,8 +111,13 @@ def is_straight_through(fn: Distribution) -> bool:
 
 
 def changed_draw(change: Callable[..., Tensor], *draws: Tensor) -> Tensor:
-    """What a function makes of draws, and of what straight-through ones were before rounding."""
+    """
+    What a function makes of draws, of what straight-through ones were before rounding, and of the
+    logarithms of a draw that are known.
+    """
     made = change(*draws)
+    if len(draws) == 1:
+        made = keep_logs(draws[0], change, made)
     relaxed = [getattr(d, "_unquantize", None) for d in draws]
     if all(r is not None for r in relaxed):
         made._unquantize = change(*relaxed)  # type: ignore[attr-defined]
@@ -191,7 +197,7 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     value = site["value"] if value is None else value
     if site["infer"].get(RELAXED):
         return relaxed_log_prob(site["fn"], value)
-    with naming_site(site, program):
+    with naming_site(site, program), known_logs(value):
         return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 
 from pyro_mcvae import MALA, ULA, TraceAIS_ELBO, TraceSIS_ELBO, UnderdampedLangevin
+from pyro_mcvae.chains.kernel import of_moving
 from pyro_mcvae.chains.step_size import (
     AdaptiveStepSize,
     FixedStepSize,
@@ -400,3 +401,16 @@ def test_other_coordinates_begin_with_the_mean_of_the_last_ones():
     torch.testing.assert_close(step_size(), before.log().mean().exp())
     step_size.update(number(0.8), torch.randn(50, 2))
     assert step_size().shape == (2,)
+
+
+def test_what_does_not_move_is_no_part_of_the_spread():
+    gradient, moves = 2 + torch.randn(5, 10, 3), torch.rand(5, 10, 3) < 0.6
+    moves[..., 2] = False
+    found = of_moving(gradient, moves.to(gradient))
+    for i in range(2):
+        some = gradient[..., i][moves[..., i]]
+        assert torch.allclose(found[..., i].mean(), some.mean())
+        assert torch.allclose(found[..., i].var(correction=0), some.var(correction=0))
+    assert not found[..., 2].any()
+    gradient[~moves] = NAN
+    assert torch.equal(of_moving(gradient, moves.to(gradient)), found)

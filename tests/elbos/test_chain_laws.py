@@ -11,6 +11,7 @@ from pyro_mcvae import (
     HMC,
     MALA,
     ULA,
+    GaussianReverse,
     LearnedSchedule,
     RandomWalk,
     SigmoidSchedule,
@@ -27,6 +28,8 @@ from tests.models import (
     LinearGaussianChain,
     NestedGaussian,
     ProbabilisticPCA,
+    UnequalPlates,
+    UnequalWalks,
 )
 from tests.zoo import EXAMPLES, data, param
 
@@ -78,6 +81,58 @@ def test_mean_weight_is_the_evidence_per_datum(model, kernel, coordinates):
     assert_mean(weight, torch.ones_like(log_evidence))
     error = 4.5 * found.std(0) / 4000**0.5
     assert (bounds.per_datum < log_evidence + error).all()
+
+
+def wide_reverse(position, gradient, beta):
+    return 0.1 + 0.2 * position, torch.full_like(position, 0.3)
+
+
+UNEQUAL = {
+    **KERNELS,
+    "GaussianReverse": (TraceSIS_ELBO, lambda: ULA(0.1, reverse=GaussianReverse(wide_reverse))),
+    "per coordinate": (TraceSIS_ELBO, lambda: ULA(AdaptiveStepSize(0.1, per_coordinate=True))),
+}
+
+
+@pytest.mark.parametrize("kernel", UNEQUAL)
+@pytest.mark.parametrize("model", [UnequalPlates, UnequalWalks])
+def test_padding_of_shorter_vectors_has_no_weight(model, kernel):
+    exact, (cls, kernel) = model(), UNEQUAL[kernel]
+    elbo = cls(3, kernel(), num_particles=4000, vectorize_particles=True, max_plate_nesting=1)
+    with torch.no_grad():
+        elbo.loss(exact.model, exact.guide)
+    log_weight = elbo.last_step.log_weight - exact.log_evidence_per_datum()
+    assert_mean(log_weight.exp(), torch.ones(log_weight.shape[1]))
+
+
+@classes
+def test_step_sizes_adapt_by_what_moves(cls):
+    """Data that are masked change neither acceptance nor step size."""
+    x = data(4)
+
+    def programs(count):
+        def model():
+            with pyro.plate("data", count), pyro.poutine.mask(mask=torch.arange(count) < 4):
+                z = pyro.sample("z", dist.Normal(0.0, 1.0))
+                pyro.sample("x", dist.Normal(z, 0.5), obs=x.repeat(2)[:count])
+
+        def guide():
+            with pyro.plate("data", count), pyro.poutine.mask(mask=torch.arange(count) < 4):
+                pyro.sample("z", dist.Normal(x.repeat(2)[:count], 0.3))
+
+        return model, guide
+
+    def step_sizes(count):
+        kernel = (ULA if cls is TraceSIS_ELBO else MALA)(0.2)
+        elbo = cls(4, kernel, num_particles=500, coordinates="latent", max_plate_nesting=1)
+        elbo.kernel.step_size = AdaptiveStepSize(0.2, 0.8, per_coordinate=True)
+        elbo.loss_and_grads(*programs(count))
+        return elbo.last_step.acceptance, elbo.kernel.step_size()
+
+    (plain, size), (masked, masked_size) = step_sizes(4), step_sizes(8)
+    # Four standard errors of 2,000 chains; masked data as others would halve the variance.
+    assert torch.allclose(plain, masked, atol=0.03)
+    assert torch.allclose(size, masked_size, rtol=0.08)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ from tests.models import (
     NestedGaussian,
     ProbabilisticPCA,
     SequentialPlate,
+    UnequalPlates,
+    UnequalWalks,
 )
 
 MODELS = (
@@ -48,6 +50,18 @@ def test_the_evidence_is_the_exact_one(kind):
     found = log_evidence(exact.model, exact.guide, seed=0, **WHITE)
     error = (found.total - exact.log_evidence()).abs()
     assert bool(error < 4 * found.total_standard_error + 1e-5), (found.total, exact.log_evidence())
+
+
+@pytest.mark.parametrize("kind", [UnequalPlates, UnequalWalks])
+def test_padding_of_shorter_vectors_has_no_weight(kind):
+    exact = kind()
+    truth = exact.log_evidence_per_datum()
+    found = log_evidence(exact.model, exact.guide, seed=0, **WHITE)
+    error = (found.log_evidence - truth).abs()
+    assert bool((error < 4 * found.standard_error + 1e-5).all()), (found.log_evidence, truth)
+    found = low_dimensional_evidence(exact.model, exact.guide, seed=0, num_chains=50, num_draws=20)
+    error = (found.log_evidence - truth).abs()
+    assert bool((error < 4 * found.standard_error + 1e-5).all()), (found.log_evidence, truth)
 
 
 # Standard deviations of a posterior in two directions that no coordinate follows.

@@ -1,0 +1,454 @@
+"""Logarithms of values that are known better than the values: of exp(u) it is u."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid, softplus
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["KnownLogs", "keep_logs", "knowing", "known_logs", "with_logs"]
+
+_version = attrgetter("_version")
+_entered: list[None] = []
+Lazy: TypeAlias = Callable[[], Tensor]
+
+
+class Logs(NamedTuple):
+    """
+    What is known of a tensor x, each computed when it is asked for.
+
+    :ivar log: log abs(x).
+    :ivar complement: log(1 - x), of a tensor between 0 and 1; None where it is not known.
+    :ivar sign: of x: 1, -1, or 0 where it is not known.
+    :ivar simplex: whether the last dim sums to one.
+    """
+
+    log: Lazy
+    complement: Lazy | None = None
+    sign: int = 1
+    simplex: bool = False
+
+
+class KnownLogs(TorchFunctionMode):
+    r"""
+    Within, ``log``, ``xlogy`` and the like of such values take what is known.
+
+    Of :math:`z = e^u` in single precision the derivative of log z overflows below 1e-38, and its
+    second derivative, which the gradient of a chain takes, below 1e-19: a draw of Gamma(0.1) lies
+    there once in a hundred. What overflows is NaN on the way back to u. In the logarithm itself
+    every density that Gamma, Beta, Dirichlet and the distributions that are made of them have is
+    smooth, and exact also where z is rounded to 0 or to 1.
+
+    Example::
+
+        >>> u = torch.tensor(-60.0, requires_grad=True)
+        >>> with KnownLogs():
+        ...     density = dist.Gamma(0.5, 1.0).log_prob(u.exp())
+        ...     (slope,) = torch.autograd.grad(density, u, create_graph=True)
+        >>> slope, torch.autograd.grad(slope, u)[0]
+        (tensor(-0.5000, grad_fn=<AddBackward0>), tensor(-8.7565e-27))
+    """
+
+    def __enter__(self) -> KnownLogs:
+        super().__enter__()
+        _entered.append(None)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _entered.pop()
+        super().__exit__(*error)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if not all(t is Tensor or t is nn.Parameter for t in types):
+            return func(*args, **kwargs)  # subclasses carry more than a value
+        rule = _VALUES.get(name)
+        if rule is not None and not kwargs.get("out"):
+            found = rule(*args, **kwargs)
+            if found is not None:
+                return found
+        follows = _RULES.get(name)
+        if follows is None:
+            return func(*args, **kwargs)
+        if name in _BY_LOGS:
+            logs = follows(func, *args, **kwargs)
+            if logs is not None and logs.sign:
+                # Its value and its derivatives would overflow, or be rounded to 0.
+                value = _inside(logs.log().exp(), logs)
+                return with_logs(value if logs.sign > 0 else -value, logs)
+            return with_logs(func(*args, **kwargs), logs)
+        result = func(*args, **kwargs)
+        return with_logs(result, follows(func, *args, **kwargs))
+
+
+def with_logs(value: Any, logs: Logs | list[Logs | None] | None) -> Any:
+    """Remember what is known of a tensor, until it is changed in place."""
+    if isinstance(logs, list):
+        return type(value)(map(with_logs, value, logs))
+    if logs is not None:
+        value._known_logs = logs, _changes(value)
+    return value
+
+
+def _logs_of(value: Any) -> Logs | None:
+    logs, version = getattr(value, "_known_logs", (None, None))
+    return logs if version is not None and version == _changes(value) else None
+
+
+def _changes(value: Tensor) -> int:
+    """How often a tensor has been changed in place."""
+    return 0 if value.is_inference() else _version(value)
+
+
+def positive(value: Tensor, simplex: bool = False) -> Tensor:
+    """A value whose logarithms are known, without rounding to 0 (or 1) or infinity."""
+    logs = _logs_of(value)
+    if logs is None or logs.sign < 0:
+        return value
+    return with_logs(_inside(value, logs), logs._replace(simplex=simplex))
+
+
+def _inside(value: Tensor, logs: Logs) -> Tensor:
+    info = torch.finfo(value.dtype)
+    least = info.tiny if logs.sign else -info.max
+    with torch._C.DisableTorchFunction():  # rounding, and no part of the program
+        return value.clamp(least, info.max if logs.complement is None else 1 - info.eps / 2)
+
+
+def knowing(needed: bool = True) -> AbstractContextManager[object]:
+    """:class:`KnownLogs`, if it is needed and not entered already."""
+    return KnownLogs() if needed and not _entered else nullcontext()
+
+
+def known_logs(value: Any) -> AbstractContextManager[object]:
+    """:class:`KnownLogs` for a value of which some are known."""
+    return knowing(_logs_of(value) is not None)
+
+
+def keep_logs(value: Tensor, change: Callable[[Tensor], Tensor], made: Tensor) -> Tensor:
+    """Remember of ``made``, which is ``change(value)``, what was known of a value."""
+    logs = _logs_of(value)
+    return made if logs is None else with_logs(made, _changed(logs, change))
+
+
+def _changed(logs: Logs, change: Callable[[Tensor], Tensor]) -> Logs:
+    log, complement = logs.log, logs.complement
+    changed = None if complement is None else lambda: change(complement())
+    return logs._replace(log=lambda: change(log()), complement=changed)
+
+
+# Functions whose result is known without the value.
+
+
+def _log(x: Any) -> Tensor | None:
+    logs = _logs_of(x)
+    if logs is None or logs.sign < 0:
+        return None
+    log = logs.log()
+    # A tensor of its own: transforms know their values by identity.
+    return log.view_as(log) if logs.sign else torch.where(x < 0, torch.nan, log)
+
+
+def _xlogy(a: Any, x: Any) -> Tensor | None:
+    log = _log(x)
+    return None if log is None else a * log
+
+
+def _log1p(x: Any) -> Tensor | None:
+    logs = _logs_of(x)
+    if logs is None or logs.sign == 0:
+        return None
+    if logs.sign > 0:
+        return softplus(logs.log())
+    return None if logs.complement is None else logs.complement()
+
+
+def _logit(x: Any, eps: float | None = None) -> Tensor | None:
+    logs = _logs_of(x)
+    if logs is None or logs.complement is None or logs.sign <= 0:
+        return None
+    return logs.log() - logs.complement()
+
+
+def _clamp(x: Any, min: Any = None, max: Any = None) -> Tensor | None:
+    """The value itself where nothing but rounding is cut off."""
+    logs = _logs_of(x)
+    if logs is None or logs.sign <= 0 or isinstance(min, Tensor) or isinstance(max, Tensor):
+        return None
+    info = torch.finfo(x.dtype)
+    if (min is not None and min > info.tiny) or (max is not None and max < 1 - 1.5 * info.eps):
+        return None
+    return positive(x, logs.simplex) if max is None or logs.complement is not None else None
+
+
+def _lgamma(x: Any) -> Tensor | None:
+    logs = _logs_of(x)
+    return None if logs is None or logs.sign <= 0 else torch.lgamma(1 + x) - logs.log()
+
+
+def _divided(x: Any, other: Any, **options: Any) -> Tensor | None:
+    """By a value that may be next to 0: times its reciprocal, which has the derivatives."""
+    logs = _logs_of(other)
+    if options or logs is None or logs.sign <= 0 or _logs_of(x) is not None:
+        return None
+    value = _exp(-logs.log())
+    return value if _is(x, 1) or value is None else x * value
+
+
+def _exp(x: Tensor) -> Tensor | None:
+    """Without overflow, through which no gradient comes back."""
+    if not x.is_floating_point():
+        return None
+    with torch._C.DisableTorchFunction():
+        value = x.clamp(max=math.log(torch.finfo(x.dtype).max) - 1e-3).exp()
+    return positive(with_logs(value, Logs(lambda: x)))
+
+
+_VALUES: dict[str, Callable[..., Tensor | None]] = {
+    "clamp": _clamp,
+    "exp": _exp,
+    "log": _log,
+    "xlogy": _xlogy,
+    "special_xlogy": _xlogy,
+    "log1p": _log1p,
+    **dict.fromkeys(("lgamma", "special_gammaln"), _lgamma),
+    **dict.fromkeys(("div", "true_divide", "__truediv__", "__div__"), _divided),
+    **dict.fromkeys(("__rdiv__", "__rtruediv__"), lambda x, other: _divided(other, x)),
+    "reciprocal": lambda x: _divided(1, x),
+    "logit": _logit,
+    "special_logit": _logit,
+}
+
+# What is known of the result of a function.
+
+
+def _sigmoid(func: Any, x: Tensor) -> Logs:
+    return Logs(lambda: logsigmoid(x), lambda: logsigmoid(-x))
+
+
+def _ndtr(func: Any, x: Tensor) -> Logs:
+    log = torch.special.log_ndtr
+    return Logs(lambda: log(x), lambda: log(-x))
+
+
+def _softmax(func: Any, x: Tensor, dim: int, *args: Any, **options: Any) -> Logs:
+    return Logs(lambda: x.log_softmax(dim), simplex=dim in (-1, x.dim() - 1))
+
+
+def _shape(func: Any, x: Any, *args: Any, **options: Any) -> Logs | None:
+    logs = _logs_of(x)
+    if logs is None:
+        return None
+    tail = logs.simplex and func.__name__ == "__getitem__" and args == ((..., slice(None, -1)),)
+    changed = _changed(logs, lambda t: func(t, *args, **options))
+    return changed._replace(simplex=tail, complement=_tail(logs) if tail else changed.complement)
+
+
+def _tail(logs: Logs) -> Lazy:
+    """What is left of a simplex after each entry but the last: log(1 - the sum up to it)."""
+    return lambda: logs.log().flip(-1).logcumsumexp(-1).flip(-1)[..., 1:]
+
+
+def _cumsum(func: Any, x: Any, *args: Any, **options: Any) -> Logs | None:
+    logs = _logs_of(x)
+    if logs is None or not logs.simplex or logs.complement is None:
+        return None
+    return Logs(lambda: logs.log().logcumsumexp(-1), logs.complement)
+
+
+def _joined(func: Any, parts: Iterable[Any], *args: Any, **options: Any) -> Logs | None:
+    known = [_logs_of(part) for part in parts]
+    if not known or not all(logs is not None and logs.sign > 0 for logs in known):
+        return None
+    found: list[Logs] = [logs for logs in known if logs is not None]
+    log: Lazy = lambda: func([logs.log() for logs in found], *args, **options)  # noqa: E731
+    complements = [logs.complement for logs in found]
+    if any(c is None for c in complements):
+        return Logs(log)
+    return Logs(log, lambda: func([c() for c in complements if c], *args, **options))
+
+
+def _one_minus(func: Any, x: Any, one: Any) -> Logs | None:
+    """1 - x, also as ``rsub(x, 1)``."""
+    logs = _logs_of(x)
+    if not _is(one, 1) or logs is None or logs.sign <= 0 or logs.complement is None:
+        return None
+    return Logs(logs.complement, logs.log)
+
+
+def _sub(func: Any, x: Any, other: Any, **options: Any) -> Logs | None:
+    if options:
+        return None
+    logs = _logs_of(x)
+    if logs is None:
+        return _one_minus(func, other, x)
+    if _is(other, 0):
+        return logs
+    found = _one_minus(func, x, other)
+    return None if found is None else found._replace(sign=-1)
+
+
+def _add(func: Any, x: Any, other: Any, **options: Any) -> Logs | None:
+    if options:
+        return None
+    x, other = (x, other) if _logs_of(other) is None else (other, x)
+    logs = _logs_of(x)
+    if logs is None or _is(other, 0):
+        return logs
+    if logs.sign >= 0 or logs.complement is None or not _is(other, 1):
+        return None
+    return Logs(logs.complement, logs.log)
+
+
+def _neg(func: Any, x: Any) -> Logs | None:
+    logs = _logs_of(x)
+    return None if logs is None else logs._replace(sign=-logs.sign, simplex=False)
+
+
+def _abs(func: Any, x: Any) -> Logs | None:
+    logs = _logs_of(x)
+    return None if logs is None else Logs(logs.log, logs.complement if logs.sign > 0 else None)
+
+
+def _mul(func: Any, x: Any, other: Any) -> Logs | None:
+    x, other = (x, other) if _logs_of(x) is not None else (other, x)
+    a, b = _logs_of(x), _logs_of(other)
+    if a is None:
+        return None
+    if b is not None:
+        return Logs(lambda: a.log() + b.log(), sign=a.sign * b.sign)
+    if _is(other, 1) or _is(other, -1):
+        return a._replace(sign=a.sign * int(other), simplex=False)
+    return Logs(lambda: a.log() + _log_abs(other, a), sign=a.sign * _sign(other))
+
+
+def _div(func: Any, x: Any, other: Any, **options: Any) -> Logs | None:
+    a, b = _logs_of(x), _logs_of(other)
+    if options or (a is None and b is None):
+        return None
+    if b is None:
+        assert a is not None
+        if _is(other, 1) or _is(other, -1):
+            return _mul(func, x, other)
+        return Logs(lambda: a.log() - _log_abs(other, a), sign=a.sign * _sign(other))
+    if a is None:
+        return Logs(lambda: _log_abs(x, b) - b.log(), sign=_sign(x) * b.sign)
+    return Logs(lambda: a.log() - b.log(), sign=a.sign * b.sign)
+
+
+def _pow(func: Any, x: Any, exponent: Any) -> Logs | None:
+    logs = _logs_of(x)
+    if logs is None or logs.sign < 0:
+        return None
+    complement = None if logs.complement is None else lambda: _one_minus_power(logs, exponent)
+    return Logs(lambda: exponent * logs.log(), complement)
+
+
+def _one_minus_power(logs: Logs, exponent: Any) -> Tensor:
+    """log(1 - x**e), by a series in 1 - x near x = 1."""
+    assert logs.complement is not None
+    log, rest = logs.log(), logs.complement()
+    e = torch.as_tensor(exponent).to(log)
+    gap = rest.exp()
+    near = gap * e.abs().clamp_min(1.0) < 1e-3
+    small = torch.where(near, gap, 0.0)
+    series = torch.log1p((1 - e) * small / 2 * (1 + (2 - e) * small / 3))
+    return torch.where(
+        near, rest + e.abs().log() + series, _log1mexp(e * torch.where(near, -1.0, log))
+    )
+
+
+def _cumprod(func: Any, x: Any, *args: Any, **options: Any) -> Logs | None:
+    logs = _logs_of(x)
+    if logs is None or logs.sign <= 0:
+        return None
+    return Logs(lambda: logs.log().cumsum(*args, **options))
+
+
+def _pad(
+    func: Any, x: Any, pad: Any, mode: str = "constant", value: float | None = None
+) -> Logs | None:
+    logs = _logs_of(x)
+    if logs is None or logs.sign <= 0 or mode != "constant" or value != 1:
+        return None
+    return Logs(lambda: func(logs.log(), pad, value=0.0))
+
+
+def _broadcast(func: Any, *tensors: Any) -> list[Logs | None]:
+    tensors = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    known = map(_logs_of, tensors)
+    return [None if logs is None else _changed(logs, lambda t: t.expand(shape)) for logs in known]
+
+
+def _is(value: Any, number: int) -> bool:
+    return isinstance(value, int | float) and value == number
+
+
+def _sign(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return 0
+    return (value > 0) - (value < 0)
+
+
+def _log_abs(value: Any, like: Logs) -> Tensor:
+    value = value if isinstance(value, Tensor) else torch.as_tensor(float(value)).to(like.log())
+    return value.abs().log()
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log abs(1 - exp(x))."""
+    small = x < -0.7
+    far = torch.log1p(-torch.where(small, x, -1.0).exp())
+    return torch.where(small, far, torch.where(small, -1.0, x).expm1().abs().log())
+
+
+_BY_LOGS = frozenset(
+    (
+        *("pow", "__pow__", "sqrt", "square"),
+        *("div", "true_divide", "__truediv__", "__div__", "rsub", "__rsub__", "sub", "__sub__"),
+    )
+)
+_RULES: dict[str, Callable[..., Any]] = {
+    "sigmoid": _sigmoid,
+    "special_expit": _sigmoid,
+    "special_ndtr": _ndtr,
+    "softmax": _softmax,
+    "stack": _joined,
+    "cat": _joined,
+    "rsub": _one_minus,
+    "__rsub__": _one_minus,
+    "neg": _neg,
+    "__neg__": _neg,
+    "abs": _abs,
+    "__abs__": _abs,
+    "sqrt": lambda func, x: _pow(func, x, 0.5),
+    "square": lambda func, x: _pow(func, x, 2),
+    "cumprod": _cumprod,
+    "cumsum": _cumsum,
+    "pad": _pad,
+    "broadcast_tensors": _broadcast,
+    **dict.fromkeys(("sub", "__sub__"), _sub),
+    **dict.fromkeys(("add", "__add__", "__radd__"), _add),
+    **dict.fromkeys(("mul", "__mul__", "__rmul__"), _mul),
+    **dict.fromkeys(("div", "true_divide", "__truediv__", "__div__"), _div),
+    **dict.fromkeys(("pow", "__pow__"), _pow),
+    **dict.fromkeys(
+        (
+            *("expand", "expand_as", "broadcast_to", "view", "view_as", "reshape", "__getitem__"),
+            *("unsqueeze", "squeeze", "permute", "movedim", "transpose", "flatten", "unflatten"),
+            *("clone", "contiguous", "select", "narrow", "diagonal", "detach", "to", "mT", "T"),
+        ),
+        _shape,
+    ),
+}

@@ -1,0 +1,398 @@
+"""No gradient is NaN at a finite loss: finite where the mathematics is, an error elsewhere."""
+
+import math
+from contextlib import nullcontext, suppress
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from torch.distributions import constraints, kl_divergence
+
+from pyro_mcvae import (
+    CompiledELBO,
+    MonteCarloEM,
+    TraceAIS_ELBO,
+    TraceIWAE_ELBO,
+    TraceRenyi_ELBO,
+    TraceSGVB_ELBO,
+    TraceSIS_ELBO,
+    UnderdampedLangevin,
+)
+from pyro_mcvae.coordinates.coordinate import coordinate_of
+from tests.estimates import assert_mean
+from tests.programs.test_every_distribution import MADE
+
+CHAINS = {
+    "sis": lambda: TraceSIS_ELBO(2),
+    "sis latent": lambda: TraceSIS_ELBO(2, coordinates="latent"),
+    "ais": lambda: TraceAIS_ELBO(2),
+    "ais latent": lambda: TraceAIS_ELBO(2, coordinates="latent", multi_sample=True),
+    "recomputed": lambda: TraceSIS_ELBO(2, recompute=True),
+    "reweighted": lambda: TraceSIS_ELBO(2, gradient_estimator="reweighted"),
+    "em": lambda: MonteCarloEM(2),
+}
+DRAWS = {
+    "sgvb": lambda: TraceSGVB_ELBO(analytic_kl=False),
+    "iwae": lambda: TraceIWAE_ELBO(3),
+    "stl": lambda: TraceIWAE_ELBO(3, gradient_estimator="stl"),
+    "dreg": lambda: TraceIWAE_ELBO(3, gradient_estimator="dreg"),
+    "renyi": lambda: TraceRenyi_ELBO(0.5, num_particles=3),
+}
+OBJECTIVES = {**CHAINS, **DRAWS}
+N = 8
+
+
+def learned(name, value, shape=(), positive=True):
+    constraint = constraints.positive if positive else constraints.real
+    return pyro.param(name, torch.full((N, *shape), float(value)), constraint=constraint)
+
+
+# By name: a guide's distribution of a concentration and a scale, and a prior with its support.
+BOUNDED = {
+    "Gamma": (
+        lambda c, s: dist.Gamma(learned("c", c), learned("r", 1 / s)),
+        lambda s: dist.Gamma(1.0, 1 / s),
+    ),
+    "Chi2": (lambda c, s: dist.Chi2(learned("c", c)), lambda s: dist.Gamma(1.0, 1.0)),
+    "Beta": (
+        lambda c, s: dist.Beta(learned("c", c), learned("d", c)),
+        lambda s: dist.Beta(1.0, 2.0),
+    ),
+    "Kumaraswamy": (
+        lambda c, s: dist.Kumaraswamy(learned("c", c), learned("d", c)),
+        lambda s: dist.Beta(1.0, 2.0),
+    ),
+    "ContinuousBernoulli": (
+        lambda c, s: dist.ContinuousBernoulli(logits=learned("l", min(50.0, 1 / c))),
+        lambda s: dist.Beta(1.0, 2.0),
+    ),
+    "RelaxedBernoulli": (
+        lambda c, s: dist.RelaxedBernoulli(torch.tensor(min(c, 5.0)), logits=learned("l", 0.3)),
+        lambda s: dist.RelaxedBernoulli(torch.tensor(0.1), logits=torch.tensor(0.0)),
+    ),
+    "Dirichlet": (
+        lambda c, s: dist.Dirichlet(learned("c", c, (3,))),
+        lambda s: dist.Dirichlet(torch.ones(3)),
+    ),
+    "LogisticNormal": (
+        lambda c, s: dist.LogisticNormal(0 * learned("l", 1.0, (2,)), learned("d", 1 / c, (2,))),
+        lambda s: dist.Dirichlet(torch.ones(3)),
+    ),
+    "RelaxedOneHotCategorical": (
+        lambda c, s: dist.RelaxedOneHotCategorical(
+            torch.tensor(min(c, 5.0)), logits=learned("l", 0.3, (3,), positive=False)
+        ),
+        lambda s: dist.RelaxedOneHotCategorical(torch.tensor(0.1), logits=torch.zeros(3)),
+    ),
+    "InverseGamma": (
+        lambda c, s: dist.InverseGamma(learned("c", c), learned("r", s)),
+        lambda s: dist.InverseGamma(1.0, s),
+    ),
+    "LogNormal": (
+        lambda c, s: dist.LogNormal(learned("l", math.log(s), positive=False), learned("d", 1 / c)),
+        lambda s: dist.LogNormal(math.log(s), 1.0),
+    ),
+    "HalfNormal": (lambda c, s: dist.HalfNormal(learned("r", s)), dist.HalfNormal),
+    "HalfCauchy": (lambda c, s: dist.HalfCauchy(learned("r", s)), dist.HalfCauchy),
+    "Exponential": (
+        lambda c, s: dist.Exponential(learned("r", 1 / s)),
+        lambda s: dist.Exponential(1 / s),
+    ),
+    "Weibull": (
+        lambda c, s: dist.Weibull(learned("r", s), learned("c", min(c, 10.0))),
+        lambda s: dist.Weibull(torch.tensor(s), torch.tensor(1.0)),
+    ),
+    "StudentT": (
+        lambda c, s: dist.StudentT(3.0, 0.0, learned("r", s)),
+        lambda s: dist.StudentT(3.0, 0.0, s),
+    ),
+}
+EXTREMES = {
+    "concentration of 0.05": (0.05, 1.0),
+    "concentration of 1e4": (1e4, 1.0),
+    "scale of 1e-6": (1.0, 1e-6),
+    "scale of 1e6": (1.0, 1e6),
+}
+
+
+@pytest.fixture(autouse=True)
+def _default_dtype():
+    before = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(before)
+
+
+def programs(make, prior):
+    x = torch.linspace(-1.0, 1.0, N)
+
+    def model():
+        with pyro.plate("data", N):
+            z = pyro.sample("z", prior())
+            at = torch.tanh(z.reshape(N, -1)[:, :2].sum(-1))
+            pyro.sample("x", dist.Normal(at, 1.0), obs=x)
+
+    def guide():
+        with pyro.plate("data", N):
+            pyro.sample("z", make())
+
+    return model, guide
+
+
+class _Refused(Exception):
+    """An error that names a site."""
+
+
+def loss_of(loss, model, guide):
+    try:
+        return loss.loss_and_grads(model, guide)
+    except ValueError as error:
+        raise (_Refused if "site 'z' of the" in str(error) else ValueError)(str(error)) from error
+
+
+def assert_finite(loss, model, guide, steps=4, may_refuse=False):
+    """
+    :param may_refuse: whether a step may raise, naming the site: draws that are rounded to a
+        boundary have no density there, where nothing else is known of them.
+    """
+    for _ in range(steps):
+        with suppress(_Refused) if may_refuse else nullcontext():
+            assert math.isfinite(loss_of(loss, model, guide))
+        for name, p in pyro.get_param_store().named_parameters():
+            assert p.grad is None or p.grad.isfinite().all(), name
+            p.grad = None
+
+
+def in_turn(rows, columns, shift):
+    """A column for each row, every one as often as others."""
+    return [(r, columns[(i + shift) % len(columns)]) for i, r in enumerate(rows)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("name", "objective", "extreme"),
+    [
+        (name, objective, extreme)
+        for i, extreme in enumerate(EXTREMES)
+        for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)
+    ],
+)
+def test_distributions_with_a_boundary(name, objective, extreme, dtype):
+    torch.set_default_dtype(dtype)
+    make, prior = BOUNDED[name]
+    c, s = EXTREMES[extreme]
+    pair = programs(lambda: make(c, s), lambda: prior(s))
+    assert_finite(OBJECTIVES[objective](), *pair, may_refuse=objective in DRAWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("name", BOUNDED)
+def test_every_distribution_with_every_objective(name, objective, extreme, dtype):
+    torch.set_default_dtype(dtype)
+    make, prior = BOUNDED[name]
+    c, s = EXTREMES[extreme]
+    pair = programs(lambda: make(c, s), lambda: prior(s))
+    assert_finite(OBJECTIVES[objective](), *pair, 20, may_refuse=objective in DRAWS)
+
+
+MOVED = sorted(n for n in MADE if not MADE[n](torch.tensor(0.1), torch.tensor(0.2)).batch_shape)
+
+
+@pytest.mark.parametrize(("name", "objective"), in_turn(MOVED, list(OBJECTIVES), 1))
+def test_registry_of_distributions(name, objective):
+    """The distributions of ``test_every_distribution``, as guide and prior."""
+    a, b = torch.tensor(0.1).requires_grad_(), torch.tensor(0.2).requires_grad_()
+    try:
+        coordinate_of(MADE[name](a, b))
+    except NotImplementedError:
+        objective = "iwae"
+    if name == "GeneralizedPareto":  # PyTorch's bijection of an interval that ends at infinity
+        objective = "iwae"
+
+    def model():
+        z = pyro.sample("z", MADE[name](torch.tensor(0.0), torch.tensor(0.0)))
+        pyro.sample("x", dist.Normal(torch.tanh(z.sum()), 1.0), obs=torch.tensor(0.3))
+
+    def guide():
+        a = pyro.param("a", torch.tensor(0.1))
+        b = pyro.param("b", torch.tensor(0.2))
+        pyro.sample("z", MADE[name](a, b))
+
+    with pyro.validation_enabled(False):
+        assert_finite(OBJECTIVES[objective](), model, guide)
+
+
+@pytest.mark.parametrize(
+    "likelihood",
+    [
+        lambda z: dist.Poisson(z),
+        lambda z: dist.Poisson(0.1 + 2 * z),
+        lambda z: dist.Poisson((0.1 * z.log()).exp()),
+        lambda z: dist.Normal(1 / (1 + 1 / z), 1.0),
+        lambda z: dist.Exponential(z),
+    ],
+    ids=["rate", "sum", "log", "reciprocal", "exponential"],
+)
+@pytest.mark.parametrize("make", [lambda: TraceSIS_ELBO(3), lambda: TraceAIS_ELBO(3)])
+def test_programs_of_a_latent_near_zero(make, likelihood):
+    """A Gamma of concentration 0.1 in single precision: 29 to 100 of 100 steps were NaN."""
+    torch.set_default_dtype(torch.float32)
+    x = torch.tensor([0.0, 0.0, 1.0, 5.0] * 10)
+
+    def model():
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Gamma(1.0, 1.0))
+            pyro.sample("x", likelihood(z), obs=x)
+
+    def guide():
+        a = pyro.param("a", torch.full((len(x),), 0.1), constraint=constraints.positive)
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Gamma(a, 1.0))
+
+    assert_finite(make(), model, guide, 10)
+
+
+@pytest.mark.parametrize("concentration", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("kind", ["gamma", "beta"])
+def test_the_gradient_is_the_right_one(kind, concentration):
+    """Chains of short steps have the gradient of the ELBO, which is known in closed form."""
+    torch.set_default_dtype(torch.float32)
+    family = dist.Gamma if kind == "gamma" else dist.Beta
+    count = 4000
+
+    def model():
+        with pyro.plate("data", count):
+            pyro.sample("z", family(1.0, 1.0))
+
+    def guide():
+        a = pyro.param("a", torch.full((count,), concentration), constraint=constraints.positive)
+        with pyro.plate("data", count):
+            pyro.sample("z", family(a, torch.ones(count)))
+
+    TraceSIS_ELBO(2, UnderdampedLangevin(1e-6, 0.0)).loss_and_grads(model, guide)
+    found = pyro.get_param_store()._params["a"].grad.double()
+    log_a = torch.tensor(concentration, dtype=torch.float64).log().requires_grad_()
+    one = torch.ones((), dtype=torch.float64)
+    (exact,) = torch.autograd.grad(kl_divergence(family(log_a.exp(), one), family(one, one)), log_a)
+    # PyTorch's derivative of a quantile of Gamma is an approximation to about 1e-3.
+    assert_mean(found, exact, sigmas=5)
+
+
+# --- Gradients that are not finite ---------------------------------------------------------------
+
+
+def rough_model():
+    with pyro.plate("data", 3):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        scale = pyro.param("scale", torch.tensor(0.0))
+        pyro.sample("x", dist.Normal(z + scale.sqrt() * 0, 1.0), obs=torch.zeros(3))
+
+
+def rough_guide(x=None):
+    loc = pyro.param("loc", torch.tensor(0.3))
+    with pyro.plate("data", 3):
+        pyro.sample("z", dist.Normal(loc, 1.0))
+
+
+MESSAGE = "gradient of 'scale' is not finite, though the loss is .*double precision"
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_gradient_that_is_not_finite_is_an_error(objective, validate):
+    loss = OBJECTIVES[objective]()
+    svi = SVI(rough_model, rough_guide, pyro.optim.Adam({"lr": 0.1}), loss)
+    with pyro.validation_enabled(validate), pytest.raises(ValueError, match=MESSAGE):
+        svi.step()
+    assert pyro.param("loc") == 0.3
+    assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
+
+
+def test_a_device_is_read_once_after_the_backward_pass(monkeypatch):
+    """Where a read waits for a device: the same loss, gradient and errors."""
+    monkeypatch.setattr("pyro_mcvae.elbos.base.costs_nothing_to_read", lambda value: False)
+    make, prior = BOUNDED["Gamma"]
+    pair = programs(lambda: make(1.0, 1.0), lambda: prior(1.0))
+    found = []
+    for loss in (TraceIWAE_ELBO(3).loss, TraceIWAE_ELBO(3).loss_and_grads):
+        pyro.set_rng_seed(0)
+        found.append(loss(*pair))
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+    params = dict(pyro.get_param_store().named_parameters())
+    assert all(params[n].grad.isfinite().all() for n in ("c", "r"))
+
+    def impossible():
+        pair[0]()
+        pyro.factor("never", torch.tensor(-math.inf))
+
+    with pytest.raises(ValueError, match="site 'never' of the model"):
+        TraceIWAE_ELBO(3).loss_and_grads(impossible, pair[1])
+    assert all(p.grad is None for p in params.values())
+    with pytest.raises(ValueError, match=MESSAGE):
+        TraceIWAE_ELBO(3).loss_and_grads(rough_model, rough_guide)
+
+
+def test_a_gradient_that_is_not_finite_in_backward():
+    loss = TraceIWAE_ELBO(3).differentiable_loss(rough_model, rough_guide)
+    with pytest.raises(ValueError, match=MESSAGE):
+        loss.backward()
+    assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
+
+
+def test_a_gradient_that_is_not_finite_in_a_recorded_step():
+    start = torch.tensor(0.0)
+
+    def model(x):
+        scale = pyro.param("scale", torch.tensor(1.0))
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z + (scale + x).sqrt() * 0, 1.0), obs=torch.zeros(3))
+
+    loss = CompiledELBO(TraceIWAE_ELBO(3), backend="eager")
+    for _ in range(6):
+        loss.loss_and_grads(model, rough_guide, start)
+    for _, p in pyro.get_param_store().named_parameters():
+        p.grad = None
+    with pytest.raises(ValueError, match=MESSAGE):
+        loss.loss_and_grads(model, rough_guide, start - 1)
+    assert all(p.grad is None for _, p in pyro.get_param_store().named_parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TraceAIS_ELBO(3, num_particles=8, multi_sample=True),
+        lambda: TraceAIS_ELBO(3, num_particles=8, multi_sample=True, coordinates="latent"),
+        lambda: TraceSIS_ELBO(3, num_particles=8, multi_sample=True),
+        lambda: TraceIWAE_ELBO(8),
+        lambda: TraceIWAE_ELBO(8, gradient_estimator="vimco"),
+        lambda: TraceRenyi_ELBO(0.5, num_particles=8),
+    ],
+    ids=["ais", "ais latent", "sis", "iwae", "vimco", "renyi"],
+)
+def test_every_way_to_the_loss_agrees_at_weights_of_zero(make):
+    x = torch.tensor([-1.0, 0.0, 2.0])
+
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.factor("cut", torch.where(z > -0.2, 0.0, -math.inf))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+    def guide():
+        loc = pyro.param("loc", torch.zeros(3))
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(loc, 1.0))
+
+    loss, found = make(), []
+    for function in (loss.loss, loss.differentiable_loss, loss.loss_and_grads):
+        loss = make()
+        pyro.set_rng_seed(3)
+        value = getattr(loss, function.__name__)(model, guide)
+        found.append(value.item() if isinstance(value, torch.Tensor) else value)
+    assert found[0] == found[1] == found[2]
+    assert pyro.get_param_store()._params["loc"].grad.isfinite().all()
