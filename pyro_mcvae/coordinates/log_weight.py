@@ -28,6 +28,7 @@ from pyro_mcvae.coordinates.placing import (
 )
 from pyro_mcvae.coordinates.plan import check_names, plan_of
 from pyro_mcvae.ops.shapes import as_shape
+from pyro_mcvae.ops.smoothing import Widths, smoothed
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
@@ -68,6 +69,9 @@ class LogWeight:
         but their density given the coordinates is part of the base density. So the path leads from
         the guide's joint density to the model's, at these values.
 
+    :param widths: of the kinks of the programs, at which :meth:`gradients` are smoothed; see
+        :mod:`pyro_mcvae.ops.smoothing`.
+
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
         several blocks), where D counts the numbers that describe one datum's latents.
     :ivar first: the :class:`Evaluation` of that draw.
@@ -100,13 +104,16 @@ class LogWeight:
         gradient: GradientMode = GradientMode.NONE,
         within: WeightedParticles | None = None,
         begin: Beginning | None = None,
+        widths: Widths | None = None,
     ) -> None:
         self.programs, self.gradient, self._sampler = programs, gradient, sampler
+        self._widths: Widths = {} if widths is None else widths
         self._kind, self._beginning = coordinates, begin or Beginning()
         sample, self._records = self._first_draw(within)
         self.plan = plan_of(sample, self._records, self._beginning.held)
         self.packing = self.plan.packing
-        self.first = evaluate(sample, self._records)
+        with smoothed(self._widths):
+            self.first = evaluate(sample, self._records)
         at = [{n: placed.at for n, placed in record.items()} for record in self._records]
         self.coordinates = self.packing.pack_runs(at) if self.packing.sites else self._empty()
 
@@ -123,12 +130,13 @@ class LogWeight:
             return partial(self._draw, records[-1], rows)
 
         detach = GradientMode.FIRST in self.gradient
-        if within is None:
-            count = self._beginning.count
-            sample = sampler.sample(self.programs, make_sample_fn, detach, count, keep_noise=True)
-        else:
-            given = within, sampler.num_particles, make_sample_fn, detach
-            sample = sampler.resample(self.programs, *given)
+        with smoothed(self._widths):
+            if within is None:
+                of_guide = make_sample_fn, detach, self._beginning.count
+                sample = sampler.sample(self.programs, *of_guide, keep_noise=True)
+            else:
+                given = within, sampler.num_particles, make_sample_fn, detach
+                sample = sampler.resample(self.programs, *given)
         # A step whose structure was new may have begun more than once.
         return sample, records[-len(sample.runs) :]
 
@@ -215,7 +223,8 @@ class LogWeight:
         if coordinates.shape[depth:] != inner:
             raise _other_shape(coordinates, inner)
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
-        found = evaluate(*self._run(flat))
+        with smoothed(self._widths):
+            found = evaluate(*self._run(flat))
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:

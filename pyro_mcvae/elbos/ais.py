@@ -118,7 +118,7 @@ class TraceAIS_ELBO(ChainELBO):
         super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
 
     def _use_particles(self, num_particles: int) -> None:
-        if num_particles < 2 and self.num_steps > 1 and self.gradient_estimator == "full":
+        if num_particles < 2 and self.num_steps > 1 and self.gradient_estimator != "reweighted":
             raise ValueError(
                 f"the score-function terms of TraceAIS_ELBO take the other particles as their "
                 f"baseline and need num_particles >= 2, got {num_particles}; for one particle use "

@@ -20,6 +20,7 @@ from pyro_mcvae.coordinates.chain_checks import check_chain
 from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.coordinates.smoothness import Smoothness
 from pyro_mcvae.discrete.control_variates import Baseline
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_draws import SlotDraws
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __all__ = ["ChainELBO", "ChainOptions", "ChainRecord"]
 
 ChainCoordinates = Literal["noise", "latent"]
-ChainGradient = Literal["full", "reweighted"]
+ChainGradient = Literal["auto", "full", "reweighted"]
 
 # What PyTorch says of operators, custom functions, cuDNN's RNNs and compiled modules.
 _NO_DOUBLE_BACKWARD = re.compile("not implemented|once_differentiable|double backward", re.I)
@@ -90,7 +91,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         num_particles: int = 1,
         multi_sample: bool = False,
         coordinates: ChainCoordinates = "noise",
-        gradient_estimator: ChainGradient = "full",
+        gradient_estimator: ChainGradient = "auto",
         joint: bool = False,
         recompute: bool = False,
         num_categories: float | None = None,
@@ -107,7 +108,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         self.multi_sample, self.recompute = multi_sample, recompute
         self.coordinates, self.gradient_estimator = coordinates, gradient_estimator
         # A kernel that is given, the papers' say, goes along the papers' schedule.
-        trained = kernel is None and gradient_estimator == "full"
+        trained = kernel is None and gradient_estimator != "reweighted"
         default = LearnedSchedule if trained else LinearSchedule
         self.schedule = as_schedule(schedule, num_steps, default)
         MonteCarloELBO.__init__(self, num_particles, **options)
@@ -129,6 +130,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             self.sampler.runner.checks.strict_enumeration = False
         # Roots tell whether a guide is mean-field, which then need not be run again.
         self.sampler.structures = StructureFinder(joint, find_roots=True)
+        self._smoothness = Smoothness(gradient_estimator == "auto")
 
     def __setstate__(self, state: dict[str, object]) -> None:
         # A copy trains its own parts, which the store must not take for the original's.
@@ -180,14 +182,17 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             gradient |= GradientMode.COORDINATES
 
         def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
-            log_weight = LogWeight(self.sampler, programs, self.coordinates, gradient, begin=draws)
+            given = self.sampler, programs, self.coordinates, gradient
+            log_weight = LogWeight(*given, begin=draws, widths=self._smoothness.widths(programs))
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
             log_weight, draws = self.slots.begin(programs, self.sampler.num_particles, make)
         check_chain(log_weight, type(self).__name__)
-        sample = log_weight.first.sample
-        return ChainDensity(log_weight), SlotAverage.of(sample, draws, self.multi_sample)
+        sample, again = log_weight.first.sample, False
+        if self.kernel.needs_gradient and self.gradient_estimator != "reweighted":
+            again = self._smoothness.look(log_weight, self.kernel.length())
+        return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
     def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
         """Per datum, a tensor with the gradient: ``[*plates]``."""
@@ -276,7 +281,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if learned:
             raise ValueError(
                 f"gradient_estimator='reweighted' runs its chains without a graph, so "
-                f"{', '.join(learned)} would get no gradient: use 'full', or parts that are fixed "
+                f"{', '.join(learned)} would get no gradient: use 'auto', or parts that are fixed "
                 f"or adapt"
             )
 
