@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 
 import torch
@@ -27,11 +28,12 @@ from pyro_mcvae.coordinates.placing import (
     value_at,
 )
 from pyro_mcvae.coordinates.plan import check_names, plan_of
+from pyro_mcvae.ops.attention import MathAttention
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.ops.smoothing import Widths, smoothed
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.types import Distribution, Message
 
@@ -69,12 +71,13 @@ class LogWeight:
         but their density given the coordinates is part of the base density. So the path leads from
         the guide's joint density to the model's, at these values.
 
-    :param widths: of the kinks of the programs, at which :meth:`gradients` are smoothed; see
-        :mod:`pyro_mcvae.ops.smoothing`.
+    :param widths: of the kinks of the programs, at which :meth:`gradients` are smoothed to be
+        differentiated again; see :mod:`pyro_mcvae.ops.smoothing`. None if they are not.
 
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
         several blocks), where D counts the numbers that describe one datum's latents.
     :ivar first: the :class:`Evaluation` of that draw.
+    :ivar kind: of the coordinates, as given.
     :raises ValueError: if no latent can be weighed by itself, or a guide site has no coordinate.
 
     Example::
@@ -107,15 +110,21 @@ class LogWeight:
         widths: Widths | None = None,
     ) -> None:
         self.programs, self.gradient, self._sampler = programs, gradient, sampler
-        self._widths: Widths = {} if widths is None else widths
-        self._kind, self._beginning = coordinates, begin or Beginning()
+        self._widths = widths
+        self.kind, self._beginning = coordinates, begin or Beginning()
         sample, self._records = self._first_draw(within)
         self.plan = plan_of(sample, self._records, self._beginning.held)
         self.packing = self.plan.packing
-        with smoothed(self._widths):
+        with self._running():
             self.first = evaluate(sample, self._records)
         at = [{n: placed.at for n, placed in record.items()} for record in self._records]
         self.coordinates = self.packing.pack_runs(at) if self.packing.sites else self._empty()
+
+    def _running(self) -> AbstractContextManager[object]:
+        """Around runs of the programs: what lets gradients be differentiated again."""
+        if self._widths is None:
+            return nullcontext()
+        return entered(MathAttention(), smoothed(self._widths))
 
     def _empty(self) -> Tensor:
         return self.first.log_weight.unsqueeze(-1)[..., :0]
@@ -130,7 +139,7 @@ class LogWeight:
             return partial(self._draw, records[-1], rows)
 
         detach = GradientMode.FIRST in self.gradient
-        with smoothed(self._widths):
+        with self._running():
             if within is None:
                 of_guide = make_sample_fn, detach, self._beginning.count
                 sample = sampler.sample(self.programs, *of_guide, keep_noise=True)
@@ -223,7 +232,7 @@ class LogWeight:
         if coordinates.shape[depth:] != inner:
             raise _other_shape(coordinates, inner)
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
-        with smoothed(self._widths):
+        with self._running():
             found = evaluate(*self._run(flat))
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
@@ -248,7 +257,7 @@ class LogWeight:
             records.append({})
             values = self.packing.unpack(flat[rows.start : rows.stop])
             held = partial(self._beginning.again, rows=rows)
-            return placing_at(values, records[-1], self._kind, held)
+            return placing_at(values, records[-1], self.kind, held)
 
         sample = self._sampler.resample(self.programs, first, len(flat), make_sample_fn, detach)
         others = first.structure.global_sites.guide | self._beginning.held
@@ -257,7 +266,7 @@ class LogWeight:
 
     def _draw(self, record: Record, rows: range, msg: Message) -> Tensor:
         """The first value of a site."""
-        name, coordinate = msg["name"], coordinate_at(msg, self._kind)
+        name, coordinate = msg["name"], coordinate_at(msg, self.kind)
         wanted = bool(self.gradient) and name not in self._beginning.held
         moves = wanted and torch.is_grad_enabled()
         with torch.set_grad_enabled(moves):

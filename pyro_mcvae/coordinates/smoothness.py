@@ -22,8 +22,14 @@ __all__ = ["Smoothness"]
 
 _logger = logging.getLogger(__name__)
 
-# What may be missing from the change of a gradient over one step.
-_SMALL = 0.01
+# Of the change of a gradient what may be missing, and parts of a step over which, in how many
+# directions: few in the first place, since smooth programs go no further.
+_SMALL = 0.05
+_MOVES = {1.0: 2, 0.1: 16, 0.03: 32}
+_MOST = 0.1
+# How many steps away kinks are looked for.
+_REACH = 0, 1, 3
+
 # Operations of an autograd graph whose derivative may jump, beside those that are smoothed.
 _ROUGH = re.compile(
     "(Relu|Abs|Clamp|Max|Min|Sort|Topk|Median|Mode|Kthvalue|Cummax|Cummin|Hard|Softshrink|Threshold"
@@ -78,31 +84,43 @@ class Smoothness:
         if Smoothness in looked or is_recording():
             return False
         looked.add(Smoothness)
-        known, found = self._widths.of(log_weight.programs), find_kinks(log_weight)
+        if log_weight.kind == "noise":
+            step = step.clamp(max=_MOST)  # which sees as much, and takes a narrow peak for no kink
+        known, found = self._widths.of(log_weight.programs), _find_kinks(log_weight, step)
         changed = self._smooths and any(known.get(p) != w for p, w in found.items())
         if found:
-            where = ", ".join(names_of(found, log_weight))
+            where = ", ".join(_names(found, log_weight))
             other = ": gradient_estimator='auto' smooths it"
             self._warn(_SMOOTHED % where if self._smooths else _BIASED % (where, other))
         if self._smooths:
             known.update(found)
         if self._smooths or not found:
-            rough = jumps(log_weight, step)
+            rough = _find_jumps(log_weight, step)
             if rough:
                 self._warn(_BIASED % (", ".join(rough), ""))
         return changed
 
 
-def find_kinks(log_weight: LogWeight) -> Widths:
-    """The widths of the kinks between which the first draws of a log weight lie."""
+def _find_kinks(log_weight: LogWeight, step: Tensor) -> Widths:
+    """The widths of the kinks that the first draws, and chains from there, may cross."""
+    widths = dict[Place, tuple[float | None, ...]]()
     with isolated(), torch.enable_grad():
-        position = log_weight.coordinates.detach().clone().requires_grad_()
-        with KinkFinder() as finder:
-            value = log_weight(position).log_weight
-        return finder.widths(value, position)
+        for length in _REACH:
+            home = log_weight.coordinates.detach()
+            position = (home + length * _move(log_weight, step)).requires_grad_()
+            with KinkFinder() as finder:
+                value = log_weight(position).log_weight
+            widths = finder.widths(value, position) | widths
+    return widths
 
 
-def jumps(log_weight: LogWeight, step: Tensor) -> list[str]:
+def _move(log_weight: LogWeight, step: Tensor) -> Tensor:
+    """A random move of one step."""
+    v = step * torch.randn_like(log_weight.coordinates)
+    return v if log_weight.movable is None else v * log_weight.movable.detach()
+
+
+def _find_jumps(log_weight: LogWeight, step: Tensor) -> list[str]:
     r"""
     The operations at which the gradient of a log weight may jump; none if it does not.
 
@@ -110,10 +128,10 @@ def jumps(log_weight: LogWeight, step: Tensor) -> list[str]:
     """
     with isolated(), torch.enable_grad():
         try:
-            missing = _missing(log_weight, step, 2)
             # Of a smooth density, however stiff, less is missing from a shorter move.
-            if missing < _SMALL or _missing(log_weight, step / 10, 8) < missing / 3:
-                return []
+            for part, directions in _MOVES.items():
+                if _missing(log_weight, part * step, directions) < _SMALL:
+                    return []
         except RuntimeError:
             return []  # cannot be differentiated twice, which the step itself will say
         value = log_weight(log_weight.coordinates.detach().requires_grad_()).log_weight
@@ -132,11 +150,10 @@ def _missing(log_weight: LogWeight, step: Tensor, directions: int) -> float:
     over moves v of one step: by Simpson's rule :math:`\delta` is of fifth order in v for smooth g.
     Jumps add what does not depend on the length of v.
     """
-    home, movable = log_weight.coordinates.detach(), log_weight.movable
+    home = log_weight.coordinates.detach()
     lost, change = home.new_zeros(()), home.new_zeros(())
     for _ in range(directions):
-        v = step * torch.randn_like(home)
-        v = v if movable is None else v * movable.detach()
+        v = _move(log_weight, step)
         found = [_along(log_weight, home + t * v, v) for t in (-1, 0, 1)]
         (slope, a), (_, b), (other, c) = found
         delta = other - slope - (a + 4 * b + c) / 3
@@ -178,23 +195,20 @@ def _rough_nodes(value: Tensor) -> set[str]:
     return found
 
 
-def names_of(places: Iterable[Place], log_weight: LogWeight) -> list[str]:
+def _names(places: Iterable[Place], log_weight: LogWeight) -> list[str]:
     """Kinks as a user finds them: ``nn.ReLU at decoder.1``, or the line of the operation."""
     roots = find_modules(*log_weight.programs.pair)
     return [_name(place, roots) for place in places]
 
 
 def _name(place: Place, roots: list[nn.Module]) -> str:
-    if not isinstance(place.caller, nn.Module):
-        return f"{place.name} at {place.caller.co_filename}:{place.line}"
-    module = place.caller
+    if place.module is None:
+        return f"{place.name} at {place.code.co_filename}:{place.line}"
     paths = [
         f"{type(root).__name__}.{name}".rstrip(".")
         for root in roots
         for name, part in root.named_modules()
-        if part is module
+        if part is place.module
     ]
-    kind = type(module)
-    of_torch = kind.__module__.startswith("torch.nn")
-    what = f"nn.{kind.__name__}" if of_torch else f"{place.name} in {kind.__name__}, line {place.line}"
-    return f"{what} at {max(paths, key=len)}" if paths else what
+    # The longest path begins where the user's own names do.
+    return " at ".join([f"nn.{type(place.module).__name__}", *sorted(paths, key=len)[-1:]])

@@ -181,17 +181,20 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if self.kernel.needs_gradient:
             gradient |= GradientMode.COORDINATES
 
+        # Whether gradients that move the chain are differentiated again, in training steps.
+        twice = self.kernel.needs_gradient and self.gradient_estimator != "reweighted"
+        widths = self._smoothness.widths(programs) if twice else None
+
         def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
             given = self.sampler, programs, self.coordinates, gradient
-            log_weight = LogWeight(*given, begin=draws, widths=self._smoothness.widths(programs))
+            log_weight = LogWeight(*given, begin=draws, widths=widths)
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
             log_weight, draws = self.slots.begin(programs, self.sampler.num_particles, make)
         check_chain(log_weight, type(self).__name__)
-        sample, again = log_weight.first.sample, False
-        if self.kernel.needs_gradient and self.gradient_estimator != "reweighted":
-            again = self._smoothness.look(log_weight, self.kernel.length())
+        sample = log_weight.first.sample
+        again = twice and self._smoothness.look(log_weight, self.kernel.length())
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
     def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:

@@ -8,6 +8,7 @@ elsewhere, are the exact ones.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,6 +32,7 @@ _SHARE = 0.2
 # Files whose frames stand between an operation and the code that asks for it.
 _BETWEEN = __file__, functional.__file__, torch.overrides.__file__, torch._tensor.__file__
 
+_MODULES = os.path.dirname(functional.__file__) + os.sep
 _PLAIN = Tensor, nn.Parameter
 
 _drifts: list[None] = []
@@ -40,13 +42,14 @@ class Place(NamedTuple):
     """
     Where a program calls an operation.
 
-    :ivar caller: the module that is the operation (``nn.ReLU``), or the code that calls it.
-    :ivar line: the line in that code.
+    :ivar code: that calls it, in this line.
+    :ivar module: PyTorch's own one that does so, ``nn.ReLU`` say; None elsewhere.
     """
 
     name: str
-    caller: nn.Module | CodeType
+    code: CodeType
     line: int
+    module: nn.Module | None
 
 
 # By place, the width at each kink of an operation: None where nothing has to be smoothed.
@@ -238,7 +241,7 @@ class KinkFinder(_Mode):
             self.found.setdefault(place, []).append((_unwrapped(exact), recorder.arguments))
         return exact
 
-    def widths(self, log_weight: Tensor, position: Tensor) -> Widths:
+    def widths(self, log_weight: Tensor, position: Tensor) -> dict[Place, tuple[float | None, ...]]:
         """
         The widths of the kinks at which the gradient of a log weight jumps.
 
@@ -248,7 +251,7 @@ class KinkFinder(_Mode):
         results = [y for calls in self.found.values() for y, _ in calls if y.requires_grad]
         found = _gradients(log_weight, results)
         used = {id(y) for y, g in zip(results, found, strict=True) if g is not None and bool(g.any())}
-        widths = {}
+        widths = dict[Place, tuple[float | None, ...]]()
         for place, calls in self.found.items():
             kinks = zip(*(ds for y, ds in calls if id(y) in used), strict=False)
             width = tuple(_width(ds, position) for ds in kinks)
@@ -285,11 +288,10 @@ def _place(name: str) -> Place:
     frame = sys._getframe(2)
     while frame.f_code.co_filename in _BETWEEN and frame.f_back is not None:
         frame = frame.f_back
-    if frame.f_code.co_name == "forward":
+    code, module = frame.f_code, None
+    if code.co_filename.startswith(_MODULES):
         module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            return Place(name, module, frame.f_lineno)
-    return Place(name, frame.f_code, frame.f_lineno)
+    return Place(name, code, frame.f_lineno, module)
 
 
 def _clamp(h: _Hinges, x: Tensor, min: Any = None, max: Any = None) -> Tensor:
