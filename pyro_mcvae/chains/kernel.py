@@ -253,7 +253,7 @@ class Kernel(nn.Module, ABC):
         :param Target target: the density to move in.
         :returns: the new state and an :class:`Info`.
         """
-        proposal = self.propose(state, target)
+        proposal = self._checked(self.propose(state, target), state)
         if self.adjusted:
             return self._decide(proposal, state, target)
         with torch.no_grad():
@@ -261,6 +261,29 @@ class Kernel(nn.Module, ABC):
         reverse, log_ratio = proposal.log_reverse, proposal.log_ratio
         info = Info(log_ratio if reverse is None else reverse, change.clamp(max=0.0).exp())
         return proposal.state, info
+
+    def _checked(self, proposal: object, state: State) -> Proposal:
+        """
+        :raises ValueError: for what is no proposal of such states.
+        """
+        name, shape = type(self).__name__, state.log_weight.shape
+        if not (isinstance(proposal, Proposal) and isinstance(proposal.state, State)):
+            raise ValueError(
+                f"{name}.propose must return a Proposal(state, log_ratio) with a state from "
+                f"target.evaluate(position), got {_shown(proposal)}"
+            )
+        if proposal.state.position.shape != state.position.shape:
+            raise ValueError(
+                f"{name}.propose must keep the shape {tuple(state.position.shape)} of positions, "
+                f"got {tuple(proposal.state.position.shape)}"
+            )
+        for ratio in (proposal.log_ratio, proposal.log_reverse):
+            if ratio is not None and torch.as_tensor(ratio).shape not in (shape, ()):
+                raise ValueError(
+                    f"{name}.propose must return a log ratio per chain, of shape {tuple(shape)}, "
+                    f"got {tuple(ratio.shape)}: sum over coordinates, .sum(-1)"
+                )
+        return proposal
 
     def _decide(self, proposal: Proposal, state: State, target: Target) -> tuple[State, Info]:
         """Accept or reject a move, each datum by itself."""
@@ -281,6 +304,12 @@ class Kernel(nn.Module, ABC):
         change = change + proposal.log_ratio
         # A state of zero density, or NaN: nobody should go there.
         return change.masked_fill(change.isnan(), -math.inf)
+
+
+def _shown(proposal: object) -> str:
+    if isinstance(proposal, Proposal):
+        return f"a Proposal whose state is a {type(proposal.state).__name__}"
+    return f"a {type(proposal).__name__}"
 
 
 def _select(accepted: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:

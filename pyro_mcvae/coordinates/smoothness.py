@@ -38,18 +38,19 @@ _ROUGH = re.compile(
 )
 
 
-_REMEDIES = (
-    "A smooth activation (nn.GELU, nn.SiLU, nn.Softplus, nn.Tanh) has no jumps; TraceIWAE_ELBO does "
-    "not differentiate twice"
+_JUMPS = (
+    "the gradient of the log density jumps at %s, and autograd's second derivative leaves the "
+    "jumps out"
 )
-_SMOOTHED = (
-    "the gradient of the log density jumps at %s, and autograd's second derivative leaves the jumps "
-    "out. So chains move along a gradient that is smoothed there, for which bound and gradient are "
-    "exact; the density itself does not change. " + _REMEDIES
+_SMOOTHED = _JUMPS + (
+    ". Chains move along a gradient that is smoothed there, for which bound and gradient are "
+    "exact; the density stays as it is. A smooth activation (nn.GELU, nn.SiLU, nn.Softplus, "
+    "nn.Tanh) has no jumps; TraceIWAE_ELBO does not differentiate twice"
 )
-_BIASED = (
-    "the gradient of the log density jumps at %s, and autograd's second derivative leaves the jumps "
-    "out: the gradient of this objective is biased%s. " + _REMEDIES + ""
+_BIASED = _JUMPS + (
+    ": the gradient of this objective is biased. Use a smooth operation (nn.GELU, nn.SiLU, "
+    "nn.Softplus, nn.Tanh), or one that gradient_estimator='auto' smooths (torch.relu, abs, clamp, "
+    "maximum), or TraceIWAE_ELBO, which does not differentiate twice"
 )
 
 
@@ -89,15 +90,14 @@ class Smoothness:
         known, found = self._widths.of(log_weight.programs), _find_kinks(log_weight, step)
         changed = self._smooths and any(known.get(p) != w for p, w in found.items())
         if found:
-            where = ", ".join(_names(found, log_weight))
-            other = ": gradient_estimator='auto' smooths it"
-            self._warn(_SMOOTHED % where if self._smooths else _BIASED % (where, other))
+            text = _SMOOTHED if self._smooths else _BIASED
+            self._warn(text % ", ".join(_names(found, log_weight)))
         if self._smooths:
             known.update(found)
         if self._smooths or not found:
             rough = _find_jumps(log_weight, step)
             if rough:
-                self._warn(_BIASED % (", ".join(rough), ""))
+                self._warn(_BIASED % ", ".join(rough))
         return changed
 
 

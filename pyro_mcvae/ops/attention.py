@@ -18,8 +18,8 @@ class MathAttention:
     """
     ``scaled_dot_product_attention`` of plain operations, on any device.
 
-    What ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` does, in 1 of its 70 microseconds: fused
-    kernels have no second derivative.
+    Fused kernels have no second derivative. This sets what
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` sets, without its 70 microseconds.
     """
 
     def __enter__(self) -> None:

@@ -102,7 +102,7 @@ class _Switch(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return (None, grad) if _drifts else (grad, None)
 
 
@@ -121,7 +121,7 @@ class _Hinge(torch.autograd.Function):
         ctx.width = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad * torch.sigmoid(ctx.saved_tensors[0] / ctx.width), None
 
 
@@ -250,7 +250,9 @@ class KinkFinder(_Mode):
         """
         results = [y for calls in self.found.values() for y, _ in calls if y.requires_grad]
         found = _gradients(log_weight, results)
-        used = {id(y) for y, g in zip(results, found, strict=True) if g is not None and bool(g.any())}
+        used = {
+            id(y) for y, g in zip(results, found, strict=True) if g is not None and bool(g.any())
+        }
         widths = dict[Place, tuple[float | None, ...]]()
         for place, calls in self.found.items():
             kinks = zip(*(ds for y, ds in calls if id(y) in used), strict=False)

@@ -21,15 +21,14 @@ class NonReentrant:
 
     def __enter__(self) -> None:
         self._before = vars(CheckpointFunction).get("apply")
-        CheckpointFunction.apply = staticmethod(_non_reentrant)
+        setattr(CheckpointFunction, "apply", staticmethod(_non_reentrant))  # noqa: B010
 
     def __exit__(self, *error: object) -> None:
         if self._before is None:
-            del CheckpointFunction.apply
+            del CheckpointFunction.apply  # and with it what hides that of its base class
         else:
-            CheckpointFunction.apply = self._before
+            setattr(CheckpointFunction, "apply", self._before)  # noqa: B010
 
 
 def _non_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    options = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
-    return checkpoint(function, *args, **options)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

@@ -107,7 +107,8 @@ class Recorder(Messenger):
 
     def __enter__(self) -> Recorder:
         self._checkpoints.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return]
+        super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         self._checkpoints.__exit__()
