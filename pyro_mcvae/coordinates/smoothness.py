@@ -22,13 +22,13 @@ __all__ = ["Smoothness"]
 
 _logger = logging.getLogger(__name__)
 
-# Of the change of a gradient what may be missing, and parts of a step over which, in how many
-# directions: few in the first place, since smooth programs go no further.
-_SMALL = 0.05
-_MOVES = {1.0: 2, 0.1: 16, 0.03: 32}
-_MOST = 0.1
-# How many steps away kinks are looked for.
-_REACH = 0, 1, 3
+_Kinks = dict[Place, tuple[float | None, ...]]
+
+# How far from the first draws jumps are looked for: in steps of the chain, and at most, which sees
+# as much of noise.
+_STEPS, _MOST = 3, 0.1
+# How often the way is halved, and of how many draws none is taken for rounding.
+_HALVINGS, _RARE = 12, 0.005
 
 # Operations of an autograd graph whose derivative may jump, beside those that are smoothed.
 _ROUGH = re.compile(
@@ -67,7 +67,7 @@ class Smoothness:
 
     def __init__(self, smooths: bool) -> None:
         self._smooths = smooths
-        self._widths: PairCache[dict[Place, tuple[float | None, ...]]] = PairCache(dict)
+        self._widths: PairCache[_Kinks] = PairCache(dict)
         self._warn = WarnOnce(_logger)
 
     def widths(self, programs: Programs) -> Widths:
@@ -86,97 +86,85 @@ class Smoothness:
             return False
         looked.add(Smoothness)
         if log_weight.kind == "noise":
-            step = step.clamp(max=_MOST)  # which sees as much, and takes a narrow peak for no kink
-        known, found = self._widths.of(log_weight.programs), _find_kinks(log_weight, step)
-        changed = self._smooths and any(known.get(p) != w for p, w in found.items())
-        if found:
-            text = _SMOOTHED if self._smooths else _BIASED
-            self._warn(text % ", ".join(_names(found, log_weight)))
-        if self._smooths:
-            known.update(found)
-        if self._smooths or not found:
-            rough = _find_jumps(log_weight, step)
-            if rough:
-                self._warn(_BIASED % ", ".join(rough))
-        return changed
+            step = step.clamp(max=_MOST)
+        known = self._widths.of(log_weight.programs)
+        before = dict(known)
+        with isolated(), torch.enable_grad():
+            v = _STEPS * step * torch.randn_like(log_weight.coordinates)
+            v = v if log_weight.movable is None else v * log_weight.movable.detach()
+            if _jumps(log_weight, known, v):
+                self._smooth(log_weight, known, v)
+        return known != before
+
+    def _smooth(self, log_weight: LogWeight, known: _Kinks, v: Tensor) -> None:
+        """Smooth the kinks, those in densities only if others are not to blame."""
+        found = _find_kinks(log_weight, v)
+        own = {place: w for place, w in found.items() if not place.in_density}
+        for kinks in filter(None, (own, found)) if self._smooths else ():
+            known.update(kinks)
+            if not _jumps(log_weight, known, v):
+                return self._tell(_SMOOTHED, _names(kinks, log_weight))
+        self._tell(_BIASED, _names(found, log_weight) if found else _names_of_rough(log_weight))
+
+    def _tell(self, text: str, names: list[str]) -> None:
+        self._warn(text % ", ".join(names))
 
 
-def _find_kinks(log_weight: LogWeight, step: Tensor) -> Widths:
-    """The widths of the kinks that the first draws, and chains from there, may cross."""
-    widths = dict[Place, tuple[float | None, ...]]()
-    with isolated(), torch.enable_grad():
-        for length in _REACH:
-            home = log_weight.coordinates.detach()
-            position = (home + length * _move(log_weight, step)).requires_grad_()
-            with KinkFinder() as finder:
-                value = log_weight(position).log_weight
-            widths = finder.widths(value, position) | widths
+def _find_kinks(log_weight: LogWeight, v: Tensor) -> _Kinks:
+    """The widths of the kinks that chains from the first draws may cross."""
+    widths: _Kinks = {}
+    for part in (-1, 0, 1):
+        position = (log_weight.coordinates.detach() + part * v).requires_grad_()
+        with KinkFinder() as finder:
+            value = log_weight(position).log_weight
+        widths = finder.widths(value, position) | widths
     return widths
 
 
-def _move(log_weight: LogWeight, step: Tensor) -> Tensor:
-    """A random move of one step."""
-    v = step * torch.randn_like(log_weight.coordinates)
-    return v if log_weight.movable is None else v * log_weight.movable.detach()
-
-
-def _find_jumps(log_weight: LogWeight, step: Tensor) -> list[str]:
-    r"""
-    The operations at which the gradient of a log weight may jump; none if it does not.
-
-    :param step: how far a chain moves at once, a scalar or one per coordinate.
+def _jumps(log_weight: LogWeight, known: Widths, v: Tensor) -> bool:
     """
-    with isolated(), torch.enable_grad():
-        try:
-            # Of a smooth density, however stiff, less is missing from a shorter move.
-            for part, directions in _MOVES.items():
-                if _missing(log_weight, part * step, directions) < _SMALL:
-                    return []
-        except RuntimeError:
-            return []  # cannot be differentiated twice, which the step itself will say
-        value = log_weight(log_weight.coordinates.detach().requires_grad_()).log_weight
+    Whether the gradient along moves v jumps anywhere on the way, or has no derivative.
+
+    The way is halved again and again, towards the half over which the gradient changes more. What
+    is left of a smooth gradient's change is halved too, however stiff it is; a jump stays.
+    """
+    home, changes = log_weight.coordinates.detach(), list[Tensor]()
+    low, high = (torch.full(home.shape[:-1], t, dtype=home.dtype) for t in (-1.0, 1.0))
+    low, high = low.to(home), high.to(home)
+
+    def slope(at: Tensor) -> Tensor:
+        position = (home + at.unsqueeze(-1) * v).requires_grad_()
+        with drifting():
+            return (_gradient(log_weight(position).log_weight, position) * v).sum(-1)
+
+    with KinkFinder() as finder:
+        first, last = slope(low), slope(high)
+    if any(place.differentiates_once and place not in known for place in finder.found):
+        return True
+    size = first.abs() + last.abs()
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        between = slope(middle)
+        left = (between - first).abs() > (last - between).abs()
+        low, first = torch.where(left, low, middle), torch.where(left, first, between)
+        high, last = torch.where(left, middle, high), torch.where(left, between, last)
+        size = torch.maximum(size, between.abs())
+        changes.append((last - first).abs())
+    rounding = torch.finfo(home.dtype).eps ** 0.5 * size
+    stays = (changes[-1] > changes[-5] / 2) & (changes[-1] > rounding)
+    return bool(stays.double().mean() > _RARE)
+
+
+def _names_of_rough(log_weight: LogWeight) -> list[str]:
+    value = log_weight(log_weight.coordinates.detach().requires_grad_()).log_weight
     return sorted(_rough_nodes(value)) or ["an operation of the programs"]
 
 
-def _missing(log_weight: LogWeight, step: Tensor, directions: int) -> float:
-    r"""
-    What the derivative H of a gradient g leaves out of its change.
-
-    .. math::
-        \frac{E |\delta|}{E |v \cdot (g(z + v) - g(z - v))| + E |v|^2}, \qquad
-        \delta = v \cdot (g(z + v) - g(z - v))
-            - \tfrac{1}{3} v^\top (H(z - v) + 4 H(z) + H(z + v)) v,
-
-    over moves v of one step: by Simpson's rule :math:`\delta` is of fifth order in v for smooth g.
-    Jumps add what does not depend on the length of v.
-    """
-    home = log_weight.coordinates.detach()
-    lost, change = home.new_zeros(()), home.new_zeros(())
-    for _ in range(directions):
-        v = _move(log_weight, step)
-        found = [_along(log_weight, home + t * v, v) for t in (-1, 0, 1)]
-        (slope, a), (_, b), (other, c) = found
-        delta = other - slope - (a + 4 * b + c) / 3
-        usable = delta.isfinite()
-        lost = lost + torch.where(usable, delta, 0.0).abs().sum()
-        size = (other - slope).abs() + v.square().sum(-1)
-        change = change + torch.where(usable, size, 0.0).sum()
-    return float(lost / change) if bool(change > 0) else 0.0
-
-
-def _along(log_weight: LogWeight, position: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The slope of the log weight along a move, per datum, and the slope of that."""
-    position = position.requires_grad_()
-    with drifting():
-        slope = (_gradient(log_weight(position).log_weight, position, True) * v).sum(-1)
-    return slope.detach(), (_gradient(slope, position, False) * v).sum(-1)
-
-
-def _gradient(value: Tensor, position: Tensor, create_graph: bool) -> Tensor:
+def _gradient(value: Tensor, position: Tensor) -> Tensor:
     if not value.requires_grad:
         return torch.zeros_like(position)
-    found = torch.autograd.grad(value.sum(), position, create_graph=create_graph, allow_unused=True)
-    return torch.zeros_like(position) if found[0] is None else found[0]
+    (found,) = torch.autograd.grad(value.sum(), position, allow_unused=True)
+    return torch.zeros_like(position) if found is None else found
 
 
 def _rough_nodes(value: Tensor) -> set[str]:

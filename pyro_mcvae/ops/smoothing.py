@@ -51,6 +51,16 @@ class Place(NamedTuple):
     line: int
     module: nn.Module | None
 
+    @property
+    def differentiates_once(self) -> bool:
+        """Whether PyTorch has no second derivative of it, which that of a sum of hinges is."""
+        return self.name == "hardsigmoid"
+
+    @property
+    def in_density(self) -> bool:
+        """Whether it is part of a distribution, many of which have kinks that cancel."""
+        return f"{os.sep}distributions{os.sep}" in self.code.co_filename
+
 
 # By place, the width at each kink of an operation: None where nothing has to be smoothed.
 Widths = Mapping[Place, tuple[float | None, ...]]
@@ -107,7 +117,7 @@ class _Switch(torch.autograd.Function):
 
 
 class _Hinge(torch.autograd.Function):
-    """max(d, 0), with the derivative of a smooth one."""
+    """max(d, 0), with the derivative of a smooth one inside of :func:`drifting`."""
 
     generate_vmap_rule = True
 
@@ -122,7 +132,9 @@ class _Hinge(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * torch.sigmoid(ctx.saved_tensors[0] / ctx.width), None
+        (d,) = ctx.saved_tensors
+        # Drifts are functions of this value, whose own derivative is the exact one.
+        return grad * (torch.sigmoid(d / ctx.width) if _drifts else d > 0), None
 
 
 class _Hinges:
@@ -257,7 +269,7 @@ class KinkFinder(_Mode):
         for place, calls in self.found.items():
             kinks = zip(*(ds for y, ds in calls if id(y) in used), strict=False)
             width = tuple(_width(ds, position) for ds in kinks)
-            if any(width) or place.name in _ONCE:
+            if any(width) or place.differentiates_once:
                 widths[place] = width
         return widths
 
@@ -275,10 +287,13 @@ def _width(arguments: tuple[Tensor, ...], position: Tensor) -> float | None:
         return None
     d = torch.cat([d.detach().flatten() for d in moving])
     d = d[d.isfinite()].double()
-    if not (bool((d > 0).any()) and bool((d < 0).any())):
+    sides = d[d > 0], d[d < 0]
+    if not all(map(len, sides)):
         return None
+    # Of the nearer side, so that a bound that hardly binds hardly changes anything.
+    spread = torch.stack([side.square().mean() for side in sides]).min().sqrt()
     # A power of two: a little more or less changes nothing, and a recorded step has it as it is.
-    return float(2.0 ** torch.log2(_SHARE * d.std(correction=0)).round())
+    return float(2.0 ** torch.log2(_SHARE * spread).round())
 
 
 def _on_floats(args: tuple[Any, ...]) -> bool:
@@ -347,9 +362,6 @@ def _min(h: _Hinges, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tenso
 def _maximum(h: _Hinges, x: Tensor, other: Tensor) -> Tensor:
     return other + h.relu(x - other)
 
-
-# PyTorch differentiates these only once, and their sums of hinges twice.
-_ONCE = {"hardsigmoid"}
 
 # Operations as sums of hinges; None where a call has no kink, or one that cannot be smoothed.
 _OPERATIONS: dict[str, Callable[..., Tensor | None]] = {
