@@ -239,12 +239,6 @@ class Kernel(nn.Module, ABC):
         for name, part in self.named_modules():
             check_transitions(name, getattr(part, "num_transitions", None), num_steps)
 
-    @torch.no_grad()
-    def length(self) -> Tensor:
-        """How far noise alone moves a chain at once: a scalar, or shape ``[D]``."""
-        value = self.step_size()
-        return value if self.step_size_power == 1 else (2.0 * value).sqrt()
-
     def step(self, state: State, target: Target) -> tuple[State, Info]:
         """
         One transition.

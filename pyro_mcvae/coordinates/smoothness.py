@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.ops.recording import is_recording
@@ -74,19 +75,18 @@ class Smoothness:
         """The widths of the kinks that were found in a pair of programs."""
         return self._widths.of(programs)
 
-    def look(self, log_weight: LogWeight, step: Tensor) -> bool:
+    def look(self, log_weight: LogWeight, kernel: Kernel) -> bool:
         """
         Look at a structure that was not looked at.
 
-        :param step: how far a chain moves at once, a scalar or one per coordinate.
+        :param Kernel kernel: moves the chain.
         :returns: whether kinks were found that ``log_weight`` was drawn without.
         """
         looked = log_weight.plan.looked
         if Smoothness in looked or is_recording():
             return False
         looked.add(Smoothness)
-        if log_weight.kind == "noise":
-            step = step.clamp(max=_MOST)
+        step = _length(kernel, log_weight)
         known = self._widths.of(log_weight.programs)
         before = dict(known)
         with isolated(), torch.enable_grad():
@@ -103,11 +103,22 @@ class Smoothness:
         for kinks in filter(None, (own, found)) if self._smooths else ():
             known.update(kinks)
             if not _jumps(log_weight, known, v):
-                return self._tell(_SMOOTHED, _names(kinks, log_weight))
+                self._tell(_SMOOTHED, _names(kinks, log_weight))
+                return
         self._tell(_BIASED, _names(found, log_weight) if found else _names_of_rough(log_weight))
 
     def _tell(self, text: str, names: list[str]) -> None:
         self._warn(text % ", ".join(names))
+
+
+@torch.no_grad()
+def _length(kernel: Kernel, log_weight: LogWeight) -> Tensor:
+    """How far noise alone moves a chain at once."""
+    value = kernel.step_size()
+    step = value if kernel.step_size_power == 1 else (2.0 * value).sqrt()
+    if step.dim() and step.shape[-1] != log_weight.coordinates.shape[-1]:
+        step = step.log().mean().exp()  # a sequence of another length
+    return step.clamp(max=_MOST) if log_weight.kind == "noise" else step
 
 
 def _find_kinks(log_weight: LogWeight, v: Tensor) -> _Kinks:

@@ -227,7 +227,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             log_weight, draws = self.slots.begin(programs, self.sampler.num_particles, make)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
-        again = twice and self._smoothness.look(log_weight, self.kernel.length())
+        again = twice and self._smoothness.look(log_weight, self.kernel)
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
     def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:

@@ -408,7 +408,7 @@ ERRORS = [
     ({"kernel": 0.1}, r"kernel must be a Kernel such as ULA\(\) or MALA\(\), got 0.1"),
     (
         {"schedule": LearnedSchedule(4), "gradient_estimator": "reweighted"},
-        "schedule.logits would get no gradient: use 'full'",
+        "schedule.logits would get no gradient: use 'auto'",
     ),
 ]
 
