@@ -161,7 +161,7 @@ def _jumps(log_weight: LogWeight, known: Widths, v: Tensor) -> bool:
         high, last = torch.where(left, middle, high), torch.where(left, between, last)
         size = torch.maximum(size, between.abs())
         changes.append((last - first).abs())
-    rounding = torch.finfo(home.dtype).eps ** 0.5 * size
+    rounding = torch.finfo(home.dtype).eps ** 0.4 * size
     stays = (changes[-1] > changes[-5] / 2) & (changes[-1] > rounding)
     return bool(stays.double().mean() > _RARE)
 

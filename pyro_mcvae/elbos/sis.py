@@ -78,9 +78,10 @@ class TraceSIS_ELBO(ChainELBO):
     gradient of L would be biased. ``gradient_estimator="auto"`` finds such operations, names them
     in a log line, and smooths them where they move the chain, and nowhere else: there
     :math:`\max(d, 0)` has the derivative :math:`\text{sigmoid}(d / \tau)`, where :math:`\tau` is a
-    fifth of the spread of d. Chains may move along any function of their position, so :math:`E[\exp W] = p(x)` still
-    holds, and the gradient is that of L. ``"full"`` smooths nothing. Jumps that cannot be smoothed
-    (``torch.where``, sorting, max pooling, functions of one's own) are named as well.
+    fifth of the spread of d. Chains may move along any function of their position, so
+    :math:`E[\exp W] = p(x)` still holds, and the gradient is that of L. ``"full"`` smooths nothing.
+    Jumps that cannot be smoothed (``torch.where``, sorting, max pooling, functions of one's own)
+    are named as well.
 
     ``gradient_estimator="reweighted"`` runs the chain without a graph: about half the cost, and
     memory that does not grow with K, also for models without double backward. The
