@@ -15,8 +15,8 @@ from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.ops.smoothing import KinkFinder, Place, Widths, drifting
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.modules import find_modules
+from pyro_mcvae.programs.probing import looking
 from pyro_mcvae.structure.cache import PairCache
 
 __all__ = ["Smoothness"]
@@ -89,7 +89,7 @@ class Smoothness:
         step = _length(kernel, log_weight)
         known = self._widths.of(log_weight.programs)
         before = dict(known)
-        with isolated(), torch.enable_grad():
+        with looking(), torch.enable_grad():
             v = _STEPS * step * torch.randn_like(log_weight.coordinates)
             v = v if log_weight.movable is None else v * log_weight.movable.detach()
             if _jumps(log_weight, known, v):

@@ -225,7 +225,7 @@ class _Smoothing(_Mode):
     def kinked(
         self, place: Place, exact: Tensor, smooth: Callable[[_Hinges], Tensor | None]
     ) -> Tensor:
-        if not exact.requires_grad:
+        if not _unwrapped(exact).requires_grad:  # which those under vmap do not say
             return exact
         with torch._C.DisableTorchFunction():  # no part of the program
             surrogate = smooth(_Hinges(self._widths[place]))

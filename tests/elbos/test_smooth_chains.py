@@ -393,3 +393,34 @@ def test_attention_is_differentiated_twice(cls, options):
     assert all(torch.equal(a, b) for a, b in zip(grads, expected[1], strict=True))
     found = one_step(CompiledELBO(cls(3), backend="eager"), decoder, model, guide, x)
     assert found[0] == pytest.approx(loss)
+
+
+@pytest.mark.parametrize("vectorize", [None, False], ids=["mapped", "looped"])
+def test_mapped_and_looped_programs_are_smoothed(vectorize, caplog):
+    """A decoder whose dims count from the left runs under vmap, or one by one."""
+    decoder, model, guide, x = network(lambda: _Function(lambda h: torch.relu(h).softmax(1)))
+    elbo = TraceSIS_ELBO(2, num_particles=3, vectorize_particles=vectorize)
+    one_step(elbo, decoder, model, guide, x)
+    (message,) = told(caplog)
+    assert "relu at" in message
+    assert "biased" not in message
+
+
+def test_a_structured_guide_is_smoothed(caplog):
+    """Which runs again at every position, with kinks of its own."""
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            a = pyro.sample("a", dist.Normal(torch.zeros(len(x)), 1.0))
+            b = pyro.sample("b", dist.Normal(a, 1.0))
+            pyro.sample("x", dist.Normal(b, 0.5), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", len(x)):
+            a = pyro.sample("a", dist.Normal(torch.zeros(len(x)), 0.8))
+            pyro.sample("b", dist.Normal(torch.relu(a), 0.5))
+
+    TraceSIS_ELBO(2).loss_and_grads(model, guide, torch.rand(30))
+    (message,) = told(caplog)
+    assert f"relu at {__file__}:" in message
+    assert "biased" not in message
