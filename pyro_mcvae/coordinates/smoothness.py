@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 
+import pyro
 import torch
 from torch import Tensor, nn
 
@@ -89,7 +91,8 @@ class Smoothness:
         step = _length(kernel, log_weight)
         known = self._widths.of(log_weight.programs)
         before = dict(known)
-        with looking(), torch.enable_grad():
+        # Programs may fail at positions to which no chain goes: then nothing is found.
+        with suppress(ValueError, RuntimeError), looking(), torch.enable_grad():
             v = _STEPS * step * torch.randn_like(log_weight.coordinates)
             v = v if log_weight.movable is None else v * log_weight.movable.detach()
             if _jumps(log_weight, known, v):
@@ -105,7 +108,8 @@ class Smoothness:
             if not _jumps(log_weight, known, v):
                 self._tell(_SMOOTHED, _names(kinks, log_weight))
                 return
-        self._tell(_BIASED, _names(found, log_weight) if found else _names_of_rough(log_weight))
+        rough = not found or self._smooths
+        self._tell(_BIASED, _rough_names(log_weight, found) if rough else _names(found, log_weight))
 
     def _tell(self, text: str, names: list[str]) -> None:
         self._warn(text % ", ".join(names))
@@ -166,9 +170,12 @@ def _jumps(log_weight: LogWeight, known: Widths, v: Tensor) -> bool:
     return bool(stays.double().mean() > _RARE)
 
 
-def _names_of_rough(log_weight: LogWeight) -> list[str]:
+def _rough_names(log_weight: LogWeight, smoothed: Iterable[Place]) -> list[str]:
+    """The operations whose derivatives may jump, but for those that are smoothed."""
     value = log_weight(log_weight.coordinates.detach().requires_grad_()).log_weight
-    return sorted(_rough_nodes(value)) or ["an operation of the programs"]
+    known = {place.name.replace("_", "") for place in smoothed}
+    names = sorted(name for name in _rough_nodes(value) if name.lower() not in known)
+    return names or ["an operation of the programs"]
 
 
 def _gradient(value: Tensor, position: Tensor) -> Tensor:
@@ -188,23 +195,33 @@ def _rough_nodes(value: Tensor) -> set[str]:
         seen.add(node)
         left += [n for n, _ in node.next_functions]
         name = node.name().split("::")[-1].rstrip("0123456789").removesuffix("Backward")
-        own = hasattr(node, "_forward_cls") and name != "_Switch"
+        own = hasattr(node, "_forward_cls") and name not in ("_Switch", "_Hinge")
         if own or _ROUGH.fullmatch(name):
             found.add(f"the autograd.Function {name}" if own else name)
     return found
 
 
 def _names(places: Iterable[Place], log_weight: LogWeight) -> list[str]:
-    """Kinks as a user finds them: ``nn.ReLU at decoder.1``, or the line of the operation."""
+    """Kinks as a user finds them: ``nn.ReLU at decoder[1]``, or the line of the operation."""
     roots = find_modules(*log_weight.programs.pair)
-    return [_name(place, roots) for place in places]
+    labels = {id(root): type(root).__name__ for root in roots}
+    for run in log_weight.first.sample.runs[:1]:
+        for name in (n for t in (run.guide_trace, run.model_trace) for n in t.nodes if "$$$" in n):
+            label, path = name.split("$$$")
+            value = pyro.get_param_store()._params.get(name)
+            labels.update({id(r): label for r in roots if _parameter(r, path) is value})
+    return [_name(place, roots, labels) for place in places]
 
 
-def _name(place: Place, roots: list[nn.Module]) -> str:
+def _parameter(module: nn.Module, path: str) -> Tensor | None:
+    return dict(module.named_parameters()).get(path)
+
+
+def _name(place: Place, roots: list[nn.Module], labels: dict[int, str]) -> str:
     if place.module is None:
         return f"{place.name} at {place.code.co_filename}:{place.line}"
     paths = [
-        f"{type(root).__name__}.{name}".rstrip(".")
+        re.sub(r"\.(\d+)", r"[\1]", f"{labels[id(root)]}.{name}".rstrip("."))
         for root in roots
         for name, part in root.named_modules()
         if part is place.module
