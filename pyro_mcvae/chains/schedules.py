@@ -60,13 +60,16 @@ class Schedule(nn.Module, ABC):
         """
         betas = super().__call__()
         if not isinstance(betas, Tensor) or tuple(betas.shape) != (self.num_steps + 1,):
-            found = tuple(betas.shape) if isinstance(betas, Tensor) else repr(betas)
-            raise ValueError(
-                f"{type(self).__name__}.forward must return a tensor of shape [num_steps + 1] = "
-                f"[{self.num_steps + 1}], got {found}"
-            )
+            raise self._no_betas(betas)
         inner = betas[1:-1]
         return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)])
+
+    def _no_betas(self, betas: object) -> ValueError:
+        found = tuple(betas.shape) if isinstance(betas, Tensor) else repr(betas)
+        return ValueError(
+            f"{type(self).__name__}.forward must return a tensor of shape [num_steps + 1] = "
+            f"[{self.num_steps + 1}], got {found}"
+        )
 
 
 class LinearSchedule(Schedule):

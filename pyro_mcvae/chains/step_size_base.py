@@ -116,9 +116,13 @@ def checked_value(part: nn.Module, value: object, most: int) -> Tensor:
     """
     if isinstance(value, Tensor) and value.dim() <= most:
         return value
+    raise _no_value(part, value, most)
+
+
+def _no_value(part: nn.Module, value: object, most: int) -> ValueError:
     found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     shape = "without dims" + (" or of shape [D]" if most else "")
-    raise ValueError(f"{type(part).__name__}.forward must return a tensor {shape}, got {found}")
+    return ValueError(f"{type(part).__name__}.forward must return a tensor {shape}, got {found}")
 
 
 def positive(name: str, value: float | Tensor, dims: int = 1) -> Tensor:

