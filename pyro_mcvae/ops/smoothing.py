@@ -90,8 +90,8 @@ def smoothed(widths: Widths) -> AbstractContextManager[object]:
         ...     y = torch.relu(z)
         >>> with drifting():
         ...     drift, = torch.autograd.grad(y.sum(), z, create_graph=True)
-        >>> y.tolist() == z.relu().tolist(), drift.detach()
-        (True, tensor([0.2689, 0.7311, 1.0000]))
+        >>> drift.detach()
+        tensor([0.2689, 0.7311, 1.0000])
         >>> torch.autograd.grad(y.sum(), z)
         (tensor([0., 1., 1.]),)
     """
