@@ -83,11 +83,11 @@ def smoothed(widths: Widths) -> AbstractContextManager[object]:
     Example::
 
         >>> from pyro_mcvae.ops.smoothing import KinkFinder, drifting, smoothed
-        >>> z = torch.tensor([-0.1, 0.1, 2.0], requires_grad=True)
+        >>> z, relu = torch.tensor([-0.1, 0.1, 2.0], requires_grad=True), torch.nn.ReLU()
         >>> with KinkFinder() as finder:
-        ...     y = torch.relu(z)
+        ...     y = relu(z)
         >>> with smoothed({place: (0.1,) for place in finder.found}):
-        ...     y = torch.relu(z)
+        ...     y = relu(z)
         >>> with drifting():
         ...     drift, = torch.autograd.grad(y.sum(), z, create_graph=True)
         >>> drift.detach()
