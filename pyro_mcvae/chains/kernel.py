@@ -265,6 +265,8 @@ class Kernel(nn.Module, ABC):
         :returns: the new state and an :class:`Info`.
         """
         proposal = self.propose(state, target)
+        if not _is_of(proposal, state):
+            raise _no_proposal(type(self).__name__, proposal, state)
         if self.adjusted:
             return self._decide(proposal, state, target)
         with torch.no_grad():
@@ -292,6 +294,43 @@ class Kernel(nn.Module, ABC):
         change = change + proposal.log_ratio
         # A state of zero density, or NaN: nobody should go there.
         return change.masked_fill(change.isnan(), -math.inf)
+
+
+def _is_of(proposal: object, state: State) -> bool:
+    """Whether it is a proposal of such states."""
+    return (
+        isinstance(proposal, Proposal)
+        and isinstance(proposal.state, State)
+        and proposal.state.position.shape == state.position.shape
+        and not _wrong_ratios(proposal, state)
+    )
+
+
+def _wrong_ratios(proposal: Proposal, state: State) -> list[tuple[int, ...]]:
+    """The shapes of log ratios that are not one for each chain."""
+    shapes = (tuple(getattr(r, "shape", ())) for r in (proposal.log_ratio, proposal.log_reverse))
+    return [s for s in shapes if s not in ((), tuple(state.log_weight.shape))]
+
+
+def _no_proposal(name: str, proposal: object, state: State) -> ValueError:
+    if not (isinstance(proposal, Proposal) and isinstance(proposal.state, State)):
+        found = f"a {type(proposal).__name__}"
+        if isinstance(proposal, Proposal):
+            found += f" whose state is a {type(proposal.state).__name__}"
+        return ValueError(
+            f"{name}.propose must return a Proposal(state, log_ratio) with a state from "
+            f"target.evaluate(position), got {found}"
+        )
+    if proposal.state.position.shape != state.position.shape:
+        return ValueError(
+            f"{name}.propose must keep the shape {tuple(state.position.shape)} of positions, "
+            f"got {tuple(proposal.state.position.shape)}"
+        )
+    return ValueError(
+        f"{name}.propose must return a log ratio per chain, of shape "
+        f"{tuple(state.log_weight.shape)}, got {tuple(_wrong_ratios(proposal, state)[0])}: sum "
+        f"over coordinates, .sum(-1)"
+    )
 
 
 def _select(accepted: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:

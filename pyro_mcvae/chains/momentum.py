@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from pyro_mcvae.chains.step_size_base import checked_value
 from pyro_mcvae.chains.transitions import begin_with, of_transition
 
 __all__ = ["FixedMomentum", "LearnedMomentum", "Momentum", "as_momentum"]
@@ -44,6 +45,14 @@ class Momentum(nn.Module, ABC):
 
         :param int transition: of which transition of a chain, from 0; the last by default.
         """
+
+    def __call__(self, *transition: int) -> Tensor:
+        """
+        The share that is kept before a transition, the last by default.
+
+        :raises ValueError: for what is no tensor without dims, or of shape ``[D]``.
+        """
+        return checked_value(self, super().__call__(*transition), most=1)
 
 
 class FixedMomentum(Momentum):

@@ -28,7 +28,9 @@ class Schedule(FixedOptions, nn.Module, ABC):
     Base class: a module whose call returns :math:`\beta`, shape ``[num_steps + 1]``.
 
     A schedule of one's own writes :meth:`forward` and calls ``super().__init__(num_steps)``. Its
-    parameters, if it has any, train with the bound.
+    parameters, if it has any, train with the bound. Whatever they become, its ends are exactly 0
+    and 1: the weights of a chain that ends elsewhere would not estimate the evidence, while what
+    lies between may be any numbers.
 
     :param int num_steps: K, the number of annealing steps.
     :raises ValueError: if ``num_steps`` is not an int of at least 1.
@@ -49,7 +51,26 @@ class Schedule(FixedOptions, nn.Module, ABC):
 
     @abstractmethod
     def forward(self) -> Tensor:
-        """The inverse temperatures, increasing from exactly 0 to exactly 1."""
+        """The inverse temperatures, increasing from 0 to 1; the ends are not used."""
+
+    def __call__(self) -> Tensor:
+        """
+        The inverse temperatures, with exact ends.
+
+        :raises ValueError: for what is no tensor of shape ``[num_steps + 1]``.
+        """
+        betas = super().__call__()
+        if not isinstance(betas, Tensor) or tuple(betas.shape) != (self.num_steps + 1,):
+            raise self._no_betas(betas)
+        inner = betas[1:-1]
+        return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)])
+
+    def _no_betas(self, betas: object) -> ValueError:
+        found = tuple(betas.shape) if isinstance(betas, Tensor) else repr(betas)
+        return ValueError(
+            f"{type(self).__name__}.forward must return a tensor of shape [num_steps + 1] = "
+            f"[{self.num_steps + 1}], got {found}"
+        )
 
 
 class LinearSchedule(Schedule):
@@ -141,7 +162,7 @@ class SigmoidSchedule(Schedule):
     def forward(self) -> Tensor:
         at = torch.linspace(-1.0, 1.0, self.num_steps + 1).to(self.log_slope)
         s = torch.sigmoid(self.slope * at)
-        return _with_ends((s[1:-1] - s[0]) / (s[-1] - s[0]))
+        return (s - s[0]) / (s[-1] - s[0])
 
 
 class LearnedSchedule(Schedule):
@@ -164,14 +185,16 @@ class LearnedSchedule(Schedule):
         self.logits = nn.Parameter(torch.zeros(num_steps))
 
     def forward(self) -> Tensor:
-        return _with_ends(self.logits.softmax(0).cumsum(0)[:-1])
+        return nn.functional.pad(self.logits.softmax(0).cumsum(0), (1, 0))
 
 
 def check_betas(betas: Tensor) -> None:
     """Raise a ValueError unless the values increase from 0 to 1."""
     values = [float(b) for b in betas.detach().flatten()]
     increasing = all(a < b for a, b in pairwise(values))
-    if betas.dim() != 1 or len(values) < 2 or values[0] != 0 or values[-1] != 1 or not increasing:
+    # A sum of increments ends at 1 but for rounding.
+    ends = betas.dim() == 1 and len(values) > 1 and values[0] == 0 and abs(values[-1] - 1) < 1e-5
+    if not (ends and increasing):
         raise ValueError(
             f"a schedule must increase from 0 to 1, in a tensor of shape [num_steps + 1], got "
             f"{betas.detach().tolist()}"
@@ -195,12 +218,13 @@ def as_schedule(
         schedule = LinearSchedule(schedule)
     if not isinstance(schedule, Schedule):
         schedule = FixedSchedule(_as_betas(schedule))
-    check_betas(schedule())
-    if len(schedule()) != schedule.num_steps + 1:
+    if not hasattr(schedule, "num_steps"):
         raise ValueError(
-            f"the schedule has num_steps={schedule.num_steps}, but gives {len(schedule())} values "
-            f"instead of num_steps + 1"
+            f"{type(schedule).__name__} has no num_steps: its __init__ must call "
+            f"super().__init__(num_steps)"
         )
+    schedule()  # raises for another shape
+    check_betas(schedule.forward())
     if num_steps is not None and num_steps != schedule.num_steps:
         raise ValueError(
             f"num_steps={num_steps}, but the schedule has {schedule.num_steps} steps: leave "
@@ -220,8 +244,3 @@ def _as_betas(given: Any) -> Tensor:
             f"schedule must be a Schedule such as LinearSchedule(10), a number of steps, or a "
             f"tensor that increases from 0 to 1, got {given!r}"
         ) from error
-
-
-def _with_ends(inner: Tensor) -> Tensor:
-    """Exactly 0 and 1 at the ends, whatever rounding does in between."""
-    return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)])

@@ -105,6 +105,23 @@ class AdaptiveStepSize(StepSize):
         self.register_buffer("begun", torch.tensor(False))
         self.power, self.most = 1.0, math.inf
         self._new = True
+        self._coordinates: str | None = None
+
+    def use_coordinates(self, coordinates: str) -> None:
+        """
+        Serve chains in ``"noise"`` or ``"latent"`` coordinates.
+
+        :raises ValueError: if it serves the others already, in which a step has another length.
+        """
+        if self._coordinates not in (None, coordinates):
+            raise ValueError(
+                f"this kernel's step size belongs to a loss with "
+                f"coordinates={self._coordinates!r}, and a step has another length in "
+                f"coordinates={coordinates!r}: make a kernel for each loss"
+            )
+        self._coordinates = coordinates
+        if self.per_coordinate is None:
+            self.per_coordinate = coordinates == "latent"
 
     def complete(
         self,

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FixedStepSize", "StepSize", "positive"]
+__all__ = ["FixedStepSize", "StepSize", "checked_value", "positive"]
 
 
 class StepSize(nn.Module, ABC):
@@ -41,6 +41,14 @@ class StepSize(nn.Module, ABC):
         :param int transition: of which transition of a chain, from 0; the last by default, which is
             the one that moves with respect to the posterior itself.
         """
+
+    def __call__(self, *transition: int) -> Tensor:
+        """
+        The present step size of a transition, the last by default.
+
+        :raises ValueError: for what is no tensor without dims, or of shape ``[D]``.
+        """
+        return checked_value(self, super().__call__(*transition), most=1)
 
     def values(self) -> Tensor:
         """
@@ -97,6 +105,24 @@ class FixedStepSize(StepSize):
 
     def forward(self, transition: int = -1) -> Tensor:
         return self.value
+
+
+def checked_value(part: nn.Module, value: object, most: int) -> Tensor:
+    """
+    What a module of one's own returns.
+
+    :param int most: how many dims it may have.
+    :raises ValueError: naming what it has returned instead.
+    """
+    if isinstance(value, Tensor) and value.dim() <= most:
+        return value
+    raise _no_value(part, value, most)
+
+
+def _no_value(part: nn.Module, value: object, most: int) -> ValueError:
+    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    shape = "without dims" + (" or of shape [D]" if most else "")
+    return ValueError(f"{type(part).__name__}.forward must return a tensor {shape}, got {found}")
 
 
 def positive(name: str, value: float | Tensor, dims: int = 1) -> Tensor:

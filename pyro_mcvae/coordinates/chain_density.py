@@ -40,10 +40,14 @@ class ChainDensity:
 
     :param LogWeight log_weight: with the gradients that the kernel and the bound ask for, made
         where gradients are enabled if there are any.
+    :param bool again: whether to evaluate the first draw again, whose gradients are not those that
+        move the chain.
     """
 
-    def __init__(self, log_weight: LogWeight) -> None:
+    def __init__(self, log_weight: LogWeight, again: bool = False) -> None:
         self.log_weight = log_weight
+        # Forward and reverse moves must follow one gradient: the partial derivatives.
+        self._again = again or log_weight.plan.entangled
         self.gradient = log_weight.gradient
         self._full = GradientMode.CHAIN in self.gradient
         self._recompute = GradientMode.RECOMPUTED in self.gradient
@@ -59,8 +63,7 @@ class ChainDensity:
 
     def start(self) -> State:
         """The first draw."""
-        if self._kernel_gradient and self.log_weight.plan.entangled:
-            # Forward and reverse moves must follow one gradient: the partial derivatives.
+        if self._kernel_gradient and self._again:
             return self(self.log_weight.coordinates)
         with torch.set_grad_enabled(bool(self.gradient)):
             state = self._state(self.log_weight.coordinates, self.log_weight.first)

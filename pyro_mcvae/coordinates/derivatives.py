@@ -13,6 +13,7 @@ from pyro_mcvae.coordinates.packing import Packing
 from pyro_mcvae.coordinates.placing import Record
 from pyro_mcvae.coordinates.plan import Plan
 from pyro_mcvae.ops.shapes import as_shape
+from pyro_mcvae.ops.smoothing import drifting
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.terms import Term
@@ -35,6 +36,8 @@ def coordinate_gradient(
     """
     The gradient of a value per datum with respect to the coordinates: ``[*leading, *plates, D]``.
 
+    It moves chains, and is smoothed at the kinks of programs that ran with their widths.
+
     :param value: shape ``[*leading, *plates]``.
     :param bool create_graph: whether it can be differentiated again.
     :param bool reused: whether the graph is still needed for other gradients.
@@ -45,7 +48,7 @@ def coordinate_gradient(
     found: Sequence[Tensor | None] = ()
     if value.requires_grad:
         # The backward pass of an operator computes in the precision that its forward pass had.
-        with without_autocast():
+        with without_autocast(), drifting():
             ones, kept = torch.ones_like(value), reused or create_graph
             found = torch.autograd.grad(value, moving, ones, kept, create_graph, allow_unused=True)
     grads = {id(i): g for i, g in zip(moving, found, strict=False) if g is not None}

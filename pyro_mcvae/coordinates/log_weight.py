@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 
 import torch
@@ -27,11 +28,13 @@ from pyro_mcvae.coordinates.placing import (
     value_at,
 )
 from pyro_mcvae.coordinates.plan import check_names, plan_of
+from pyro_mcvae.ops.attention import MathAttention
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.shapes import as_shape
+from pyro_mcvae.ops.smoothing import Widths, smoothed
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.known_logs import knowing
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.types import Distribution, Message
@@ -70,9 +73,13 @@ class LogWeight:
         but their density given the coordinates is part of the base density. So the path leads from
         the guide's joint density to the model's, at these values.
 
+    :param widths: of the kinks of the programs, at which :meth:`gradients` are smoothed to be
+        differentiated again; see :mod:`pyro_mcvae.ops.smoothing`. None if they are not.
+
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
         several blocks), where D counts the numbers that describe one datum's latents.
     :ivar first: the :class:`Evaluation` of that draw.
+    :ivar kind: of the coordinates, as given.
     :raises ValueError: if no latent can be weighed by itself, or a guide site has no coordinate.
 
     Example::
@@ -102,9 +109,11 @@ class LogWeight:
         gradient: GradientMode = GradientMode.NONE,
         within: WeightedParticles | None = None,
         begin: Beginning | None = None,
+        widths: Widths | None = None,
     ) -> None:
         self.programs, self.gradient, self._sampler = programs, gradient, sampler
-        self._kind, self._beginning = coordinates, begin or Beginning()
+        self._widths = widths
+        self.kind, self._beginning = coordinates, begin or Beginning()
         generators = Generators() if sampler.runner.bounded is None else None
         sample = self._planned(within)
         if self.plan.bounded and not sampler.runner.bounded:
@@ -115,7 +124,7 @@ class LogWeight:
                 sample = self._planned(within)
         sampler.runner.bounded = bool(sampler.runner.bounded)
         self.packing = self.plan.packing
-        with knowing(self.plan.bounded):
+        with self._running(), knowing(self.plan.bounded):
             self.first = evaluate(sample, self._records)
         at = [{n: placed.at for n, placed in record.items()} for record in self._records]
         self.coordinates = self.packing.pack_runs(at) if self.packing.sites else self._empty()
@@ -125,6 +134,12 @@ class LogWeight:
             sample, self._records = self._first_draw(within)
         self.plan = plan_of(sample, self._records, self._beginning.held)
         return sample
+
+    def _running(self) -> AbstractContextManager[object]:
+        """Around runs of the programs: what lets gradients be differentiated again."""
+        if self._widths is None:
+            return nullcontext()
+        return entered(MathAttention(), smoothed(self._widths))
 
     def _empty(self) -> Tensor:
         return self.first.log_weight.unsqueeze(-1)[..., :0]
@@ -139,12 +154,13 @@ class LogWeight:
             return partial(self._draw, records[-1], rows)
 
         detach = GradientMode.FIRST in self.gradient
-        if within is None:
-            count = self._beginning.count
-            sample = sampler.sample(self.programs, make_sample_fn, detach, count, keep_noise=True)
-        else:
-            given = within, sampler.num_particles, make_sample_fn, detach
-            sample = sampler.resample(self.programs, *given)
+        with self._running():
+            if within is None:
+                of_guide = make_sample_fn, detach, self._beginning.count
+                sample = sampler.sample(self.programs, *of_guide, keep_noise=True)
+            else:
+                given = within, sampler.num_particles, make_sample_fn, detach
+                sample = sampler.resample(self.programs, *given)
         # A step whose structure was new may have begun more than once.
         return sample, records[-len(sample.runs) :]
 
@@ -233,7 +249,8 @@ class LogWeight:
         if coordinates.shape[depth:] != inner:
             raise _other_shape(coordinates, inner)
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
-        found = evaluate(*self._run(flat))
+        with self._running():
+            found = evaluate(*self._run(flat))
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
@@ -261,7 +278,7 @@ class LogWeight:
             records.append({})
             values = self.packing.unpack(flat[rows.start : rows.stop])
             held = partial(self._beginning.again, rows=rows)
-            return placing_at(values, records[-1], self._kind, held)
+            return placing_at(values, records[-1], self.kind, held)
 
         sample = self._sampler.resample(self.programs, first, len(flat), make_sample_fn, detach)
         others = first.structure.global_sites.guide | self._beginning.held
@@ -270,7 +287,7 @@ class LogWeight:
 
     def _draw(self, record: Record, rows: range, msg: Message) -> Tensor:
         """The first value of a site."""
-        name, coordinate = msg["name"], coordinate_at(msg, self._kind)
+        name, coordinate = msg["name"], coordinate_at(msg, self.kind)
         wanted = bool(self.gradient) and name not in self._beginning.held
         moves = wanted and torch.is_grad_enabled()
         with torch.set_grad_enabled(moves):

@@ -48,8 +48,9 @@ class TraceAIS_ELBO(ChainELBO):
     The step size starts small and adapts after each training step; ``eval()`` freezes it.
     ``kernel=MALA()`` is the paper's, with a linear schedule unless it is given too.
 
-    Coordinates, masks, discrete sites, and the ``"reweighted"`` gradient (which makes the last
-    move too, and takes one particle) are those of :class:`TraceSIS_ELBO`.
+    Coordinates, masks, discrete sites, kinks of the model such as those of ReLU, and the
+    ``"reweighted"`` gradient (which makes the last move too, and takes one particle) are those of
+    :class:`TraceSIS_ELBO`.
 
     :param int num_steps: K; 5 if neither it nor a schedule is given.
     :param Kernel kernel: an adjusted one, :class:`HMC` (two leapfrog steps by default),
@@ -62,7 +63,7 @@ class TraceAIS_ELBO(ChainELBO):
     :param bool multi_sample: average :math:`\exp W` inside of the logarithm instead, which is
         tighter for several particles; the signal is then VIMCO's.
     :param str coordinates: ``"noise"`` or ``"latent"``.
-    :param str gradient_estimator: ``"full"`` or ``"reweighted"``.
+    :param str gradient_estimator: ``"auto"``, ``"full"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
         everything; without subsampled plates only.
     :param bool recompute: run each evaluation of the chain again in the backward pass instead of
@@ -118,7 +119,7 @@ class TraceAIS_ELBO(ChainELBO):
         super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
 
     def _use_particles(self, num_particles: int) -> None:
-        if num_particles < 2 and self.num_steps > 1 and self.gradient_estimator == "full":
+        if num_particles < 2 and self.num_steps > 1 and self.gradient_estimator != "reweighted":
             raise ValueError(
                 f"the score-function terms of TraceAIS_ELBO take the other particles as their "
                 f"baseline and need num_particles >= 2, got {num_particles}; for one particle use "

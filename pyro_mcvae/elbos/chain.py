@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
@@ -21,6 +22,7 @@ from pyro_mcvae.coordinates.chain_checks import check_chain
 from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.coordinates.smoothness import Smoothness
 from pyro_mcvae.discrete.control_variates import Baseline
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_choice import is_discrete
@@ -38,6 +40,7 @@ from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.importance import log_mean_exp
+from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.errors import NothingToMoveError
@@ -54,7 +57,9 @@ __all__ = ["ChainELBO", "ChainOptions", "ChainRecord"]
 
 T = TypeVar("T")
 ChainCoordinates = Literal["noise", "latent"]
-ChainGradient = Literal["full", "reweighted"]
+ChainGradient = Literal["auto", "full", "reweighted"]
+
+_logger = logging.getLogger(__name__)
 
 # What PyTorch says of operators, custom functions, cuDNN's RNNs and compiled modules.
 _NO_DOUBLE_BACKWARD = re.compile("not implemented|once_differentiable|double backward", re.I)
@@ -62,6 +67,11 @@ _NO_DOUBLE_BACKWARD = re.compile("not implemented|once_differentiable|double bac
 _OVERFLOW = (
     "every site is finite, but the chain's moves went too far: take a smaller step size (last_step "
     "has the present one and the acceptance), or let it adapt from a small one"
+)
+
+_CARRIED_OVER = (
+    "the step sizes of this loss have learned with the latents %s, and go on with those of another "
+    "model (%s): make a new loss for another model"
 )
 
 # In the order of creation, so that a program run again finds its parameters in the store.
@@ -104,7 +114,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         num_particles: int = 1,
         multi_sample: bool = False,
         coordinates: ChainCoordinates = "noise",
-        gradient_estimator: ChainGradient = "full",
+        gradient_estimator: ChainGradient = "auto",
         joint: bool = False,
         recompute: bool = False,
         num_categories: float | None = None,
@@ -121,7 +131,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         self.multi_sample, self.recompute = multi_sample, recompute
         self.coordinates, self.gradient_estimator = coordinates, gradient_estimator
         # A kernel that is given, the papers' say, goes along the papers' schedule.
-        trained = kernel is None and gradient_estimator == "full"
+        trained = kernel is None and gradient_estimator != "reweighted"
         default = LearnedSchedule if trained else LinearSchedule
         self.schedule = as_schedule(schedule, num_steps, default)
         MonteCarloELBO.__init__(self, num_particles, **options)
@@ -130,8 +140,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         self.last_step: ChainRecord | None = None
         self.param_name = f"{type(self).__name__}_{next(_numbers)}"
         for step_size in self.kernel.step_size.modules():
-            if isinstance(step_size, AdaptiveStepSize) and step_size.per_coordinate is None:
-                step_size.per_coordinate = coordinates == "latent"
+            if isinstance(step_size, AdaptiveStepSize):
+                step_size.use_coordinates(coordinates)
         if gradient_estimator == "reweighted":
             self._refuse_learned_parts()
         self.joint, self.baseline = joint, baseline
@@ -144,6 +154,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             self.sampler.runner.checks.strict_enumeration = False
         # Roots tell whether a guide is mean-field, which then need not be run again.
         self.sampler.structures = StructureFinder(joint, True, self.sampler.analyses)
+        self._smoothness = Smoothness(gradient_estimator == "auto", self.sampler.analyses)
+        self._trained_on: tuple[int, tuple[str, ...]] | None = None
+        self._warn = WarnOnce(_logger)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         # A copy trains its own parts, which the store must not take for the original's.
@@ -196,6 +209,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             gradient = self._gradient if wanted else GradientMode.NONE
             density, slots = self._density(programs, gradient)
             chain = self._run(density, slots)
+        if wanted and self.training:
+            self._look_at_model(programs, tuple(density.log_weight.packing.sites))
         with torch.set_grad_enabled(wanted):
             bound = slots.sum(self._average(slots.each(chain.log_weight.detach())))
             surrogate = self._surrogate(density, chain, slots) if wanted else bound
@@ -204,7 +219,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 cost = partial(self._cost, density, chain, slots)
                 estimate.surrogate = slots.with_scores(estimate.surrogate, cost, programs)
         finish = partial(self._adapt, chain) if wanted else None
-        return replace(estimate, runs=density.runs, finish=finish, overflow=_OVERFLOW)
+        estimate.runs, estimate.overflow, estimate.causes = density.runs, _OVERFLOW, self._causes
+        return replace(estimate, finish=finish)
 
     def bounds_of(self, programs: Programs) -> Bounds:
         return self._or_averaged(programs, self._bounds_of, _averaged_bounds)
@@ -215,6 +231,24 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             chain = self._run(density, slots)
             bound = slots.sum(self._average(slots.each(chain.log_weight)))
         return weighted_bounds(density.log_weight.first.sample, bound)
+
+    def _causes(self) -> list[str]:
+        """What of the chain itself is not finite."""
+        back = "put an earlier value back, and train with a lower learning rate"
+        own = {
+            f"the parameter '{n}' of {type(self).__name__}": p for n, p in self.named_parameters()
+        }
+        lines = [f"{n} is not finite ({p.tolist()}): {back}" for n, p in _not_finite(own)]
+        if lines or self.last_step is None:
+            return lines
+        used = {"schedule": self.last_step.betas, "kernel's step size": self.last_step.step_size}
+        return [f"the {n} is not finite: {value.tolist()}" for n, value in _not_finite(used)]
+
+    def _look_at_model(self, programs: Programs, names: tuple[str, ...]) -> None:
+        """Log that step sizes were learned with another model."""
+        before, self._trained_on = self._trained_on, (hash(programs.pair), names)
+        if before is not None and before[0] != self._trained_on[0] and before[1] != names:
+            self._warn(_CARRIED_OVER % (", ".join(before[1]), ", ".join(names)))
 
     @property
     def _gradient(self) -> GradientMode:
@@ -228,8 +262,13 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if self.kernel.needs_gradient:
             gradient |= GradientMode.COORDINATES
 
+        # Whether gradients that move the chain are differentiated again, in training steps.
+        twice = self.kernel.needs_gradient and self.gradient_estimator != "reweighted"
+        widths = self._smoothness.widths(programs) if twice else None
+
         def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
-            log_weight = LogWeight(self.sampler, programs, self.coordinates, gradient, begin=draws)
+            given = self.sampler, programs, self.coordinates, gradient
+            log_weight = LogWeight(*given, begin=draws, widths=widths)
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
@@ -238,7 +277,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             )
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
-        return ChainDensity(log_weight), SlotAverage.of(sample, draws, self.multi_sample)
+        again = twice and self._smoothness.look(log_weight, self.kernel)
+        return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
     def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
         """Per datum, a tensor with the gradient: ``[*plates]``."""
@@ -269,7 +309,12 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
             chain = anneal(start, betas, self.kernel, density, movable, last)
-        chain = replace(chain, weight=slots.row_weight, log_weight=self._log_weight(chain))
+        log_weight = self._log_weight(chain)
+        if self.kernel.adjusted:
+            # Every move by parameters of NaN is rejected, as if nothing were wrong.
+            for p in self.kernel.parameters():
+                log_weight = log_weight + 0 * p.detach().sum()
+        chain = replace(chain, weight=slots.row_weight, log_weight=log_weight)
         step_size = self.kernel.step_size.values().detach().clone()
         self.last_step = ChainRecord.of(chain, step_size, betas.detach(), slots)
         return chain
@@ -312,6 +357,11 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _checked(self, kernel: Kernel) -> Kernel:
         if not isinstance(kernel, Kernel):
             raise ValueError(f"kernel must be a Kernel such as ULA() or MALA(), got {kernel!r}")
+        if not hasattr(kernel, "step_size"):
+            raise ValueError(
+                f"{type(kernel).__name__} has no step size: its __init__ must call "
+                f"super().__init__(step_size)"
+            )
         if kernel.adjusted != self._adjusted:
             raise ValueError(self._wrong_kernel(type(kernel).__name__))
         return kernel
@@ -328,7 +378,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if learned:
             raise ValueError(
                 f"gradient_estimator='reweighted' runs its chains without a graph, so "
-                f"{', '.join(learned)} would get no gradient: use 'full', or parts that are fixed "
+                f"{', '.join(learned)} would get no gradient: use 'auto', or parts that are fixed "
                 f"or adapt"
             )
 
@@ -347,6 +397,10 @@ def _reweighted(density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
     refined = density.log_weight.model_log_prob(chain.state.position)
     plain = slots.without_entropy(slots.mean(density.log_weight.guide_elbo()))
     return plain + (weight * refined).sum(0)
+
+
+def _not_finite(values: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return [(n, v.detach()) for n, v in values.items() if not bool(v.isfinite().all())]
 
 
 def _not_twice(error: Exception) -> str:

@@ -73,6 +73,16 @@ class TraceSIS_ELBO(ChainELBO):
       with :math:`\gamma_0 = q(z, y)`, sums over the most probable ones and samples the rest, as
       :class:`TraceRaoBlackwell_ELBO` does; its gradient has the score functions of q(y).
 
+    The gradient differentiates :math:`\nabla \log p`, along which the chain moves, once more.
+    Where that jumps, as through ReLU, autograd's second derivative leaves the jumps out, and the
+    gradient of L would be biased. ``gradient_estimator="auto"`` finds such operations, names them
+    in a log line, and smooths them where they move the chain, and nowhere else: there
+    :math:`\max(d, 0)` has the derivative :math:`\text{sigmoid}(d / \tau)`, where :math:`\tau` is a
+    fifth of the spread of d. Chains may move along any function of their position, so
+    :math:`E[\exp W] = p(x)` still holds, and the gradient is that of L. ``"full"`` smooths nothing.
+    Jumps that cannot be smoothed (``torch.where``, sorting, max pooling, functions of one's own)
+    are named as well.
+
     ``gradient_estimator="reweighted"`` runs the chain without a graph: about half the cost, and
     memory that does not grow with K, also for models without double backward. The
     model's parameters follow :math:`\sum_i \tilde w_i \nabla \log p(x, z_K^i)` with normalised
@@ -93,7 +103,7 @@ class TraceSIS_ELBO(ChainELBO):
     :param float defensive: :math:`\alpha`, from 0 to below 1; 0.01 by default, and 0 where a kernel
         is given, or ``"reweighted"``.
     :param str coordinates: ``"noise"`` or ``"latent"``.
-    :param str gradient_estimator: ``"full"`` or ``"reweighted"``.
+    :param str gradient_estimator: ``"auto"``, ``"full"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
         everything; without subsampled plates only.
     :param bool recompute: run each evaluation of the chain again in the backward pass instead of

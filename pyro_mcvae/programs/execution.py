@@ -178,7 +178,7 @@ def _not_separate(programs: Programs) -> SiteError:
     return SiteError(
         f"this objective separates the gradients of guide and model, but the guide "
         f"{type(poutine.unwrap(programs.guide)).__name__} runs both at once: use another "
-        f"guide, or, for chains, gradient_estimator='full'"
+        f"guide, or, for chains, gradient_estimator='auto'"
     )
 
 

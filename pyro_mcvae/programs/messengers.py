@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from pyro.poutine.broadcast_messenger import BroadcastMessenger
@@ -15,6 +16,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.programs.annotations import check_options, note
+from pyro_mcvae.programs.checkpoints import NonReentrant
 from pyro_mcvae.programs.mended_draws import mended
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
@@ -103,6 +105,16 @@ class Recorder(Messenger):
         self.trace, self._recorded = Trace(), ("sample", "param") if records else ()
         self._substitutes, self._drawn = substitutes, {} if drawn is None else drawn.nodes
         self._in_model = drawn is not None
+        self._checkpoints = NonReentrant()
+
+    def __enter__(self) -> Recorder:
+        self._checkpoints.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._checkpoints.__exit__()
+        super().__exit__(*error)
 
     def _process_message(self, msg: Message) -> None:
         if site_is_subsample(msg):

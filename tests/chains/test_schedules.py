@@ -162,3 +162,66 @@ def test_a_schedule_of_ones_own():
 def test_what_is_no_schedule_is_named(wrong):
     with pytest.raises(ValueError, match="schedule must be a Schedule such as LinearSchedule"):
         as_schedule(wrong)
+
+
+class Scaled(Schedule):
+    """One that leaves 1 while it trains."""
+
+    def __init__(self, num_steps):
+        super().__init__(num_steps)
+        self.log_scale = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self):
+        return torch.linspace(0, 1, self.num_steps + 1) * self.log_scale.exp()
+
+
+@pytest.mark.parametrize("log_scale", [-3.0, 0.0, 1.0])
+def test_whatever_is_learned_the_ends_are_exact(log_scale):
+    schedule = as_schedule(Scaled(4))
+    schedule.log_scale.data.fill_(log_scale)
+    betas = schedule()
+    assert (betas[0], betas[-1]) == (0, 1)
+    assert torch.allclose(
+        betas[1:-1], torch.linspace(0, 1, 5)[1:-1] * torch.tensor(log_scale).exp()
+    )
+    (grad,) = torch.autograd.grad(betas.sum(), schedule.log_scale)
+    assert torch.allclose(grad, betas[1:-1].sum())
+
+
+class Returning(Schedule):
+    def __init__(self, betas, num_steps=3):
+        super().__init__(num_steps)
+        self.betas = betas
+
+    def forward(self):
+        return self.betas
+
+
+@pytest.mark.parametrize(
+    ("betas", "found"),
+    [
+        ([0.0, 0.5, 0.6, 1.0], r"\[0.0, 0.5, 0.6, 1.0\]"),
+        (None, "None"),
+        (torch.linspace(0, 1, 6), r"\(6,\)"),
+        (torch.linspace(0, 1, 4).unsqueeze(0), r"\(1, 4\)"),
+    ],
+)
+def test_what_a_schedule_returns_is_named(betas, found):
+    with pytest.raises(ValueError, match=rf"Returning.forward must return .* = \[4\], got {found}"):
+        as_schedule(Returning(betas))
+
+
+def test_a_number_of_steps_that_changes_is_named():
+    schedule = LinearSchedule(3)
+    schedule.num_steps = 7
+    with pytest.raises(ValueError, match=r"must return a tensor of shape .* = \[8\], got \(4,\)"):
+        schedule()
+
+
+def test_a_schedule_that_does_not_initialize_its_base_is_named():
+    class Lazy(Returning):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+
+    with pytest.raises(ValueError, match=r"Lazy has no num_steps: its __init__ must call"):
+        as_schedule(Lazy())

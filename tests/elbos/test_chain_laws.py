@@ -459,11 +459,11 @@ ERRORS = [
     ({"schedule": torch.tensor([0.1, 1.0])}, "must increase from 0 to 1"),
     ({"num_steps": 3, "schedule": LearnedSchedule(4)}, "num_steps=3, but the schedule has 4 steps"),
     ({"coordinates": "prior"}, "coordinates must be one of noise, latent, got 'prior'"),
-    ({"gradient_estimator": "none"}, "gradient_estimator must be one of full, reweighted"),
+    ({"gradient_estimator": "none"}, "gradient_estimator must be one of auto, full, reweighted"),
     ({"kernel": 0.1}, r"kernel must be a Kernel such as ULA\(\) or MALA\(\), got 0.1"),
     (
         {"schedule": LearnedSchedule(4), "gradient_estimator": "reweighted"},
-        "schedule.logits would get no gradient: use 'full'",
+        "schedule.logits would get no gradient: use 'auto'",
     ),
 ]
 
