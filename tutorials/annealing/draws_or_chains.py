@@ -119,6 +119,7 @@ def draw(
     for (name, band), color in zip(bands.items(), ("#a9c6d9", "#e07a3f"), strict=True):
         panels[2].fill_between(range(200), *band, color=color, alpha=0.6, lw=0, label=name)
     panels[2].set(title="log variance, 90 % of the draws", xlabel="day")
+    panels[2].margins(y=0.25)  # room for the legend
     panels[2].legend(fontsize=9, loc="upper left")
     figure.savefig(path, dpi=130)
     plt.close(figure)
