@@ -17,35 +17,45 @@ project = "pyro-mcvae"
 author = "the pyro-mcvae contributors"
 release = importlib.metadata.version("pyro-mcvae")
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 exclude_patterns = ["_build", "**.ipynb_checkpoints"]
 html_theme = "furo"
 html_show_copyright = False
 html_title = f"pyro-mcvae {release}"
-html_theme_options = {"navigation_with_keys": True}
+html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
+pygments_dark_style = "github-dark"
+# Doctests are copied without their prompts and outputs.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 html_css_files = ["style.css"]
-# One script that draws formulas without fonts or a network: the pages are read offline as well.
+# One script that draws formulas without fonts or a network, so that the pages work offline.
 mathjax_path = "tex-svg.js"
 carrier = importlib.metadata.distribution("sphinx-mathjax-offline")  # of MathJax 3.2.2
 carried = carrier.locate_file(f"sphinx-mathjax-offline/static/mathjax/{mathjax_path}")
 html_static_path = ["_static", str(carried)]
 
-# The notebooks are committed with their outputs: a page shows what was run.
+# The notebooks are committed with their outputs.
 nb_execution_mode = "off"
 nb_merge_streams = True
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 
-autodoc_typehints = "none"  # The fields of the docstrings say it in words.
+autodoc_typehints = "none"  # the fields of the docstrings have the types
 autodoc_member_order = "bysource"
 autodoc_default_options = {"show-inheritance": True}
-# `from pyro_mcvae import X` is how they are used, whatever module they are written in.
+# Users import every name from pyro_mcvae.
 add_module_names = False
 python_use_unqualified_type_names = True
 
 
 def copy_notebooks() -> None:
-    """Sphinx reads pages below this folder only, and the tutorials live in their own."""
+    """Copy the tutorials below this folder, since Sphinx reads no other pages."""
     target = HERE / "tutorials"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -62,13 +72,13 @@ def copy_notebooks() -> None:
 
 
 def read_in_place(app, docname: str, source: list[str]) -> None:
-    """Links lead to the tutorials' own folder, as the repository has them; pages to the copies."""
+    """Point links to the tutorials' folder at the copies."""
     text = without_tables(source[0]).replace("](../tutorials/README.md)", "](tutorials/index.md)")
     source[0] = re.sub(r"\]\((\.\./)?\.\./tutorials/(?=\w+\.ipynb)", r"](\1tutorials/", text)
 
 
 def list_names() -> None:
-    """A page with every export, and the reference of those that no other page has."""
+    """Write a page with every export, and the reference of those that no other page has."""
     import pyro_mcvae
 
     folder = HERE / "api"
@@ -88,7 +98,7 @@ def list_names() -> None:
 
 
 def separate_references(app, what, name, obj, options, lines) -> None:
-    """Numbered references become a list; docstrings have them as lines of one paragraph."""
+    """Turn the numbered references of docstrings, lines of one paragraph, into a list."""
     for i, line in enumerate(lines):
         if re.match(r"\[\d+\] [A-Z]", line):
             lines[i] = "| " + line

@@ -86,7 +86,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 def load_mnist(root: str) -> tuple[Tensor, Tensor]:
-    """MNIST from ``root/MNIST/raw``; torchvision downloads what is missing there."""
+    """MNIST from ``root/MNIST/raw``; torchvision, of the extra ``mnist``, downloads it."""
     from torchvision.datasets import MNIST
 
     train, test = (

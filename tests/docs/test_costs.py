@@ -1,4 +1,4 @@
-"""The cost table of docs/choose.md, counted."""
+"""The cost table of docs/costs.md, counted."""
 
 import ast
 import gc
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import pyro_mcvae as mc
 
-PAGE = Path(__file__).parents[2] / "docs" / "choose.md"
+PAGE = Path(__file__).parents[2] / "docs" / "costs.md"
 SIZES = {"K": 5, "P": 3, "L": 2, "k": 2, "n": 2, "S": 6, "C": 8, "c": 2}
 DATA, DIM = 4, 6
 

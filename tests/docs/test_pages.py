@@ -21,7 +21,11 @@ def single_precision():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("page", ["extend.md", "migration.md", "programs.md"])
+# Each is one program from top to bottom.
+PROGRAMS = ["choose.md", "diagnose.md", "extend.md", "gpu.md", "migration.md", "programs.md"]
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
 def test_examples_run(page):
     text = (DOCS / page).read_text(encoding="utf-8")
     examples = EXAMPLE.findall(text)
@@ -55,7 +59,7 @@ def test_the_swap_runs(page):
 def test_no_other_example():
     """What no test above runs: a page that begins to have examples belongs to one of them."""
     for page in (*DOCS.glob("*.md"), DOCS.parent / "CONTRIBUTING.md", DOCS.parent / "CHANGELOG.md"):
-        if page.name not in ("extend.md", "migration.md", "programs.md", "index.md"):
+        if page.name not in (*PROGRAMS, "index.md"):
             assert not EXAMPLE.search(page.read_text(encoding="utf-8")), page.name
 
 

@@ -1,0 +1,95 @@
+"""Distributions of PyTorch and Pyro with wrong draws, gradients or log determinants, in numbers.
+
+Losses of this package correct or refuse these; docs/migration.md lists them. Run it::
+
+    python tutorials/upstream_faults.py
+"""
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+
+def lkj(dim: int, count: int = 400_000) -> tuple[float, float]:
+    """The mean weight of draws with concentration 1.5 under concentration 1.0, which is 1."""
+    q, p = (dist.LKJCholesky(dim, torch.tensor(c)) for c in (1.5, 1.0))
+    z = q.sample((count,))
+    return float((p.log_prob(z) - q.log_prob(z)).exp().mean()), 1.0
+
+
+def sine(count: int = 100_000) -> tuple[float, float]:
+    """The mean cosine of the first angle, by draws and by quadrature of the density."""
+    concentrations = {
+        "phi_concentration": torch.tensor(5.0),
+        "psi_concentration": torch.tensor(3.0),
+    }
+    fn = dist.SineBivariateVonMises(0.0, 0.0, correlation=torch.tensor(1.0), **concentrations)
+    side = torch.linspace(-math.pi, math.pi, 801)[:-1]
+    grid = torch.stack(torch.meshgrid(side, side, indexing="ij"), -1)
+    weight = fn.log_prob(grid).flatten().softmax(0)
+    return float(fn.sample((count,))[..., 0].cos().mean()), float(
+        (weight * grid[..., 0].cos().flatten()).sum()
+    )
+
+
+def coalescent(rate: float, count: int = 3000) -> tuple[float, float]:
+    """The mean time back to the first coalescence of three leaves, and the exact one."""
+    fn = dist.CoalescentTimes(torch.zeros(3), rate=torch.tensor(rate))
+    times = torch.stack([fn.sample() for _ in range(count)])
+    return float(-times.max(-1).values.mean()), 1 / (3 * rate)
+
+
+def mixture(shared: bool, count: int = 1_400_000) -> tuple[float, float]:
+    """The derivative of E[z'Az] with respect to the first logit, through draws and exactly."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    locs, scales = draw(3, 2) + 0.5, 0.4 + draw(*([] if shared else [3]), 2).square()
+    logits, form = draw(3).requires_grad_(), torch.arange(1.0, 5.0).reshape(2, 2)
+    kind = dist.MixtureOfDiagNormalsSharedCovariance if shared else dist.MixtureOfDiagNormals
+    means = torch.einsum("ki,ij,kj->k", locs, form, locs)
+    means = means + (scales.expand(3, 2) ** 2 * form.diagonal()).sum(-1)
+    (exact,) = torch.autograd.grad((logits.softmax(-1) * means).sum(), logits)
+    z = kind(locs, scales, logits).expand([count]).rsample()
+    (found,) = torch.autograd.grad(torch.einsum("ni,ij,nj->n", z, form, z).mean(), logits)
+    return float(found[0]), float(exact[0])
+
+
+def sylvester(dim: int = 5, tries: int = 20) -> tuple[float, float]:
+    """The largest error of the log determinant, over transforms with normal weights."""
+    worst = 0.0
+    for _ in range(tries):
+        flow = dist.transforms.Sylvester(dim, count_transforms=1)
+        for parameter in flow.parameters():
+            torch.nn.init.normal_(parameter)
+        x = torch.randn(dim)
+        jacobian = torch.autograd.functional.jacobian(flow, x)
+        stated = flow.log_abs_det_jacobian(x, flow(x)).detach()
+        worst = max(worst, float((stated - torch.linalg.slogdet(jacobian)[1]).abs()))
+    return worst, 0.0
+
+
+def main() -> None:
+    torch.set_default_dtype(torch.float64)
+    pyro.set_rng_seed(0)
+    rows = {
+        "LKJCholesky, 3 dims: mean weight": lkj(3),
+        "LKJCholesky, 4 dims: mean weight": lkj(4),
+        "SineBivariateVonMises: mean cosine": sine(),
+        "CoalescentTimes, rate 4: mean time": coalescent(4.0),
+        "MixtureOfDiagNormals: gradient": mixture(False),
+        "... SharedCovariance: gradient": mixture(True),
+        "Sylvester, 5 dims: log determinant": sylvester(),
+    }
+    print(f"{'':36} {'found':>7} {'exact':>7}")
+    for name, (found, exact) in rows.items():
+        print(f"{name:36} {found:7.3f} {exact:7.3f}")
+
+
+if __name__ == "__main__":
+    main()
