@@ -252,15 +252,6 @@ def test_all_names_exist() -> None:
     assert {"TraceSGVB_ELBO", "TraceIWAE_ELBO"} <= set(pyro_mcvae.__all__)
 
 
-def test_no_file_is_long() -> None:
-    package = Path(pyro_mcvae.__file__).parent
-    lengths = {
-        str(path.relative_to(package)): len(path.read_text(encoding="utf-8").splitlines())
-        for path in package.rglob("*.py")
-    }
-    assert {name: n for name, n in lengths.items() if n > 300} == {}
-
-
 def private_uses(package: Path) -> list[str]:
     """Private names of this package that a room uses and does not define, one line each."""
     texts = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}

@@ -449,10 +449,9 @@ def scaled_and_masked():
     keep, weights = torch.tensor([True, False, True, True]), torch.tensor([1.0, 0.5, 2.0, 0.1])
 
     def model():
-        with pyro.plate("data", 4), pyro.poutine.scale(scale=0.3):
+        with pyro.plate("data", 4), pyro.poutine.scale(scale=0.3), pyro.poutine.mask(mask=keep):
             z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            with pyro.poutine.mask(mask=keep):
-                pyro.sample("x", dist.Normal(z, 0.7), obs=x)
+            pyro.sample("x", dist.Normal(z, 0.7), obs=x)
             with pyro.poutine.scale(scale=weights):
                 pyro.sample("y", dist.Normal(z * param("slope"), 0.7), obs=x)
 

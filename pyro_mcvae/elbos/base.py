@@ -278,6 +278,8 @@ class MonteCarloELBO(FixedOptions, ELBO):
             if not math.isfinite(loss):
                 check.clear()
                 return finite_loss(estimate)
+        else:
+            total = float(total.double().numpy())  # at no cost: it is on the CPU
         if not math.isfinite(total):
             check.raise_if_not_finite(loss)
         return loss

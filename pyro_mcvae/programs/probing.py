@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import pyro
@@ -19,7 +19,8 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.leading import ALONE, Leading
 from pyro_mcvae.programs.messengers import SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.terms import Term, guide_term, model_term, possible_terms
+from pyro_mcvae.programs.terms import Term, guide_term, model_term, possible_terms, scored
+from pyro_mcvae.programs.validation import unvalidated
 
 __all__ = ["Probe", "ProgramError", "perturbed", "probe", "probe_model", "probing"]
 
@@ -77,7 +78,7 @@ def perturbed(programs: Programs) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     try:
         for p, data in before:
-            noise = torch.randn(data.shape, generator=generator).to(data)
+            noise = torch.empty(data.shape).normal_(generator=generator).to(data)
             p.data = data + 0.1 * noise * (1 + data.abs())
         yield
     finally:
@@ -106,8 +107,9 @@ def probe(
     substitutes = Substitutes(Minibatch(subsamples), values or {}, sample_fn)
     try:
         guide_trace, model_trace = run_pair(programs, substitutes, leading)
-        found = [*possible_terms(model_term, model_trace)]
-        found += possible_terms(guide_term, guide_trace)
+        with _taking_any_value(guide_trace, model_trace):
+            found = [*possible_terms(model_term, model_trace)]
+            found += possible_terms(guide_term, guide_trace)
     except Exception as error:
         raise ProgramError(f"{type(error).__name__}: {error}") from error
     return Probe(guide_trace, model_trace, {t.key: t for t in found}, substitutes.subsamples)
@@ -130,6 +132,12 @@ def probe_model(
     drawn = with_changes(guide_trace, {name: {"value": v} for name, v in values.items()})
     try:
         trace = run_model(programs, drawn, Substitutes(Minibatch(subsamples)), leading)
-        return {t.key: t for t in possible_terms(model_term, trace)}
+        with _taking_any_value(trace):
+            return {t.key: t for t in possible_terms(model_term, trace)}
     except Exception as error:
         raise ProgramError(f"{type(error).__name__}: {error}") from error
+
+
+def _taking_any_value(*traces: Trace) -> AbstractContextManager[None]:
+    """Let distributions take NaN that were made outside of the programs, with validation."""
+    return unvalidated([s["fn"] for trace in traces for s in scored(trace)])

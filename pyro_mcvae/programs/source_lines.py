@@ -74,11 +74,16 @@ def _source(frame: FrameType) -> str:
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
 
 
+def _is_unknown(frame: FrameType) -> bool:
+    """Whether there is no line to name, as of code that a library has made."""
+    return frame.f_code.co_filename.startswith("<") and not _source(frame)
+
+
 def _innermost(begin: FrameType) -> FrameType | None:
     frame: FrameType | None = begin
     installed = None
-    while frame is not None and (is_library(frame.f_code) or not _source(frame)):
-        if installed is None and not is_core(frame.f_code) and _source(frame):
+    while frame is not None and (is_library(frame.f_code) or _is_unknown(frame)):
+        if installed is None and not is_core(frame.f_code) and not _is_unknown(frame):
             installed = frame
         if installed is not None and frame.f_code.co_filename.startswith(_OURS):
             return installed  # the program is a package's, and what follows called us

@@ -64,7 +64,8 @@ def test_a_step_reads_nothing_but_the_returned_loss(name, interface, monkeypatch
 
     else:
         step = run.svi.step
-    step(run.x[index], index)
+    for _ in range(2):  # in which the programs are analysed
+        step(run.x[index], index)
     with Syncs() as syncs:
         step(run.x[index], index)
     assert len(syncs.found) == (interface == "svi"), syncs.found
