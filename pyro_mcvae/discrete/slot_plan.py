@@ -117,11 +117,11 @@ def make_plan(
 
 
 def _joined(term: Term, dims: tuple[int, ...]) -> tuple[int, ...]:
-    frames = term.site["cond_indep_stack"]
-    batch = term.site["fn"].batch_shape
-    own = {f.dim for f in frames if f.dim is not None} & set(range(-len(batch), 0))
+    """The dims inside of the block: of plates, and those that lie in no plate."""
+    frames, batch = term.site["cond_indep_stack"], term.site["fn"].batch_shape
     leads = {f.dim for f in frames if f.name == LEADING}
-    return tuple(sorted(d for d in own - set(dims) - leads if batch[d] > 1))
+    own = set(range(-len(batch), 0)) - set(dims) - leads
+    return tuple(sorted(d for d in own if batch[d] > 1))
 
 
 def _count(

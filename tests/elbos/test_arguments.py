@@ -223,19 +223,23 @@ def test_a_draw_is_not_broadcast_over_the_latents_of_the_model(wanted, drawn, ju
 
 
 @pytest.mark.parametrize("particles", [1, 2])
-def test_looped_chains_need_plates_without_validation_too(particles):
-    def bare_model():
-        z = pyro.sample("z", dist.Normal(torch.zeros(4), 1.0))
-        pyro.sample("x", dist.Normal(z, 1.0), obs=torch.ones(4))
+def test_without_validation_dims_in_no_plate_are_those_of_one_event(particles):
+    def programs(events):
+        def draw(fn):
+            return fn.to_event(1) if events else fn
 
-    def bare_guide():
-        pyro.sample("z", dist.Normal(torch.zeros(4), 1.0))
+        def bare_model():
+            z = pyro.sample("z", draw(dist.Normal(torch.zeros(4), 1.0)))
+            pyro.sample("x", draw(dist.Normal(z, 1.0)), obs=torch.ones(4))
 
-    with (
-        pyro.validation_enabled(False),
-        pytest.raises(ValueError, match=r"site '[zx]'.*enclose it in pyro.plate"),
-    ):
-        TraceSIS_ELBO(3, num_particles=particles).loss(bare_model, bare_guide)
+        return bare_model, lambda: pyro.sample("z", draw(dist.Normal(torch.zeros(4), 1.0)))
+
+    found = []
+    for events in (False, True):
+        pyro.set_rng_seed(0)
+        with pyro.validation_enabled(False):
+            found.append(TraceSIS_ELBO(3, num_particles=particles).loss(*programs(events)))
+    assert found[0] == pytest.approx(found[1])
 
 
 @pytest.mark.parametrize(

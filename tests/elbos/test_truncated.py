@@ -363,7 +363,7 @@ def test_passes_through_the_model_are_counted():
     ):
         guide = TruncatedPosterior(counted, 6, evolution)
         elbo = TraceTruncated_ELBO()
-        for _ in range(2):  # in which the programs are analysed
+        for _ in range(4):  # in which the programs are analysed
             elbo.loss_and_grads(counted, guide)
         calls.clear()
         elbo.loss_and_grads(counted, guide)

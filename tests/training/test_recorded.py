@@ -64,7 +64,7 @@ def test_a_step_reads_nothing_but_the_returned_loss(name, interface, monkeypatch
 
     else:
         step = run.svi.step
-    for _ in range(2):  # in which the programs are analysed
+    for _ in range(4):  # in which the programs are analysed
         step(run.x[index], index)
     with Syncs() as syncs:
         step(run.x[index], index)
