@@ -16,9 +16,9 @@ from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.ops.smoothing import KinkFinder, Place, Widths, drifting
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.execution import Programs, entered
+from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.modules import find_modules
-from pyro_mcvae.programs.probing import probing
 from pyro_mcvae.structure.cache import Analyses
 
 __all__ = ["Smoothness"]
@@ -97,7 +97,8 @@ class Smoothness:
         known = self._kinks(log_weight.programs)
         before = dict(known)
         # Programs may fail at positions to which no chain goes: then nothing is found.
-        with suppress(ValueError, RuntimeError), probing(log_weight.programs), torch.enable_grad():
+        unvalidated = isolated(log_weight.programs.owners), pyro.validation_enabled(False)
+        with suppress(ValueError, RuntimeError), entered(*unvalidated), torch.enable_grad():
             v = _STEPS * step * torch.randn_like(log_weight.coordinates)
             v = v if log_weight.movable is None else v * log_weight.movable.detach()
             if _jumps(log_weight, known, v):

@@ -270,16 +270,16 @@ class MonteCarloELBO(FixedOptions, ELBO):
         check, free = GradientCheck(estimate.runs, self), costs_nothing_to_read(estimate.value)
         loss = finite_loss(estimate) if free else math.nan
         self._backward(estimate.surrogate)
-        total = check.total()
-        if total is None:
+        gradients = check.total()
+        if gradients is None:
             return finite_loss(estimate)
-        if not free:
-            loss, total = torch.stack([-estimate.value.double(), total.double()]).tolist()
+        if free:
+            total = float(gradients.double().numpy())  # at no cost: it is on the CPU
+        else:
+            loss, total = torch.stack([-estimate.value.double(), gradients.double()]).tolist()
             if not math.isfinite(loss):
                 check.clear()
                 return finite_loss(estimate)
-        else:
-            total = float(total.double().numpy())  # at no cost: it is on the CPU
         if not math.isfinite(total):
             check.raise_if_not_finite(loss)
         return loss

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["KnownLogs", "keep_logs", "knowing", "known_logs", "with_logs"]
+__all__ = ["KnownLogs", "keep_logs", "knowing", "known_logs", "with_logs", "without_known_logs"]
 
 _version = attrgetter("_version")
 _entered: list[None] = []
+_suspended: list[None] = []
 Lazy: TypeAlias = Callable[[], Tensor]
 
 
@@ -69,6 +70,8 @@ class KnownLogs(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if _suspended:
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if not all(t is Tensor or t is nn.Parameter for t in types):
             return func(*args, **kwargs)  # subclasses carry more than a value
@@ -100,7 +103,19 @@ def with_logs(value: Any, logs: Logs | list[Logs | None] | None) -> Any:
     return value
 
 
+@contextmanager
+def without_known_logs() -> Iterator[None]:
+    """Within, values alone count: runs that are compared know the same of their latents."""
+    _suspended.append(None)
+    try:
+        yield
+    finally:
+        _suspended.pop()
+
+
 def _logs_of(value: Any) -> Logs | None:
+    if _suspended:
+        return None
     logs, version = getattr(value, "_known_logs", (None, None))
     return logs if version is not None and version == _changes(value) else None
 

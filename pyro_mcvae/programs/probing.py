@@ -16,6 +16,7 @@ from pyro_mcvae.programs.execution import Programs, run_model, run_pair, with_ch
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.fixed_noise import FixedNoise
 from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.known_logs import without_known_logs
 from pyro_mcvae.programs.leading import ALONE, Leading
 from pyro_mcvae.programs.messengers import SampleFn, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
@@ -57,6 +58,7 @@ def probing(programs: Programs, fixes: bool = True) -> Iterator[FixedNoise]:
         isolated(programs.owners),
         pyro.validation_enabled(False),
         warnings.catch_warnings(),
+        without_known_logs(),
         noise.active(),
     ):
         warnings.simplefilter("ignore")

@@ -213,7 +213,7 @@ def test_what_a_schedule_returns_is_named(betas, found):
 
 def test_a_number_of_steps_cannot_change():
     schedule = LinearSchedule(3)
-    with pytest.raises(AttributeError, match="num_steps of a LinearSchedule .* cannot become 7"):
+    with pytest.raises(AttributeError, match=r"num_steps of a LinearSchedule .* cannot become 7"):
         schedule.num_steps = 7
     assert schedule().shape == (4,)
 
