@@ -8,10 +8,10 @@ its densities, and in which of their entries change when some latents of the gui
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 
-import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
@@ -27,7 +27,14 @@ from pyro_mcvae.programs.sites import is_random, unscaled_log_prob
 from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import Message
 from pyro_mcvae.programs.validation import unvalidated
-from pyro_mcvae.structure.interventions import Values, another, differing, intervene, other_draws
+from pyro_mcvae.structure.interventions import (
+    Values,
+    another,
+    differing,
+    intervene,
+    other_draws,
+    random_half,
+)
 
 __all__ = ["check_states"]
 
@@ -47,7 +54,7 @@ def check_states(programs: Programs, run: Run) -> None:
         latents = {s["name"]: s for s in scored(guide_trace) if is_random(s)}
         with other_draws():
             others = {n: another(s) for n, s in latents.items()}
-            halves = {n: torch.rand(s["fn"].batch_shape) < 0.5 for n, s in latents.items()}
+            halves = {n: _half(s["fn"].batch_shape) for n, s in latents.items()}
         states = _States(programs, run, guide_trace)
         values = {n: s["value"] for n, s in latents.items()}
         smooth = any(v.is_floating_point() for v in values.values())
@@ -67,6 +74,10 @@ def check_states(programs: Programs, run: Run) -> None:
             f"the values of the model's enumerated sites cannot be compared with single ones "
             f"({error}): draw these sites in the guide, or make the model run at any latents"
         ) from error
+
+
+def _half(shape: tuple[int, ...]) -> Tensor:
+    return random_half(math.prod(shape)).reshape(shape)
 
 
 class _States:

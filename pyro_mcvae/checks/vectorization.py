@@ -13,6 +13,7 @@ change. So a few vectorized particles are run beside the same latents one at a t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,7 +41,14 @@ from pyro_mcvae.programs.probing import ProgramError, perturbed, probing
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.interventions import Values, another, differing, intervene, other_draws
+from pyro_mcvae.structure.interventions import (
+    Values,
+    another,
+    differing,
+    intervene,
+    other_draws,
+    random_half,
+)
 from pyro_mcvae.structure.reads import Batch, Read, Reads, reads_of_latents
 
 __all__ = ["check_count", "check_vectorization"]
@@ -227,9 +235,7 @@ def _half(site: Site, nesting: int) -> Tensor:
     """A random half of the entries of one particle's batch, at least one of two: ``[*batch]``."""
     batch = site["fn"].batch_shape
     own = batch[max(0, len(batch) - nesting) :]
-    half = torch.zeros(own, dtype=torch.bool).reshape(-1)
-    half[torch.randperm(len(half))[: max(1, len(half) // 2)]] = True
-    return half.reshape(own)
+    return random_half(math.prod(own)).reshape(own)
 
 
 def _compare(
@@ -348,13 +354,13 @@ def _check_draws(
         shared = [t for t, a in zip(drawn, alone, strict=True) if t.size == a.size]
     if shared:
         with probing(programs, fixes=False):
-            torch.manual_seed(int(torch.randint(2**31, ())))
+            torch.manual_seed(torch.initial_seed() + 1)
             again = probe_alone(programs, run.subsamples, values)
         _refuse_change(first, again, f"at {shared[0].line}", name)
     if moved:
         with probing(programs, fixes=False):
             same = torch.get_rng_state()
-            pyro.set_rng_seed(int(torch.randint(2**31, ())))
+            pyro.set_rng_seed((torch.initial_seed() + 1) % 2**31)
             torch.set_rng_state(same)
             again = probe_alone(programs, run.subsamples, values)
         _refuse_change(first, again, "by NumPy or Python", name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import io
 import os
 import sys
@@ -46,6 +47,9 @@ class ExecutedCode:
 
     def __enter__(self) -> ExecutedCode:
         self._free = sys.getprofile() is None
+        # What others do when garbage is collected is no part of a program.
+        self._collects = gc.isenabled()
+        gc.disable()
         if self._free and self.codes is not None:
             self._names = None
             sys.setprofile(self._called)
@@ -56,6 +60,8 @@ class ExecutedCode:
     def __exit__(self, *_: object) -> None:
         if self._free:
             sys.setprofile(None)
+        if self._collects:
+            gc.enable()
 
     def _called(self, frame: FrameType, event: str, function: object) -> None:
         if event == "call":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -26,6 +27,7 @@ __all__ = [
     "differing",
     "intervene",
     "other_draws",
+    "random_half",
     "random_halves",
     "separating_subsets",
 ]
@@ -50,17 +52,29 @@ def separating_subsets(size: int) -> Iterator[Tensor]:
 
 def random_halves(size: int) -> Iterator[Tensor]:
     """Yield a random half of ``range(size)`` and the other half, of at least one element each."""
-    half = torch.zeros(size, dtype=torch.bool)
-    half[torch.randperm(size)[: max(1, size // 2)]] = True
+    half = random_half(size)
     yield half
     yield ~half
+
+
+def random_half(size: int) -> Tensor:
+    """Return a random half of ``range(size)``, at least one element: ``[size]``, booleans."""
+    half = torch.zeros(size, dtype=torch.bool)
+    half[_random().sample(range(size), max(1, size // 2))] = True
+    return half
+
+
+def _random() -> random.Random:
+    """Random numbers of the step's state, of which none is taken from PyTorch's generators."""
+    with torch._C.DisableTorchFunction():
+        return random.Random(torch.get_rng_state().numpy().tobytes())
 
 
 @contextmanager
 def other_draws() -> Iterator[None]:
     """Let draws be others than those of a run that began with the same random state."""
     with isolated():
-        torch.manual_seed(int(torch.randint(2**31, ())))
+        torch.manual_seed(_random().getrandbits(31))
         yield
 
 
