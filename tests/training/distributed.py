@@ -4,6 +4,7 @@ One training run on one process, or on several that DistributedDataParallel join
 Under torchrun, or ``forked.py``, it writes what every rank found.
 """
 
+import contextlib
 import inspect
 import os
 import sys
@@ -33,6 +34,23 @@ class NoiseByDatum(TorchDispatchMode):
     def __init__(self, index, seed):
         super().__init__()
         self.index, self.seed, self.count = index, seed, 0
+        self.fork_rng = torch.random.fork_rng
+
+    def __enter__(self):
+        # Runs beside a step put the generators back, of which this is one.
+        torch.random.fork_rng = self.forked
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        torch.random.fork_rng = self.fork_rng
+
+    @contextlib.contextmanager
+    def forked(self, *args, **kwargs):
+        before = self.count
+        with self.fork_rng(*args, **kwargs):
+            yield
+        self.count = before
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
