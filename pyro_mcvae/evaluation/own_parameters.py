@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pyro
 from pyro.nn import PyroModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.modules import find_modules
@@ -60,7 +60,7 @@ def warn_of_shared(*programs: Program) -> None:
         if not isinstance(space, dict) or id(space) in own:
             continue
         for name, (module, attribute, value) in held.items():
-            if space.get(attribute) is value:
+            if space.get(attribute) is value and _is_of_a_module(space):
                 warnings.warn(
                     f"parameter '{name}' of {type(module).__name__} is one and the same in another "
                     f"module: Pyro's parameter store knows parameters by name, and gave those of "
@@ -69,6 +69,17 @@ def warn_of_shared(*programs: Program) -> None:
                     stacklevel=_frames_to_the_program(),
                 )
                 return
+
+
+def _is_of_a_module(space: dict[object, object]) -> bool:
+    """Whether these are the parameters of a module, rather than a copy that is kept."""
+    holders = gc.get_referrers(space)
+    # A module's attributes may lie in a dict or in itself.
+    for holder in [*holders, *gc.get_referrers(*(h for h in holders if isinstance(h, dict)))]:
+        # Without the class that a weak reference's proxy would ask for.
+        if issubclass(type(holder), nn.Module) and vars(holder).get("_parameters") is space:
+            return True
+    return False
 
 
 def _frames_to_the_program() -> int:

@@ -40,8 +40,8 @@ class WeightSummary:
         >>> summary = WeightSummary(4)
         >>> for chunk in torch.tensor([0.0, 0.0, 0.0, 0.0]).split(2):
         ...     summary.add(chunk)
-        >>> summary.log_mean, summary.effective_sample_size
-        (tensor(0., dtype=torch.float64), tensor(4., dtype=torch.float64))
+        >>> summary.log_mean.item(), summary.effective_sample_size.item()
+        (0.0, 4.0)
     """
 
     def __init__(self, num_particles: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from torch import distributions as dist
+
 from pyro_mcvae.programs.sites import bare, known_support
 from pyro_mcvae.programs.types import Constraint, Distribution, Site
 
@@ -28,8 +30,17 @@ def _support(site: Site) -> Constraint:
 
 @contextmanager
 def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
-    """Within, distributions take values as they are."""
-    own = {bare(fn): vars(bare(fn)).get("_validate_args") for fn in fns}
+    """Within, distributions take values as they are, and so do those that they are made of."""
+    own: dict[Distribution, bool | None] = {}
+    inner, seen = list(fns), set()
+    while inner:
+        fn = inner.pop()
+        if fn not in seen:
+            seen.add(fn)
+            inner += [d for d in vars(fn).values() if isinstance(d, dist.Distribution)]
+            # That of Independent is a property, which asks the distribution inside.
+            if not isinstance(getattr(type(fn), "_validate_args", None), property):
+                own[fn] = vars(fn).get("_validate_args")
     for fn in own:
         fn._validate_args = False
     try:

@@ -162,6 +162,7 @@ def test_modules_need_no_store():
 
     trained = AutoNormal(model)
     trained(X)
+    pyro.clear_param_store()  # or it holds the parameters of the first
     loaded = AutoNormal(model)
     loaded(X)
     loaded.load_state_dict(trained.state_dict())

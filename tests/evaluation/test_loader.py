@@ -78,11 +78,15 @@ def test_the_step_size_adapts_once():
 
 
 def test_parameters_that_never_were_are_the_same_in_every_batch():
-    seen = []
+    made, seen = [], {}
+
+    def begin():
+        made.append(torch.rand(()))
+        return made[-1].clone()
 
     def fresh(x):
-        slope = pyro.param("slope", lambda: torch.rand(()))
-        seen.append(float(slope))
+        slope = pyro.param("slope", begin)
+        seen.setdefault(tuple(x.tolist()), []).append(float(slope))
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(slope * x, 0.8))
 
@@ -92,7 +96,10 @@ def test_parameters_that_never_were_are_the_same_in_every_batch():
             pyro.sample("x", dist.Normal(z, 1.0), obs=x)
 
     log_evidence_loader(plain, fresh, X.split(2), num_particles=10)
-    assert len(set(seen)) == 1
+    assert len(made) == 1
+    assert len(seen) == len(X.split(2))
+    # Checks in between run with other values.
+    assert all(values[0] == float(made[0]) == values[-1] for values in seen.values())
     assert list(pyro.get_param_store().keys()) == []
 
 

@@ -512,7 +512,7 @@ def test_judges_run_what_losses_run(program, caplog):
     x = data(5, 2)
     y = x @ torch.tensor([1.0, -1.0])
     model = poutine.reparam(program, {"y": StudentTReparam()}) if program is robust else program
-    start = init_to_value(values={"w": torch.tensor([1.0, -1.0])})
+    start = init_to_value(values={"w": torch.tensor([1.0, -1.0]), "s": torch.ones(5)})
     guide = AutoNormal(model, init_loc_fn=start, init_scale=0.6)
     guide(x, y)
     axis = torch.linspace(-5.0, 5.0, 401)
