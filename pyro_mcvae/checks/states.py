@@ -23,7 +23,7 @@ from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.probing import ProgramError, perturbed, probe, probing
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_random, unscaled_log_prob
+from pyro_mcvae.programs.sites import is_latent, is_random, unscaled_log_prob
 from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import Message
 from pyro_mcvae.programs.validation import unvalidated
@@ -56,8 +56,9 @@ def check_states(programs: Programs, run: Run) -> None:
             others = {n: another(s) for n, s in latents.items()}
             halves = {n: _half(s["fn"].batch_shape) for n, s in latents.items()}
         states = _States(programs, run, guide_trace)
-        values = {n: s["value"] for n, s in latents.items()}
-        smooth = any(v.is_floating_point() for v in values.values())
+        # A point mass at a parameter stays where it is while parameters are perturbed.
+        values = {s["name"]: s["value"] for s in scored(guide_trace) if is_latent(s)}
+        smooth = any(values[n].is_floating_point() for n in latents)
         for generic in (True, False):
             try:
                 with perturbed(programs) if generic else nullcontext():

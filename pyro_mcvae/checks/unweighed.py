@@ -21,7 +21,7 @@ from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.probing import probing
 from pyro_mcvae.programs.run import Run, model_factors
-from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.sites import bare, is_random, known_support
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.interventions import another, other_draws
 
@@ -51,7 +51,7 @@ def check_unweighed(programs: Programs, run: Run, weighs: Callable[[Site], bool]
         if counted is None or bool(counted.all()):
             continue
         with other_draws():
-            changed = torch.where(counted, site["value"], another(site))
+            changed = torch.where(counted | _is_sure(site), site["value"], another(site))
         _, after = _model_at(programs, run, {**values, name: changed})
         for key in before.keys() | after.keys():
             if not _equal(before.get(key), after.get(key)):
@@ -69,6 +69,20 @@ def _model_at(
         guide_trace, model_trace = run_pair(programs, substitutes, leading)
         factors = model_factors(model_trace, run.state_dim)
     return dict(guide_trace.nodes), {t.key: t.log_prob for t in factors}
+
+
+def _is_sure(site: Site) -> Tensor | bool:
+    """Which entries have one value that the guide may draw, of which the density is one."""
+    fn = bare(site["fn"])
+    if isinstance(fn, torch.distributions.Categorical):
+        return (fn.probs > 0).sum(-1) == 1
+    try:
+        sure = fn.variance == 0
+    except NotImplementedError:
+        return False
+    for dim in range(-fn.event_dim, 0):
+        sure = sure.all(dim, keepdim=True)
+    return sure if known_support(site["fn"]).is_discrete else False
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

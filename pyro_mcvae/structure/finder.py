@@ -272,13 +272,16 @@ def _may_have_lost_particles(run: Run) -> bool:
 
 def _data_lead(term: Term, run: Run) -> bool:
     """Whether an observed value has the particles' dim: computed from latents, or undeclared."""
+    return _data_dim(term, run) not in (None, 1)
+
+
+def _data_dim(term: Term, run: Run) -> int | None:
+    """The size of the dim of an observed value in the place of the particles', if it has one."""
     value, event_dim = term.site["value"], getattr(term.site["fn"], "event_dim", 0)
-    return (
-        run.leading is not None
-        and term.site["is_observed"]
-        and value.dim() - event_dim > run.nesting
-        and value.shape[value.dim() - event_dim - run.nesting - 1] != 1
-    )
+    if run.leading is None or not term.site["is_observed"]:
+        return None
+    place = value.dim() - event_dim - run.nesting - 1
+    return int(value.shape[place]) if place >= 0 else None
 
 
 def _check_broadcast(run: Run, found: dependencies.Dependencies) -> None:
@@ -286,7 +289,7 @@ def _check_broadcast(run: Run, found: dependencies.Dependencies) -> None:
     batched = {t.key.name for t in run.terms if t.in_guide and _leads(t)}
     for term in (t for whole in run.terms for t in whole.sites):
         parents = found.distributions.get(term.key, frozenset())
-        if not _data_lead(term, run):
+        if _data_dim(term, run) in (None, 1) and _data_dim(term, run) != run.leading:
             parents = found.observed.get(term.key, parents)
         lost = (parents & batched) - {term.key.name}
         if term.key in run.unbatched and lost:

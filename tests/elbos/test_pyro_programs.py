@@ -49,7 +49,8 @@ def drawn(around):
 
 
 def scaled(a):
-    return poutine.scale(scale=torch.sigmoid(a) + 0.2)
+    # At most 1: chains refuse more, whose targets grow without end.
+    return poutine.scale(scale=0.8 * torch.sigmoid(a) + 0.2)
 
 
 def masked(a):
@@ -62,7 +63,7 @@ def scaled_evidence(num=1500):
     b = torch.linspace(-6, 8, num)
     normal = dist.Normal
     q_a, q_b = normal(0.3, 1.0).log_prob(a), normal(0.4, 0.8).log_prob(b)
-    ratio = (torch.sigmoid(a) + 0.2) * (normal(1.0, 1.0).log_prob(b) - q_b)
+    ratio = (0.8 * torch.sigmoid(a) + 0.2) * (normal(1.0, 1.0).log_prob(b) - q_b)
     log_w = normal(0.0, 1.0).log_prob(a) - q_a + ratio
     total = 0.0
     for x in X:

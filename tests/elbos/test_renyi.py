@@ -71,7 +71,8 @@ def test_all_particles_share_one_minibatch():
             pyro.sample("z", dist.Normal(0.0, 1.0))
 
     ours, theirs = both(vectorize=False, num_particles=4)
-    ours.loss(model, guide)  # which also finds out about the programs
+    for _ in range(4):  # which also find out about the programs
+        ours.loss(model, guide)
     seen.clear()
     ours.loss(model, guide)
     assert len(seen) == 4
