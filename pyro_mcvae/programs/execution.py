@@ -77,7 +77,9 @@ class Programs:
         for i, owner in enumerate(self.owners):
             if isinstance(owner, nn.Module):
                 found[f"module {i} trains"] = owner.training
-            if not type(owner).__module__.startswith(("torch.", "pyro.", "pyro_mcvae.")):
+            if not type(owner).__module__.startswith(
+                ("torch.", "pyro.", "pyro_mcvae.", "builtins")
+            ):
                 _add_held(found, f"object {i}", vars(owner))
         return found
 

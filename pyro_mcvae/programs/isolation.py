@@ -13,6 +13,7 @@ from pyro import poutine
 from torch import Tensor, nn
 
 from pyro_mcvae.ops.generators import Generators
+from pyro_mcvae.ops.lanes import is_mapped
 from pyro_mcvae.programs.batch_norm import FixedStatistics
 from pyro_mcvae.programs.modules import find_modules
 from pyro_mcvae.programs.types import Program
@@ -59,7 +60,9 @@ def _state_kept(owners: Iterable[object]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for owner in owners:
-            stack.enter_context(_owner_kept(owner))
+            stack.enter_context(
+                _emptied(owner) if isinstance(owner, list | dict) else _owner_kept(owner)
+            )
         stack.enter_context(_store_kept())
         yield
 
@@ -69,7 +72,31 @@ def owners_of(*programs: Program) -> list[object]:
     modules = [m for root in find_modules(*programs) for m in root.modules()]
     plain = [getattr(f, "__self__", f) for f in map(poutine.unwrap, programs)]
     found = {id(owner): owner for owner in (*modules, *plain) if hasattr(owner, "__dict__")}
-    return [o for o in found.values() if not isinstance(o, type) and not _is_function(o)]
+    owners = [o for o in found.values() if not isinstance(o, type) and not _is_function(o)]
+    return owners + [c for f in map(poutine.unwrap, programs) for c in _containers(f)]
+
+
+def _containers(program: Any) -> Iterator[object]:
+    """The lists and dicts in the closure of a function."""
+    for cell in getattr(program, "__closure__", None) or ():
+        try:
+            if type(cell.cell_contents) in (list, dict):
+                yield cell.cell_contents
+        except ValueError:
+            continue  # not filled yet
+
+
+@contextmanager
+def _emptied(container: Any) -> Iterator[None]:
+    """Put back what a closure's container held, if tensors under vmap were left in it."""
+    before = container.copy()
+    try:
+        yield
+    finally:
+        values = container.values() if isinstance(container, dict) else container
+        if any(isinstance(v, Tensor) and is_mapped(v) for v in values):
+            container.clear()
+            (container.update if isinstance(container, dict) else container.extend)(before)
 
 
 def _is_function(value: object) -> bool:

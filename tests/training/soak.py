@@ -108,13 +108,15 @@ class Disturbed:
         param = self.random.choice(self.params())
         handle = param.register_hook(lambda grad: grad * math.nan)
         try:
-            # The loss was found before its gradient: the step itself may look well.
+            # Without validation a module's gradient is not checked: the step itself may look well.
             self.run.step()
-        except (ValueError, RuntimeError):
-            pass
+        except (ValueError, RuntimeError) as error:
+            report = type(error).__name__  # and nothing is trained on it
+        else:
+            report = None
         finally:
             handle.remove()
-        report = reported(self.run)
+        report = report or reported(self.run)
         load_checkpoint(self.path, self.run.parts)
         return report
 
