@@ -143,7 +143,7 @@ def measured(name: str) -> tuple[int, int, int, int]:
     pyro.set_rng_seed(0)
     vae, x = VAE(name == "Rao-Blackwell"), torch.ones(5, 6)
     svi = SVI(vae.model, vae.guide, Adam({"lr": 1e-3}), loss=OBJECTIVES[name]())
-    for _ in range(3):  # what is looked at once only is not on the way of a step
+    for _ in range(4):  # the next one is not analysed
         svi.step(x)
     return counted(partial(svi.step, x))
 
