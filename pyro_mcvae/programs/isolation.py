@@ -61,7 +61,7 @@ def _state_kept(owners: Iterable[object]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner in owners:
             stack.enter_context(
-                _emptied(owner) if isinstance(owner, list | dict) else _owner_kept(owner)
+                _container_kept(owner) if isinstance(owner, list | dict) else _owner_kept(owner)
             )
         stack.enter_context(_store_kept())
         yield
@@ -87,7 +87,7 @@ def _containers(program: Any) -> Iterator[object]:
 
 
 @contextmanager
-def _emptied(container: Any) -> Iterator[None]:
+def _container_kept(container: Any) -> Iterator[None]:
     """Put back what a closure's container held, if tensors under vmap were left in it."""
     before = container.copy()
     try:

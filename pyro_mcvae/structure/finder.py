@@ -143,7 +143,11 @@ class StructureFinder:
     def _dependent_plates(
         self, programs: Programs, run: Run, analysis: Analysis, key: tuple[object, ...]
     ) -> dict[FactorKey, frozenset[PlateKey]]:
-        """What was found to depend stays so: a repeated analysis separates fewer pairs."""
+        """
+        Find the dependent plates of a run, and keep those that an earlier analysis has found.
+
+        A repeated analysis separates fewer pairs of elements.
+        """
         before: dict[FactorKey, frozenset[PlateKey]] = analysis.before(key) or {}
         thorough = not analysis.has_before(key)
         try:
