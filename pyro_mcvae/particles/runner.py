@@ -168,16 +168,18 @@ class Runner:
 
     def _look_at(self, execution: Execution, run: Run, shared: GlobalSites) -> None:
         """Compare a run with a loop, if it has leading dims, and take it for one that is known."""
-        programs = execution.key
+        programs, assumed = execution.key, shared
         if run.leading is not None or (execution.several and run.outer_sizes):
             # Without particles other leading dims stand by themselves, as those of slots do.
             way = Way.BATCHED if run.leading is None else self.ways.of(programs) or Way.BATCHED
+            if run.leading is None:
+                shared = _without_slots(run)
             self.checks.check_leading_dims(programs, run, shared, way, execution.name)
         if any(t.members for t in run.terms):
             self.checks.check_states(programs, run)
         if execution.check is not None:
             execution.check(run)
-        self.checks.remember(programs, run, shared)
+        self.checks.remember(programs, run, assumed)
 
     def _leading(
         self, execution: Execution, count: int | None, shared: GlobalSites, sums: bool
@@ -294,6 +296,16 @@ class _UnsettledError(Exception):
 
     def __init__(self, shared: GlobalSites) -> None:
         self.shared, self.names = shared, shared.guide | shared.model
+
+
+def _without_slots(run: Run) -> GlobalSites:
+    """The guide's sites of which a run without particles has one value: others have slots."""
+    shared = set()
+    for t in (t for t in run.terms if t.in_guide):
+        inner = run.nesting + t.site["fn"].event_dim
+        if t.site["value"].shape[: -inner or None].numel() == 1:
+            shared.add(t.key.name)
+    return GlobalSites(frozenset(shared), frozenset(shared))
 
 
 def _set_back(subsamples: Minibatch, before: Minibatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.infer import TraceEnum_ELBO, config_enumerate
-from pyro.infer.autoguide import AutoNormal, AutoNormalMessenger
+from pyro.infer.autoguide import AutoDelta, AutoNormal, AutoNormalMessenger, init_to_mean
 from pyro.nn import PyroModule, PyroSample
 from pyro.ops.indexing import Vindex
 
@@ -31,6 +31,7 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs
+from tests.clients.programs import EXAMPLES
 
 PARALLEL = {"enumerate": "parallel"}
 X = torch.tensor([-0.7, 0.4, 1.9], dtype=torch.float64)
@@ -238,6 +239,18 @@ def test_what_fails_on_the_dims_of_states_names_the_sites(expanded):
         else:
             with pytest.raises(RuntimeError, match=r"same number of dim.* values of 'y' side by"):
                 elbo.loss(model, guide, X)
+
+
+def test_one_particle_may_index_a_table_of_latents_by_the_states():
+    """Each state has a dim; the tables, which the guide draws once, have none."""
+    hmm = EXAMPLES["hmm"]()
+    drawn = poutine.block(hmm.model, expose=["probs_x", "probs_y"])
+
+    def loss(elbo):
+        pyro.clear_param_store()
+        return elbo.loss_and_grads(hmm.model, AutoDelta(drawn, init_to_mean), *hmm.data)
+
+    assert loss(TraceRaoBlackwell_ELBO()) == pytest.approx(loss(TraceEnum_ELBO()), rel=1e-12)
 
 
 def test_the_marks_of_the_user_stay_as_they_are():
