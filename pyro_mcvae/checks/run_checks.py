@@ -8,13 +8,11 @@ from collections.abc import Callable, Hashable
 from pyro.infer.util import is_validation_enabled
 
 from pyro_mcvae.checks.flows import check_flows
-from pyro_mcvae.checks.leading_dims import LeadingDimsName, NotComparedError
-from pyro_mcvae.checks.states import check_states
-from pyro_mcvae.checks.vectorization import check_count, check_vectorization
+from pyro_mcvae.checks.leading_dims import NotComparedError
+from pyro_mcvae.checks.vectorization import LeadingRun, check_states
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.contract import check_batch_dims, check_run
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analyses
@@ -66,40 +64,27 @@ class RunChecks:
         if leads:
             check_batch_dims(run.terms, run.nesting)
 
-    def check_leading_dims(
-        self,
-        programs: Programs,
-        run: Run,
-        shared: GlobalSites,
-        way: Way,
-        name: LeadingDimsName,
-        ran: bool = True,
-        mixes: bool = True,
-    ) -> None:
+    def check_leading_dims(self, leading: LeadingRun) -> None:
         """
         Check that leading dims are what a loop would be.
 
-        :param way: how they are run.
-        :param name: what stands in them.
-        :param ran: whether ``run`` has them; otherwise it shows what is to be run with them.
-        :param mixes: whether batch normalisation may take what stands in them for one batch.
-        :raises LeadingDimsError: as :func:`check_count` and :func:`check_vectorization`.
+        :raises LeadingDimsError: as :class:`LeadingRun`.
         """
+        programs, run = leading.programs, leading.run
         for count in sorted(run.outer_sizes & run.inner_sizes):
-            check_count(programs, run, count, shared, way, name)
+            leading.check_count(count)
         # Not how many particles there are: they are compared in a number of their own.
-        key = "compared", run.signature, run.sizes, shared, way
+        key = "compared", run.signature, run.sizes, leading.shared, leading.way
 
         def compare() -> None:
             try:
-                first = not self._analyses.of(programs).has_before(key)
-                check_vectorization(programs, run, shared, way, name, ran, mixes, first)
+                leading.check(thorough=not self._analyses.of(programs).has_before(key))
             except NotComparedError as error:
-                if not (self._declared and ran):
+                if not (self._declared and leading.ran):
                     raise
                 _logger.warning("%s (vectorize_particles=True is trusted)", error)
 
-        self._once_of_many(programs, key, compare, name.name)
+        self._once_of_many(programs, key, compare, leading.name.name)
 
     def check_states(self, programs: Programs, run: Run) -> None:
         """Check that a run whose states are summed has the densities of single states."""

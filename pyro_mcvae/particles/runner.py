@@ -15,6 +15,7 @@ from pyro_mcvae.checks.leading_dims import (
     not_vectorizable,
 )
 from pyro_mcvae.checks.run_checks import RunChecks
+from pyro_mcvae.checks.vectorization import LeadingRun
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.particles.layout import Execution, Layout, never
 from pyro_mcvae.particles.ways import Ways
@@ -172,7 +173,7 @@ class Runner:
         if run.leading is not None or (execution.several and run.outer_sizes):
             # Without particles other leading dims stand by themselves, as those of slots do.
             way = Way.BATCHED if run.leading is None else self.ways.of(programs) or Way.BATCHED
-            self.checks.check_leading_dims(programs, run, shared, way, execution.name)
+            self.checks.check_leading_dims(LeadingRun(programs, run, shared, way, execution.name))
         if any(t.members for t in run.terms):
             self.checks.check_states(programs, run)
         if execution.check is not None:

@@ -8,6 +8,7 @@ from pyro import poutine
 
 from pyro_mcvae.checks.leading_dims import LeadingDimsName
 from pyro_mcvae.checks.run_checks import RunChecks
+from pyro_mcvae.checks.vectorization import LeadingRun
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs, is_messenger
@@ -83,7 +84,7 @@ class Ways:
         for way in ways:
             try:
                 self._checks.check_leading_dims(
-                    programs, run, shared, way, name, ran=False, mixes=self.refuses_loops
+                    LeadingRun(programs, run, shared, way, name, False, self.refuses_loops)
                 )
             except LeadingDimsError as found:
                 errors[way] = found
