@@ -83,15 +83,9 @@ class ParticleSampler:
         :param detach_latents: they reach the model without their gradient to the guide.
         """
         substitutes = Substitutes(attached=frozenset() if detach_latents else None)
-
-        def find_shared(run: Run) -> GlobalSites:
-            self.structures.check_particles(programs, run)
-            return _NONE
-
         execution = _execution(programs, substitutes)
         if self.num_particles > 1:
-            vectorized = replace(execution, find_shared=find_shared)
-            run = self.runner.run_together(vectorized, self.num_particles)
+            run = self.runner.run_together(execution, self.num_particles)
             if run is not None:
                 return [run]
         return [self.runner.run(execution, None) for _ in range(self.num_particles)]

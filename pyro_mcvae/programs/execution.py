@@ -221,9 +221,6 @@ def _run_messenger(
     with Recorder(substitutes, records=False), entered(both):
         programs.guide(*programs.args, **programs.kwargs)
     model_trace, guide_trace = poutine.unwrap(programs.guide).get_traces()
-    for plate in (guide_plate, model_plate):
-        if plate is not None and both is not None:
-            plate.unbatched |= both.unbatched
     return guide_trace, model_trace
 
 

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.notices import WarnOnce
-from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.mapping import particle_plates
 from pyro_mcvae.programs.nesting import find_nesting
-from pyro_mcvae.programs.plates import LEADING, PlateKey, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.plates import PlateKey, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.programs.probing import ProgramError
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, reparameterized
@@ -64,20 +63,10 @@ class StructureFinder:
 
     def of(self, programs: Programs, run: Run) -> Structure:
         """Return the blocks of the programs that made this run."""
-        lost = bool(run.unbatched) and _may_have_lost_particles(run)
         scored = tuple([isinstance(t.score, Tensor) for t in run.terms])
-        key = "structure", self.joint, self.find_roots, lost, scored, run.signature, run.sizes
+        key = "structure", self.joint, self.find_roots, scored, run.signature, run.sizes
         analysis = self.analyses.of(programs)
         return analysis.compared(key, lambda: self._derive(programs, run))
-
-    def check_particles(self, programs: Programs, run: Run) -> None:
-        """
-        Check that a vectorised run has kept its particles apart.
-
-        :raises RuntimeError: naming a site that averages over them.
-        """
-        if _may_have_lost_particles(run):
-            self.of(programs, run)  # whose derivation checks it
 
     def _derive(self, programs: Programs, run: Run) -> Structure:
         frames = {t.key: plate_frames(t.site) for t in run.terms}
@@ -97,14 +86,12 @@ class StructureFinder:
         declared, frames = frames, _without_coupled(frames, noise)
         factors = {key: Factor(f, None) for key, f in frames.items()}
         ask = not self.joint and needs_dependencies(factors, names)
-        ask |= _may_have_lost_particles(run)
         masked_by: dict[str, frozenset[str]] = {}
         found: dependencies.Dependencies | None = None
         if ask or (self.find_roots and (len(names) > 1 or run.guide_data)):
             found = dependencies.dependencies_of(programs, names, run)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
             masked_by = {k.name: f for k, f in found.masks.items() if f and k.program == "guide"}
-            _check_broadcast(run, found)
         elif len(names) == 1:
             factors = {
                 key: Factor(f, names if key.program == "guide" else None)
@@ -267,48 +254,13 @@ def _without_coupled(
     }
 
 
-def _may_have_lost_particles(run: Run) -> bool:
-    """Whether a distribution that could depend on a latent does not vary with the particles."""
-    several = sum(t.in_guide and is_latent(t.site) for t in run.terms) > 1
-    sites = (t for term in run.terms for t in term.sites)
-    return any(t.key in run.unbatched and (several or t.site["is_observed"]) for t in sites)
-
-
 def _data_lead(term: Term, run: Run) -> bool:
     """Whether an observed value has the particles' dim: computed from latents, or undeclared."""
-    return _data_dim(term, run) not in (None, 1)
-
-
-def _data_dim(term: Term, run: Run) -> int | None:
-    """The size of the dim of an observed value in the place of the particles', if it has one."""
-    value, event_dim = term.site["value"], getattr(term.site["fn"], "event_dim", 0)
     if run.leading is None or not term.site["is_observed"]:
-        return None
+        return False
+    value, event_dim = term.site["value"], getattr(term.site["fn"], "event_dim", 0)
     place = value.dim() - event_dim - run.nesting - 1
-    return int(value.shape[place]) if place >= 0 else None
-
-
-def _check_broadcast(run: Run, found: dependencies.Dependencies) -> None:
-    """Refuse programs that average over the particles, as z.mean() in a model does."""
-    batched = {t.key.name for t in run.terms if t.in_guide and _leads(t)}
-    for term in (t for whole in run.terms for t in whole.sites):
-        parents = found.distributions.get(term.key, frozenset())
-        if _data_dim(term, run) in (None, 1) and _data_dim(term, run) != run.leading:
-            parents = found.observed.get(term.key, parents)
-        lost = (parents & batched) - {term.key.name}
-        if term.key in run.unbatched and lost:
-            raise LeadingDimsError(
-                f"site '{term.key.name}' of the {term.key.program} depends on "
-                f"{', '.join(map(repr, sorted(lost)))}, but its distribution has lost the "
-                f"dimension of the {run.leading} vectorised particles: pass "
-                f"vectorize_particles=False, or reduce over named dims from the right, as in "
-                f"z.sum(-1, keepdim=True)",
-                reason=f"site '{term.key.name}' of the {term.key.program} loses the leading dim",
-            )
-
-
-def _leads(term: Term) -> bool:
-    return any(f.name == LEADING for f in term.site["cond_indep_stack"])
+    return place >= 0 and value.shape[place] != 1
 
 
 def _mean_field(factors: Mapping[FactorKey, Factor], names: frozenset[str]) -> bool:
