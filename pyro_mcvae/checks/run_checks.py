@@ -78,7 +78,7 @@ class RunChecks:
 
         def compare() -> None:
             try:
-                leading.check(thorough=not self._analyses.of(programs).has_before(key))
+                leading.check(thorough=not self._analyses.of(programs).before(key))
             except NotComparedError as error:
                 if not (self._declared and leading.ran):
                     raise

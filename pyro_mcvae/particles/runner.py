@@ -28,7 +28,7 @@ from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import checked_run, nesting_of, single_run
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
+from pyro_mcvae.structure.auxiliary import without_auxiliary
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analyses
 
@@ -65,7 +65,6 @@ class Runner:
         self.analyses = analyses or Analyses()
         self.checks = RunChecks(strict_enumeration, self.analyses, vectorize is True)
         self.ways = Ways(self.checks, self.analyses, vectorize, not self._is_open)
-        self.auxiliary = AuxiliaryDraws(self.analyses)
         self._found_nesting: int | None = None
         # Whether chains have moved latents of a bounded support, or None before the first.
         self.bounded: bool | None = None
@@ -131,7 +130,7 @@ class Runner:
             # Shared sites were drawn once per particle, or others once: to be run again.
             raise _UnsettledError(found)
         self._has_run = True
-        settled = self.auxiliary.settle(execution.programs, run)
+        settled = self.without_auxiliary(execution.programs, run)
         if not known:
             self._look_at(execution, settled, shared)
         return settled
@@ -156,6 +155,10 @@ class Runner:
         depth = run.nesting + 1 if leads else self.declared_nesting
         self.checks.check_contract(run, depth, leads)
         self._look_at(Execution(programs, never, name=name), run, shared)
+
+    def without_auxiliary(self, programs: Programs, run: Run) -> Run:
+        """A run without the density of auxiliary draws that are no latents."""
+        return without_auxiliary(programs, run, self.analyses.of(programs))
 
     def check_nesting(self, nesting: int) -> None:
         """

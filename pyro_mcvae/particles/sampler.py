@@ -254,7 +254,7 @@ class ParticleSampler:
         """Another branch of the model may have latents that the guide's draws are not for."""
         run = replace(run, terms=terms_of(run.guide_trace, run.model_trace, run.state_dim))
         self.runner.check(programs, run, shared)
-        return self.runner.auxiliary.settle(programs, run)
+        return self.runner.without_auxiliary(programs, run)
 
     def _run(
         self,

@@ -135,8 +135,8 @@ class StructureFinder:
 
         A repeated analysis separates fewer pairs of elements.
         """
-        before: dict[FactorKey, frozenset[PlateKey]] = analysis.before(key) or {}
-        thorough = not analysis.has_before(key)
+        before: dict[FactorKey, frozenset[PlateKey]] = analysis.before(key, {})
+        thorough = analysis.before(key) is None
         try:
             try:
                 at = None if run.leading else run.latents
@@ -217,18 +217,14 @@ def _roots(
 def _other_names(frames: Mapping[FactorKey, Frames]) -> Iterator[str]:
     """What is to be said of latents whose plates have another name in the model."""
     for key, own in frames.items():
-        found = frames.get(FactorKey("model", key.name)) if key.program == "guide" else None
-        for f in own - (own if found is None else found):
-            other = next((g for g in found or () if g not in own and g.dim == f.dim), None)
-            if other is None or other.name == f.name:
-                continue
-            text = (
-                f"site '{key.name}' lies in plate '{f.name}' of the guide and in plate "
-                f"'{other.name}' of the model, which are two plates"
-            )
-            if is_subsampled(f) or is_subsampled(other):
-                raise ValueError(f"{text} with a minibatch each: give them one name")
-            yield f"{text}, so that their elements share one weight: give them one name"
+        found = frames.get(FactorKey("model", key.name), own) if key.program == "guide" else own
+        for f, g in ((f, g) for f in own - found for g in found - own):
+            if g.dim == f.dim and g.name != f.name:
+                yield (
+                    f"site '{key.name}' lies in plate '{f.name}' of the guide and in plate "
+                    f"'{g.name}' of the model, which are two plates, so that their elements share "
+                    f"one weight: give them one name"
+                )
 
 
 def _met(key: FactorKey, plates: frozenset[PlateKey]) -> str:

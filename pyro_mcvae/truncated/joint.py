@@ -249,7 +249,7 @@ class JointRuns:
         all_terms = (*terms, *self._guide_terms, *searched)
         shown = nesting, count, self.subsamples
         run = Run(both, model_trace, all_terms, *shown)
-        run = self._sampler.runner.auxiliary.settle(self._programs, run)
+        run = self._sampler.runner.without_auxiliary(self._programs, run)
         if is_validation_enabled():
             check_sites(both, model_trace, self._sampler.runner.checks.strict_enumeration)
             if nesting_of(model_trace) > nesting:
