@@ -137,7 +137,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             num_categories, num_samples, budget, baseline, entropy == "exact"
         )
         # A site that is marked for enumeration has all of its values for slots.
-        self.sampler.runner.checks.strict_enumeration = False
+        self.sampler.runner.strict_enumeration = False
         self._slots = SlotSampler(self.sampler, self._site_options)
         self._rows = SlotPlanner(self._site_options, common=False)
 

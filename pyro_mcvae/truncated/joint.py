@@ -251,7 +251,7 @@ class JointRuns:
         run = Run(both, model_trace, all_terms, *shown)
         run = self._sampler.runner.without_auxiliary(self._programs, run)
         if is_validation_enabled():
-            check_sites(both, model_trace, self._sampler.runner.checks.strict_enumeration)
+            check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
             if nesting_of(model_trace) > nesting:
                 raise StatesError(
                     f"the program has plates in {nesting_of(model_trace)} batch dims, "

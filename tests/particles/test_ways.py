@@ -142,7 +142,7 @@ def hidden_markov():
 def test_a_hidden_markov_model_is_looped(caplog):
     """Its distribution is made of more than its parameters."""
     programs = Programs(*hidden_markov(), (), {})
-    assert len(ParticleSampler(K, None, float("inf")).sample(programs).runs) == K
+    assert len(ParticleSampler(3, None, float("inf")).sample(programs).runs) == 3
     assert "GaussianHMM" in caplog.text
 
 
@@ -238,7 +238,7 @@ def test_noise_apart_from_sites_is_each_particles_own(where):
     sampler = ParticleSampler(2000, None, float("inf"))
     pair = Programs(programs.model, programs.guide, (), {})
     sample = sampler.sample(pair)
-    assert sampler.runner.ways.of(pair) in (Way.MAPPED, Way.BOTH_MAPPED)
+    assert sampler.runner.way(pair) in (Way.MAPPED, Way.BOTH_MAPPED)
     likelihood = next(t.log_prob for t in sample.runs[0].terms if t.key.name == "x")
     # Of log N(0 | noise, 1) with standard normal noise.
     found = likelihood.reshape(2000, 4).std(0)
