@@ -11,8 +11,6 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.cache import Analysis
 
-__all__ = ["compare_leading_dims", "compare_states"]
-
 _logger = logging.getLogger(__name__)
 
 # Programs of stochastic structure show ever new sizes: so many are compared at once, and of those

@@ -15,8 +15,6 @@ from torch import nn
 from pyro_mcvae.programs.modules import find_modules
 from pyro_mcvae.programs.types import Program, Site
 
-__all__ = ["untrained_guide"]
-
 _logger = logging.getLogger(__name__)
 
 

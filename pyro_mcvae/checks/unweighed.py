@@ -22,8 +22,6 @@ from pyro_mcvae.programs.sites import bare, is_random, known_support
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.interventions import another, differing, other_draws
 
-__all__ = ["check_unweighed"]
-
 
 def check_unweighed(programs: Programs, run: Run, weighs: Callable[[Site], bool]) -> None:
     """

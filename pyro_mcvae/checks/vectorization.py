@@ -57,8 +57,6 @@ from pyro_mcvae.structure.interventions import (
 )
 from pyro_mcvae.structure.reads import Batch, Reads, reads_of_latents
 
-__all__ = ["LeadingRun", "check_states", "far_apart"]
-
 Densities = dict[FactorKey, Tensor]
 
 # Runs of other shapes use other kernels, which add in another order.

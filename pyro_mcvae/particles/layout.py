@@ -17,8 +17,6 @@ from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.structure.blocks import GlobalSites
 
-__all__ = ["Execution", "Layout", "never"]
-
 _NONE = GlobalSites()
 
 

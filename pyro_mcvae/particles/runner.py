@@ -37,8 +37,6 @@ from pyro_mcvae.structure.auxiliary import without_auxiliary
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analyses
 
-__all__ = ["Runner"]
-
 _logger = logging.getLogger(__name__)
 
 _WAY, _NESTING, _SUMS = ("way",), ("nesting",), ("sums",)

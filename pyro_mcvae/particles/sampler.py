@@ -24,8 +24,6 @@ from pyro_mcvae.structure.blocks import GlobalSites, Structure
 from pyro_mcvae.structure.cache import Analyses
 from pyro_mcvae.structure.finder import StructureFinder
 
-__all__ = ["MakeSampleFn", "ParticleSampler"]
-
 _NONE = GlobalSites()
 
 # Makes what draws the guide's sites in one run, from its particles and the sites that all share.

@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.programs.types import TorchFunction
 
-__all__ = ["FixedStatistics", "batch_size"]
-
 
 class FixedStatistics(TorchFunctionMode):
     """

@@ -26,15 +26,6 @@ from pyro_mcvae.programs.messengers import ParticlePlate, Recorder, Substitutes
 from pyro_mcvae.programs.modules import closure_of, globals_of
 from pyro_mcvae.programs.types import Program, SiteChanges
 
-__all__ = [
-    "Programs",
-    "entered",
-    "is_messenger",
-    "run_model",
-    "run_pair",
-    "with_changes",
-]
-
 # What a program can branch on without reading a tensor.
 _CHOICES = (bool, int, str, bytes, type(None), Enum, torch.dtype, torch.device)
 # How many entries of a container of arguments are part of the key.

@@ -16,8 +16,6 @@ from torch.distributions import constraints
 from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program
 
-__all__ = ["ZeroOutside", "with_impossible_data", "zero_outside"]
-
 # Their lower end is a value that they hold.
 _BOUNDED = (
     type(constraints.integer_interval(0, 1)),

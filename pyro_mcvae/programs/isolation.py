@@ -18,8 +18,6 @@ from pyro_mcvae.programs.batch_norm import FixedStatistics
 from pyro_mcvae.programs.modules import closure_of, find_modules
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["LIBRARIES", "isolated", "owners_of", "rewindable"]
-
 # Larger tensors that a program keeps as plain attributes are data, and are not copied.
 _MAX_COPIED = 2**22
 _CONTAINERS = (list, dict, set, collections.deque)

@@ -12,8 +12,6 @@ from pyro_mcvae.ops.top_k import Slots
 from pyro_mcvae.programs.support import Choice, Support
 from pyro_mcvae.programs.supports import Categories
 
-__all__ = ["JoinedSupport"]
-
 # Up to so many values all of them are listed.
 _MAX_LISTED = 1024
 

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from pyro_mcvae.programs.messengers import ParticlePlate
 
-__all__ = ["ALONE", "Leading"]
-
 
 class Leading(NamedTuple):
     """

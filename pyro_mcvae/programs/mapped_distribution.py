@@ -14,8 +14,6 @@ from pyro_mcvae.ops.lanes import Lanes
 from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = ["lifted"]
-
 # These choose entries by values, which cannot be asked inside of the lanes; of Categorical's form.
 _BY_LOGITS = dist.Multinomial, dist.OneHotCategorical
 # How deep tensors are looked for in what a distribution is made of.

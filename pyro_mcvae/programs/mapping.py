@@ -18,8 +18,6 @@ from pyro_mcvae.programs.precision import site_in_full_precision
 from pyro_mcvae.programs.sites import changed_draw
 from pyro_mcvae.programs.types import Message
 
-__all__ = ["MappedPlate", "Way", "particle_plates"]
-
 
 class Way(Enum):
     """How several particles are run; the value says it in words."""

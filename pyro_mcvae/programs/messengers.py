@@ -26,15 +26,6 @@ from pyro_mcvae.programs.precision import site_in_full_precision, without_autoca
 from pyro_mcvae.programs.sites import is_masked, is_random, is_straight_through, reparameterized
 from pyro_mcvae.programs.types import Message
 
-__all__ = [
-    "ParticlePlate",
-    "Recorder",
-    "SampleFn",
-    "Substitutes",
-    "is_param_tracer",
-    "score_function_draws",
-]
-
 # Called for a random guide site of a run; returns its value, or None to let Pyro draw.
 SampleFn = Callable[[Message], Tensor | None]
 

@@ -12,8 +12,6 @@ from torch import nn
 
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["closure_of", "evaluation_modules", "find_modules", "globals_of"]
-
 # How far a program's closures, attributes and lists are followed to the modules that it uses.
 _DEPTH = 4
 _LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch))

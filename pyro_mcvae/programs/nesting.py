@@ -18,8 +18,6 @@ from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.plates import LEADING
 from pyro_mcvae.programs.run import Run, terms_of
 
-__all__ = ["checked_run", "find_nesting", "nesting_of", "single_run"]
-
 
 def nesting_of(*traces: Trace) -> int:
     """The depth of the deepest plate dim in the traces, the particles' plate left out."""

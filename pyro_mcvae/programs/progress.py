@@ -7,8 +7,6 @@ from typing import Any
 
 from pyro_mcvae.ops.checks import check_flag
 
-__all__ = ["Progress", "shown"]
-
 # Seconds before a bar that nobody asked for is seen.
 _PATIENCE = 2.0
 

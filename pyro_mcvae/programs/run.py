@@ -24,8 +24,6 @@ from pyro_mcvae.programs.terms import (
     observed_terms,
 )
 
-__all__ = ["Run", "model_factors", "terms_of"]
-
 
 @dataclass(frozen=True)
 class Run:

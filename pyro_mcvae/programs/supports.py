@@ -18,8 +18,6 @@ from pyro_mcvae.programs.counts import count_law
 from pyro_mcvae.programs.support import Choice, Support
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = ["Categories", "support_of", "unmasked"]
-
 # A vector of independent variables is flattened to one variable up to this many categories.
 _MAX_JOINT = 1024
 

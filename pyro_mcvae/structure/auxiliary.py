@@ -15,8 +15,6 @@ from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_supp
 from pyro_mcvae.structure.cache import Analysis
 from pyro_mcvae.structure.dependencies import dependencies_of
 
-__all__ = ["without_auxiliary"]
-
 
 def without_auxiliary(programs: Programs, run: Run, analysis: Analysis) -> Run:
     r"""

@@ -10,8 +10,6 @@ from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["Analyses", "Analysis"]
-
 _logger = logging.getLogger(__name__)
 
 # How many pairs, and how many keys of one pair, are kept; the one used longest ago goes.

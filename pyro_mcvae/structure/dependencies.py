@@ -22,13 +22,6 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.tracking import Escapes, TrackDraws, marks_of, unmarked
 
-__all__ = [
-    "Dependencies",
-    "dependencies_of",
-    "find_dependencies",
-    "leaves_behind",
-]
-
 
 class Dependencies(NamedTuple):
     """

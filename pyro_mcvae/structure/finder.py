@@ -34,8 +34,6 @@ from pyro_mcvae.structure.collapsed import find_collapsed
 from pyro_mcvae.structure.independence import find_dependent_plates
 from pyro_mcvae.structure.untraced import find_shared_noise
 
-__all__ = ["StructureFinder"]
-
 _logger = logging.getLogger(__name__)
 
 _NONE: frozenset[PlateKey] = frozenset()

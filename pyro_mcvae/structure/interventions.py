@@ -22,16 +22,6 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.sites import changed_draw, known_support
 from pyro_mcvae.programs.types import Site
 
-__all__ = [
-    "another",
-    "differing",
-    "intervene",
-    "other_draws",
-    "random_half",
-    "random_halves",
-    "separating_subsets",
-]
-
 Values = dict[str, Tensor]
 
 

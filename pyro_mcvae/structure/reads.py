@@ -19,8 +19,6 @@ from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.types import TorchFunction
 from pyro_mcvae.structure.tracking import READS, TrackDraws, marks_of, unmarked
 
-__all__ = ["Batch", "Read", "Reads", "reads_of_latents"]
-
 _FINITE: set[object] = {
     getattr(m, n) for m in (torch, Tensor) for n in ("isfinite", "isinf", "isnan")
 }
