@@ -160,7 +160,7 @@ class ParticleSampler:
     ) -> Run:
         """One run without leading dims."""
         batch = Minibatch() if subsamples is None else subsamples
-        return self._run(programs, Substitutes(batch, values or {}))
+        return self.runner.run(_execution(programs, Substitutes(batch, values or {})), None)
 
     def resample(
         self,
@@ -253,15 +253,6 @@ class ParticleSampler:
         run = replace(run, terms=terms_of(run.guide_trace, run.model_trace, run.state_dim))
         self.runner.check(programs, run, shared)
         return self.runner.without_auxiliary(programs, run)
-
-    def _run(
-        self,
-        programs: Programs,
-        substitutes: Substitutes,
-        count: int | None = None,
-        shared: GlobalSites = _NONE,
-    ) -> Run:
-        return self.runner.run(_execution(programs, substitutes, shared), count)
 
 
 def _execution(

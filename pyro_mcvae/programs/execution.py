@@ -89,10 +89,6 @@ class Programs:
             self._found[key] = find()
         return cast("T", self._found[key])
 
-    def forget(self) -> None:
-        """Look for everything again."""
-        self._found.clear()
-
 
 def _no_program(role: str, found: object) -> ValueError:
     return ValueError(
