@@ -14,7 +14,7 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.mapping import particle_plates
-from pyro_mcvae.programs.nesting import find_nesting
+from pyro_mcvae.programs.nesting import checked_run
 from pyro_mcvae.programs.plates import PlateKey, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.programs.probing import ProgramError
 from pyro_mcvae.programs.run import Run
@@ -74,7 +74,7 @@ class StructureFinder:
         # A guide of point masses alone is weighed per datum as well.
         random = [t for t in latents if not is_delta(t.site["fn"])] or latents
         if any(_data_lead(t, run) for t in run.terms):
-            find_nesting(programs, strict_enumeration=False)  # raises for undeclared dims
+            checked_run(programs, strict_enumeration=False)  # raises for undeclared dims
         order = [t.key.name for t in random]
         names = frozenset(order)
         own = {n: frames[FactorKey("guide", n)] for n in order}
