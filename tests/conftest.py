@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 import torch
 
-from pyro_mcvae.particles import ways
+from pyro_mcvae.particles import runner
 from pyro_mcvae.programs.mapping import Way
 
 # Examples that depend on the clock or on luck make a failure hard to see again.
@@ -25,4 +25,4 @@ def double_precision() -> Iterator[None]:
 @pytest.fixture
 def leading_dims_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several particles at once are run in a leading dim, or refused: no ``vmap``."""
-    monkeypatch.setattr(ways, "_AT_ONCE", (Way.BATCHED,))
+    monkeypatch.setattr(runner, "_AT_ONCE", (Way.BATCHED,))

@@ -11,8 +11,6 @@ from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import bare, is_delta, is_latent, is_random, known_support
 from pyro_mcvae.programs.types import Distribution, Site
 
-__all__ = ["check_angles", "is_circular", "unwound"]
-
 _CIRCULAR = (VonMises, dist.SineBivariateVonMises, dist.SineSkewed)
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from pyro_mcvae.structure.blocks import Structure
 
-__all__ = ["check_not_collapsed"]
-
 
 def check_not_collapsed(structure: Structure) -> None:
     """

@@ -11,8 +11,6 @@ from pyro_mcvae.programs.modules import find_modules
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["collects_parameters", "refuse_copied_parameters"]
-
 # What stands between a module's name and its parameter's in the names of `pyro.module`.
 _DIVIDER = "$$$"
 _CONTIGUOUS = (

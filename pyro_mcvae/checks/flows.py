@@ -9,8 +9,6 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.transforms import parts_of, transforms_of
 from pyro_mcvae.programs.types import Transform
 
-__all__ = ["check_flows"]
-
 
 def check_flows(run: Run) -> None:
     r"""

@@ -7,17 +7,6 @@ from typing import NamedTuple
 from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.probing import ProgramError
 
-__all__ = [
-    "ENUMERATED",
-    "PARTICLES",
-    "SLOTS",
-    "STATES",
-    "LeadingDimsName",
-    "NotComparedError",
-    "not_settled",
-    "not_vectorizable",
-]
-
 
 class LeadingDimsName(NamedTuple):
     """

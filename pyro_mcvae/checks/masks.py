@@ -21,8 +21,6 @@ from pyro_mcvae.programs.sites import inner_scale, is_latent, is_random, is_scor
 from pyro_mcvae.programs.state_sums import summed_terms
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["check_masks", "count_masked", "is_transported", "masks_latents", "transported"]
-
 
 class _Counted(Messenger):
     """Counts what the guide counts at some sites of a model, beside what the model does."""

@@ -12,8 +12,6 @@ from pyro_mcvae.programs.plates import plate_frames
 from pyro_mcvae.programs.sites import inner_scale, is_latent, is_random
 from pyro_mcvae.programs.terms import Term
 
-__all__ = ["Scales", "common_scale", "refuse_large_scales", "scaled_latents"]
-
 
 class Scales(NamedTuple):
     """The user's scale of a latent in each program, 1 where the program has no such site."""

@@ -13,19 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_mcvae.programs.execution import Programs, run_pair
-from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.masks import counted_values
-from pyro_mcvae.programs.messengers import Substitutes
-from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.probing import probing
-from pyro_mcvae.programs.run import Run, model_factors
+from pyro_mcvae.programs.probing import Probe, probe, probing
+from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import bare, is_random, known_support
 from pyro_mcvae.programs.types import Site
-from pyro_mcvae.structure.interventions import another, other_draws
-
-__all__ = ["check_unweighed"]
+from pyro_mcvae.structure.interventions import another, differing, other_draws
 
 
 def check_unweighed(programs: Programs, run: Run, weighs: Callable[[Site], bool]) -> None:
@@ -42,33 +37,27 @@ def check_unweighed(programs: Programs, run: Run, weighs: Callable[[Site], bool]
     draws = (t.site for t in run.terms if t.in_guide and is_random(t.site))
     if all(counted_values(site) is None for site in draws):
         return
-    nodes, _ = _model_at(programs, run, {})
-    drawn = [s for s in nodes.values() if is_random(s)]
+    leading = Leading(state_dim=run.state_dim)
+
+    def at(values: dict[str, Tensor]) -> Probe:
+        # Each run begins with the same random numbers, those that the model draws by itself too.
+        with probing(programs), torch.no_grad():
+            return probe(programs, run.subsamples, values, leading=leading)
+
+    drawn = [s for s in at({}).guide_trace.nodes.values() if is_random(s)]
     values = {s["name"]: s["value"] for s in drawn}
-    _, before = _model_at(programs, run, values)
+    before = at(values).log_probs
     for site in filter(weighs, drawn):
         name, counted = site["name"], counted_values(site)
         if counted is None or bool(counted.all()):
             continue
         with other_draws():
             changed = torch.where(counted | _is_sure(site), site["value"], another(site))
-        _, after = _model_at(programs, run, {**values, name: changed})
-        for key in before.keys() | after.keys():
-            if not _equal(before.get(key), after.get(key)):
+        after = at({**values, name: changed}).log_probs
+        for key in (k for k in {**before, **after} if k.program == "model"):
+            known = key in before and key in after
+            if not known or bool(differing(before[key], after[key], undefined=False).any()):
                 raise _read(name, key.name)
-
-
-def _model_at(
-    programs: Programs, run: Run, values: dict[str, Tensor]
-) -> tuple[dict[str, Site], dict[FactorKey, Tensor]]:
-    """The guide's sites, and the model's log densities, at values of some draws of the guide."""
-    # Each run begins with the same random numbers, those that the model draws by itself too.
-    with probing(programs), torch.no_grad():
-        leading = Leading(state_dim=run.state_dim)
-        substitutes = Substitutes(Minibatch(run.subsamples), values)
-        guide_trace, model_trace = run_pair(programs, substitutes, leading)
-        factors = model_factors(model_trace, run.state_dim)
-    return dict(guide_trace.nodes), {t.key: t.log_prob for t in factors}
 
 
 def _is_sure(site: Site) -> Tensor | bool:
@@ -83,12 +72,6 @@ def _is_sure(site: Site) -> Tensor | bool:
     for dim in range(-fn.event_dim, 0):
         sure = sure.all(dim, keepdim=True)
     return sure if known_support(site["fn"]).is_discrete else False
-
-
-def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None or a.shape != b.shape:
-        return False
-    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _read(latent: str, reader: str) -> ValueError:

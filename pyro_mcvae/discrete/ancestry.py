@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pyro_mcvae.discrete.enumerated import SlotRun
-from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import PlateKey, plate_frames, plate_key
@@ -27,13 +26,11 @@ def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, 
 
     Factors for which that cannot be found out count as depending on everything.
 
-    :raises LeadingDimsError: for programs that sum or average over the slots.
     :raises CoupledSlotsError: for sites whose elements meet in a factor, or may.
     """
     run = slot_run.run
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
     found = dependencies.find_dependencies(programs, names, run.subsamples)
-    _check_slots(slot_run, found)
     direct = {t.key: found.factors.get(t.key, names) for t in run.summands}
     closed = found.ancestors(names)
     # A factor of the guide with a score function stands for draws that are not seen: anything may
@@ -71,21 +68,3 @@ def _check_uncoupled(
                     f"site '{key.name}' of the {key.program} depends, in one element of plate "
                     f"'{shared[0]}', on other elements of guide site '{name}'"
                 )
-
-
-def _check_slots(slot_run: SlotRun, found: dependencies.Dependencies) -> None:
-    """Refuse programs that sum or average over the slots, as ``z.mean()`` in a model does."""
-    for cost in slot_run.costs:
-        for key in cost.keys:
-            parents = found.observed.get(key, found.distributions.get(key, frozenset()))
-            for name in parents & slot_run.scored.keys():
-                symbol = slot_run.scored[name].symbol
-                if symbol is not None and len(cost.keys) == 1 and symbol not in cost.dims:
-                    raise LeadingDimsError(
-                        f"site '{key.name}' of the {key.program} depends on '{name}', but its "
-                        f"log_prob has lost the dimension of the slots of '{name}': index and "
-                        f"reduce from the right, as in z.sum(-1, keepdim=True), or sample the "
-                        f"site plainly by infer={{'mcvae': {{'num_categories': 0, "
-                        f"'num_samples': 1}}}}",
-                        reason=f"site '{key.name}' loses the dim of the slots of '{name}'",
-                    )

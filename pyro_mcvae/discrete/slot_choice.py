@@ -14,7 +14,6 @@ from pyro_mcvae.discrete.control_variates import LearnedBaseline, SiteSignal, no
 from pyro_mcvae.discrete.site_options import SiteOptions, SlotError
 from pyro_mcvae.programs.annotations import SLOT_OPTIONS, options_of
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.joined_support import JoinedSupport
 from pyro_mcvae.programs.precision import site_in_full_precision
 from pyro_mcvae.programs.relaxed import relaxed_sample
 from pyro_mcvae.programs.sites import (
@@ -25,7 +24,7 @@ from pyro_mcvae.programs.sites import (
     reparameterized,
 )
 from pyro_mcvae.programs.support import Choice, Support
-from pyro_mcvae.programs.supports import Categories, support_of
+from pyro_mcvae.programs.supports import Categories, joined_plates, support_of
 from pyro_mcvae.programs.types import Distribution, Message, Site
 
 __all__ = ["SiteSlots", "check_num_slots", "choose", "is_discrete", "single"]
@@ -217,7 +216,7 @@ def _support(msg: Message, joined: tuple[int, ...]) -> Support | None:
     support = support_of(msg["fn"])
     if not joined:
         return support
-    return JoinedSupport(support, joined) if isinstance(support, Categories) else None
+    return joined_plates(support, joined) if isinstance(support, Categories) else None
 
 
 def _relaxed(msg: Message, options: SiteOptions) -> SiteSlots:

@@ -83,7 +83,7 @@ class SlotPlanner:
         :raises SlotError: naming a site that cannot have the slots that are asked for.
         """
         analysis = analyses.of(programs)
-        known, plan = analysis.has(_PLAN), analysis.get(_PLAN)
+        known, plan = analysis.get(_PLAN, False) is not False, analysis.get(_PLAN)
         with rewindable(not known or analysis.get(_CHANGING)) as rewind:
             for _ in range(_MAX_ATTEMPTS):
                 draws = None if plan is None else self._draws(plan, num_particles)

@@ -61,7 +61,7 @@ class SlotSampler:
             try:
                 found = [take_apart(run) for run in self._runs(programs)]
             except (LeadingDimsError, CoupledSlotsError) as error:
-                if isinstance(error, LeadingDimsError) and self.sampler.runner.ways.refuses_loops:
+                if isinstance(error, LeadingDimsError) and self.sampler.runner.refuses_loops:
                     raise
                 self._tell(
                     f"the slots of all discrete sites of a datum are summed together, each with "
@@ -94,7 +94,7 @@ class SlotSampler:
             self._check(programs, take_apart(run))
 
         execution = Execution(programs, execute, subsamples, name=SLOTS, several=True, check=check)
-        if count > 1 or runner.ways.of(programs) in (Way.MAPPED, Way.BOTH_MAPPED):
+        if count > 1 or runner.way(programs) in (Way.MAPPED, Way.BOTH_MAPPED):
             run = runner.run_together(execution, count)
             if run is not None:
                 return [run]

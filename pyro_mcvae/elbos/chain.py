@@ -151,7 +151,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         if self._has_slots:
             self.slots = SlotPlanner(site_options, common=multi_sample)
             # A site that is marked for enumeration has all of its values for slots.
-            self.sampler.runner.checks.strict_enumeration = False
+            self.sampler.runner.strict_enumeration = False
         # Roots tell whether a guide is mean-field, which then need not be run again.
         self.sampler.structures = StructureFinder(joint, True, self.sampler.analyses)
         self._smoothness = Smoothness(gradient_estimator == "auto", self.sampler.analyses)

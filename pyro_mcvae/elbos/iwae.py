@@ -185,7 +185,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             self._check_slots(baseline)
             self.slots = SlotPlanner(SiteOptions.of_arguments(*arguments), common=True)
             # A site that is marked for enumeration has all of its values for slots.
-            self.sampler.runner.checks.strict_enumeration = False
+            self.sampler.runner.strict_enumeration = False
 
     def _use_particles(self, num_particles: int) -> None:
         if self.gradient_estimator == "vimco" and num_particles < 2:

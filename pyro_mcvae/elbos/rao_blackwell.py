@@ -137,7 +137,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             num_categories, num_samples, budget, baseline, entropy == "exact"
         )
         # A site that is marked for enumeration has all of its values for slots.
-        self.sampler.runner.checks.strict_enumeration = False
+        self.sampler.runner.strict_enumeration = False
         self._slots = SlotSampler(self.sampler, self._site_options)
         self._rows = SlotPlanner(self._site_options, common=False)
 
@@ -147,7 +147,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     def estimate(self, programs: Programs) -> Estimate:
         if is_messenger(programs):
             return averaged_estimate(self._without_slots(programs))
-        slot_runs = self._slot_runs(programs)
+        slot_runs = self._slots.runs(programs)
         if slot_runs is None:
             return self._estimate_by_rows(programs)
         found: list[tuple[Sum, Sum]] = []
@@ -163,7 +163,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     def bounds_of(self, programs: Programs) -> Bounds:
         if is_messenger(programs):
             return averaged_bounds(self._without_slots(programs))
-        slot_runs = self._slot_runs(programs)
+        slot_runs = self._slots.runs(programs)
         if slot_runs is None:
             sample, slots = self._row_sample(programs)
             if slots.weight is None:
@@ -179,12 +179,6 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             costs.append([Cost(t, values[t.key], 0) for t in summands])
         sample = self.sampler.arrange(programs, [r.run for r in slot_runs])
         return elbo_bounds(sample, costs)
-
-    def _slot_runs(self, programs: Programs) -> list[SlotRun] | None:
-        slot_runs = self._slots.runs(programs)
-        if slot_runs is not None and slot_runs[0].run.leading is not None:
-            self.sampler.structures.check_particles(programs, slot_runs[0].run)
-        return slot_runs
 
     def _row_sample(self, programs: Programs) -> tuple[WeightedParticles, OneSlot]:
         sample, draws = self._rows.sample(self.sampler, programs, self.sampler.sample)

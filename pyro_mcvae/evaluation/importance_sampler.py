@@ -65,9 +65,9 @@ class ImportanceSampler(Weights):
         self.programs, self.progress, self.annealing = programs, progress, annealing
         self._options, self._joint = options, bool(options.joint)
         self._samplers: dict[int, ParticleSampler] = {}
-        with untrained_guide(programs.guide) as before:
+        with untrained_guide(programs.guide) as check:
             self.reference = self._sampler(1).sample(programs)
-            before.check(self.reference.runs[0].guide_trace)
+            check(self.reference.runs[0].guide_trace)
         check_not_collapsed(self.reference.structure)
         run = self.reference.runs[0]
         points = preconditions.find_points(programs, run)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -133,11 +133,6 @@ class Lanes:
     def holds(self, value: Tensor) -> bool:
         """Whether a tensor is in one of the lanes."""
         return bool(_functorch.is_batchedtensor(value))
-
-    def sizes_of(self, values: Iterable[Tensor]) -> torch.Size:
-        """The sizes of the lanes that any of some tensors is in."""
-        leads = [self.lift(t, t.dim()).shape[: -t.dim() or None] for t in values if self.holds(t)]
-        return torch.broadcast_shapes(*leads)
 
     def _open(self, place: int, size: int) -> None:
         lane = self._lanes.get(place)

@@ -17,8 +17,6 @@ from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.structure.blocks import GlobalSites
 
-__all__ = ["Execution", "Layout", "never"]
-
 _NONE = GlobalSites()
 
 
@@ -62,7 +60,7 @@ class Layout:
         """The run that two traces are, of programs that ran in these leading dims."""
         nesting = nesting_of(guide_trace, model_trace) if self.nesting is None else self.nesting
         terms = terms_of(guide_trace, model_trace, leading.state_dim)
-        shown = nesting, self.count, leading.unbatched, substitutes.subsamples, leading.state_dim
+        shown = nesting, self.count, substitutes.subsamples, leading.state_dim
         return Run(guide_trace, model_trace, terms, *shown, substitutes.noise, self.way)
 
 

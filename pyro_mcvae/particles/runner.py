@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
+from pyro import poutine
+from pyro.infer.util import is_validation_enabled
 from torch.utils.checkpoint import _StopRecomputationError
 
+from pyro_mcvae.checks.flows import check_flows
 from pyro_mcvae.checks.leading_dims import (
     ENUMERATED,
     PARTICLES,
@@ -14,11 +20,11 @@ from pyro_mcvae.checks.leading_dims import (
     not_settled,
     not_vectorizable,
 )
-from pyro_mcvae.checks.run_checks import RunChecks
+from pyro_mcvae.checks.run_checks import compare_leading_dims, compare_states
+from pyro_mcvae.checks.vectorization import LeadingRun
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.particles.layout import Execution, Layout, never
-from pyro_mcvae.particles.ways import Ways
-from pyro_mcvae.programs.contract import check_nesting
+from pyro_mcvae.programs.contract import check_batch_dims, check_nesting, check_run
 from pyro_mcvae.programs.enumeration import shows_states
 from pyro_mcvae.programs.errors import LeadingDimsError, SiteError
 from pyro_mcvae.programs.execution import Programs, is_messenger
@@ -27,12 +33,19 @@ from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.nesting import checked_run, nesting_of, single_run
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.structure.auxiliary import AuxiliaryDraws
+from pyro_mcvae.structure.auxiliary import without_auxiliary
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analyses
 
-__all__ = ["Runner"]
+_logger = logging.getLogger(__name__)
 
+_WAY, _NESTING, _SUMS = ("way",), ("nesting",), ("sums",)
+_AT_ONCE = Way.BATCHED, Way.MAPPED, Way.BOTH_MAPPED
+_IN_WORDS = {
+    Way.BATCHED: "in a leading dim",
+    Way.MAPPED: "under vmap",
+    Way.BOTH_MAPPED: "under vmap, the guide too",
+}
 # How often a step is begun again when its structure turns out to be another than assumed.
 _MAX_ATTEMPTS = 3
 
@@ -62,15 +75,26 @@ class Runner:
         check_nesting(max_plate_nesting)
         self.declared_nesting = max_plate_nesting
         self.analyses = analyses or Analyses()
-        self.checks = RunChecks(strict_enumeration, self.analyses, vectorize is True)
-        self.ways = Ways(self.checks, self.analyses, vectorize, not self._is_open)
-        self.auxiliary = AuxiliaryDraws(self.analyses)
-        self._found_nesting: int | None = None
+        self.strict_enumeration = strict_enumeration
+        self._vectorize = vectorize
         # Whether chains have moved latents of a bounded support, or None before the first.
         self.bounded: bool | None = None
-        # Whether a model has shown sites to be summed. Then all run so, and the first run, which
-        # did not, has been made again.
-        self._sums = self._has_run = False
+        self._has_run = False
+
+    @property
+    def refuses_loops(self) -> bool:
+        """Whether programs that have to be looped over are refused."""
+        return self._vectorize is True
+
+    def way(self, programs: Programs) -> Way | None:
+        """How the particles of a pair are run; None before it was found out."""
+        if self._vectorize is False:
+            return Way.LOOPED
+        # Programs that are run at once with all of their particles, and only so, may rely on it.
+        # And plain steps come before one that is recorded, and a look would be recorded.
+        at_once = (self.refuses_loops and not self._is_open) or is_recording()
+        way: Way | None = self.analyses.of(programs).get(_WAY, Way.BATCHED if at_once else None)
+        return way
 
     def together(self, execution: Execution) -> bool:
         """
@@ -79,7 +103,8 @@ class Runner:
         :param execution: of the programs; its ``execute`` is not called.
         :raises LeadingDimsError: for programs that have to be looped over, if that is refused.
         """
-        return self._way(execution) is not Way.LOOPED
+        way = self.way(execution.key) or self._choose(execution, self._look(execution))
+        return way is not Way.LOOPED
 
     def run_together(self, execution: Execution, count: int) -> Run | None:
         """One run for all of several particles; None where they are to be run one by one."""
@@ -120,7 +145,7 @@ class Runner:
 
     def _attempt(self, execution: Execution, count: int | None, shared: GlobalSites) -> Run:
         """A run that all guards have looked at, if it has the shared sites that were assumed."""
-        sums = self._sums and not execution.several
+        sums = bool(self._known(execution.key, _SUMS)) and not execution.several
         if count is None and not execution.several and not sums:
             run, known = self._execute(execution, Layout(None, None, shared))
         else:
@@ -130,14 +155,14 @@ class Runner:
             # Shared sites were drawn once per particle, or others once: to be run again.
             raise _UnsettledError(found)
         self._has_run = True
-        settled = self.auxiliary.settle(execution.programs, run)
+        settled = self.without_auxiliary(execution.programs, run)
         if not known:
             self._look_at(execution, settled, shared)
         return settled
 
     def _change_way(self, execution: Execution, count: int | None, error: LeadingDimsError) -> None:
         """Choose another way to run particles together, or raise what is wrong with this one."""
-        looped = count is None or self.ways.of(execution.key) is Way.LOOPED
+        looped = count is None or self.way(execution.key) is Way.LOOPED
         if looped or self._choose(execution, self._look(execution), error) is Way.LOOPED:
             raise error
 
@@ -149,12 +174,16 @@ class Runner:
         name: LeadingDimsName = PARTICLES,
     ) -> None:
         """Look at a run that was made elsewhere, if none of its structure and sizes was."""
-        if self.checks.is_known(programs, run, shared):
+        if self._is_known(programs, run, shared):
             return
         leads = run.leading is not None
         depth = run.nesting + 1 if leads else self.declared_nesting
-        self.checks.check_contract(run, depth, leads)
+        self._check_promises(run, depth, leads)
         self._look_at(Execution(programs, never, name=name), run, shared)
+
+    def without_auxiliary(self, programs: Programs, run: Run) -> Run:
+        """A run without the density of auxiliary draws that are no latents."""
+        return without_auxiliary(programs, run, self.analyses.of(programs))
 
     def check_nesting(self, nesting: int) -> None:
         """
@@ -168,24 +197,26 @@ class Runner:
 
     def _look_at(self, execution: Execution, run: Run, shared: GlobalSites) -> None:
         """Compare a run with a loop, if it has leading dims, and take it for one that is known."""
-        programs, assumed = execution.key, shared
+        programs, analysis = execution.key, self.analyses.of(execution.key)
         if run.leading is not None or (execution.several and run.outer_sizes):
             # Without particles other leading dims stand by themselves, as those of slots do.
-            way = Way.BATCHED if run.leading is None else self.ways.of(programs) or Way.BATCHED
-            if run.leading is None:
-                shared = _without_slots(run)
-            self.checks.check_leading_dims(programs, run, shared, way, execution.name)
+            way = Way.BATCHED if run.leading is None else self.way(programs) or Way.BATCHED
+            one = _without_slots(run) if run.leading is None else shared
+            leading = LeadingRun(programs, run, one, way, execution.name)
+            compare_leading_dims(analysis, leading, self.refuses_loops)
         if any(t.members for t in run.terms):
-            self.checks.check_states(programs, run)
+            compare_states(analysis, programs, run)
         if execution.check is not None:
             execution.check(run)
-        self.checks.remember(programs, run, assumed)
+        analysis.put(_shown(run, shared), True)
 
     def _leading(
         self, execution: Execution, count: int | None, shared: GlobalSites, sums: bool
     ) -> tuple[Run, bool]:
         """A run with leading dims; again, where plates or the way have changed."""
-        way = Way.BATCHED if count is None else self._way(execution)
+        way = Way.BATCHED
+        if count is not None:
+            way = self.way(execution.key) or self._choose(execution, self._look(execution))
         nesting = self._nesting(execution)
         before = Minibatch(execution.subsamples)
         while True:
@@ -200,10 +231,28 @@ class Runner:
     def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
         """A run, and whether all guards have seen its like."""
         run = execution.execute(layout)
-        known = self.checks.is_known(execution.key, run, layout.shared)
+        known = self._is_known(execution.key, run, layout.shared)
         if not known and execution.compared is None:
             self._check_contract(execution, layout, run)
         return run, known
+
+    def _is_known(self, programs: Programs, run: Run, shared: GlobalSites) -> bool:
+        """Whether such a run was checked by all guards."""
+        if is_recording():
+            return True  # plain steps of the same kind were checked, and a check would be recorded
+        return self.analyses.of(programs).get(_shown(run, shared)) is not None
+
+    def _check_promises(self, run: Run, depth: float, leads: bool) -> None:
+        """
+        Check what the programs promise each other, and where the particles stand.
+
+        :param depth: how many batch dims may belong to plates and leading dims.
+        :param leads: whether the run has particles in a leading dim, and no slots.
+        """
+        check_run(run, depth, self.strict_enumeration)
+        check_flows(run)
+        if leads:
+            check_batch_dims(run.terms, run.nesting)
 
     def _check_contract(self, execution: Execution, layout: Layout, run: Run) -> None:
         if layout.nesting is None:
@@ -213,13 +262,13 @@ class Runner:
             raise ValueError("the programs have more plates than max_plate_nesting says")
         may_sum = not (layout.sums or execution.several or is_messenger(execution.programs))
         if may_sum and shows_states(run.guide_trace, run.model_trace):
-            self._sums = True
+            self._keep(execution.key, _SUMS, True)
             raise _UnsettledError(layout.shared)
         depth = self.declared_nesting
         if layout.nesting is not None:
             depth = layout.nesting + (layout.count is not None)
         leads = layout.count is not None and not execution.several
-        self.checks.check_contract(run, depth, leads)
+        self._check_promises(run, depth, leads)
 
     def _recovered(
         self, execution: Execution, count: int | None, nesting: int, way: Way, error: Exception
@@ -230,9 +279,10 @@ class Runner:
         actual = self._checked_run(execution.programs).nesting
         self.check_nesting(actual)
         if execution.nesting is None and self._is_open and actual != nesting:
-            self._found_nesting = actual
+            self._keep(execution.key, _NESTING, actual)
             return actual, way
-        name = ENUMERATED if self._sums and count is None else execution.name
+        sums = count is None and self._known(execution.key, _SUMS)
+        name = ENUMERATED if sums else execution.name
         wrong = not_vectorizable(name, count, nesting, error)
         if count is None:
             raise wrong from error
@@ -251,18 +301,59 @@ class Runner:
             return execution.nesting
         if not self._is_open:
             return int(self.declared_nesting)
-        if self._found_nesting is None:
-            self._found_nesting = self._checked_run(execution.programs).nesting
-        return self._found_nesting
+        nesting = self._known(execution.key, _NESTING)
+        if nesting is None:
+            nesting = self._checked_run(execution.programs).nesting
+            self._keep(execution.key, _NESTING, nesting)
+        return int(nesting)
 
-    def _way(self, execution: Execution) -> Way:
-        way = self.ways.of(execution.key)
-        return self._choose(execution, self._look(execution)) if way is None else way
+    def _known(self, programs: Programs, key: tuple[str]) -> Any:
+        """What this analysis, or the one before, has found."""
+        analysis = self.analyses.of(programs)
+        return analysis.get(key, analysis.before(key))
+
+    def _keep(self, programs: Programs, key: tuple[str], value: object) -> None:
+        self.analyses.of(programs).put(key, value)
 
     def _choose(self, execution: Execution, run: Run, error: LeadingDimsError | None = None) -> Way:
-        find = execution.find_shared
+        """
+        Choose how particles are run: the fastest way that has a loop's numbers.
+
+        Tried with a few particles before there are many: programs that broadcast them against each
+        other may need memory for the square of their number. What was chosen stays, until other
+        sizes show that it is not right for them.
+
+        :param run: shows the programs' plates and sizes.
+        :param error: what is wrong with the present way, if it is known.
+        :raises LeadingDimsError: if only a loop is right, and is refused.
+        """
+        programs, name, find = execution.key, execution.name, execution.find_shared
+        analysis = self.analyses.of(programs)
         shared = execution.shared if find is None else find(run)
-        return self.ways.choose(execution.key, run, shared, execution.name, error)
+        # What a fresh analysis looks at first is the way that the last one chose.
+        before: Way | None = self._known(programs, _WAY)
+        errors = {} if error is None else {before or Way.BATCHED: error}
+        ways = [Way.BATCHED] if is_messenger(programs) else [*_AT_ONCE]
+        if before is not None:
+            ways = [] if before is Way.LOOPED else ways[ways.index(before) + len(errors) :]
+        for way in ways:
+            leading = LeadingRun(programs, run, shared, way, name, False, self.refuses_loops)
+            try:
+                compare_leading_dims(analysis, leading, False)
+            except LeadingDimsError as found:
+                errors[way] = found
+                continue
+            break
+        else:
+            way = Way.LOOPED
+            if self.refuses_loops and errors:
+                raise next(iter(errors.values()))
+        analysis.forget("run")  # all runs are checked again, which are run in another way
+        analysis.compared(_WAY, lambda: way)
+        analysis.put(_WAY, way)
+        if way is not before:
+            _tell(programs, way, name, errors)
+        return way
 
     def _look(self, execution: Execution) -> Run:
         """A run without leading dims that shows the plates and sizes to be run with them."""
@@ -271,10 +362,10 @@ class Runner:
             run = self._checked_run(programs)
             self.check_nesting(run.nesting)
             if self._is_open:
-                self._found_nesting = run.nesting
+                self._keep(programs, _NESTING, run.nesting)
             states = shows_states(run.guide_trace, run.model_trace)
             if states and not (execution.several or is_messenger(programs)):
-                self._sums = True
+                self._keep(programs, _SUMS, True)
                 run = single_run(programs, self._nesting(execution))
         else:
             run = single_run(execution.compared)
@@ -288,7 +379,7 @@ class Runner:
         return self.declared_nesting == math.inf
 
     def _checked_run(self, programs: Programs) -> Run:
-        return checked_run(programs, self.checks.strict_enumeration)
+        return checked_run(programs, self.strict_enumeration)
 
 
 class _UnsettledError(Exception):
@@ -311,3 +402,27 @@ def _without_slots(run: Run) -> GlobalSites:
 def _set_back(subsamples: Minibatch, before: Minibatch) -> None:
     subsamples.clear()
     subsamples.update(before)
+
+
+def _shown(run: Run, shared: GlobalSites) -> tuple[Hashable, ...]:
+    """All of a run that guards check."""
+    return "run", run.form, run.nesting, run.leading, shared, is_validation_enabled()
+
+
+def _tell(
+    programs: Programs, way: Way, name: LeadingDimsName, errors: dict[Way, LeadingDimsError]
+) -> None:
+    model = poutine.unwrap(programs.model)
+    # Of the two under vmap the first says what the user may mend.
+    told = [w for w in errors if w is not Way.BOTH_MAPPED or Way.MAPPED not in errors]
+    why = "; ".join(f"{_IN_WORDS[w]}: {errors[w].reason}" for w in told)
+    _logger.log(
+        logging.WARNING if way is Way.LOOPED else logging.INFO,
+        "%s of %s are run %s (%s)",
+        name.name,
+        getattr(model, "__qualname__", type(model).__qualname__),
+        way.value,
+        why or "with the densities of a loop",
+    )
+    for error in errors.values():
+        _logger.debug("%s", error)

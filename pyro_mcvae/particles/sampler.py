@@ -24,8 +24,6 @@ from pyro_mcvae.structure.blocks import GlobalSites, Structure
 from pyro_mcvae.structure.cache import Analyses
 from pyro_mcvae.structure.finder import StructureFinder
 
-__all__ = ["MakeSampleFn", "ParticleSampler"]
-
 _NONE = GlobalSites()
 
 # Makes what draws the guide's sites in one run, from its particles and the sites that all share.
@@ -83,15 +81,9 @@ class ParticleSampler:
         :param detach_latents: they reach the model without their gradient to the guide.
         """
         substitutes = Substitutes(attached=frozenset() if detach_latents else None)
-
-        def find_shared(run: Run) -> GlobalSites:
-            self.structures.check_particles(programs, run)
-            return _NONE
-
         execution = _execution(programs, substitutes)
         if self.num_particles > 1:
-            vectorized = replace(execution, find_shared=find_shared)
-            run = self.runner.run_together(vectorized, self.num_particles)
+            run = self.runner.run_together(execution, self.num_particles)
             if run is not None:
                 return [run]
         return [self.runner.run(execution, None) for _ in range(self.num_particles)]
@@ -168,7 +160,7 @@ class ParticleSampler:
     ) -> Run:
         """One run without leading dims."""
         batch = Minibatch() if subsamples is None else subsamples
-        return self._run(programs, Substitutes(batch, values or {}))
+        return self.runner.run(_execution(programs, Substitutes(batch, values or {})), None)
 
     def resample(
         self,
@@ -260,16 +252,7 @@ class ParticleSampler:
         """Another branch of the model may have latents that the guide's draws are not for."""
         run = replace(run, terms=terms_of(run.guide_trace, run.model_trace, run.state_dim))
         self.runner.check(programs, run, shared)
-        return self.runner.auxiliary.settle(programs, run)
-
-    def _run(
-        self,
-        programs: Programs,
-        substitutes: Substitutes,
-        count: int | None = None,
-        shared: GlobalSites = _NONE,
-    ) -> Run:
-        return self.runner.run(_execution(programs, substitutes, shared), count)
+        return self.runner.without_auxiliary(programs, run)
 
 
 def _execution(

@@ -11,8 +11,6 @@ from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.programs.state_draws import draw_states
 
-__all__ = ["with_drawn_states"]
-
 
 def with_drawn_states(programs: Programs, sample: WeightedParticles) -> WeightedParticles:
     """The same latents, and each enumerated site drawn from its posterior given these."""

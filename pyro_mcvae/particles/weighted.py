@@ -20,8 +20,6 @@ from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.blocks import Block, Structure
 
-__all__ = ["WeightedParticles"]
-
 
 @dataclass
 class WeightedParticles:

@@ -8,8 +8,6 @@ from typing import Any
 from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.types import Message, Site
 
-__all__ = ["SLOT_OPTIONS", "check_options", "note", "noted", "options_of"]
-
 # What the values of a discrete site of the guide can be told.
 SLOT_OPTIONS = frozenset({"num_categories", "num_samples", "budget", "baseline", "exact_entropy"})
 _VALID = (*sorted(SLOT_OPTIONS), "baseline_input")

@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from pyro_mcvae.programs.types import TorchFunction
 
-__all__ = ["FixedStatistics", "batch_size"]
-
 
 class FixedStatistics(TorchFunctionMode):
     """
@@ -47,15 +45,10 @@ class FixedStatistics(TorchFunctionMode):
         return func(**call)
 
 
-def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, bool]:
-    """
-    Return of how many numbers a call of ``batch_norm`` takes its statistics, 0 if they are given,
-    and whether it updates running ones.
-    """
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return of how many numbers a call of ``batch_norm`` takes its statistics, 0 if none."""
     call = _bound(batch_norm, args, kwargs)
-    if not call["training"]:
-        return 0, False
-    return int(call["input"].numel()), call["running_mean"] is not None
+    return int(call["input"].numel()) if call["training"] else 0
 
 
 def _bound(func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-__all__ = ["NonReentrant"]
-
 
 class NonReentrant:
     """

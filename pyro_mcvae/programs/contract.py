@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from pyro_mcvae.programs.run import Run
     from pyro_mcvae.programs.terms import Term
 
-__all__ = [
-    "check_batch_dims",
-    "check_nesting",
-    "check_run",
-    "check_sites",
-    "nonfinite_sites",
-]
-
 
 def check_sites(
     guide_trace: Trace,

@@ -11,8 +11,6 @@ from torch import Tensor
 from pyro_mcvae.ops.countable import CountLaw, betainc
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = ["count_law"]
-
 
 def count_law(fn: Distribution) -> CountLaw | None:
     """

@@ -17,14 +17,6 @@ from pyro_mcvae.programs.errors import SiteError, first_line
 from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import Message, Site
 
-__all__ = [
-    "ModelEnumeration",
-    "StateMessenger",
-    "is_state",
-    "shows_states",
-    "support_of_state",
-]
-
 
 class ModelEnumeration(EnumMessenger):
     """

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import textwrap
 
-__all__ = ["LeadingDimsError", "NoCoordinateError", "NothingToMoveError", "SiteError", "first_line"]
-
 
 class SiteError(ValueError):
     """Says what is wrong with a site and what to do: another attempt would not help."""

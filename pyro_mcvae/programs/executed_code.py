@@ -14,8 +14,6 @@ from types import CodeType, FrameType
 
 from pyro_mcvae.programs.source_lines import is_core, is_generated, program_line
 
-__all__ = ["ExecutedCode", "names_of"]
-
 _CLOCKS = {getattr(time, name) for name in dir(time) if callable(getattr(time, name))}
 # What has another result at another time.
 _ENVIRONMENT = type(os.environ).__getitem__.__code__

@@ -20,19 +20,11 @@ from torch import Tensor, nn
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.enumeration import StateMessenger
 from pyro_mcvae.programs.errors import SiteError
-from pyro_mcvae.programs.isolation import owners_of
+from pyro_mcvae.programs.isolation import LIBRARIES, owners_of
 from pyro_mcvae.programs.leading import ALONE, Leading
 from pyro_mcvae.programs.messengers import ParticlePlate, Recorder, Substitutes
+from pyro_mcvae.programs.modules import closure_of, globals_of
 from pyro_mcvae.programs.types import Program, SiteChanges
-
-__all__ = [
-    "Programs",
-    "entered",
-    "is_messenger",
-    "run_model",
-    "run_pair",
-    "with_changes",
-]
 
 # What a program can branch on without reading a tensor.
 _CHOICES = (bool, int, str, bytes, type(None), Enum, torch.dtype, torch.device)
@@ -73,13 +65,12 @@ class Programs:
         for name, value in self.kwargs.items():
             _add_choices(found, f"argument {name}", value)
         for role, program in (("model", self.model), ("guide", self.guide)):
-            _add_program(found, role, poutine.unwrap(program))
+            function = getattr(poutine.unwrap(program), "__func__", poutine.unwrap(program))
+            _add_held(found, role, closure_of(function) | globals_of(function))
         for i, owner in enumerate(self.owners):
             if isinstance(owner, nn.Module):
                 found[f"module {i} trains"] = owner.training
-            if not type(owner).__module__.startswith(
-                ("torch.", "pyro.", "pyro_mcvae.", "builtins")
-            ):
+            if not type(owner).__module__.startswith(LIBRARIES):
                 _add_held(found, f"object {i}", vars(owner))
         return found
 
@@ -97,10 +88,6 @@ class Programs:
         if key not in self._found:
             self._found[key] = find()
         return cast("T", self._found[key])
-
-    def forget(self) -> None:
-        """Look for everything again."""
-        self._found.clear()
 
 
 def _no_program(role: str, found: object) -> ValueError:
@@ -142,21 +129,6 @@ def _add_held(found: dict[str, Hashable], place: str, held: Mapping[str, Any]) -
             found[f"{place}.{name}"] = value
         elif isinstance(value, float):
             found[f"{place}.{name}"] = _sign(value)
-
-
-def _add_program(found: dict[str, Hashable], role: str, program: Any) -> None:
-    """Add the choices in the closure and among the globals of a function."""
-    function = getattr(program, "__func__", program)
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            _add_held(found, role, {name: cell.cell_contents})
-        except ValueError:
-            continue  # not filled yet
-    scope = function.__globals__
-    _add_held(found, role, {n: scope[n] for n in code.co_names if n in scope})
 
 
 def is_messenger(programs: Programs) -> bool:
@@ -221,9 +193,6 @@ def _run_messenger(
     with Recorder(substitutes, records=False), entered(both):
         programs.guide(*programs.args, **programs.kwargs)
     model_trace, guide_trace = poutine.unwrap(programs.guide).get_traces()
-    for plate in (guide_plate, model_plate):
-        if plate is not None and both is not None:
-            plate.unbatched |= both.unbatched
     return guide_trace, model_trace
 
 

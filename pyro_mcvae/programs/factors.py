@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["FactorKey"]
-
 
 class FactorKey(NamedTuple):
     """One factor of the weight: a site's density in the ``"model"`` or in the ``"guide"``."""

@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 from pyro_mcvae.programs.source_lines import program_line
 from pyro_mcvae.programs.types import Message
 
-__all__ = ["Draw", "FixedNoise"]
-
 
 class Draw(NamedTuple):
     """

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar, cast
 
 import torch
 from pyro import distributions as dist
@@ -16,8 +16,6 @@ from torch.distributions import constraints
 from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program
 
-__all__ = ["ZeroOutside", "with_impossible_data", "zero_outside"]
-
 # Their lower end is a value that they hold.
 _BOUNDED = (
     type(constraints.integer_interval(0, 1)),
@@ -26,30 +24,16 @@ _BOUNDED = (
 )
 
 
+@lru_cache(maxsize=8)  # one object for one model, by which analyses know it
 def with_impossible_data(model: Program) -> Program:
     """The model, of which some latents may make data impossible: density zero, and no error."""
-    return _Model(_under, _Impossible(), model)
+    return cast("Program", _Impossible()(model))
 
 
 class _Impossible(Messenger):
     def _pyro_sample(self, msg: Message) -> None:
         if msg["is_observed"]:
             msg["fn"] = zero_outside(msg["fn"])
-
-
-class _Model(partial[None]):
-    """A model under a handler, as Pyro's are, and equal where the model is."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Model) and bool(self.args[1] == other.args[1])
-
-    def __hash__(self) -> int:
-        return hash(self.args[1])
-
-
-def _under(handler: Messenger, model: Program, *args: object, **kwargs: object) -> None:
-    with handler:
-        model(*args, **kwargs)
 
 
 def zero_outside(fn: Distribution) -> Distribution:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pyro
@@ -15,16 +15,14 @@ from torch import Tensor, nn
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.lanes import is_mapped
 from pyro_mcvae.programs.batch_norm import FixedStatistics
-from pyro_mcvae.programs.modules import find_modules
+from pyro_mcvae.programs.modules import closure_of, find_modules
 from pyro_mcvae.programs.types import Program
-
-__all__ = ["isolated", "owners_of", "rewindable"]
 
 # Larger tensors that a program keeps as plain attributes are data, and are not copied.
 _MAX_COPIED = 2**22
 _CONTAINERS = (list, dict, set, collections.deque)
 # What torch.nn and Pyro keep in their own objects is set up once, not updated by a run.
-_LIBRARIES = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
+LIBRARIES = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
 
 
 @contextmanager
@@ -72,18 +70,9 @@ def owners_of(*programs: Program) -> list[object]:
     modules = [m for root in find_modules(*programs) for m in root.modules()]
     plain = [getattr(f, "__self__", f) for f in map(poutine.unwrap, programs)]
     found = {id(owner): owner for owner in (*modules, *plain) if hasattr(owner, "__dict__")}
-    owners = [o for o in found.values() if not isinstance(o, type) and not _is_function(o)]
-    return owners + [c for f in map(poutine.unwrap, programs) for c in _containers(f)]
-
-
-def _containers(program: Any) -> Iterator[object]:
-    """The lists and dicts in the closure of a function."""
-    for cell in getattr(program, "__closure__", None) or ():
-        try:
-            if type(cell.cell_contents) in (list, dict):
-                yield cell.cell_contents
-        except ValueError:
-            continue  # not filled yet
+    owners = [o for o in found.values() if not (isinstance(o, type) or hasattr(o, "__code__"))]
+    held = [v for f in map(poutine.unwrap, programs) for v in closure_of(f).values()]
+    return owners + [v for v in held if type(v) in (list, dict)]
 
 
 @contextmanager
@@ -99,16 +88,12 @@ def _container_kept(container: Any) -> Iterator[None]:
             (container.update if isinstance(container, dict) else container.extend)(before)
 
 
-def _is_function(value: object) -> bool:
-    return hasattr(value, "__code__")
-
-
 @contextmanager
 def _owner_kept(owner: Any) -> Iterator[None]:
     parts: list[dict[str, Any]] = []
     if isinstance(owner, nn.Module):
         parts = [owner._buffers, owner._parameters]
-    if not type(owner).__module__.startswith(_LIBRARIES):
+    if not type(owner).__module__.startswith(LIBRARIES):
         parts.append(vars(owner))
     before = [{name: v for name, v in part.items() if v is not None} for part in parts]
     for part, own in zip(parts, before, strict=True):
@@ -148,22 +133,19 @@ def _store_kept() -> Iterator[None]:
                 store._param_to_name[value] = name
 
 
-def rewindable(active: bool) -> AbstractContextManager[Callable[[], bool]]:
+@contextmanager
+def rewindable(active: bool) -> Iterator[Callable[[], bool]]:
     """
     A function that sets the random number generators back to where an active block began, and says
     whether it did.
     """
-    return _rewinding() if active else nullcontext(lambda: False)
-
-
-@contextmanager
-def _rewinding() -> Iterator[Callable[[], bool]]:
     # Of Python and NumPy, too.
-    host, generators = pyro.util.get_rng_state(), Generators()
+    before = (pyro.util.get_rng_state(), Generators()) if active else None
 
     def rewind() -> bool:
-        pyro.util.set_rng_state(host)
-        generators.put_back()
-        return True
+        if before is not None:
+            pyro.util.set_rng_state(before[0])
+            before[1].put_back()
+        return active
 
     yield rewind

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, softplus
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["KnownLogs", "keep_logs", "knowing", "known_logs", "with_logs", "without_known_logs"]
-
 _version = attrgetter("_version")
 _entered: list[None] = []
 _suspended: list[None] = []

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import ClassVar
+from collections.abc import Iterator
 
 import pyro.distributions as dist
 import torch
@@ -12,33 +11,13 @@ from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDi
 from torch import Tensor, nn
 
 from pyro_mcvae.ops.lanes import Lanes
-from pyro_mcvae.programs.known_logs import known_logs
-from pyro_mcvae.programs.sites import changed_draw
-from pyro_mcvae.programs.types import Constraint, Distribution
+from pyro_mcvae.programs.errors import LeadingDimsError
+from pyro_mcvae.programs.types import Distribution
 
-__all__ = ["MappedDistribution", "leaves_of", "lifted"]
-
-# Their parameters have the shape of the batch, and the event that their constraint says.
-_BY_PARAMETERS = (
-    dist.Bernoulli,
-    dist.Binomial,
-    dist.Categorical,
-    dist.Cauchy,
-    dist.Dirichlet,
-    dist.Exponential,
-    dist.Gamma,
-    dist.Geometric,
-    dist.Laplace,
-    dist.Normal,
-    dist.Poisson,
-    dist.StudentT,
-    dist.Uniform,
-)
 # These choose entries by values, which cannot be asked inside of the lanes; of Categorical's form.
 _BY_LOGITS = dist.Multinomial, dist.OneHotCategorical
 # How deep tensors are looked for in what a distribution is made of.
 _DEPTH = 6
-_ONE = torch.Size()
 
 
 def lifted(fn: Distribution, lanes: Lanes, depth: int) -> Distribution:
@@ -48,11 +27,10 @@ def lifted(fn: Distribution, lanes: Lanes, depth: int) -> Distribution:
     :param fn: made inside of the lanes.
     :param depth: how many batch dims stand to the right of the lanes.
     :returns: ``fn`` itself where nothing of it is in a lane.
+    :raises LeadingDimsError: for a distribution that is not made of its parameters alone.
     """
     if not any(lanes.holds(t) for t in _tensors(fn, _DEPTH)):
         return fn
-    if type(fn) in _BY_PARAMETERS:
-        return _by_parameters(fn, lanes, depth)
     if type(fn) in _BY_LOGITS:
         count = {"total_count": fn.total_count} if type(fn) is dist.Multinomial else {}
         return type(fn)(**count, logits=lanes.lift(fn.logits, depth + 1), validate_args=False)
@@ -71,25 +49,34 @@ def lifted(fn: Distribution, lanes: Lanes, depth: int) -> Distribution:
         return dist.Delta(value, _lift(fn.log_density, lanes, depth), fn.event_dim)
     if type(fn) is dist.Unit:
         return dist.Unit(lanes.lift(fn.log_factor, depth), has_rsample=fn.has_rsample)
-    return _mapped(type(fn))(fn, lanes, depth)  # type: ignore[arg-type]
-
-
-def leaves_of(fn: Distribution | None) -> Iterator[MappedDistribution]:
-    """The distributions that have to be asked inside of the lanes."""
-    while fn is not None:
-        if isinstance(fn, MappedDistribution):
-            yield fn
-        fn = getattr(fn, "base_dist", None)
+    if isinstance(fn, torch.distributions.MixtureSameFamily):
+        weights = lifted(fn.mixture_distribution, lanes, depth)
+        return type(fn)(weights, lifted(fn.component_distribution, lanes, depth + 1))
+    if isinstance(fn, torch.distributions.TransformedDistribution) and not any(
+        lanes.holds(t) for t in _tensors(fn.transforms, _DEPTH)
+    ):
+        events = len(fn.event_shape) - len(fn.base_dist.event_shape)
+        base = lifted(fn.base_dist, lanes, depth + events)
+        return dist.TransformedDistribution(base, fn.transforms)
+    return _by_parameters(fn, lanes, depth)
 
 
 def _by_parameters(fn: Distribution, lanes: Lanes, depth: int) -> Distribution:
+    """Of parameters that have the shape of the batch, and the event that their constraint says."""
     own = vars(fn)
     found = {
-        name: lanes.lift(own[name], depth + constraint.event_dim)
+        name: _lift(own[name], lanes, depth + constraint.event_dim)
         for name, constraint in fn.arg_constraints.items()
         if name in own and not (name == "probs" and "logits" in own)
     }
-    return type(fn)(**found, validate_args=False)
+    try:
+        return type(fn)(**found, validate_args=False)
+    except TypeError as error:
+        raise LeadingDimsError(
+            f"the parameters of a {type(fn).__name__} are not all that it is made of, so that "
+            f"those of all particles are not known: {error}",
+            reason=f"{type(fn).__name__} is not made under vmap",
+        ) from error
 
 
 def _lift(value: bool | float | Tensor, lanes: Lanes, depth: int) -> bool | float | Tensor:
@@ -108,66 +95,3 @@ def _tensors(value: object, depth: int) -> Iterator[Tensor]:
     elif depth and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
         for part in vars(value).values():
             yield from _tensors(part, depth - 1)
-
-
-class MappedDistribution(dist.TorchDistribution):
-    """
-    A distribution of all particles that is asked for each of them inside of the lanes.
-
-    :param inner: that of one particle, made inside of the lanes.
-    :param depth: how many batch dims stand to the right of the lanes.
-    """
-
-    arg_constraints: ClassVar[dict[str, Constraint]] = {}
-
-    def __init__(self, inner: Distribution, lanes: Lanes, depth: int) -> None:
-        self.inner, self._lanes, self._depth = inner, lanes, depth
-        self._known: tuple[Tensor, Tensor] | None = None
-        pad = (1,) * (depth - len(inner.batch_shape))
-        shape = *lanes.sizes_of(_tensors(inner, _DEPTH)), *pad, *inner.batch_shape
-        super().__init__(torch.Size(shape), inner.event_shape, False)
-
-    @property
-    def has_rsample(self) -> bool:
-        return bool(self.inner.has_rsample)
-
-    @property
-    def support(self) -> Constraint:
-        return self.inner.support
-
-    def remember(self, value: Tensor, inner_value: Tensor) -> None:
-        """Compute the density inside of the lanes, while these are open."""
-        with known_logs(inner_value):
-            log_prob = self.inner.log_prob(inner_value)
-        self._known = value, self._lanes.lift(log_prob, self._depth)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        if self._known is None or self._known[0] is not value:
-            inner = self.inner.batch_shape + self.inner.event_shape
-            with self._lanes.opened():
-                depth = self._depth + len(self.event_shape)
-                self.remember(
-                    value, changed_draw(lambda v: self._lanes.lower(v, inner, depth), value)
-                )
-        assert self._known is not None
-        return self._known[1]
-
-    def sample(self, sample_shape: torch.Size = _ONE) -> Tensor:
-        with torch.no_grad():
-            return self._draw(self.inner.sample, sample_shape)
-
-    def rsample(self, sample_shape: torch.Size = _ONE) -> Tensor:
-        return self._draw(self.inner.rsample, sample_shape)
-
-    def _draw(self, draw: Callable[[], Tensor], sample_shape: torch.Size) -> Tensor:
-        if sample_shape:
-            raise NotImplementedError("one draw of each particle")
-        with self._lanes.opened():
-            drawn = self._lanes.lift(draw(), self._depth + len(self.event_shape))
-        return drawn.expand(self.shape())
-
-
-@functools.cache
-def _mapped(kind: type) -> type[MappedDistribution]:
-    """By the name that errors call it, and that tells one kind from another."""
-    return type(kind.__name__, (MappedDistribution,), {})

@@ -12,13 +12,11 @@ from torch import Tensor
 
 from pyro_mcvae.ops.lanes import Lanes
 from pyro_mcvae.programs.leading import Leading
-from pyro_mcvae.programs.mapped_distribution import leaves_of, lifted
+from pyro_mcvae.programs.mapped_distribution import lifted
 from pyro_mcvae.programs.messengers import ParticlePlate
-from pyro_mcvae.programs.precision import site_in_full_precision, without_autocast
+from pyro_mcvae.programs.precision import site_in_full_precision
 from pyro_mcvae.programs.sites import changed_draw
 from pyro_mcvae.programs.types import Message
-
-__all__ = ["MappedPlate", "Way", "particle_plates"]
 
 
 class Way(Enum):
@@ -103,9 +101,6 @@ class MappedPlate(ParticlePlate):
             depth = -self.depth - 1 + fn.event_dim
             shape = _shape_of(value, fn.shape(), depth)
             hidden["value"] = changed_draw(lambda v: self._lanes.lower(v, shape, depth), value)
-        with without_autocast():
-            for leaf in leaves_of(msg["fn"]):
-                leaf.remember(value, hidden["value"])
         msg.update(hidden)
 
     def _first(self, value: Any) -> Any:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from pyro_mcvae.programs.types import Distribution, Site
 
-__all__ = ["counted_values", "hides_masks", "is_flat", "with_mask"]
-
 # What a mask goes through: the density of the whole is a sum over its entries.
 _SUMS = torch.distributions.Independent, ExpandedDistribution, MaskedDistribution
 

@@ -21,8 +21,6 @@ from torch.distributions import Beta, LKJCholesky
 from pyro_mcvae.programs.sites import layers
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = ["mended"]
-
 _ONE = torch.Size()
 Mend = Callable[[Distribution], Distribution]
 

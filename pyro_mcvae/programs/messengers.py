@@ -26,15 +26,6 @@ from pyro_mcvae.programs.precision import site_in_full_precision, without_autoca
 from pyro_mcvae.programs.sites import is_masked, is_random, is_straight_through, reparameterized
 from pyro_mcvae.programs.types import Message
 
-__all__ = [
-    "ParticlePlate",
-    "Recorder",
-    "SampleFn",
-    "Substitutes",
-    "is_param_tracer",
-    "score_function_draws",
-]
-
 # Called for a random guide site of a run; returns its value, or None to let Pyro draw.
 SampleFn = Callable[[Message], Tensor | None]
 
@@ -44,21 +35,16 @@ class ParticlePlate(IndepMessenger):
     The outermost plate that adds the leading dimension to every site but those of ``skip``.
 
     Unlike :class:`pyro.plate` it leaves global sites alone: they are drawn once for all particles.
-
-    :ivar unbatched: the sites whose distribution had no leading dimension of its own.
     """
 
     def __init__(self, size: int, dim: int, skip: frozenset[str] = frozenset()) -> None:
         super().__init__(LEADING, size, dim)
         self.depth = dim
         self.skip = skip
-        self.unbatched: set[str] = set()
 
     def _process_message(self, msg: Message) -> None:
         if msg["type"] != "sample" or site_is_subsample(msg) or msg["name"] in self.skip:
             return
-        if self.dim is not None and len(getattr(msg["fn"], "batch_shape", ())) < -self.dim:
-            self.unbatched.add(msg["name"])
         frame = CondIndepStackFrame(self.name, self.dim, self.size, self.counter)
         msg["cond_indep_stack"] = (frame, *msg["cond_indep_stack"])
         BroadcastMessenger._pyro_sample(msg)

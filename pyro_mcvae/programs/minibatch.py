@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pyro_mcvae.programs.types import Message
 
-__all__ = ["Minibatch"]
-
 
 class Minibatch(dict[str, Tensor]):
     """

@@ -8,8 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.recording import refuse
 
-__all__ = ["ModelNoise"]
-
 
 class ModelNoise:
     """

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from pyro import poutine
 from torch import nn
 
 from pyro_mcvae.programs.types import Program
-
-__all__ = ["evaluation_modules", "find_modules"]
 
 # How far a program's closures, attributes and lists are followed to the modules that it uses.
 _DEPTH = 4
@@ -49,18 +47,27 @@ def _parts(value: object) -> Iterator[object]:
         yield from value.values()
     elif isinstance(value, _LEAVES):
         return
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        scope = getattr(value, "__globals__", {})
-        yield from (scope[name] for name in code.co_names if name in scope)
-    for cell in getattr(value, "__closure__", None) or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            continue  # not filled yet
+    yield from (*globals_of(value).values(), *closure_of(value).values())
     yield from (getattr(value, name, None) for name in ("__self__", "__func__", "__wrapped__"))
     if type(value).__module__ not in ("builtins", "types"):
         yield from vars(value).values() if hasattr(value, "__dict__") else ()
+
+
+def globals_of(function: object) -> dict[str, object]:
+    """The globals that a function names."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    scope = getattr(function, "__globals__", {})
+    return {name: scope[name] for name in names if name in scope}
+
+
+def closure_of(function: object) -> dict[str, object]:
+    """The variables that a function closes over."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    found = {}
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with suppress(ValueError):  # not filled yet
+            found[name] = cell.cell_contents
+    return found
 
 
 @contextmanager

@@ -21,8 +21,6 @@ from pyro_mcvae.programs.sites import bare, known_support
 from pyro_mcvae.programs.transforms import is_elementary, parts_of
 from pyro_mcvae.programs.types import Constraint, Distribution, Transform
 
-__all__ = ["elementwise", "is_pushed_forward", "moves_support"]
-
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
 

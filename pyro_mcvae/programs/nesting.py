@@ -18,8 +18,6 @@ from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.plates import LEADING
 from pyro_mcvae.programs.run import Run, terms_of
 
-__all__ = ["checked_run", "find_nesting", "nesting_of", "single_run"]
-
 
 def nesting_of(*traces: Trace) -> int:
     """The depth of the deepest plate dim in the traces, the particles' plate left out."""
@@ -69,8 +67,3 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
     # lies to their right, as the time of pyro.contrib.forecast.
     deepest = max((t.log_prob.dim() for t in run.terms), default=0)
     return replace(run, nesting=max(run.nesting, deepest))
-
-
-def find_nesting(programs: Programs, strict_enumeration: bool) -> int:
-    """How many batch dims the plates of both programs occupy; see :func:`checked_run`."""
-    return checked_run(programs, strict_enumeration).nesting

@@ -38,8 +38,6 @@ from pyro_mcvae.programs.source_lines import is_core, is_core_file
 
 numpy: Any = sys.modules["numpy"]  # Pyro needs it
 
-__all__ = ["Dependencies", "Entry", "GeneratorStates", "is_plain", "is_written", "put_back"]
-
 # Values that are compared; everything else by identity.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _IMMUTABLE = (Number, numpy.generic, Enum, range, slice, torch.dtype, torch.device, torch.Size)

@@ -9,16 +9,6 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 
 from pyro_mcvae.programs.types import Site
 
-__all__ = [
-    "LEADING",
-    "PlateKey",
-    "is_subsampled",
-    "plate_frames",
-    "plate_key",
-    "subsampling_scale",
-]
-
-
 # The plate of the particles; the name that Pyro's own vectorised objectives give it.
 LEADING = "num_particles_vectorized"
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from pyro_mcvae.programs.types import Distribution, Message
 
-__all__ = ["casts_with_gradients", "full_precision", "site_in_full_precision", "without_autocast"]
-
 _DISTRIBUTION = torch.distributions.Distribution
 _NOTHING = nullcontext()
 _HALF = (torch.bfloat16, torch.float16)

@@ -24,8 +24,6 @@ from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.terms import Term, guide_term, model_term, possible_terms, scored
 from pyro_mcvae.programs.validation import unvalidated
 
-__all__ = ["Probe", "ProgramError", "perturbed", "probe", "probe_model", "probing"]
-
 
 class ProgramError(Exception):
     """The programs failed in a probe run; the cause is their own error."""

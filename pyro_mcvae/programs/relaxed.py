@@ -11,8 +11,6 @@ from pyro_mcvae.ops.gumbel import gumbel, straight_through
 from pyro_mcvae.programs.supports import unmasked
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = ["relaxed_log_prob", "relaxed_sample"]
-
 
 def relaxed_sample(fn: Distribution, temperature: float, hard: bool) -> Tensor | None:
     """

@@ -14,8 +14,6 @@ from pyro_mcvae.programs.terms import Term, guide_term, scored
 from pyro_mcvae.programs.types import SiteChanges
 from pyro_mcvae.programs.validation import unvalidated, was_checked
 
-__all__ = ["replay_model"]
-
 
 def replay_model(
     programs: Programs, run: Run, changes: SiteChanges, leading: Leading = ALONE

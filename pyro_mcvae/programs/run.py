@@ -10,7 +10,6 @@ import torch
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.mapping import Way
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.model_noise import ModelNoise
@@ -25,8 +24,6 @@ from pyro_mcvae.programs.terms import (
     observed_terms,
 )
 
-__all__ = ["Run", "model_factors", "terms_of"]
-
 
 @dataclass(frozen=True)
 class Run:
@@ -36,7 +33,6 @@ class Run:
     :ivar terms: by :func:`terms_of`, or without some of them.
     :ivar nesting: how many batch dims belong to plates.
     :ivar leading: the size of the leading dimension at ``-nesting - 1``, or None if there is none.
-    :ivar unbatched: the factors whose distribution did not have that dimension by itself.
     :ivar subsamples: the minibatch: the indices of each plate.
     :ivar state_dim: the first batch dim for the values of the model's enumerated sites, which are
         summed; None where the model drew them, if it has any.
@@ -49,7 +45,6 @@ class Run:
     terms: tuple[Term, ...]
     nesting: int
     leading: int | None
-    unbatched: frozenset[FactorKey] = frozenset()
     subsamples: Minibatch = field(default_factory=Minibatch)
     state_dim: int | None = None
     noise: ModelNoise | None = None

@@ -22,8 +22,6 @@ from pyro_mcvae.programs.sites import (
 )
 from pyro_mcvae.programs.types import Distribution, Site
 
-__all__ = ["is_rejection_sampled", "score_parts"]
-
 # What has no parts of its own: the default, and what passes on those of another distribution.
 _PLAIN = (
     None,

@@ -21,27 +21,6 @@ from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.relaxed import relaxed_log_prob
 from pyro_mcvae.programs.types import Constraint, Distribution, Site
 
-__all__ = [
-    "RELAXED",
-    "bare",
-    "changed_draw",
-    "is_delta",
-    "is_factor",
-    "is_latent",
-    "is_masked",
-    "is_random",
-    "is_record",
-    "is_scored",
-    "known_support",
-    "layers",
-    "masked_entries",
-    "masks_of",
-    "naming_site",
-    "observes_data",
-    "reparameterized",
-]
-
-
 # Marks sites whose value is a relaxation of a discrete one.
 RELAXED = "_mcvae_relaxed"
 

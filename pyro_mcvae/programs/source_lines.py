@@ -11,8 +11,6 @@ from types import CodeType, FrameType
 import pyro
 import torch
 
-__all__ = ["in_assertion", "is_core", "is_core_file", "is_generated", "is_library", "program_line"]
-
 _ROOM = os.path.dirname(__file__)
 _OURS, *_THEIRS, _PYTHON = (
     os.path.dirname(path) + os.sep

@@ -12,8 +12,6 @@ from torch import Tensor
 from pyro_mcvae.programs.enumeration import is_state, support_of_state
 from pyro_mcvae.programs.state_sums import StateFactor, batch_shaped, state_factors, sum_states
 
-__all__ = ["draw_states"]
-
 
 def draw_states(model_trace: Trace) -> dict[str, Tensor]:
     """

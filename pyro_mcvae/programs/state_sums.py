@@ -31,19 +31,6 @@ from pyro_mcvae.programs.plates import LEADING, is_subsampled, plate_frames
 from pyro_mcvae.programs.terms import Term, model_term, scored
 from pyro_mcvae.programs.types import Site
 
-__all__ = [
-    "StateFactor",
-    "StateFactors",
-    "StateSum",
-    "batch_shaped",
-    "inside_sum",
-    "pack",
-    "plates_of",
-    "state_factors",
-    "sum_states",
-    "summed_terms",
-]
-
 
 class StateFactor(NamedTuple):
     """

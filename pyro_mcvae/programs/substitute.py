@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["substitute"]
-
 _DREAM_ARGS = "say by dream_args how the guide's arguments follow from the dream"
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = ["Choice", "Support"]
-
 
 class Choice(NamedTuple):
     """

@@ -18,9 +18,7 @@ from pyro_mcvae.programs.counts import count_law
 from pyro_mcvae.programs.support import Choice, Support
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = ["Categories", "support_of", "unmasked"]
-
-# A vector of independent variables is flattened to one variable up to this many categories.
+# Independent variables are flattened to one variable up to this many categories.
 _MAX_JOINT = 1024
 
 
@@ -170,16 +168,36 @@ class _Joint(Categories):
         return (digits.flatten(digits.dim() - len(self.shape)) * power).sum(-1)
 
 
-class _Product(Support):
-    """A vector of independent finite variables, too many to list."""
+class Product(Support):
+    """
+    Independent finite variables as one variable over their product.
 
-    def __init__(self, fn: Distribution, parts: Categories) -> None:
-        self.fn = fn
-        self.parts = parts
-        self.shape = parts.log_q.shape[len(fn.batch_shape) : -1]
-        self.log_p = parts.log_q.reshape(*fn.batch_shape, -1, parts.log_q.shape[-1])
+    :param parts: the values of each.
+    :param axes: the batch dims of ``parts`` that are joined, from the left.
+    :param bool in_batch: whether these are batch dims of the whole, in which weights have size 1;
+        otherwise they are its event.
+    """
 
-    size = math.inf
+    def __init__(self, fn: Distribution, parts: Categories, axes: list[int], in_batch: bool):
+        self.fn, self.parts, self._joined, self._in_batch = fn, parts, axes, in_batch
+        depth = parts.log_q.dim() - 1
+        rest = [a for a in range(depth) if a not in axes]
+        self._order = [*rest, *axes]
+        self._sizes = [parts.log_q.shape[a] for a in self._order]
+        log_p = parts.log_q.permute(*self._order, depth)
+        self.log_p = log_p.reshape(*self._sizes[: len(rest)], -1, log_p.shape[-1])
+        every = int(parts.size) ** self.log_p.shape[-2]
+        self.size = every if every <= _MAX_JOINT else math.inf
+
+    @property
+    def too_many(self) -> str:
+        if not self._in_batch:
+            return super().too_many
+        count, each = self.log_p.shape[-2], int(self.parts.size)
+        return (
+            f"{super().too_many} in the {count} elements that share a weight: together "
+            f"{each}^{count}, of which at most {_MAX_JOINT} are summed"
+        )
 
     def top_k(self, num_categories: int, num_samples: int) -> Choice:
         return self._choice(product_slots(self.log_p, num_categories, num_samples))
@@ -187,12 +205,41 @@ class _Product(Support):
     def budget(self, budget: int, min_samples: int) -> Choice:
         return self._choice(product_slots(self.log_p, 0, 0, budget, min_samples))
 
-    def entropy(self) -> Tensor:
+    def all_values(self) -> Choice:
+        num_values, num_elements = self.log_p.shape[-1], self.log_p.shape[-2]
+        index = torch.arange(int(self.size), device=self.log_p.device)
+        power = [num_values**d for d in range(num_elements)]
+        digits = index.unsqueeze(-1) // torch.tensor(power, device=index.device) % num_values
+        each = self.log_p[..., torch.arange(num_elements, device=index.device), digits]
+        weight = each.sum(-1).exp().movedim(-1, 0)
+        likeliest = self.log_p.argmax(-1).expand(*weight.shape, num_elements)
+        digits = digits.reshape(len(index), *[1] * (weight.dim() - 1), num_elements)
+        # What is impossible is not evaluated.
+        digits = torch.where(weight.unsqueeze(-1) > 0, digits, likeliest)
+        return self._choice(Slots(digits, weight, torch.zeros_like(weight, dtype=torch.bool)))
+
+    def entropy(self) -> Tensor | None:
+        if self._in_batch:
+            return None
         return self.parts.entropy().flatten(len(self.fn.batch_shape)).sum(-1)
 
     def _choice(self, slots: Slots) -> Choice:
-        digits = slots.index.reshape(slots.index.shape[:-1] + self.shape)
-        return Choice(self.parts.value(digits), slots.weight, slots.sampled)
+        index = slots.index.reshape(slots.index.shape[0], *self._sizes)
+        back = [1 + self._order.index(a) for a in range(len(self._order))]
+        value = self.parts.value(index.permute(0, *back))
+        return Choice(value, self._spread(slots.weight), self._spread(slots.sampled))
+
+    def _spread(self, value: Tensor) -> Tensor:
+        """``[S, *rest]`` with size 1 in the joined batch dims."""
+        for axis in self._joined if self._in_batch else ():
+            value = value.unsqueeze(1 + axis)
+        return value
+
+
+def joined_plates(parts: Categories, dims: tuple[int, ...]) -> Support:
+    """The elements of some plates, independent of each other, as one variable; ``dims`` < 0."""
+    depth = parts.log_q.dim() - 1
+    return Product(parts.fn, parts, [depth + d for d in sorted(dims)], in_batch=True)
 
 
 class _Countable(Support):
@@ -261,4 +308,4 @@ def _independent(fn: Distribution) -> Support | None:
     count = math.prod(base.batch_shape[len(plain.batch_shape) :])
     if parts.size**count <= _MAX_JOINT:
         return _Joint(plain, parts)
-    return _Product(plain, parts)
+    return Product(plain, parts, [*range(len(plain.batch_shape), parts.log_q.dim() - 1)], False)

@@ -21,20 +21,6 @@ from pyro_mcvae.programs.score import score_parts
 from pyro_mcvae.programs.sites import is_scored
 from pyro_mcvae.programs.types import Site
 
-__all__ = [
-    "SiteForm",
-    "SiteSizes",
-    "Term",
-    "guide_term",
-    "guide_terms",
-    "model_term",
-    "model_terms",
-    "observed_terms",
-    "possible_terms",
-    "scored",
-    "site_sizes",
-]
-
 
 class SiteForm(NamedTuple):
     """

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pyro_mcvae.programs.sites import layers
 from pyro_mcvae.programs.types import Distribution, Transform
 
-__all__ = ["is_elementary", "parts_of", "transforms_of"]
-
 
 def transforms_of(fn: Distribution) -> Iterator[Transform]:
     """All transforms of a distribution, also below wrappers."""

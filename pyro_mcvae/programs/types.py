@@ -10,17 +10,6 @@ import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
-__all__ = [
-    "Constraint",
-    "Distribution",
-    "Message",
-    "Program",
-    "Site",
-    "SiteChanges",
-    "TorchFunction",
-    "Transform",
-]
-
 # A model or a guide: a function, or an object that is called with the data.
 Program: TypeAlias = Callable[..., object]
 Distribution: TypeAlias = dist.TorchDistribution

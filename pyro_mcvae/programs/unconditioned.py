@@ -7,8 +7,6 @@ from pyro.poutine.uncondition_messenger import UnconditionMessenger
 from pyro_mcvae.programs.sites import is_record
 from pyro_mcvae.programs.types import Message
 
-__all__ = ["Unconditioned"]
-
 
 class Unconditioned(UnconditionMessenger):
     """

@@ -10,8 +10,6 @@ from torch import distributions as dist
 from pyro_mcvae.programs.sites import bare, known_support
 from pyro_mcvae.programs.types import Constraint, Distribution, Site
 
-__all__ = ["unvalidated", "was_checked"]
-
 
 def was_checked(old: Site, site: Site) -> bool:
     """

@@ -12,15 +12,13 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
-from pyro_mcvae.structure.cache import Analyses
+from pyro_mcvae.structure.cache import Analysis
 from pyro_mcvae.structure.dependencies import dependencies_of
 
-__all__ = ["AuxiliaryDraws"]
 
-
-class AuxiliaryDraws:
+def without_auxiliary(programs: Programs, run: Run, analysis: Analysis) -> Run:
     r"""
-    Tells an auxiliary draw that *is* a latent from one that a latent only follows.
+    A run without the density of auxiliary draws that are no latents.
 
     AutoGuides draw u and make :math:`z = f(u)` of it, a point mass with the logarithm of f's
     Jacobian: log q(u) is part of log q(z). But a guide that draws u, and then z from q(z | u), has
@@ -28,35 +26,17 @@ class AuxiliaryDraws:
     for the latents once more: a mixture of M components would have M times the evidence. Without
     it, the weight p(x, z) / q(z | u) has the mean p(x) for every u whose q(z | u) reaches all z.
     """
-
-    def __init__(self, analyses: Analyses) -> None:
-        self._analyses = analyses
-
-    def settle(self, programs: Programs, run: Run) -> Run:
-        """A run without the density of auxiliary draws that are no latents."""
-        drawn = {t.key.name for t in run.terms if t.in_guide and is_random(t.site)}
-        left_out = drawn - _latents(run.model_trace)
-        return self._without(programs, run, left_out) if left_out else run
-
-    def _without(self, programs: Programs, run: Run, names: set[str]) -> Run:
-        left_out = names - self._part_of_latents(programs, run)
-        if not left_out:
-            return run
-        terms = tuple(
-            t.without_density() if t.in_guide and t.key.name in left_out else t for t in run.terms
+    drawn = tuple(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
+    left_out = frozenset(drawn) - _latents(run.model_trace)
+    points = tuple(_points(run)) if left_out else ()
+    if points:
+        left_out -= analysis.once(
+            ("auxiliary", drawn, points), lambda: _behind(programs, run, frozenset(drawn), points)
         )
-        return replace(run, terms=terms)
-
-    def _part_of_latents(self, programs: Programs, run: Run) -> frozenset[str]:
-        points = tuple(_points(run))
-        if not points:
-            return frozenset()
-        drawn = tuple(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
-
-        def find() -> frozenset[str]:
-            return _behind(programs, run, frozenset(drawn), points)
-
-        return self._analyses.of(programs).once(("auxiliary", drawn, points), find)
+    if not left_out:
+        return run
+    terms = (t.without_density() if t.in_guide and t.key.name in left_out else t for t in run.terms)
+    return replace(run, terms=tuple(terms))
 
 
 def _latents(trace: Trace) -> set[str]:

@@ -25,17 +25,6 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import PlateKey, is_subsampled, plate_key
 
-__all__ = [
-    "Block",
-    "Factor",
-    "Frames",
-    "GlobalSites",
-    "Structure",
-    "derive_structure",
-    "needs_dependencies",
-    "weigh_together",
-]
-
 Frames = frozenset[CondIndepStackFrame]
 
 

@@ -10,8 +10,6 @@ from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["Analyses", "Analysis"]
-
 _logger = logging.getLogger(__name__)
 
 # How many pairs, and how many keys of one pair, are kept; the one used longest ago goes.
@@ -65,8 +63,8 @@ class Analysis:
     def compared(self, key: Key, find: Callable[[], T]) -> T:
         """As :meth:`once`, with a warning if the analysis before had found something else."""
         if key not in self._findings:
-            found = find()
-            if key in self._before and self._before[key] != found:
+            found = self.once(key, find)
+            if self.before(key, found) != found:
                 _logger.warning(
                     "the model or guide has other dependencies, or runs its particles in another "
                     "way, than %d steps ago, though its arguments, attributes and sizes are the "
@@ -74,24 +72,15 @@ class Analysis:
                     "an argument or attribute, or use a new loss object",
                     self._replaced,
                 )
-            self.put(key, found)
         return cast("T", self._findings[key])
 
-    def get(self, key: Key) -> Any:
-        """Return what was put under the key, or None."""
-        return self._findings.get(key)
+    def get(self, key: Key, default: Any = None) -> Any:
+        """Return what was put under the key."""
+        return self._findings.get(key, default)
 
-    def has(self, key: Key) -> bool:
-        """Return whether anything, None included, was put under the key."""
-        return key in self._findings
-
-    def before(self, key: Key) -> Any:
-        """Return what the analysis that this one replaces had under the key, or None."""
-        return self._before.get(key)
-
-    def has_before(self, key: Key) -> bool:
-        """Return whether the analysis before had anything under the key."""
-        return key in self._before
+    def before(self, key: Key, default: Any = None) -> Any:
+        """Return what the analysis that this one replaces had under the key."""
+        return self._before.get(key, default)
 
     def put(self, key: Key, value: object) -> None:
         """Keep a finding."""

@@ -10,8 +10,6 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.structure.dependencies import Dependencies, dependencies_of
 
-__all__ = ["find_collapsed"]
-
 
 def find_collapsed(
     programs: Programs, run: Run, names: frozenset[str], known: Dependencies | None = None

@@ -22,13 +22,6 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.tracking import Escapes, TrackDraws, marks_of, unmarked
 
-__all__ = [
-    "Dependencies",
-    "dependencies_of",
-    "find_dependencies",
-    "leaves_behind",
-]
-
 
 class Dependencies(NamedTuple):
     """
@@ -36,15 +29,11 @@ class Dependencies(NamedTuple):
 
     :ivar factors: for each site's log density with the user's scale and mask, which depends on the
         site's value too.
-    :ivar distributions: for each site's distribution, whatever its value.
-    :ivar observed: for each observed site's distribution and data together.
     :ivar masks: for each site's masks.
     :ivar parameters: for each site's log density, the identities of the leaves that it has.
     """
 
     factors: dict[FactorKey, frozenset[str]]
-    distributions: dict[FactorKey, frozenset[str]]
-    observed: dict[FactorKey, frozenset[str]]
     masks: dict[FactorKey, frozenset[str]]
     parameters: dict[FactorKey, frozenset[int]]
 
@@ -107,7 +96,7 @@ def find_dependencies(
             f"latents are weighed together, or, under subsampling, as in the plain ELBO",
             stacklevel=2,
         )
-        return Dependencies({}, {}, {}, {}, {})
+        return Dependencies({}, {}, {})
     # What became of these draws is not known: anything may depend on them. Whether another turn of
     # a sequential plate does is tested by interventions.
     escaped = {n: _turns(guide_trace.nodes[n]) for n in escapes.names & tracked}
@@ -151,7 +140,7 @@ def _dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> D
 
 
 def _trace_factors(traces: Mapping[str, Trace], tracker: TrackDraws) -> Dependencies:
-    found = Dependencies({}, {}, {}, {}, {})
+    found = Dependencies({}, {}, {})
     for program, trace in traces.items():
         for name, site in trace.nodes.items():
             if not is_scored(site):
@@ -164,27 +153,20 @@ def _trace_factors(traces: Mapping[str, Trace], tracker: TrackDraws) -> Dependen
                     # Of a point mass, the value says more than its density, a comparison.
                     upstream = _behind([site["value"]], tracker)
             around = _behind([site["scale"], *masks_of(site)], tracker)
-            log_prob = _log_prob_at(site, site["value"])
+            log_prob = _log_prob_at(site)
             parents = _parents_of(log_prob, upstream, tracker)
             if upstream is not None:
                 parents |= upstream | ({name} & tracker.tracked)
-                own = upstream
-            else:
-                alone = _log_prob_at(site, unmarked(site["value"]).detach())
-                own = _parents_of(alone, None, tracker)
             found.masks[key] = _behind(masks_of(site), tracker) & tracker.tracked
             found.factors[key] = (parents | around) & tracker.tracked
             found.parameters[key] = _leaves_of(log_prob)
-            if site["is_observed"]:
-                found.observed[key] = parents & tracker.tracked
-            found.distributions[key] = own & tracker.tracked
     return found
 
 
-def _log_prob_at(site: Site, value: Tensor) -> Tensor | Exception:
+def _log_prob_at(site: Site) -> Tensor | Exception:
     """A site's log density, or the error of a flow without an inverse."""
     try:
-        return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
+        return site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
     except (NotImplementedError, KeyError) as error:
         return error
 

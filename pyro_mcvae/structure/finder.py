@@ -10,13 +10,12 @@ from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.ops.notices import WarnOnce
-from pyro_mcvae.programs.errors import LeadingDimsError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.mapping import particle_plates
-from pyro_mcvae.programs.nesting import find_nesting
-from pyro_mcvae.programs.plates import LEADING, PlateKey, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.nesting import checked_run
+from pyro_mcvae.programs.plates import PlateKey, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.programs.probing import ProgramError
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, reparameterized
@@ -34,8 +33,6 @@ from pyro_mcvae.structure.cache import Analyses, Analysis
 from pyro_mcvae.structure.collapsed import find_collapsed
 from pyro_mcvae.structure.independence import find_dependent_plates
 from pyro_mcvae.structure.untraced import find_shared_noise
-
-__all__ = ["StructureFinder"]
 
 _logger = logging.getLogger(__name__)
 
@@ -64,20 +61,10 @@ class StructureFinder:
 
     def of(self, programs: Programs, run: Run) -> Structure:
         """Return the blocks of the programs that made this run."""
-        lost = bool(run.unbatched) and _may_have_lost_particles(run)
         scored = tuple([isinstance(t.score, Tensor) for t in run.terms])
-        key = "structure", self.joint, self.find_roots, lost, scored, run.signature, run.sizes
+        key = "structure", self.joint, self.find_roots, scored, run.signature, run.sizes
         analysis = self.analyses.of(programs)
         return analysis.compared(key, lambda: self._derive(programs, run))
-
-    def check_particles(self, programs: Programs, run: Run) -> None:
-        """
-        Check that a vectorised run has kept its particles apart.
-
-        :raises RuntimeError: naming a site that averages over them.
-        """
-        if _may_have_lost_particles(run):
-            self.of(programs, run)  # whose derivation checks it
 
     def _derive(self, programs: Programs, run: Run) -> Structure:
         frames = {t.key: plate_frames(t.site) for t in run.terms}
@@ -87,7 +74,7 @@ class StructureFinder:
         # A guide of point masses alone is weighed per datum as well.
         random = [t for t in latents if not is_delta(t.site["fn"])] or latents
         if any(_data_lead(t, run) for t in run.terms):
-            find_nesting(programs, strict_enumeration=False)  # raises for undeclared dims
+            checked_run(programs, strict_enumeration=False)  # raises for undeclared dims
         order = [t.key.name for t in random]
         names = frozenset(order)
         own = {n: frames[FactorKey("guide", n)] for n in order}
@@ -97,14 +84,12 @@ class StructureFinder:
         declared, frames = frames, _without_coupled(frames, noise)
         factors = {key: Factor(f, None) for key, f in frames.items()}
         ask = not self.joint and needs_dependencies(factors, names)
-        ask |= _may_have_lost_particles(run)
         masked_by: dict[str, frozenset[str]] = {}
         found: dependencies.Dependencies | None = None
         if ask or (self.find_roots and (len(names) > 1 or run.guide_data)):
             found = dependencies.dependencies_of(programs, names, run)
             factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
             masked_by = {k.name: f for k, f in found.masks.items() if f and k.program == "guide"}
-            _check_broadcast(run, found)
         elif len(names) == 1:
             factors = {
                 key: Factor(f, names if key.program == "guide" else None)
@@ -148,8 +133,8 @@ class StructureFinder:
 
         A repeated analysis separates fewer pairs of elements.
         """
-        before: dict[FactorKey, frozenset[PlateKey]] = analysis.before(key) or {}
-        thorough = not analysis.has_before(key)
+        before: dict[FactorKey, frozenset[PlateKey]] = analysis.before(key, {})
+        thorough = analysis.before(key) is None
         try:
             try:
                 at = None if run.leading else run.latents
@@ -230,18 +215,14 @@ def _roots(
 def _other_names(frames: Mapping[FactorKey, Frames]) -> Iterator[str]:
     """What is to be said of latents whose plates have another name in the model."""
     for key, own in frames.items():
-        found = frames.get(FactorKey("model", key.name)) if key.program == "guide" else None
-        for f in own - (own if found is None else found):
-            other = next((g for g in found or () if g not in own and g.dim == f.dim), None)
-            if other is None or other.name == f.name:
-                continue
-            text = (
-                f"site '{key.name}' lies in plate '{f.name}' of the guide and in plate "
-                f"'{other.name}' of the model, which are two plates"
-            )
-            if is_subsampled(f) or is_subsampled(other):
-                raise ValueError(f"{text} with a minibatch each: give them one name")
-            yield f"{text}, so that their elements share one weight: give them one name"
+        found = frames.get(FactorKey("model", key.name), own) if key.program == "guide" else own
+        for f, g in ((f, g) for f in own - found for g in found - own):
+            if g.dim == f.dim and g.name != f.name:
+                yield (
+                    f"site '{key.name}' lies in plate '{f.name}' of the guide and in plate "
+                    f"'{g.name}' of the model, which are two plates, so that their elements share "
+                    f"one weight: give them one name"
+                )
 
 
 def _met(key: FactorKey, plates: frozenset[PlateKey]) -> str:
@@ -267,48 +248,13 @@ def _without_coupled(
     }
 
 
-def _may_have_lost_particles(run: Run) -> bool:
-    """Whether a distribution that could depend on a latent does not vary with the particles."""
-    several = sum(t.in_guide and is_latent(t.site) for t in run.terms) > 1
-    sites = (t for term in run.terms for t in term.sites)
-    return any(t.key in run.unbatched and (several or t.site["is_observed"]) for t in sites)
-
-
 def _data_lead(term: Term, run: Run) -> bool:
     """Whether an observed value has the particles' dim: computed from latents, or undeclared."""
-    return _data_dim(term, run) not in (None, 1)
-
-
-def _data_dim(term: Term, run: Run) -> int | None:
-    """The size of the dim of an observed value in the place of the particles', if it has one."""
-    value, event_dim = term.site["value"], getattr(term.site["fn"], "event_dim", 0)
     if run.leading is None or not term.site["is_observed"]:
-        return None
+        return False
+    value, event_dim = term.site["value"], getattr(term.site["fn"], "event_dim", 0)
     place = value.dim() - event_dim - run.nesting - 1
-    return int(value.shape[place]) if place >= 0 else None
-
-
-def _check_broadcast(run: Run, found: dependencies.Dependencies) -> None:
-    """Refuse programs that average over the particles, as z.mean() in a model does."""
-    batched = {t.key.name for t in run.terms if t.in_guide and _leads(t)}
-    for term in (t for whole in run.terms for t in whole.sites):
-        parents = found.distributions.get(term.key, frozenset())
-        if _data_dim(term, run) in (None, 1) and _data_dim(term, run) != run.leading:
-            parents = found.observed.get(term.key, parents)
-        lost = (parents & batched) - {term.key.name}
-        if term.key in run.unbatched and lost:
-            raise LeadingDimsError(
-                f"site '{term.key.name}' of the {term.key.program} depends on "
-                f"{', '.join(map(repr, sorted(lost)))}, but its distribution has lost the "
-                f"dimension of the {run.leading} vectorised particles: pass "
-                f"vectorize_particles=False, or reduce over named dims from the right, as in "
-                f"z.sum(-1, keepdim=True)",
-                reason=f"site '{term.key.name}' of the {term.key.program} loses the leading dim",
-            )
-
-
-def _leads(term: Term) -> bool:
-    return any(f.name == LEADING for f in term.site["cond_indep_stack"])
+    return place >= 0 and value.shape[place] != 1
 
 
 def _mean_field(factors: Mapping[FactorKey, Factor], names: frozenset[str]) -> bool:

@@ -45,8 +45,6 @@ from pyro_mcvae.structure.interventions import (
 )
 from pyro_mcvae.structure.reads import Read, Reads, reads_of_latents
 
-__all__ = ["DependentPlates", "find_dependent_plates"]
-
 Found = dict[FactorKey, frozenset[PlateKey]]
 
 

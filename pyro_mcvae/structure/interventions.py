@@ -22,16 +22,6 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.sites import changed_draw, known_support
 from pyro_mcvae.programs.types import Site
 
-__all__ = [
-    "another",
-    "differing",
-    "intervene",
-    "other_draws",
-    "random_half",
-    "random_halves",
-    "separating_subsets",
-]
-
 Values = dict[str, Tensor]
 
 
@@ -52,16 +42,17 @@ def separating_subsets(size: int) -> Iterator[Tensor]:
 
 def random_halves(size: int) -> Iterator[Tensor]:
     """Yield a random half of ``range(size)`` and the other half, of at least one element each."""
-    half = random_half(size)
+    half = random_half((size,))
     yield half
     yield ~half
 
 
-def random_half(size: int) -> Tensor:
-    """Return a random half of ``range(size)``, at least one element: ``[size]``, booleans."""
+def random_half(shape: tuple[int, ...]) -> Tensor:
+    """Return a random half of the entries of a shape, at least one: booleans."""
+    size = math.prod(shape)
     half = torch.zeros(size, dtype=torch.bool)
     half[_random().sample(range(size), max(1, size // 2))] = True
-    return half
+    return half.reshape(shape)
 
 
 def _random() -> random.Random:

@@ -19,8 +19,6 @@ from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.types import TorchFunction
 from pyro_mcvae.structure.tracking import READS, TrackDraws, marks_of, unmarked
 
-__all__ = ["Batch", "Read", "Reads", "reads_of_latents"]
-
 _FINITE: set[object] = {
     getattr(m, n) for m in (torch, Tensor) for n in ("isfinite", "isinf", "isnan")
 }
@@ -43,12 +41,10 @@ class Batch(NamedTuple):
     What is normalised by its own statistics.
 
     :ivar size: of how many numbers.
-    :ivar updates: whether it updates running statistics.
     :ivar line: where.
     """
 
     size: int
-    updates: bool
     line: str
 
 
@@ -78,8 +74,8 @@ class Reads(TorchFunctionMode):
         frame = sys._getframe(1)
         if func in READS and not (is_core(frame.f_code) or in_assertion(frame)):
             self.reads.append(Read(program_line(frame), marks_of(args)))
-        if func is batch_norm and (found := batch_size(args, kwargs or {}))[0]:
-            self.batches.append(Batch(*found, program_line(frame)))
+        if func is batch_norm and (size := batch_size(args, kwargs or {})):
+            self.batches.append(Batch(size, program_line(frame)))
         return func(*args, **(kwargs or {}))
 
 

@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.programs.types import Message, TorchFunction
 
-__all__ = ["READS", "Escapes", "TrackDraws", "marks_of", "unmarked"]
-
 _NONE: frozenset[str] = frozenset()
 
 

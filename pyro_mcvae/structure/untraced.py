@@ -21,8 +21,6 @@ from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_random, is_record
 from pyro_mcvae.programs.types import Message, Site
 
-__all__ = ["find_shared_noise"]
-
 
 class _Untraced(Messenger):
     """Notes the draws that leave no trace, with their plates."""

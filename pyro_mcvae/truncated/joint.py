@@ -139,7 +139,7 @@ class JointRuns:
         run = self._sampler.runner.run_together(execution, count)
         if run is not None:
             found = [run]
-            shown = found[0].signature, found[0].sizes, found[0].unbatched
+            shown = found[0].signature, found[0].sizes
             if self._known is not None and shown == self._known_by:
                 return self._known.with_runs(found)
         else:
@@ -247,11 +247,11 @@ class JointRuns:
         # In the order of the first call, in which the blocks are numbered.
         searched = [_no_density(s) for n, s in both.nodes.items() if n in names]
         all_terms = (*terms, *self._guide_terms, *searched)
-        shown = nesting, count, leading.unbatched, self.subsamples
+        shown = nesting, count, self.subsamples
         run = Run(both, model_trace, all_terms, *shown)
-        run = self._sampler.runner.auxiliary.settle(self._programs, run)
+        run = self._sampler.runner.without_auxiliary(self._programs, run)
         if is_validation_enabled():
-            check_sites(both, model_trace, self._sampler.runner.checks.strict_enumeration)
+            check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
             if nesting_of(model_trace) > nesting:
                 raise StatesError(
                     f"the program has plates in {nesting_of(model_trace)} batch dims, "

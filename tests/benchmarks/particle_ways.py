@@ -24,7 +24,7 @@ from pyro.infer.autoguide import AutoNormal
 from torch import Tensor, nn
 
 from pyro_mcvae import TraceIWAE_ELBO
-from pyro_mcvae.particles import ways
+from pyro_mcvae.particles import runner
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.mapping import Way
 
@@ -208,10 +208,10 @@ def step_of(case: Case, x: Tensor, way: str) -> Callable[[], float]:
     def step() -> float:
         return loss.loss_and_grads(programs.model, programs.guide, x)
 
-    with mock.patch.object(ways, "_AT_ONCE", tried):
+    with mock.patch.object(runner, "_AT_ONCE", tried):
         for _ in range(2):  # the programs are analysed anew at the second
             step()
-    found = loss.sampler.runner.ways.of(programs)
+    found = loss.sampler.runner.way(programs)
     assert found in (tried or (Way.LOOPED,)), f"{case.name}: {found}"
     return step
 

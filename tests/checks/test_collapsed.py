@@ -19,6 +19,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     log_evidence,
 )
+from tests.params import in_turn
 
 WEIGHING = {
     "iwae": lambda: TraceIWAE_ELBO(3),
@@ -44,8 +45,7 @@ def process(kind):
     return gp.models.VariationalGP(x, torch.sin(3 * x), kernel, likelihood=likelihood)
 
 
-@pytest.mark.parametrize("kind", ["sparse", "full"])
-@pytest.mark.parametrize("objective", WEIGHING)
+@in_turn(objective=WEIGHING, kind=["sparse", "full"])
 def test_a_latent_that_is_integrated_in_closed_form_is_not_weighed(kind, objective):
     # The bound of 8 particles of a trained sparse process was 2.3 nats above its evidence.
     found = process(kind)
@@ -55,8 +55,7 @@ def test_a_latent_that_is_integrated_in_closed_form_is_not_weighed(kind, objecti
         log_evidence(found.model, found.guide, num_particles=5)
 
 
-@pytest.mark.parametrize("likelihood", [gp.likelihoods.Gaussian, gp.likelihoods.Binary])
-@pytest.mark.parametrize("whiten", [False, True])
+@in_turn(likelihood=[gp.likelihoods.Gaussian, gp.likelihoods.Binary], whiten=[False, True])
 def test_nor_where_the_data_see_another_draw(whiten, likelihood):
     # With whitening the data depend on the kernel's draw: 2.8 nats above the evidence.
     x = torch.linspace(-1, 1, 7)

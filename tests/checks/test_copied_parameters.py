@@ -17,6 +17,7 @@ from pyro_mcvae import (
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
 )
+from tests.params import in_turn
 
 X = torch.rand(3, 2, 4, 4, dtype=torch.float64)
 LOSSES = {
@@ -113,8 +114,7 @@ def test_a_models_modules_are_looked_at_as_well(loss):
         SVI(*programs(nn.Linear(2, 4)), Adam({"lr": 0.1}), LOSSES[loss]()).step(x)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@in_turn(loss=LOSSES, memory_format=[torch.contiguous_format, torch.channels_last])
 def test_an_optimizer_of_the_module_needs_no_store(loss, memory_format):
     changed(network(), TraceSGVB_ELBO())  # The store has parameters of these names already.
     encoder = network(memory_format)

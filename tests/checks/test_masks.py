@@ -72,8 +72,7 @@ def assert_near(found, exact):
     assert bool((error.abs() < 4 * found.standard_error + 1e-9).all()), error
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
-@pytest.mark.parametrize("mask", [None, ~OBSERVED], ids=["counted", "masked"])
+@pytest.mark.parametrize(("mask", "vectorize"), [(None, False), (~OBSERVED, True)])
 def test_missing_data_have_the_evidence_of_the_observed_ones(mask, vectorize):
     count = 6000 if vectorize else 300
     found = log_evidence(

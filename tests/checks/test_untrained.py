@@ -27,6 +27,7 @@ from pyro_mcvae import (
     report,
     sandwich,
 )
+from tests.params import in_turn
 
 X = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
 EXACT = dist.Normal(0.0, 2**0.5).log_prob(X).sum()
@@ -96,8 +97,7 @@ def test_guides_that_never_ran_are_refused_every_time(name):
     assert not dict(pyro.get_param_store().named_parameters())
 
 
-@pytest.mark.parametrize("local", [False, True], ids=["shared", "local"])
-@pytest.mark.parametrize("name", list(JUDGES))
+@in_turn(name=JUDGES, local=[False, True])
 def test_every_judge_refuses_them(name, local):
     with pyro.settings.context(module_local_params=local):
         guide = AutoMultivariateNormal(model)

@@ -20,6 +20,7 @@ from pyro_mcvae import (
     TraceTruncated_ELBO,
     TruncatedPosterior,
 )
+from tests.params import in_turn
 
 # What this comparison refuses is run under vmap otherwise: see particles/test_ways.py.
 pytestmark = pytest.mark.usefixtures("leading_dims_only")
@@ -74,16 +75,14 @@ FROM_THE_RIGHT = {
 }
 
 
-@pytest.mark.parametrize("layer", FROM_THE_LEFT)
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@in_turn(layer=FROM_THE_LEFT, objective=OBJECTIVES)
 def test_dims_that_are_counted_from_the_left_are_refused(layer, objective):
     pair = Pair(FROM_THE_LEFT[layer])
     with pytest.raises(RuntimeError, match=r"site 'x' of the model.*count dims from the right"):
         OBJECTIVES[objective](vectorize_particles=True).loss(pair.model, pair.guide)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@in_turn(objective=OBJECTIVES, dtype=[torch.float32, torch.float64])
 def test_batch_norm_of_as_many_data_as_features_is_refused(dtype, objective):
     # Of [particles, data, features] it takes the data for the features: a layer of other
     # statistics, whose loss was 24.4 where particles one by one have 29.0.
@@ -97,9 +96,7 @@ def test_batch_norm_of_as_many_data_as_features_is_refused(dtype, objective):
     assert before.shape == pair.layer.running_mean.shape
 
 
-@pytest.mark.parametrize("layer", FROM_THE_RIGHT)
-@pytest.mark.parametrize("data", [6, FEATURES])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@in_turn(layer=FROM_THE_RIGHT, data=[6, FEATURES], dtype=[torch.float32, torch.float64])
 def test_dims_that_are_counted_from_the_right_are_accepted(layer, data, dtype):
     found = FROM_THE_RIGHT[layer]
     found = found.to(dtype) if isinstance(found, nn.Module) else found

@@ -10,7 +10,7 @@ import torch
 from pyro.infer.util import is_validation_enabled
 
 from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO, log_evidence
-from pyro_mcvae.checks import vectorization
+from pyro_mcvae.checks import run_checks, vectorization
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs
@@ -82,27 +82,21 @@ def sized(layer):
 
 
 @alone
-def test_a_second_model_is_compared_however_many_sizes_the_first_showed():
-    elbo = TraceIWAE_ELBO(2, vectorize_particles=True, max_plate_nesting=1)
-    model, guide = sized(lambda z: z)
-    for n in range(5, 5 + 64):
-        elbo.loss(model, guide, n)
-    with pytest.raises(RuntimeError, match="count dims from the right"):
-        elbo.loss(*sized(lambda z: z.softmax(0)), 5)
-
-
-@alone
-def test_many_sizes_of_one_model_are_said_and_compared_at_times(caplog):
+def test_many_sizes_of_one_model_are_said_and_compared_at_times(monkeypatch, caplog):
+    monkeypatch.setattr(run_checks, "_AT_ONCE", 6)
+    monkeypatch.setattr(run_checks, "_THEN_ONE_IN", 4)
     elbo = TraceIWAE_ELBO(2, vectorize_particles=True, max_plate_nesting=1)
     wrong_from = [math.inf]
     model, guide = sized(lambda z: z.softmax(0) if z.shape[-1] >= wrong_from[0] else z)
     with caplog.at_level(logging.WARNING):
-        for n in range(5, 5 + 80):
+        for n in range(5, 5 + 8):
             elbo.loss(model, guide, n)
     assert "sizes" in caplog.text
     wrong_from[0] = 0
     with pytest.raises(RuntimeError, match="count dims from the right"):
-        _ = [elbo.loss(model, guide, n) for n in range(100, 120)]
+        _ = [elbo.loss(model, guide, n) for n in range(100, 105)]
+    with pytest.raises(RuntimeError, match="count dims from the right"):
+        elbo.loss(*sized(lambda z: z.softmax(0)), 5)  # another model is compared at once
 
 
 class GuardFaultError(Exception):
@@ -162,8 +156,9 @@ def points(guide_size, in_plate):
 
 
 # All have the same sites, plates and shapes of densities.
-@pytest.mark.parametrize("make", [TraceSGVB_ELBO, TraceSIS_ELBO], ids=["sgvb", "sis"])
-@pytest.mark.parametrize(("guide_size", "in_plate"), [(1, False), (3, True)], ids=["size", "plate"])
+@pytest.mark.parametrize(
+    ("make", "guide_size", "in_plate"), [(TraceSGVB_ELBO, 1, False), (TraceSIS_ELBO, 3, True)]
+)
 def test_programs_without_leading_dims_are_looked_at_for_each_pair(make, guide_size, in_plate):
     elbo = make()
     elbo.loss(*points(3, False))

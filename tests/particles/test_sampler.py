@@ -16,6 +16,7 @@ from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.plates import LEADING
+from tests.params import in_turn
 from tests.zoo import EXAMPLES, data, nested, plain, subsampled
 
 INF = float("inf")
@@ -182,8 +183,10 @@ def test_an_empty_minibatch_is_refused(vectorize):
     assert_clean()
 
 
-@modes
-@pytest.mark.parametrize("name", ["hierarchical", "subsampled", "nested-subsampled", "two-plates"])
+@in_turn(
+    name=["hierarchical", "subsampled", "nested-subsampled", "two-plates", "subsampled"],
+    vectorize=[False, True],
+)
 def test_global_latents_are_drawn_once_and_local_ones_per_particle(name, vectorize):
     example = EXAMPLES[name]()
     fresh = sampler(vectorize, example.nesting)
@@ -213,15 +216,15 @@ def test_independent_particles_draw_global_latents_too(vectorize):
     assert torch.cat([v.flatten() for v in drawn]).unique().numel() == K
 
 
-@modes
-@pytest.mark.parametrize(
-    "name",
-    [
+@in_turn(
+    name=[
         *("plain", "structured", "hierarchical", "crossed", "two-plates", "sequential"),
         *("subsampled", "nested-subsampled", "auto-normal", "mixture"),
-    ],
+    ]
+    * 2,
+    vectorize=[False, True, True, False, True],
+    nesting=["given", "found"],
 )
-@pytest.mark.parametrize("nesting", ["given", "found"])
 def test_a_seed_gives_the_same_draws_in_the_first_step_and_later(name, vectorize, nesting):
     example = EXAMPLES[name]()
     fresh = sampler(vectorize, example.nesting if nesting == "given" else INF, find_roots=True)
@@ -235,8 +238,7 @@ def test_a_seed_gives_the_same_draws_in_the_first_step_and_later(name, vectorize
         assert torch.equal(after, found[0][1])
 
 
-@modes
-@pytest.mark.parametrize("name", ["hierarchical", "subsampled", "two-plates"])
+@in_turn(name=["hierarchical", "subsampled", "two-plates"], vectorize=[False, True])
 def test_a_seed_gives_the_same_coordinates_in_the_first_step_and_later(name, vectorize):
     example = EXAMPLES[name]()
     fresh = sampler(vectorize, find_roots=True)
@@ -278,8 +280,7 @@ def _inside(plate, body):
     return plated
 
 
-@pytest.mark.parametrize("validate", [True, False], ids=["validated", "unchecked"])
-@pytest.mark.parametrize("automatic", [True, False], ids=["automatic dims", "declared dims"])
+@pytest.mark.parametrize(("validate", "automatic"), [(True, True), (False, False)])
 def test_a_deeper_model_is_looked_at_again(automatic, validate):
     pyro.enable_validation(validate)
     fresh = sampler()
@@ -295,9 +296,10 @@ def test_a_deeper_model_is_looked_at_again(automatic, validate):
             assert torch.allclose(sample.log_weight, expected)
 
 
-@modes
-@pytest.mark.parametrize("validate", [True, False], ids=["validated", "unchecked"])
-@pytest.mark.parametrize("automatic", [True, False], ids=["automatic dims", "declared dims"])
+@pytest.mark.parametrize(
+    ("vectorize", "validate", "automatic"),
+    [(False, True, True), (True, False, True), (True, True, False), (False, False, False)],
+)
 def test_a_model_deeper_than_declared_is_refused(vectorize, automatic, validate):
     pyro.enable_validation(validate)
     fresh = sampler(vectorize, 1)
@@ -385,8 +387,7 @@ REFUSED = r"vectorize_particles=False|invalid log_prob shape"
 UNFIT = [name for name in vars(Unfit) if not name.startswith("_")]
 
 
-@pytest.mark.parametrize("name", UNFIT)
-@pytest.mark.parametrize("nesting", ["given", "found"])
+@in_turn(name=UNFIT * 2, nesting=["given", "found", "given", "found", "found"])
 @pytest.mark.usefixtures("leading_dims_only")
 def test_programs_that_cannot_be_vectorised_are_refused(name, nesting):
     programs = unfit(name)

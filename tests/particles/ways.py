@@ -4,7 +4,7 @@ import pyro
 import torch
 
 from pyro_mcvae.ops.shapes import as_shape
-from pyro_mcvae.particles import ways as module
+from pyro_mcvae.particles import runner as module
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.mapping import Way
@@ -54,7 +54,7 @@ def check_way(model, guide, args=(), way=None, vectorize=None, **options):
     programs = Programs(model, guide, args, {})
     sampler = ParticleSampler(K, vectorize, float("inf"), **options)
     first = sampler.sample(programs)
-    chosen = sampler.runner.ways.of(programs)
+    chosen = sampler.runner.way(programs)
     assert chosen is not Way.LOOPED if way is None else chosen is way, chosen
     draws = draws_of(first)
     nesting = first.runs[0].nesting

@@ -16,6 +16,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     WakeSleep,
 )
+from tests.params import in_turn
 
 OBJECTIVES = {
     "sgvb": TraceSGVB_ELBO,
@@ -57,8 +58,7 @@ def gradients(objective, way):
     return [p.grad for module in (decoder, encoder) for p in module.parameters()]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("way", WAYS)
+@in_turn(objective=OBJECTIVES, way=WAYS)
 def test_gradients_are_those_without_checkpoints(objective, way):
     expected = gradients(objective, lambda net, z: net(z))
     for a, b in zip(gradients(objective, WAYS[way]), expected, strict=True):

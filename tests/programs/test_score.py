@@ -20,6 +20,7 @@ from pyro_mcvae import (
     log_evidence,
 )
 from tests.estimates import assert_mean
+from tests.params import in_turn
 
 COUNT = 2000
 
@@ -100,8 +101,7 @@ def exact_gradient():
     return -torch.autograd.grad(elbo, log_s)[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("loss", [TraceSGVB_ELBO, TraceRaoBlackwell_ELBO], ids=["sgvb", "rb"])
+@in_turn(way=WAYS, loss=[TraceSGVB_ELBO, TraceRaoBlackwell_ELBO])
 def test_gradient_is_the_closed_form(way, loss):
     assert_mean(gradients(loss(), *programs(way)), exact_gradient())
 
@@ -111,12 +111,10 @@ def test_particles_of_one_logarithm_have_the_path_and_the_score():
     assert_mean(found, exact_gradient())
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [TraceSIS_ELBO(2), TraceSIS_ELBO(2, gradient_estimator="reweighted"), TraceAIS_ELBO(2)],
-    ids=["sis", "reweighted", "ais"],
+@in_turn(
+    loss=[TraceSIS_ELBO(2), TraceSIS_ELBO(2, gradient_estimator="reweighted"), TraceAIS_ELBO(2)],
+    way=["as it is", "both"],
 )
-@pytest.mark.parametrize("way", ["as it is", "both"])
 def test_chains_cannot_train_what_was_rejected(loss, way):
     match = r"guide's site 'z' is not reparameterized \((Rejected|Transf).*without rejections"
     with pytest.raises(ValueError, match=match):
@@ -128,8 +126,9 @@ def test_nor_can_monte_carlo_em():
         MonteCarloEM(1).loss_and_grads(*programs("as it is"))
 
 
-@pytest.mark.parametrize("way", ["as it is", "both"])
-@pytest.mark.parametrize("kernel", [ULA(0.02), HMC(0.2, 2)], ids=["sis", "ais"])
+@pytest.mark.parametrize(
+    ("kernel", "way"), [(ULA(0.02), "as it is"), (HMC(0.2, 2), "both")], ids=["sis", "ais"]
+)
 def test_chains_weigh_and_judge_it(way, kernel):
     model, guide = programs(way)
     make = TraceSIS_ELBO if isinstance(kernel, ULA) else TraceAIS_ELBO

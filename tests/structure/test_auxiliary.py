@@ -18,6 +18,7 @@ from pyro_mcvae import (
     log_evidence,
 )
 from tests.estimates import assert_mean
+from tests.params import in_turn
 
 AUXILIARY = {"is_auxiliary": True}
 X = (1.0, -0.5, 2.0, 0.3)
@@ -102,8 +103,7 @@ def test_the_evidence_is_that_of_the_model(guide):
     assert abs(found.total - exact) < 4.5 * found.total_standard_error
 
 
-@pytest.mark.parametrize("coordinates", ["noise", "latent"])
-@pytest.mark.parametrize("guide", [continuous_mixture, unused, one_flow])
+@in_turn(guide=[continuous_mixture, unused, one_flow], coordinates=["noise", "latent"])
 def test_the_evidence_of_chains_is_that_of_the_model(guide, coordinates):
     exact = dist.Normal(0.0, 2**0.5).log_prob(torch.tensor(X)).sum()
     found = log_evidence(

@@ -15,6 +15,7 @@ from pyro_mcvae import ULA, TraceIWAE_ELBO, TraceSIS_ELBO
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.structure import dependencies, finder
 from pyro_mcvae.structure.cache import Analyses
+from tests.params import in_turn
 
 MAKERS = {
     "iwae": lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
@@ -79,10 +80,7 @@ def by_attribute():
     return programs
 
 
-@pytest.mark.parametrize("objective", MAKERS)
-@pytest.mark.parametrize(
-    "how", [lambda: by_argument, by_attribute, by_closure], ids=["argument", "attribute", "closure"]
-)
+@in_turn(how=[lambda: by_argument, by_attribute, by_closure], objective=MAKERS)
 def test_a_flag_that_ties_latents_is_seen_at_once(objective, how):
     # The same sites and plates: independent blocks before, one weight for all after.
     programs, elbo = how(), MAKERS[objective]()

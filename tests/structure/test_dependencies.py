@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.nesting import find_nesting
+from pyro_mcvae.programs.nesting import checked_run
 from pyro_mcvae.structure.dependencies import find_dependencies
 
 
@@ -54,26 +54,6 @@ def test_chain_depends_on_neighbours_only():
     }
 
 
-def test_a_distribution_does_not_depend_on_its_own_value():
-    def model():
-        a = pyro.sample("a", normal())
-        b = pyro.sample("b", normal(a))
-        pyro.sample("x", normal(b), obs=torch.tensor(0.3))
-
-    def guide():
-        a = pyro.sample("a", normal())
-        pyro.sample("b", normal(2 * a))
-
-    found = dependencies(model, guide, "a", "b").distributions
-    assert found == {
-        FactorKey("model", "a"): set(),
-        FactorKey("model", "b"): {"a"},
-        FactorKey("model", "x"): {"b"},
-        FactorKey("guide", "a"): set(),
-        FactorKey("guide", "b"): {"a"},
-    }
-
-
 def test_what_is_broadcast_together_depends_on_its_own_draws():
     """As the parameters of all distributions are; what gives a shape gives nothing else."""
 
@@ -91,10 +71,10 @@ def test_what_is_broadcast_together_depends_on_its_own_draws():
         pyro.sample("a", normal())
         pyro.sample("b", normal())
 
-    found = dependencies(model, guide, "a", "b").distributions
+    found = dependencies(model, guide, "a", "b").factors
     assert {k.name: parents for k, parents in found.items() if k.program == "model"} == {
-        "a": set(),
-        "b": set(),
+        "a": {"a"},
+        "b": {"b"},
         "one": {"a"},
         "two": {"b"},
         "three": set(),
@@ -391,7 +371,7 @@ def test_whatever_a_program_raises_while_it_is_tracked_is_a_warning(error):
 
 
 def look_nesting(programs):
-    find_nesting(programs, True)
+    checked_run(programs, True)
 
 
 def look_dependencies(programs):
@@ -481,7 +461,7 @@ def test_looking_leaves_validation_alone(enabled):
 
 
 def nesting(model, guide=lambda: None):
-    return find_nesting(Programs(model, guide, (), {}), True)
+    return checked_run(Programs(model, guide, (), {}), True).nesting
 
 
 def test_nesting_is_the_depth_of_the_deepest_plate():

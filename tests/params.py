@@ -1,0 +1,17 @@
+"""Parameters of tests."""
+
+import pytest
+
+
+def in_turn(**axes):
+    """
+    Give a test every value of every axis, and not their product.
+
+    The longest axis comes once. The others count beside it, as the digits of a number do.
+    """
+    count, columns, pace = max(map(len, axes.values())), [], 1
+    for values in map(list, axes.values()):
+        own = 1 if len(values) == count else pace
+        columns.append([values[i // own % len(values)] for i in range(count)])
+        pace *= 1 if len(values) == count else len(values)
+    return pytest.mark.parametrize(tuple(axes), list(zip(*columns, strict=True)))
