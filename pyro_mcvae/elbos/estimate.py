@@ -71,6 +71,7 @@ class Estimate:
     :ivar causes: finds what made it so before any site is looked at, a line each.
     :ivar remedy: what to add where it is not finite.
     :ivar finish: what to do after a training step that succeeded, such as adapting.
+    :ivar bounds: returns the value per datum; None where an objective has no such value.
     """
 
     value: Tensor
@@ -82,6 +83,7 @@ class Estimate:
     causes: Callable[[], list[str]] = list
     remedy: str = ""
     finish: Callable[[], None] | None = None
+    bounds: Callable[[], Bounds] | None = None
 
 
 def add_up(summands: Iterable[Sum]) -> Sum:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
-from pyro_mcvae.elbos.estimate import Bounds, Estimate
+from pyro_mcvae.elbos.estimate import Estimate
 from pyro_mcvae.elbos.kl import analytic_kl_sites, sites_apart
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
@@ -94,13 +94,8 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         costs = [self._costs(programs, run) for run in runs]
         estimate = elbo_estimate(runs, costs, self.sampler.num_particles, coupled)
         estimate.causes = partial(_infinite_divergences, costs)
+        estimate.bounds = lambda: elbo_bounds(self.sampler.arrange(programs, runs), costs)
         return estimate
-
-    def bounds_of(self, programs: Programs) -> Bounds:
-        runs = self.sampler.independent(programs)
-        return elbo_bounds(
-            self.sampler.arrange(programs, runs), [self._costs(programs, r) for r in runs]
-        )
 
     def _costs(self, programs: Programs, run: Run) -> list[Cost]:
         costs = elbo_costs(run.summands)

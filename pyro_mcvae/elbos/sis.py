@@ -106,8 +106,6 @@ class TraceSIS_ELBO(ChainELBO):
     :param str gradient_estimator: ``"auto"``, ``"full"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
         everything; without subsampled plates only.
-    :param bool recompute: run each evaluation of the chain again in the backward pass instead of
-        keeping its graph: memory of about one evaluation instead of K, for more time.
     :param num_categories: the most probable values of each discrete site of the guide, to be
         summed; 1 by default, ``math.inf`` for all.
     :param int num_samples: draws from the others; 1 by default.
