@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
 from pyro_mcvae.chains.kernel import Kernel, of_moving
 from pyro_mcvae.chains.schedules import LearnedSchedule, LinearSchedule, Schedule, as_schedule
-from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize
+from pyro_mcvae.chains.step_size import AdaptiveStepSize
+from pyro_mcvae.chains.step_size_base import StepSize
 from pyro_mcvae.coordinates.chain_checks import check_chain
 from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
 from pyro_mcvae.coordinates.gradient import GradientMode

@@ -109,10 +109,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
             return analysis.once(("closed", run.signature, run.sizes), find)
 
         closed = analytic_kl_sites(run, find_apart)
-        return [
-            _closed_form(c, closed[c.term.key.name]) if c.term.key.name in closed else c
-            for c in costs
-        ]
+        return [c if (n := c.term.key.name) not in closed else _closed(c, closed[n]) for c in costs]
 
 
 def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
@@ -129,8 +126,7 @@ def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _closed_form(cost: Cost, negative_kl: Tensor) -> Cost:
+def _closed(cost: Cost, negative_kl: Tensor) -> Cost:
     # The divergence stands at the model's site; the guide's own summand is part of it.
-    if cost.term.in_guide:
-        return Cost(cost.term, 0, 0)
-    return Cost(cost.term, negative_kl, negative_kl, closed=True)
+    value = 0 if cost.term.in_guide else negative_kl
+    return Cost(cost.term, value, value, closed=not cost.term.in_guide)
