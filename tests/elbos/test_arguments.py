@@ -132,7 +132,6 @@ FLAGS = {
     "joint": TraceIWAE_ELBO,
     "analytic_kl": TraceSGVB_ELBO,
     "multi_sample": TraceSIS_ELBO,
-    "recompute": TraceAIS_ELBO,
     "vectorize_particles": TraceIWAE_ELBO,
     "strict_enumeration_warning": TraceIWAE_ELBO,
     "retain_graph": TraceIWAE_ELBO,

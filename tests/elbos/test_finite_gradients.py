@@ -29,7 +29,6 @@ CHAINS = {
     "sis latent": lambda: TraceSIS_ELBO(2, coordinates="latent"),
     "ais": lambda: TraceAIS_ELBO(2),
     "ais latent": lambda: TraceAIS_ELBO(2, coordinates="latent", multi_sample=True),
-    "recomputed": lambda: TraceSIS_ELBO(2, recompute=True),
     "reweighted": lambda: TraceSIS_ELBO(2, gradient_estimator="reweighted"),
     "em": lambda: MonteCarloEM(2),
 }

@@ -13,7 +13,6 @@ from pyro.infer import Trace_ELBO
 from pyro_mcvae import (
     MALA,
     ULA,
-    FixedStepSize,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
@@ -32,11 +31,9 @@ OBJECTIVES = {
     "iwae 3": lambda: TraceIWAE_ELBO(3),
     "iwae 3 vectorised": lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
     "rb": lambda: TraceRaoBlackwell_ELBO(),
-    "sis": lambda: TraceSIS_ELBO(2, ULA(FixedStepSize(0.05))),
-    "sis reweighted": lambda: TraceSIS_ELBO(
-        2, ULA(FixedStepSize(0.05)), gradient_estimator="reweighted"
-    ),
-    "ais": lambda: TraceAIS_ELBO(2, MALA(FixedStepSize(0.1)), vectorize_particles=True),
+    "sis": lambda: TraceSIS_ELBO(2, ULA(0.05)),
+    "sis reweighted": lambda: TraceSIS_ELBO(2, ULA(0.05), gradient_estimator="reweighted"),
+    "ais": lambda: TraceAIS_ELBO(2, MALA(0.1), vectorize_particles=True),
 }
 AUXILIARY = {"is_auxiliary": True}
 X = torch.tensor([1.0, -0.5, 2.0, 0.3], dtype=torch.float64)

@@ -122,7 +122,6 @@ def posterior(batch):
     "elbo",
     [
         pytest.param(TraceIWAE_ELBO(2), id="iwae"),
-        pytest.param(TraceIWAE_ELBO(2, num_categories=math.inf), id="iwae of sums"),
         pytest.param(TraceSIS_ELBO(2, ULA(1e-6)), id="sis"),
         pytest.param(TraceSIS_ELBO(2, ULA(1e-6), num_categories=1), id="sis, one summed"),
         pytest.param(TraceAIS_ELBO(2, MALA(0.1)), id="ais"),

@@ -28,7 +28,6 @@ OBJECTIVES = {
     "iwae": lambda: TraceIWAE_ELBO(4),
     "iwae, looped": lambda: TraceIWAE_ELBO(3, vectorize_particles=False),
     "iwae, joint": lambda: TraceIWAE_ELBO(4, joint=True),
-    "iwae, global": lambda: TraceIWAE_ELBO(3, num_global_particles=3),
     "renyi": lambda: TraceRenyi_ELBO(0.5, num_particles=4),
     "ais": lambda: TraceAIS_ELBO(3),
     "ais, latent": lambda: TraceAIS_ELBO(2, MALA(0.1), coordinates="latent"),
@@ -92,7 +91,6 @@ def test_off_the_posterior_means_are_exact(seed, looped):
     for elbo in (
         TraceIWAE_ELBO(3),
         TraceIWAE_ELBO(3, joint=True),
-        TraceIWAE_ELBO(2, num_global_particles=2),
         TraceSIS_ELBO(2),
         TraceSIS_ELBO(2, ULA(0.01), coordinates="latent"),
         TraceAIS_ELBO(2, multi_sample=True),
