@@ -205,10 +205,8 @@ def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:
 
     :returns: its value, and a scalar with its gradient; 0 where there is none.
     """
-    return _observed(sample) if any(run.guide_data for run in sample.runs) else (0, 0)
-
-
-def _observed(sample: WeightedParticles) -> tuple[Sum, Sum]:
+    if not any(run.guide_data for run in sample.runs):
+        return 0, 0
     costs = []
     for run in sample.runs:
         scored = [Cost(t, 0, 0) for t in run.terms if isinstance(t.score, Tensor)]
@@ -220,13 +218,9 @@ def _observed(sample: WeightedParticles) -> tuple[Sum, Sum]:
 
 def _around(sample: WeightedParticles, local: Tensor) -> tuple[Sum, Sum]:
     """The same of everything global, around the scaled bounds of the data."""
-    terms = sample.global_terms()
-    return _plain(sample, elbo_costs(terms), local) if terms else (0, 0)
-
-
-def _plain(sample: WeightedParticles, costs: list[Cost], local: Tensor) -> tuple[Sum, Sum]:
+    costs = elbo_costs(sample.global_terms())
     path: Sum = 0
-    if torch.is_grad_enabled():
+    if costs and torch.is_grad_enabled():
         path = elbo_surrogate(costs, sample.structure.coupled, _downstream(sample, local))
     return total_cost(costs), path
 

@@ -43,9 +43,9 @@ def test_the_beam_finds_the_most_probable(count):
 @pytest.mark.parametrize("options", [(0, 1), (1, 2), (5, 3), (0, 0, 4)])
 def test_draws_follow_the_law_of_the_complement(options):
     log_p = log_p_of(3, 1)
-    slots = product_slots(log_p.expand(5_000, -1, -1), *options)
+    slots = product_slots(log_p.expand(20_000, -1, -1), *options)
     joint = listed(log_p)[0].exp()
-    torch.testing.assert_close(slots.weight.sum(0), torch.ones(5_000))
+    torch.testing.assert_close(slots.weight.sum(0), torch.ones(20_000))
     index = number(slots.index)
     summed = index[:, 0][~slots.sampled[:, 0]]
     rest = joint.index_fill(0, summed, 0.0)
