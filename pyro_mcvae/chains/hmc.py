@@ -10,8 +10,6 @@ from pyro_mcvae.chains.leapfrog import leapfrog, log_momentum
 from pyro_mcvae.chains.step_size_base import StepSize
 from pyro_mcvae.ops.checks import check_count
 
-__all__ = ["HMC"]
-
 
 class HMC(Kernel):
     r"""

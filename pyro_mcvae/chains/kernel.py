@@ -15,8 +15,6 @@ from pyro_mcvae.chains.step_size import AdaptiveStepSize, as_step_size
 from pyro_mcvae.chains.step_size_base import StepSize
 from pyro_mcvae.chains.transitions import check_transitions
 
-__all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite", "of_moving"]
-
 
 class State(NamedTuple):
     r"""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pyro_mcvae.chains.kernel import Kernel, Proposal, State, Target
 from pyro_mcvae.chains.leapfrog import leapfrog, log_momentum
 
-__all__ = ["MALA", "ULA"]
-
 
 class _Langevin(Kernel):
     initial_step_size = 0.01

@@ -7,8 +7,6 @@ from torch import Tensor, nn
 
 from pyro_mcvae.chains.transitions import begin_with, of_transition
 
-__all__ = ["LearnedMomentum"]
-
 # With all of it kept, the gradient of sqrt(1 - momentum**2) would be infinite.
 _MOST = 0.999
 

@@ -12,15 +12,6 @@ from torch import Tensor, nn
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.options import FixedOptions
 
-__all__ = [
-    "FixedSchedule",
-    "LearnedSchedule",
-    "LinearSchedule",
-    "Schedule",
-    "SigmoidSchedule",
-    "as_schedule",
-]
-
 
 class Schedule(FixedOptions, nn.Module, ABC):
     r"""

@@ -12,8 +12,6 @@ from pyro_mcvae.chains.transitions import begin_with, of_transition
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.ranks import mean_over_ranks
 
-__all__ = ["AdaptiveStepSize", "LearnedStepSize", "as_step_size"]
-
 _BOUNDS = 1e-6, 1e3
 
 

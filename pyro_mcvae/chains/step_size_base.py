@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FixedStepSize", "StepSize", "positive"]
-
 
 class StepSize(nn.Module, ABC):
     """

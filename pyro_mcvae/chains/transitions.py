@@ -6,8 +6,6 @@ from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_count
 
-__all__ = ["begin_with", "check_transitions", "of_transition"]
-
 
 def begin_with(start: Tensor, num_transitions: int | None) -> Tensor:
     """Return first values: as given, or one row for each transition."""

@@ -12,8 +12,6 @@ from pyro_mcvae.chains.momentum import LearnedMomentum
 from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize
 from pyro_mcvae.chains.step_size_base import StepSize
 
-__all__ = ["UnderdampedLangevin"]
-
 
 class UnderdampedLangevin(Kernel):
     r"""

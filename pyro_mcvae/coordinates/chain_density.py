@@ -19,12 +19,6 @@ from pyro_mcvae.ops.recording import holds
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
 
-__all__ = [
-    "ChainDensity",
-    "costs_nothing_to_read",
-    "outside_inference_mode",
-]
-
 # A chain that diverges gets no further than this: programs there raise errors of their own (an
 # infinite mean, say) for all data at once. Such a state has weight zero, so that it is rejected by
 # adjusted kernels and reported by unadjusted ones.

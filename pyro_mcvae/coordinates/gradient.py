@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["GradientMode"]
-
 
 class GradientMode(enum.Flag):
     """

@@ -39,8 +39,6 @@ from pyro_mcvae.programs.known_logs import knowing
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.types import Distribution, Message
 
-__all__ = ["Evaluation", "LogWeight"]
-
 
 class LogWeight:
     r"""

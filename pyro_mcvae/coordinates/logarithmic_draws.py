@@ -13,8 +13,6 @@ from pyro_mcvae.programs.known_logs import Logs, with_logs
 from pyro_mcvae.programs.transforms import is_elementary
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = ["logarithmic_draw"]
-
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
 

@@ -20,14 +20,6 @@ from torch import Tensor
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = [
-    "Noise",
-    "StandardNormal",
-    "noise_of",
-    "register_noise",
-    "sum_event",
-]
-
 
 class Noise(NamedTuple):
     r"""

@@ -21,8 +21,6 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.modules import find_modules
 from pyro_mcvae.structure.cache import Analyses
 
-__all__ = ["Smoothness"]
-
 _logger = logging.getLogger(__name__)
 
 _Kinks = dict[Place, tuple[float | None, ...]]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.elbos.chain import ChainELBO, ChainOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["TraceAIS_ELBO"]
 
 
 class TraceAIS_ELBO(ChainELBO):

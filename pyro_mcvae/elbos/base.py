@@ -28,8 +28,6 @@ from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.precision import casts_with_gradients, without_autocast
 from pyro_mcvae.programs.types import Program, Site
 
-__all__ = ["ELBOOptions", "MonteCarloELBO", "check_options"]
-
 
 class ELBOOptions(TypedDict, total=False):
     """Pyro's own arguments, which every objective passes on to :class:`MonteCarloELBO`."""

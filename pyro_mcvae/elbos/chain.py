@@ -6,11 +6,12 @@ import itertools
 import re
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import pyro
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
 from pyro_mcvae.chains.kernel import Kernel, of_moving
@@ -42,11 +43,6 @@ from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.finder import StructureFinder
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["ChainELBO", "ChainOptions", "ChainRecord"]
 
 ChainCoordinates = Literal["noise", "latent"]
 ChainGradient = Literal["auto", "full", "reweighted"]

@@ -23,21 +23,6 @@ from pyro_mcvae.programs.plates import PlateKey, plate_key
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.terms import Term
 
-__all__ = [
-    "Cost",
-    "averaged_bounds",
-    "averaged_estimate",
-    "elbo_bounds",
-    "elbo_costs",
-    "elbo_estimate",
-    "guide_data",
-    "local_bounds",
-    "local_estimate",
-    "weighted_bounds",
-    "weighted_estimate",
-]
-
-
 _NONE: Mapping[FactorKey, frozenset[PlateKey]] = MappingProxyType({})
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.run import Run
 
-__all__ = ["Bounds", "Estimate", "Sum", "add_up", "as_scalar", "finite_loss", "times"]
-
 # A sum of tensors, or a number where it had no summands.
 Sum: TypeAlias = Tensor | float
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import averaged_estimate, weighted_estimate
@@ -18,11 +19,6 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import score_function_draws
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.finder import StructureFinder
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["GradientEstimator", "TraceIWAE_ELBO"]
 
 GradientEstimator = Literal["auto", "reparam", "stl", "dreg", "vimco"]
 

@@ -18,8 +18,6 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.dependencies import dependencies_of
 
-__all__ = ["analytic_kl_sites", "sites_apart"]
-
 
 def analytic_kl_sites(run: Run, find_apart: Callable[[], Set[str]]) -> dict[str, Tensor]:
     r"""

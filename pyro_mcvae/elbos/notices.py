@@ -22,8 +22,6 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.cache import Analyses
 
-__all__ = ["Notices", "refuse_scores"]
-
 _logger = logging.getLogger(__name__)
 
 Weighs = Callable[[Site], bool]

@@ -25,8 +25,6 @@ from pyro_mcvae.programs.transforms import is_elementary, transforms_of
 from pyro_mcvae.programs.types import Distribution
 from pyro_mcvae.programs.validation import unvalidated
 
-__all__ = ["PathGradient"]
-
 _LIBRARIES = "torch.distributions.", "pyro.distributions."
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
@@ -18,11 +18,6 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import PlateKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.types import Site
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["TraceSGVB_ELBO"]
 
 
 class TraceSGVB_ELBO(MonteCarloELBO):

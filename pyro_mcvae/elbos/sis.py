@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.chains.kernel import Kernel
@@ -13,11 +12,6 @@ from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.chains.underdamped import UnderdampedLangevin
 from pyro_mcvae.elbos.chain import ChainELBO, ChainOptions
 from pyro_mcvae.elbos.defensive import defended, defensive_share
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["TraceSIS_ELBO"]
 
 
 class TraceSIS_ELBO(ChainELBO):

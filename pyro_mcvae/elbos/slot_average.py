@@ -17,8 +17,6 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.terms import Term
 
-__all__ = ["OneSlot", "SlotAverage"]
-
 
 class OneSlot:
     """

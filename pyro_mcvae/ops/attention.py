@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 from torch.backends import cuda
 
-__all__ = ["math_attention"]
-
 # Each backend: whether it is enabled, how to enable it, and whether it has a second derivative.
 _BACKENDS = (
     (cuda.math_sdp_enabled, cuda.enable_math_sdp, True),

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pyro_mcvae.ops.top_k import Slots, fill_slots
 
-__all__ = ["CountLaw", "betainc", "count_slots", "count_window"]
-
 # Counts up to 2^24, which single precision represents.
 _BISECTIONS = 24
 

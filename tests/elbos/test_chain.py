@@ -33,7 +33,6 @@ CHAINS = {
     "latent": lambda **k: TraceSIS_ELBO(3, ULA(0.01), coordinates="latent", **k),
 }
 chains = pytest.mark.parametrize("chain", CHAINS)
-modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
 
 
 @chains
@@ -132,9 +131,10 @@ ROUGH = {
 
 
 @pytest.mark.parametrize("kind", ROUGH)
-@pytest.mark.parametrize("coordinates", ["noise", "latent"])
-@pytest.mark.parametrize("estimator", ["full", "reweighted"])
-@modes
+@pytest.mark.parametrize(
+    ("coordinates", "estimator", "vectorize"),
+    [("noise", "full", False), ("latent", "reweighted", True)],
+)
 def test_draws_without_gradient_are_named_with_the_remedy(kind, coordinates, estimator, vectorize):
     def program():
         pyro.sample("a", ROUGH[kind](pyro.param("loc", torch.tensor(0.3))))

@@ -67,7 +67,7 @@ def exact(index):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("index", [[0, 1, 2, 3], [1, 2]])
+@pytest.mark.parametrize("index", [[1, 2]])
 def test_the_value_is_that_of_trace_elbo_and_the_gradient_is_its_own(name, index):
     index = torch.tensor(index)
     elbo, scale = OBJECTIVES[name](), 4 / len(index)
