@@ -55,9 +55,9 @@ _OVERFLOW = (
     "has the present one and the acceptance), or let it adapt from a small one"
 )
 
-# In the order of creation, so that a program run again finds its parameters in the store.
 # Whether chains move the latents of the programs.
 _MOVES = ("moves",)
+# In the order of creation, so that a program run again finds its parameters in the store.
 _numbers = itertools.count()
 
 
@@ -184,9 +184,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             if wanted:
                 cost = partial(self._cost, density, chain, slots)
                 estimate.surrogate = slots.with_scores(estimate.surrogate, cost, programs)
-        finish = partial(self._adapt, chain) if wanted else None
+                estimate.finish = partial(self._adapt, chain)
         estimate.runs, estimate.overflow, estimate.causes = density.runs, _OVERFLOW, self._causes
-        return replace(estimate, finish=finish)
+        return estimate
 
     def _causes(self) -> list[str]:
         """What of the chain itself is not finite."""
