@@ -352,7 +352,7 @@ NOT_SMOOTH = ("mixture", "constrained")  # discrete draws; draws of Gamma by rej
 def is_turn(i, objective, vectorize):
     """One objective of each third program, vectorised or looped; chains vectorised."""
     turn = (PATHWISE.index(objective) - i) % 4
-    return i % 3 == 2 and turn == 0 and (vectorize == bool(i % 2) or objective in CHAINS)
+    return i % 3 == 1 and turn == 0 and (vectorize == bool(i % 2) or objective in CHAINS)
 
 
 @ways(
