@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize, as_step_size
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, as_step_size
+from pyro_mcvae.chains.step_size_base import StepSize
 from pyro_mcvae.chains.transitions import check_transitions
-
-__all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite", "of_moving"]
 
 
 class State(NamedTuple):
@@ -135,7 +134,6 @@ class Proposal(NamedTuple):
     :ivar state: the proposed state.
     :ivar log_ratio: :math:`\log m(z' \to z) - \log m(z \to z')`, shape ``[*batch]``; the reverse
         move's log density minus the forward one's.
-    :ivar log_reverse: the same with another reverse kernel than m, where a kernel has one.
 
     Example::
 
@@ -145,7 +143,6 @@ class Proposal(NamedTuple):
 
     state: State
     log_ratio: Tensor
-    log_reverse: Tensor | None = None
 
 
 class Info(NamedTuple):
@@ -271,9 +268,7 @@ class Kernel(nn.Module, ABC):
             return self._decide(proposal, state, target)
         with torch.no_grad():
             change = self._log_change(proposal, state, target)
-        reverse, log_ratio = proposal.log_reverse, proposal.log_ratio
-        info = Info(log_ratio if reverse is None else reverse, change.clamp(max=0.0).exp())
-        return proposal.state, info
+        return proposal.state, Info(proposal.log_ratio, change.clamp(max=0.0).exp())
 
     def _decide(self, proposal: Proposal, state: State, target: Target) -> tuple[State, Info]:
         """Accept or reject a move, each datum by itself."""
@@ -297,39 +292,27 @@ class Kernel(nn.Module, ABC):
 
 
 def _is_of(proposal: object, state: State) -> bool:
-    """Whether it is a proposal of such states."""
+    """Whether it is a proposal for such a state."""
     return (
         isinstance(proposal, Proposal)
         and isinstance(proposal.state, State)
         and proposal.state.position.shape == state.position.shape
-        and not _wrong_ratios(proposal, state)
+        and tuple(getattr(proposal.log_ratio, "shape", ())) in ((), state.log_weight.shape)
     )
-
-
-def _wrong_ratios(proposal: Proposal, state: State) -> list[tuple[int, ...]]:
-    """The shapes of log ratios that are not one for each chain."""
-    shapes = (tuple(getattr(r, "shape", ())) for r in (proposal.log_ratio, proposal.log_reverse))
-    return [s for s in shapes if s not in ((), tuple(state.log_weight.shape))]
 
 
 def _no_proposal(name: str, proposal: object, state: State) -> ValueError:
     if not (isinstance(proposal, Proposal) and isinstance(proposal.state, State)):
-        found = f"a {type(proposal).__name__}"
-        if isinstance(proposal, Proposal):
-            found += f" whose state is a {type(proposal.state).__name__}"
+        found = type(getattr(proposal, "state", proposal)).__name__
         return ValueError(
             f"{name}.propose must return a Proposal(state, log_ratio) with a state from "
-            f"target.evaluate(position), got {found}"
+            f"target.evaluate(position), got a {found}"
         )
-    if proposal.state.position.shape != state.position.shape:
-        return ValueError(
-            f"{name}.propose must keep the shape {tuple(state.position.shape)} of positions, "
-            f"got {tuple(proposal.state.position.shape)}"
-        )
+    position, ratio = (tuple(getattr(t, "shape", ())) for t in (proposal.state[0], proposal[1]))
     return ValueError(
-        f"{name}.propose must return a log ratio per chain, of shape "
-        f"{tuple(state.log_weight.shape)}, got {tuple(_wrong_ratios(proposal, state)[0])}: sum "
-        f"over coordinates, .sum(-1)"
+        f"{name}.propose must return positions of shape {tuple(state.position.shape)} and a "
+        f"log ratio per chain, of shape {tuple(state.log_weight.shape)} (sum over coordinates, "
+        f".sum(-1)), got {position} and {ratio}"
     )
 
 

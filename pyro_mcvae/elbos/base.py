@@ -23,12 +23,9 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.ops.options import FixedOptions
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs, run_pair
-from pyro_mcvae.programs.messengers import Substitutes
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.precision import casts_with_gradients, without_autocast
 from pyro_mcvae.programs.types import Program, Site
-
-__all__ = ["ELBOOptions", "MonteCarloELBO", "check_options"]
 
 
 class ELBOOptions(TypedDict, total=False):
@@ -60,9 +57,9 @@ class MonteCarloELBO(FixedOptions, ELBO):
     """
     Base class of the objectives of this package.
 
-    A subclass implements :meth:`estimate` (value and surrogate of one step) and :meth:`bounds_of`
-    (the value per datum). This class makes Pyro's interface of them: :meth:`loss`,
-    :meth:`differentiable_loss` and :meth:`loss_and_grads` agree under one random seed.
+    A subclass implements :meth:`estimate`: value, surrogate and value per datum of one step. This
+    class makes Pyro's interface of it: :meth:`loss`, :meth:`differentiable_loss`,
+    :meth:`loss_and_grads` and :meth:`bounds` agree under one random seed.
 
     :param int num_particles: the number of draws.
     :param max_plate_nesting: how many batch dims the programs' plates occupy; found out by one
@@ -91,10 +88,6 @@ class MonteCarloELBO(FixedOptions, ELBO):
         ...         sample = self.sampler.sample(programs)
         ...         best = sample.log_weight.max(0).values
         ...         return local_estimate(sample, best.detach(), best)
-        ...
-        ...     def bounds_of(self, programs):
-        ...         sample = self.sampler.sample(programs)
-        ...         return local_bounds(sample, sample.log_weight.max(0).values)
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -183,9 +176,19 @@ class MonteCarloELBO(FixedOptions, ELBO):
     def estimate(self, programs: Programs) -> Estimate:
         """One step's value and surrogate; the surrogate needs no graph where gradients are off."""
 
-    @abstractmethod
     def bounds_of(self, programs: Programs) -> Bounds:
-        """One step's value per datum."""
+        """
+        One step's value per datum: by default that of :meth:`estimate`, without gradients.
+
+        :raises NotImplementedError: if the estimate has no value per datum.
+        """
+        found = self.estimate(programs).bounds
+        if found is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no bounds per datum: pass Estimate(..., bounds=), or "
+                f"make the estimate by local_estimate"
+            )
+        return found()
 
     def _step(self, programs: Programs) -> Estimate:
         with casts_with_gradients():
@@ -204,9 +207,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> tuple[Trace, Trace]:
-        # Pyro's hook for one particle, abstract in ELBO; its helpers may still call it.
-        guide_trace, model_trace = run_pair(Programs(model, guide, args, kwargs), Substitutes())
-        return model_trace, guide_trace
+        raise NotImplementedError("objectives of this package run model and guide together")
 
     def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
         """

