@@ -66,20 +66,14 @@ from pyro_mcvae.truncated.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.truncated.evolution import (
     EvolutionaryUpdate,
     FitnessProportional,
-    GreedyParents,
-    OnePointCrossover,
-    UniformParents,
-)
-from pyro_mcvae.truncated.guide import TruncatedPosterior
-from pyro_mcvae.truncated.mutation import (
     InformedFlips,
     Mutation,
     Parents,
-    SparseFlips,
     UniformFlips,
 )
+from pyro_mcvae.truncated.guide import TruncatedPosterior
 from pyro_mcvae.truncated.posterior import StatePosterior
-from pyro_mcvae.truncated.proposals import PriorDraws
+from pyro_mcvae.truncated.search import PriorDraws
 
 __all__ = [
     "HMC",
@@ -102,7 +96,6 @@ __all__ = [
     "FixedStepSize",
     "GaussianNoise",
     "GaussianReverse",
-    "GreedyParents",
     "GumbelSoftmax",
     "IndependentDraw",
     "Info",
@@ -122,7 +115,6 @@ __all__ = [
     "MonteCarloEM",
     "Mutation",
     "Noise",
-    "OnePointCrossover",
     "Parents",
     "PlateauDetector",
     "PosteriorDraws",
@@ -134,7 +126,6 @@ __all__ = [
     "Sandwich",
     "Schedule",
     "SigmoidSchedule",
-    "SparseFlips",
     "State",
     "StatePosterior",
     "StepSize",
@@ -151,7 +142,6 @@ __all__ = [
     "TruncatedPosterior",
     "UnderdampedLangevin",
     "UniformFlips",
-    "UniformParents",
     "WakeSleep",
     "compare",
     "compare_models",
