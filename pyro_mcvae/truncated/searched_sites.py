@@ -242,6 +242,7 @@ def _given_data(programs: Programs, run: Run) -> frozenset[str]:
         name
         for name in observed
         if name in again
+        and nodes[name]["value"].numel()  # pyro.factor observes nothing
         and not again.nodes[name]["value"].requires_grad
         and _equal(nodes[name]["value"], again.nodes[name]["value"])
     )
