@@ -115,8 +115,8 @@ class ClosedForm(ABC):
         if exists is not None:
             weight, value = weight * exists, torch.where(exists, value, 0.0)
         shape = torch.broadcast_shapes(site["value"].shape, value.shape, weight.shape)
-        total = posterior.mean_at(site, (weight * value).expand(shape))
-        count = posterior.mean_at(site, weight.expand(shape))
+        total = posterior._mean_at(site, (weight * value).expand(shape))
+        count = posterior._mean_at(site, weight.expand(shape))
         return total.sum_to_size(self.parameter.shape), count.sum_to_size(self.parameter.shape)
 
     def _refuse(self, site: Site, wanted: str) -> ValueError:
@@ -160,7 +160,7 @@ class BernoulliPrior(ClosedForm):
         self.floor = floor
 
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
-        site = posterior.site(self.site)
+        site = posterior._site(self.site)
         if type(bare(site["fn"])) not in _BERNOULLI or self.site not in posterior.values:
             raise self._refuse(site, "a Bernoulli site that the truncated posterior searches")
         return self._sums(posterior, site, posterior.values[self.site])
@@ -201,7 +201,7 @@ class GaussianNoise(ClosedForm):
         self.floor = floor
 
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
-        site = posterior.site(self.site)
+        site = posterior._site(self.site)
         fn = bare(site["fn"])
         if type(fn) not in _NORMAL:
             raise self._refuse(site, "Normal")

@@ -61,7 +61,7 @@ def sample_states(ask: Ask, guide_trace: Trace, nesting: int) -> dict[str, Tenso
     if any(not torch.equal(before[n].to(index), index) for n, index in now.items()):
         found = [ask(GuideDraws(values, {**chosen, **now})) for values in draws]
     layout = found[0].runs.layouts.layout
-    weights = torch.stack([p.batch_weights for p in found])
+    weights = torch.stack([p._batch_weights for p in found])
     batch = weights.shape[1:-1]
     inner = (*(1,) * (nesting - len(batch)), *batch) if outer else batch
     with _entered(plates, [key.name for key in layout.plates]):
@@ -75,7 +75,7 @@ def sample_states(ask: Ask, guide_trace: Trace, nesting: int) -> dict[str, Tenso
         site = found[0].particles.runs[0].model_trace.nodes[name]
         frames = sorted(plate_frames(site), key=lambda f: f.dim or 0)
         with _entered(plates, [f.name for f in frames]):
-            value = found[0].gather(name, index, leading=False)
+            value = found[0]._gather(name, index, leading=False)
             point = dist.Delta(value, event_dim=site["fn"].event_dim)
             values[name] = pyro.sample(name, point)
     return values

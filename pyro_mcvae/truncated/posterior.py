@@ -116,19 +116,19 @@ class StatePosterior:
     def map(self) -> dict[str, Tensor]:
         """The most probable state that is known: values ``[*batch, *event]``."""
         best = self._batched(self.log_joint.argmax(0, keepdim=True))
-        return {name: self.gather(name, self._padded(best))[0] for name in self.values}
+        return {name: self._gather(name, self._padded(best))[0] for name in self.values}
 
     def sample(self, count: int) -> dict[str, Tensor]:
         """Draws from q_n: values ``[count, *batch, *event]``."""
-        index = dist.Categorical(probs=self.batch_weights).sample((count,))
-        return {name: self.gather(name, self._padded(index)) for name in self.values}
+        index = dist.Categorical(probs=self._batch_weights).sample((count,))
+        return {name: self._gather(name, self._padded(index)) for name in self.values}
 
     @property
-    def batch_weights(self) -> Tensor:
+    def _batch_weights(self) -> Tensor:
         """The weights in the shape of the plates' batch dims, ``[*batch, S]``."""
         return self._batched(self.weights).movedim(0, -1)
 
-    def site(self, name: str) -> Site:
+    def _site(self, name: str) -> Site:
         """
         A site of the model's trace with all states side by side.
 
@@ -141,7 +141,7 @@ class StatePosterior:
             raise ValueError(f"the model has no site '{name}', but {sorted(nodes)}")
         return nodes[name]
 
-    def mean_at(self, site: Site, value: Tensor) -> Tensor:
+    def _mean_at(self, site: Site, value: Tensor) -> Tensor:
         """
         The posterior mean of what was computed at a site of the model.
 
@@ -158,7 +158,7 @@ class StatePosterior:
         value = value.reshape((1,) * (dim - value.dim()) + value.shape)
         return _weighted_sum(self._aligned(dim), value)
 
-    def gather(self, name: str, index: Tensor, leading: bool = True) -> Tensor:
+    def _gather(self, name: str, index: Tensor, leading: bool = True) -> Tensor:
         """
         A site's values in the states of an index.
 
