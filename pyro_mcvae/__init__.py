@@ -2,22 +2,17 @@
 
 from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Info, Kernel, Proposal, State, Target
-from pyro_mcvae.chains.langevin import MALA, ULA, GaussianReverse
-from pyro_mcvae.chains.momentum import FixedMomentum, LearnedMomentum, Momentum
+from pyro_mcvae.chains.langevin import MALA, ULA
+from pyro_mcvae.chains.momentum import LearnedMomentum
 from pyro_mcvae.chains.random_walk import RandomWalk
 from pyro_mcvae.chains.schedules import (
-    FixedSchedule,
     LearnedSchedule,
     LinearSchedule,
     Schedule,
     SigmoidSchedule,
 )
-from pyro_mcvae.chains.step_size import (
-    AdaptiveStepSize,
-    FixedStepSize,
-    LearnedStepSize,
-    StepSize,
-)
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize
+from pyro_mcvae.chains.step_size_base import StepSize
 from pyro_mcvae.chains.underdamped import UnderdampedLangevin
 from pyro_mcvae.comparisons.monte_carlo_em import MonteCarloEM
 from pyro_mcvae.comparisons.wake_sleep import WakeSleep
@@ -34,10 +29,7 @@ from pyro_mcvae.discrete.control_variates import (
 from pyro_mcvae.discrete.relaxed_control_variates import REBAR, RELAX, GumbelSoftmax
 from pyro_mcvae.elbos.ais import TraceAIS_ELBO
 from pyro_mcvae.elbos.base import MonteCarloELBO
-from pyro_mcvae.elbos.elbo_terms import (
-    local_bounds,
-    local_estimate,
-)
+from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
 from pyro_mcvae.elbos.rao_blackwell import TraceRaoBlackwell_ELBO
@@ -91,11 +83,7 @@ __all__ = [
     "Estimate",
     "EvolutionaryUpdate",
     "FitnessProportional",
-    "FixedMomentum",
-    "FixedSchedule",
-    "FixedStepSize",
     "GaussianNoise",
-    "GaussianReverse",
     "GumbelSoftmax",
     "IndependentDraw",
     "Info",
@@ -110,7 +98,6 @@ __all__ = [
     "LogWeight",
     "LowDimensionalEvidence",
     "ModelComparison",
-    "Momentum",
     "MonteCarloELBO",
     "MonteCarloEM",
     "Mutation",
@@ -146,7 +133,6 @@ __all__ = [
     "compare",
     "compare_models",
     "load_checkpoint",
-    "local_bounds",
     "local_estimate",
     "log_evidence",
     "log_evidence_loader",

@@ -68,6 +68,3 @@ if __name__ == "__main__":
         print(f"  TraceIWAE_ELBO            {bound(pair, TraceIWAE_ELBO(particles))}")
         print(f"  TraceIWAE_ELBO joint=True {bound(pair, TraceIWAE_ELBO(particles, joint=True))}")
         print(f"  RenyiELBO(alpha=0)        {bound(pair, theirs)}")
-    for count in (10, 32):
-        elbo = TraceIWAE_ELBO(count, num_global_particles=count)
-        print(f"K = {count}, num_global_particles={count}  {bound(pair, elbo, 100)}")

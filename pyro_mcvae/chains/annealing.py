@@ -18,8 +18,6 @@ from torch import Tensor
 from pyro_mcvae.chains.kernel import Info, State, Target, finite, of_moving
 from pyro_mcvae.ops.importance import leave_one_out_mean, leave_one_out_signal
 
-__all__ = ["Chain", "Transition", "accept_score", "anneal", "anneal_back", "evaluator"]
-
 
 class Transition(Protocol):
     """What moves chains: a :class:`Kernel`, or one whose transitions are replayed."""

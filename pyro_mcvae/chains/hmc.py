@@ -7,10 +7,8 @@ from torch import Tensor
 
 from pyro_mcvae.chains.kernel import Kernel, Proposal, State, Target
 from pyro_mcvae.chains.leapfrog import leapfrog, log_momentum
-from pyro_mcvae.chains.step_size import StepSize
+from pyro_mcvae.chains.step_size_base import StepSize
 from pyro_mcvae.ops.checks import check_count
-
-__all__ = ["HMC"]
 
 
 class HMC(Kernel):

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize, as_step_size
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, as_step_size
+from pyro_mcvae.chains.step_size_base import StepSize
 from pyro_mcvae.chains.transitions import check_transitions
-
-__all__ = ["Info", "Kernel", "Proposal", "State", "Target", "finite", "of_moving"]
 
 
 class State(NamedTuple):
@@ -135,7 +134,6 @@ class Proposal(NamedTuple):
     :ivar state: the proposed state.
     :ivar log_ratio: :math:`\log m(z' \to z) - \log m(z \to z')`, shape ``[*batch]``; the reverse
         move's log density minus the forward one's.
-    :ivar log_reverse: the same with another reverse kernel than m, where a kernel has one.
 
     Example::
 
@@ -145,7 +143,6 @@ class Proposal(NamedTuple):
 
     state: State
     log_ratio: Tensor
-    log_reverse: Tensor | None = None
 
 
 class Info(NamedTuple):
@@ -264,16 +261,12 @@ class Kernel(nn.Module, ABC):
         :param Target target: the density to move in.
         :returns: the new state and an :class:`Info`.
         """
-        proposal = self.propose(state, target)
-        if not _is_of(proposal, state):
-            raise _no_proposal(type(self).__name__, proposal, state)
+        proposal = _checked(type(self).__name__, self.propose(state, target), state)
         if self.adjusted:
             return self._decide(proposal, state, target)
         with torch.no_grad():
             change = self._log_change(proposal, state, target)
-        reverse, log_ratio = proposal.log_reverse, proposal.log_ratio
-        info = Info(log_ratio if reverse is None else reverse, change.clamp(max=0.0).exp())
-        return proposal.state, info
+        return proposal.state, Info(proposal.log_ratio, change.clamp(max=0.0).exp())
 
     def _decide(self, proposal: Proposal, state: State, target: Target) -> tuple[State, Info]:
         """Accept or reject a move, each datum by itself."""
@@ -296,41 +289,26 @@ class Kernel(nn.Module, ABC):
         return change.masked_fill(change.isnan(), -math.inf)
 
 
-def _is_of(proposal: object, state: State) -> bool:
-    """Whether it is a proposal of such states."""
-    return (
-        isinstance(proposal, Proposal)
-        and isinstance(proposal.state, State)
-        and proposal.state.position.shape == state.position.shape
-        and not _wrong_ratios(proposal, state)
-    )
+def _checked(name: str, proposal: object, state: State) -> Proposal:
+    """
+    A proposal of a kernel of one's own.
 
-
-def _wrong_ratios(proposal: Proposal, state: State) -> list[tuple[int, ...]]:
-    """The shapes of log ratios that are not one for each chain."""
-    shapes = (tuple(getattr(r, "shape", ())) for r in (proposal.log_ratio, proposal.log_reverse))
-    return [s for s in shapes if s not in ((), tuple(state.log_weight.shape))]
-
-
-def _no_proposal(name: str, proposal: object, state: State) -> ValueError:
+    :raises ValueError: for what is none, or of another shape than the state.
+    """
     if not (isinstance(proposal, Proposal) and isinstance(proposal.state, State)):
-        found = f"a {type(proposal).__name__}"
-        if isinstance(proposal, Proposal):
-            found += f" whose state is a {type(proposal.state).__name__}"
-        return ValueError(
+        found = type(getattr(proposal, "state", proposal)).__name__
+        raise ValueError(
             f"{name}.propose must return a Proposal(state, log_ratio) with a state from "
-            f"target.evaluate(position), got {found}"
+            f"target.evaluate(position), got a {found}"
         )
-    if proposal.state.position.shape != state.position.shape:
-        return ValueError(
-            f"{name}.propose must keep the shape {tuple(state.position.shape)} of positions, "
-            f"got {tuple(proposal.state.position.shape)}"
+    position, ratio = (getattr(t, "shape", ()) for t in (proposal.state[0], proposal.log_ratio))
+    if position != state.position.shape or tuple(ratio) not in ((), state.log_weight.shape):
+        raise ValueError(
+            f"{name}.propose must return positions of shape {tuple(state.position.shape)} and a "
+            f"log ratio per chain, of shape {tuple(state.log_weight.shape)} (sum over coordinates, "
+            f".sum(-1)), got {tuple(position)} and {tuple(ratio)}"
         )
-    return ValueError(
-        f"{name}.propose must return a log ratio per chain, of shape "
-        f"{tuple(state.log_weight.shape)}, got {tuple(_wrong_ratios(proposal, state)[0])}: sum "
-        f"over coordinates, .sum(-1)"
-    )
+    return proposal
 
 
 def _select(accepted: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:

@@ -6,8 +6,6 @@ from torch import Tensor
 
 from pyro_mcvae.chains.kernel import State, Target
 
-__all__ = ["leapfrog", "log_momentum"]
-
 _LIMIT = 10.0
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pyro_mcvae.chains.kernel import Kernel, Proposal, State, Target
 
-__all__ = ["RandomWalk"]
-
 
 class RandomWalk(Kernel):
     r"""

@@ -5,22 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.options import FixedOptions
-
-__all__ = [
-    "FixedSchedule",
-    "LearnedSchedule",
-    "LinearSchedule",
-    "Schedule",
-    "SigmoidSchedule",
-    "as_schedule",
-]
 
 
 class Schedule(FixedOptions, nn.Module, ABC):
@@ -61,16 +51,13 @@ class Schedule(FixedOptions, nn.Module, ABC):
         """
         betas = super().__call__()
         if not isinstance(betas, Tensor) or tuple(betas.shape) != (self.num_steps + 1,):
-            raise self._no_betas(betas)
+            found = tuple(betas.shape) if isinstance(betas, Tensor) else repr(betas)
+            raise ValueError(
+                f"{type(self).__name__}.forward must return a tensor of shape [num_steps + 1] = "
+                f"[{self.num_steps + 1}], got {found}"
+            )
         inner = betas[1:-1]
         return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)])
-
-    def _no_betas(self, betas: object) -> ValueError:
-        found = tuple(betas.shape) if isinstance(betas, Tensor) else repr(betas)
-        return ValueError(
-            f"{type(self).__name__}.forward must return a tensor of shape [num_steps + 1] = "
-            f"[{self.num_steps + 1}], got {found}"
-        )
 
 
 class LinearSchedule(Schedule):
@@ -217,12 +204,12 @@ def as_schedule(
     if isinstance(schedule, int):
         schedule = LinearSchedule(schedule)
     if not isinstance(schedule, Schedule):
-        schedule = FixedSchedule(_as_betas(schedule))
-    if not hasattr(schedule, "num_steps"):
-        raise ValueError(
-            f"{type(schedule).__name__} has no num_steps: its __init__ must call "
-            f"super().__init__(num_steps)"
-        )
+        if not isinstance(schedule, Tensor | list | tuple):
+            raise ValueError(
+                f"schedule must be a Schedule such as LinearSchedule(10), a number of steps, or a "
+                f"tensor that increases from 0 to 1, got {schedule!r}"
+            )
+        schedule = FixedSchedule(torch.as_tensor(schedule))
     schedule()  # raises for another shape
     check_betas(schedule.forward())
     if num_steps is not None and num_steps != schedule.num_steps:
@@ -231,16 +218,3 @@ def as_schedule(
             f"num_steps out"
         )
     return schedule
-
-
-def _as_betas(given: Any) -> Tensor:
-    """
-    :raises ValueError: for what is no tensor of numbers.
-    """
-    try:
-        return torch.as_tensor(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"schedule must be a Schedule such as LinearSchedule(10), a number of steps, or a "
-            f"tensor that increases from 0 to 1, got {given!r}"
-        ) from error

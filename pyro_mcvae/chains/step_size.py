@@ -12,8 +12,6 @@ from pyro_mcvae.chains.transitions import begin_with, of_transition
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.ranks import mean_over_ranks
 
-__all__ = ["AdaptiveStepSize", "FixedStepSize", "LearnedStepSize", "StepSize", "as_step_size"]
-
 _BOUNDS = 1e-6, 1e3
 
 
@@ -105,21 +103,9 @@ class AdaptiveStepSize(StepSize):
         self.register_buffer("begun", torch.tensor(False))
         self.power, self.most = 1.0, math.inf
         self._new = True
-        self._coordinates: str | None = None
 
     def use_coordinates(self, coordinates: str) -> None:
-        """
-        Serve chains in ``"noise"`` or ``"latent"`` coordinates.
-
-        :raises ValueError: if it serves the others already, in which a step has another length.
-        """
-        if self._coordinates not in (None, coordinates):
-            raise ValueError(
-                f"this kernel's step size belongs to a loss with "
-                f"coordinates={self._coordinates!r}, and a step has another length in "
-                f"coordinates={coordinates!r}: make a kernel for each loss"
-            )
-        self._coordinates = coordinates
+        """Serve chains in ``"noise"`` or ``"latent"`` coordinates."""
         if self.per_coordinate is None:
             self.per_coordinate = coordinates == "latent"
 
@@ -151,13 +137,11 @@ class AdaptiveStepSize(StepSize):
 
     @torch.no_grad()
     def begin(self, gradient: Tensor, learns: bool = True) -> None:
-        if self.per_coordinate:
-            self._begin(gradient, learns and self.training)
-
-    def _begin(self, gradient: Tensor, learns: bool) -> None:
+        if not self.per_coordinate:
+            return
         if self.value.dim() and self.value.shape[-1] != gradient.shape[-1]:
             self._assign("value", self.value.log().mean().exp())
-        if learns and self._new:
+        if learns and self.training and self._new:
             self._new = False
             self._fit(gradient)
 
@@ -241,8 +225,7 @@ class LearnedStepSize(StepSize):
 
     Where no optimizer moves the factors, it goes on adapting.
 
-    :param initial: positive, a number or a tensor of shape ``[D]``, or ``[num_transitions]`` and
-        ``[num_transitions, D]`` with one value for each transition; or an
+    :param initial: positive, a number or a tensor of shape ``[D]``; or an
         :class:`AdaptiveStepSize`.
     :param int num_transitions: one value for each of so many transitions, the ``num_steps`` of the
         objective; None for one that serves them all.
@@ -273,7 +256,7 @@ class LearnedStepSize(StepSize):
         self.num_transitions = num_transitions
         self.start = initial if isinstance(initial, AdaptiveStepSize) else None
         given = torch.ones(()) if isinstance(initial, AdaptiveStepSize) else initial
-        start = begin_with("initial", positive("initial", given, 2), num_transitions)
+        start = begin_with(positive("initial", given), num_transitions)
         # The logarithm keeps it positive under any optimizer.
         self.log_value = nn.Parameter(start.log())
         if self.start is not None:

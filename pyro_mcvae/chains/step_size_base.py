@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FixedStepSize", "StepSize", "checked_value", "positive"]
-
 
 class StepSize(nn.Module, ABC):
     """
@@ -48,7 +46,14 @@ class StepSize(nn.Module, ABC):
 
         :raises ValueError: for what is no tensor without dims, or of shape ``[D]``.
         """
-        return checked_value(self, super().__call__(*transition), most=1)
+        value = super().__call__(*transition)
+        if isinstance(value, Tensor) and value.dim() <= 1:
+            return value
+        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"{type(self).__name__}.forward must return a tensor without dims or of shape [D], got "
+            f"{found}"
+        )
 
     def values(self) -> Tensor:
         """
@@ -107,36 +112,18 @@ class FixedStepSize(StepSize):
         return self.value
 
 
-def checked_value(part: nn.Module, value: object, most: int) -> Tensor:
-    """
-    What a module of one's own returns.
-
-    :param int most: how many dims it may have.
-    :raises ValueError: naming what it has returned instead.
-    """
-    if isinstance(value, Tensor) and value.dim() <= most:
-        return value
-    raise _no_value(part, value, most)
-
-
-def _no_value(part: nn.Module, value: object, most: int) -> ValueError:
-    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    shape = "without dims" + (" or of shape [D]" if most else "")
-    return ValueError(f"{type(part).__name__}.forward must return a tensor {shape}, got {found}")
-
-
-def positive(name: str, value: float | Tensor, dims: int = 1) -> Tensor:
+def positive(name: str, value: float | Tensor) -> Tensor:
     """
     A copy, as a tensor.
 
-    :raises ValueError: for what is not positive and finite, or has more dims than that.
+    :raises ValueError: for what is not positive and finite, or has more dims than one.
     """
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         raise ValueError(f"{name} must be a positive number or a StepSize, got {value!r}")
     tensor = torch.as_tensor(
         value, dtype=None if isinstance(value, Tensor) else torch.get_default_dtype()
     )
-    if tensor.dim() > dims or not bool(((tensor > 0) & tensor.isfinite()).all()):
+    if tensor.dim() > 1 or not bool(((tensor > 0) & tensor.isfinite()).all()):
         raise ValueError(
             f"{name} must be positive and finite, one number or one per coordinate, got {value!r}"
         )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, nn
 
 from pyro_mcvae.chains.kernel import Kernel, Proposal, State, Target
 from pyro_mcvae.chains.leapfrog import leapfrog, log_momentum
-from pyro_mcvae.chains.momentum import LearnedMomentum, Momentum, as_momentum
-from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize, StepSize
-
-__all__ = ["UnderdampedLangevin"]
+from pyro_mcvae.chains.momentum import LearnedMomentum
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize
+from pyro_mcvae.chains.step_size_base import StepSize
 
 
 class UnderdampedLangevin(Kernel):
@@ -27,8 +28,8 @@ class UnderdampedLangevin(Kernel):
     :param step_size: :math:`\epsilon`; see :class:`Kernel`. Adapts by default, to an acceptance of
         0.9; for a model that is trained already, 0.8 is often tighter:
         ``AdaptiveStepSize(target_acceptance=0.8)``.
-    :param momentum: :math:`\mu`, a number of at least 0 and less than 1, or a :class:`Momentum`;
-        0.9 by default.
+    :param momentum: :math:`\mu`, a number of at least 0 and less than 1, a
+        :class:`LearnedMomentum`, or a module that maps the number of a transition to a tensor.
     :raises ValueError: if the step size is not positive, or the momentum outside of [0, 1).
 
     [1] Geffner, Domke (2021), *MCMC Variational Inference via Uncorrected Hamiltonian Annealing*.
@@ -55,10 +56,16 @@ class UnderdampedLangevin(Kernel):
     def __init__(
         self,
         step_size: float | Tensor | StepSize | None = None,
-        momentum: float | Momentum | None = None,
+        momentum: float | nn.Module = 0.9,
     ) -> None:
         super().__init__(step_size)
-        self.momentum = as_momentum(0.9 if momentum is None else momentum)
+        known = isinstance(momentum, nn.Module | int | float) and not isinstance(momentum, bool)
+        if not known or not (isinstance(momentum, nn.Module) or 0 <= momentum < 1):
+            raise ValueError(
+                f"momentum must be at least 0 and less than 1, or a module such as "
+                f"LearnedMomentum(), got {momentum!r}"
+            )
+        self.momentum = momentum
 
     @classmethod
     def trained(
@@ -80,8 +87,10 @@ class UnderdampedLangevin(Kernel):
     def propose(self, state: State, target: Target) -> Proposal:
         start = target.noise(state)
         if state.momentum is not None:
-            kept = self.momentum(target.transition)
-            start = kept * state.momentum + (1 - kept.square()).sqrt() * start
+            kept: Any = self.momentum
+            if isinstance(kept, nn.Module):
+                kept = kept(target.transition)
+            start = kept * state.momentum + (1 - kept**2) ** 0.5 * start
         new, end = leapfrog(state, start, target, self.step_size(target.transition))
         # The refreshment leaves N(0, I) invariant, so only the leapfrog step changes the weight.
         return Proposal(new._replace(momentum=end), log_momentum(end) - log_momentum(start))

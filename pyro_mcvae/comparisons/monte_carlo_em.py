@@ -162,7 +162,6 @@ class MonteCarloEM(ChainELBO):
             coordinates,
             "reweighted",  # chains without a graph; the weights are all equal here
             joint,
-            False,
             **options,
         )
         self.updates_per_draw, self.progress = updates_per_draw, progress

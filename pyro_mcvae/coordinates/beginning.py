@@ -10,8 +10,6 @@ from pyro_mcvae.coordinates.coordinate import Coordinate
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.types import Message
 
-__all__ = ["Beginning", "GivenLatents"]
-
 
 class Beginning:
     """

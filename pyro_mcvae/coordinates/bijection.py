@@ -9,8 +9,6 @@ from pyro_mcvae.programs.moving_supports import elementwise, is_pushed_forward
 from pyro_mcvae.programs.sites import bare
 from pyro_mcvae.programs.types import Constraint, Distribution, Transform
 
-__all__ = ["bijection_of"]
-
 
 def bijection_of(fn: Distribution) -> Transform:
     """

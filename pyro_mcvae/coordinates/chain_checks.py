@@ -9,8 +9,6 @@ from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.programs.sites import bare
 from pyro_mcvae.programs.terms import Term
 
-__all__ = ["check_chain", "check_continuous", "named"]
-
 
 def check_chain(log_weight: LogWeight, objective: str) -> None:
     """

@@ -6,14 +6,11 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from pyro.infer.util import is_validation_enabled
-from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from pyro_mcvae.chains.kernel import State, finite
 from pyro_mcvae.coordinates.gradient import GradientMode
@@ -21,12 +18,6 @@ from pyro_mcvae.coordinates.log_weight import Evaluation, LogWeight
 from pyro_mcvae.ops.recording import holds
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.run import Run
-
-__all__ = [
-    "ChainDensity",
-    "costs_nothing_to_read",
-    "outside_inference_mode",
-]
 
 # A chain that diverges gets no further than this: programs there raise errors of their own (an
 # infinite mean, say) for all data at once. Such a state has weight zero, so that it is rejected by
@@ -50,7 +41,6 @@ class ChainDensity:
         self._again = again or log_weight.plan.entangled
         self.gradient = log_weight.gradient
         self._full = GradientMode.CHAIN in self.gradient
-        self._recompute = GradientMode.RECOMPUTED in self.gradient
         # None of vectors that are empty, where a guide draws nothing but what is held.
         moves = log_weight.coordinates.shape[-1] > 0
         self._kernel_gradient = moves and GradientMode.COORDINATES in self.gradient
@@ -72,17 +62,6 @@ class ChainDensity:
             return state
 
     def __call__(self, position: Tensor) -> State:
-        return self._recomputed(position) if self._recompute else self._evaluate(position)
-
-    def _recomputed(self, position: Tensor) -> State:
-        # Handlers around the loss are gone when the backward pass runs the programs again.
-        contexts = nullcontext(), _Handlers()
-        state: State = checkpoint(
-            self._evaluate, position, use_reentrant=False, context_fn=lambda: contexts
-        )
-        return state
-
-    def _evaluate(self, position: Tensor) -> State:
         with torch.set_grad_enabled(self._full or self._kernel_gradient):
             if not self._full:
                 position = position.detach()
@@ -90,8 +69,7 @@ class ChainDensity:
                 position = position.clone().requires_grad_()
             near, reads = position.detach().abs() <= _FAR, _may_read(position)
             all_near = reads and holds(near.all())
-            # A tensor of its own: transforms remember what they made of one that they know, and its
-            # graph, in which a recomputation of the same evaluation would meet itself.
+            # A tensor of its own: transforms remember what they made of one that they know.
             own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
             state = self._at(position, own)
             # Where no graph is kept nothing but gradients is mended.
@@ -107,12 +85,8 @@ class ChainDensity:
         return state
 
     def _at(self, position: Tensor, moved: Tensor) -> State:
-        at = self.log_weight(moved)
-        state = self._state(position, at)
-        # Last, since a checkpoint may run this again for the gradients of the line above, and what
-        # that made would be kept.
-        self._latest = at
-        return state
+        self._latest = self.log_weight(moved)
+        return self._state(position, self._latest)
 
     def _with_constants(self, state: State, regular: Tensor) -> State:
         """
@@ -175,21 +149,6 @@ def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
         parts = {name: getattr(state, name) for name in ("grad_base", "grad_weight")}
         state = state._replace(**{name: finite(part) for name, part in parts.items()})
     return state, regular
-
-
-class _Handlers:
-    """Pyro's handlers as they were when this was made; may be entered again."""
-
-    def __init__(self) -> None:
-        self._then = list(_PYRO_STACK)
-        self._now: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._now = list(_PYRO_STACK)
-        _PYRO_STACK[:] = self._then
-
-    def __exit__(self, *error: object) -> None:
-        _PYRO_STACK[:] = self._now
 
 
 @contextmanager

@@ -31,15 +31,6 @@ from pyro_mcvae.programs.score import is_rejection_sampled
 from pyro_mcvae.programs.sites import is_masked, is_straight_through, known_support, layers
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = [
-    "Coordinate",
-    "DiscreteCoordinate",
-    "NoiseCoordinate",
-    "UnconstrainedCoordinate",
-    "ValueCoordinate",
-    "coordinate_of",
-]
-
 Coordinates = Literal["noise", "latent", "value", "resting"]
 
 

@@ -18,8 +18,6 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.terms import Term
 
-__all__ = ["base_gradient", "coordinate_gradient", "gradients_at_latents", "guide_elbo"]
-
 
 def base_gradient(plan: Plan, at: Evaluation, create_graph: bool) -> Tensor:
     """The gradient of the coordinates' own density: ``[*leading, *plates, D]``."""

@@ -12,8 +12,6 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.sites import masked_entries
 from pyro_mcvae.programs.terms import Term
 
-__all__ = ["Evaluation", "evaluate"]
-
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import enum
 
-__all__ = ["GradientMode"]
-
 
 class GradientMode(enum.Flag):
     """
@@ -16,14 +14,12 @@ class GradientMode(enum.Flag):
     * ``FIRST``: the first draw keeps its graph, its latents detached from the guide, so that guide
       and model get gradients of their own; later evaluations keep none.
     * ``CHAIN``: every evaluation keeps its graph, back to the first draw.
-    * ``RECOMPUTED``: as ``CHAIN``, by running each evaluation again in the backward pass.
     """
 
     NONE = 0
     COORDINATES = 1
     FIRST = 2
     CHAIN = 4
-    RECOMPUTED = 12
 
     @classmethod
     def of_kernel(cls, needs_gradient: bool) -> GradientMode:

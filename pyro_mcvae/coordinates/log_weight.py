@@ -28,7 +28,7 @@ from pyro_mcvae.coordinates.placing import (
     value_at,
 )
 from pyro_mcvae.coordinates.plan import check_names, plan_of
-from pyro_mcvae.ops.attention import MathAttention
+from pyro_mcvae.ops.attention import math_attention
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.shapes import as_shape
 from pyro_mcvae.ops.smoothing import Widths, smoothed
@@ -38,8 +38,6 @@ from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.known_logs import knowing
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.types import Distribution, Message
-
-__all__ = ["Evaluation", "LogWeight"]
 
 
 class LogWeight:
@@ -139,7 +137,7 @@ class LogWeight:
         """Around runs of the programs: what lets gradients be differentiated again."""
         if self._widths is None:
             return nullcontext()
-        return entered(MathAttention(), smoothed(self._widths))
+        return entered(math_attention(), smoothed(self._widths))
 
     def _empty(self) -> Tensor:
         return self.first.log_weight.unsqueeze(-1)[..., :0]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from pyro import distributions as dist
 from torch import Tensor
 from torch.distributions import gamma
 
 from pyro_mcvae.programs.known_logs import Logs, with_logs
 from pyro_mcvae.programs.transforms import is_elementary
 from pyro_mcvae.programs.types import Distribution
-
-__all__ = ["logarithmic_draw"]
 
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
@@ -35,8 +33,9 @@ def logarithmic_draw(fn: Distribution) -> Tensor:
 def _draw(fn: Any) -> Tensor | None:
     if isinstance(fn, torch.distributions.Independent):
         return _draw(fn.base_dist)
-    if type(fn) in _DRAWS:
-        return _DRAWS[type(fn)](fn)
+    draw = _DRAWS.get(type(fn).__name__)
+    if draw is not None and type(fn).__module__.startswith(("torch.", "pyro.")):
+        return draw(fn)
     own = getattr(type(fn), "rsample", None) is _TRANSFORMED.rsample
     if not (own and all(map(is_elementary, fn.transforms))):
         return None
@@ -58,14 +57,6 @@ def _gamma(fn: Any) -> Tensor:
     return (_log_gamma(fn.concentration) - fn.rate.log()).exp()
 
 
-def _beta(fn: Any) -> Tensor:
-    return (_log_gamma(fn.concentration1) - _log_gamma(fn.concentration0)).sigmoid()
-
-
-def _dirichlet(fn: Any) -> Tensor:
-    return _log_gamma(fn.concentration).softmax(-1)
-
-
 def _exponential(fn: Any) -> Tensor:
     value = fn.rsample().clamp_min(torch.finfo(fn.rate.dtype).tiny)
     return with_logs(value, Logs(value.log))
@@ -76,22 +67,12 @@ def _relaxed(fn: Any) -> Tensor:
     return value
 
 
-_DRAWS = {
-    cls: draw
-    for name, draw in {
-        "Gamma": _gamma,
-        "Chi2": _gamma,
-        "Beta": _beta,
-        "Dirichlet": _dirichlet,
-        "Exponential": _exponential,
-        "ExpRelaxedCategorical": _relaxed,
-        "LogitRelaxedBernoulli": _relaxed,
-    }.items()
-    for module in (
-        dist,
-        torch.distributions,
-        torch.distributions.relaxed_bernoulli,
-        torch.distributions.relaxed_categorical,
-    )
-    if (cls := getattr(module, name, None)) is not None
+_DRAWS: dict[str, Callable[[Any], Tensor]] = {
+    "Gamma": _gamma,
+    "Chi2": _gamma,
+    "Beta": lambda fn: (_log_gamma(fn.concentration1) - _log_gamma(fn.concentration0)).sigmoid(),
+    "Dirichlet": lambda fn: _log_gamma(fn.concentration).softmax(-1),
+    "Exponential": _exponential,
+    "ExpRelaxedCategorical": _relaxed,
+    "LogitRelaxedBernoulli": _relaxed,
 }

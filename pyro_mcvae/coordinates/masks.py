@@ -12,8 +12,6 @@ from pyro_mcvae.coordinates.plan import Plan
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.sites import masked_entries
 
-__all__ = ["coordinates_that_count"]
-
 
 def coordinates_that_count(
     sample: WeightedParticles, records: list[Record], plan: Plan, without: Collection[str] = ()

@@ -20,14 +20,6 @@ from torch import Tensor
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.types import Distribution
 
-__all__ = [
-    "Noise",
-    "StandardNormal",
-    "noise_of",
-    "register_noise",
-    "sum_event",
-]
-
 
 class Noise(NamedTuple):
     r"""
@@ -272,18 +264,6 @@ def _transformed(fn: Distribution) -> Noise | None:
 
     return Noise(
         standard, event_shape, transform, inverse=None if base_inverse is None else inverse
-    )
-
-
-@register_noise(*_pair("Kumaraswamy"))
-def _kumaraswamy(fn: Distribution) -> Noise:
-    a, b = fn.concentration1, fn.concentration0
-    ndtr, ndtri = torch.special.ndtr, torch.special.ndtri
-    return Noise(
-        StandardNormal(a),
-        fn.event_shape,
-        lambda eps: (1 - ndtr(eps) ** b.reciprocal()) ** a.reciprocal(),
-        inverse=lambda value: ndtri((1 - value**a) ** b),
     )
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from pyro_mcvae.ops.shapes import as_shape
 
-__all__ = ["Packing", "SiteShape"]
-
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:

@@ -19,16 +19,6 @@ from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.sites import bare, changed_draw, is_straight_through
 from pyro_mcvae.programs.types import Message, SiteChanges
 
-__all__ = [
-    "Placed",
-    "Record",
-    "coordinate_at",
-    "latents_at",
-    "packing_of",
-    "placing_at",
-    "value_at",
-]
-
 
 class Placed(NamedTuple):
     """A site's coordinate, and where it stands."""

@@ -12,8 +12,6 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.errors import NothingToMoveError
 from pyro_mcvae.programs.sites import is_random
 
-__all__ = ["Plan", "check_names", "plan_of"]
-
 # Programs of stochastic structure can show ever new shapes: then all are forgotten.
 _MAX_PLANS = 256
 

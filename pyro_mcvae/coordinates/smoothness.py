@@ -21,8 +21,6 @@ from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.modules import find_modules
 from pyro_mcvae.structure.cache import Analyses
 
-__all__ = ["Smoothness"]
-
 _logger = logging.getLogger(__name__)
 
 _Kinks = dict[Place, tuple[float | None, ...]]
@@ -101,7 +99,7 @@ class Smoothness:
         with suppress(ValueError, RuntimeError), entered(*unvalidated), torch.enable_grad():
             v = _STEPS * step * torch.randn_like(log_weight.coordinates)
             v = v if log_weight.movable is None else v * log_weight.movable.detach()
-            if _jumps(log_weight, known, v):
+            if _jumps(log_weight, v):
                 self._smooth(log_weight, known, v)
         return known != before
 
@@ -111,7 +109,7 @@ class Smoothness:
         own = {place: w for place, w in found.items() if not place.in_density}
         for kinks in filter(None, (own, found)) if self._smooths else ():
             known.update(kinks)
-            if not _jumps(log_weight, known, v):
+            if not _jumps(log_weight, v):
                 self._tell(_SMOOTHED, _names(kinks, log_weight))
                 return
         rough = not found or self._smooths
@@ -142,9 +140,9 @@ def _find_kinks(log_weight: LogWeight, v: Tensor) -> _Kinks:
     return widths
 
 
-def _jumps(log_weight: LogWeight, known: Widths, v: Tensor) -> bool:
+def _jumps(log_weight: LogWeight, v: Tensor) -> bool:
     """
-    Whether the gradient along moves v jumps anywhere on the way, or has no derivative.
+    Whether the gradient along moves v jumps anywhere on the way.
 
     The way is halved again and again, towards the half over which the gradient changes more. What
     is left of a smooth gradient's change is halved too, however stiff it is; a jump stays.
@@ -158,10 +156,7 @@ def _jumps(log_weight: LogWeight, known: Widths, v: Tensor) -> bool:
         with drifting():
             return (_gradient(log_weight(position).log_weight, position) * v).sum(-1)
 
-    with KinkFinder() as finder:
-        first, last = slope(low), slope(high)
-    if any(place.differentiates_once and place not in known for place in finder.found):
-        return True
+    first, last = slope(low), slope(high)
     size = first.abs() + last.abs()
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -208,32 +203,14 @@ def _rough_nodes(value: Tensor) -> set[str]:
 
 
 def _names(places: Iterable[Place], log_weight: LogWeight) -> list[str]:
-    """Kinks as a user finds them: ``nn.ReLU at decoder[1]``, or the line of the operation."""
+    """Kinks as a user finds them: ``nn.ReLU at Decoder.net.1``, or the line of the operation."""
     roots = find_modules(*log_weight.programs.pair)
-    labels: dict[int, str] = {}  # of modules by pyro.module
-    run = log_weight.first.sample.runs[0]
-    for name in (n for t in (run.guide_trace, run.model_trace) for n in t.nodes if "$$$" in n):
-        label, path = name.split("$$$")
-        value = pyro.get_param_store()._params.get(name)
-        labels.update({id(r): label for r in roots if _parameter(r, path) is value})
-    return [_name(place, roots, labels) for place in places]
+    return [_name(place, roots) for place in places]
 
 
-def _parameter(module: nn.Module, path: str) -> Tensor | None:
-    return dict(module.named_parameters()).get(path)
-
-
-def _name(place: Place, roots: list[nn.Module], labels: dict[int, str]) -> str:
+def _name(place: Place, roots: list[nn.Module]) -> str:
     if place.module is None:
         return f"{place.name} at {place.code.co_filename}:{place.line}"
-    paths = {}
-    for root in roots:
-        label = labels.get(id(root), type(root).__name__)
-        for name, part in root.named_modules():
-            if part is place.module:
-                path = re.sub(r"\.(\d+)", r"[\1]", f"{label}.{name}".rstrip("."))
-                paths[path] = id(root) in labels, len(path)
-    # Where no name is known, the longest path begins where the user's own names do.
-    return " at ".join(
-        [f"nn.{type(place.module).__name__}", *sorted(paths, key=lambda path: paths[path])[-1:]]
-    )
+    named = ((type(root).__name__, *pair) for root in roots for pair in root.named_modules())
+    paths = [f" at {root}.{path}".rstrip(".") for root, path, m in named if m is place.module]
+    return f"nn.{type(place.module).__name__}" + max(paths, key=len, default="")

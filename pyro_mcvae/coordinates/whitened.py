@@ -14,8 +14,6 @@ from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.programs.precision import without_autocast
 from pyro_mcvae.programs.run import Run
 
-__all__ = ["WhitenedDensity", "Whitening"]
-
 
 @dataclass(frozen=True)
 class Whitening:

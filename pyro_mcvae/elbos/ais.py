@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.elbos.chain import ChainELBO, ChainOptions
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["TraceAIS_ELBO"]
 
 
 class TraceAIS_ELBO(ChainELBO):
@@ -66,8 +60,6 @@ class TraceAIS_ELBO(ChainELBO):
     :param str gradient_estimator: ``"auto"``, ``"full"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
         everything; without subsampled plates only.
-    :param bool recompute: run each evaluation of the chain again in the backward pass instead of
-        keeping its graph: memory of about one evaluation instead of K, for more time.
     :param num_categories: the most probable values of each discrete site of the guide, to be
         summed; 1 by default, ``math.inf`` for all.
     :param int num_samples: draws from the others; 1 by default.

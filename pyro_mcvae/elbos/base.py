@@ -28,8 +28,6 @@ from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.precision import casts_with_gradients, without_autocast
 from pyro_mcvae.programs.types import Program, Site
 
-__all__ = ["ELBOOptions", "MonteCarloELBO", "check_options"]
-
 
 class ELBOOptions(TypedDict, total=False):
     """Pyro's own arguments, which every objective passes on to :class:`MonteCarloELBO`."""
@@ -60,9 +58,9 @@ class MonteCarloELBO(FixedOptions, ELBO):
     """
     Base class of the objectives of this package.
 
-    A subclass implements :meth:`estimate` (value and surrogate of one step) and :meth:`bounds_of`
-    (the value per datum). This class makes Pyro's interface of them: :meth:`loss`,
-    :meth:`differentiable_loss` and :meth:`loss_and_grads` agree under one random seed.
+    A subclass implements :meth:`estimate`: value, surrogate and value per datum of one step. This
+    class makes Pyro's interface of it: :meth:`loss`, :meth:`differentiable_loss`,
+    :meth:`loss_and_grads` and :meth:`bounds` agree under one random seed.
 
     :param int num_particles: the number of draws.
     :param max_plate_nesting: how many batch dims the programs' plates occupy; found out by one
@@ -91,10 +89,6 @@ class MonteCarloELBO(FixedOptions, ELBO):
         ...         sample = self.sampler.sample(programs)
         ...         best = sample.log_weight.max(0).values
         ...         return local_estimate(sample, best.detach(), best)
-        ...
-        ...     def bounds_of(self, programs):
-        ...         sample = self.sampler.sample(programs)
-        ...         return local_bounds(sample, sample.log_weight.max(0).values)
         >>> def model(x):
         ...     with pyro.plate("data", len(x)):
         ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
@@ -183,9 +177,19 @@ class MonteCarloELBO(FixedOptions, ELBO):
     def estimate(self, programs: Programs) -> Estimate:
         """One step's value and surrogate; the surrogate needs no graph where gradients are off."""
 
-    @abstractmethod
     def bounds_of(self, programs: Programs) -> Bounds:
-        """One step's value per datum."""
+        """
+        One step's value per datum: by default that of :meth:`estimate`, without gradients.
+
+        :raises NotImplementedError: if the estimate has no value per datum.
+        """
+        found = self.estimate(programs).bounds
+        if found is None:
+            raise NotImplementedError(
+                f"{type(self).__name__} has no bounds per datum: pass Estimate(..., bounds=), or "
+                f"make the estimate by local_estimate"
+            )
+        return found()
 
     def _step(self, programs: Programs) -> Estimate:
         with casts_with_gradients():

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import pyro
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
 from pyro_mcvae.chains.kernel import Kernel, of_moving
 from pyro_mcvae.chains.schedules import LearnedSchedule, LinearSchedule, Schedule, as_schedule
-from pyro_mcvae.chains.step_size import AdaptiveStepSize, StepSize
+from pyro_mcvae.chains.step_size import AdaptiveStepSize
+from pyro_mcvae.chains.step_size_base import StepSize
 from pyro_mcvae.coordinates.chain_checks import check_chain
 from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
 from pyro_mcvae.coordinates.gradient import GradientMode
@@ -30,17 +30,11 @@ from pyro_mcvae.discrete.slot_draws import SlotDraws
 from pyro_mcvae.discrete.slot_planner import NoSlots, SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.chain_record import ChainRecord
-from pyro_mcvae.elbos.elbo_terms import (
-    local_bounds,
-    local_estimate,
-    weighted_bounds,
-    weighted_estimate,
-)
-from pyro_mcvae.elbos.estimate import Bounds, Estimate
+from pyro_mcvae.elbos.elbo_terms import local_estimate, weighted_estimate
+from pyro_mcvae.elbos.estimate import Estimate
 from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.importance import log_mean_exp
-from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.errors import NothingToMoveError
@@ -50,16 +44,8 @@ from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.finder import StructureFinder
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["ChainELBO", "ChainOptions", "ChainRecord"]
-
-T = TypeVar("T")
 ChainCoordinates = Literal["noise", "latent"]
 ChainGradient = Literal["auto", "full", "reweighted"]
-
-_logger = logging.getLogger(__name__)
 
 # What PyTorch says of operators, custom functions, cuDNN's RNNs and compiled modules.
 _NO_DOUBLE_BACKWARD = re.compile("not implemented|once_differentiable|double backward", re.I)
@@ -67,11 +53,6 @@ _NO_DOUBLE_BACKWARD = re.compile("not implemented|once_differentiable|double bac
 _OVERFLOW = (
     "every site is finite, but the chain's moves went too far: take a smaller step size (last_step "
     "has the present one and the acceptance), or let it adapt from a small one"
-)
-
-_CARRIED_OVER = (
-    "the step sizes of this loss have learned with the latents %s, and go on with those of another "
-    "model (%s): make a new loss for another model"
 )
 
 # In the order of creation, so that a program run again finds its parameters in the store.
@@ -86,7 +67,6 @@ class ChainOptions(ELBOOptions, total=False):
     coordinates: ChainCoordinates
     gradient_estimator: ChainGradient
     joint: bool
-    recompute: bool
     num_categories: float | None
     num_samples: int | None
     budget: int | None
@@ -116,7 +96,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         coordinates: ChainCoordinates = "noise",
         gradient_estimator: ChainGradient = "auto",
         joint: bool = False,
-        recompute: bool = False,
         num_categories: float | None = None,
         num_samples: int | None = None,
         budget: int | None = None,
@@ -125,11 +104,10 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     ) -> None:
         nn.Module.__init__(self)
         check_flag("multi_sample", multi_sample)
-        check_flag("recompute", recompute)
         check_choice("coordinates", coordinates, get_args(ChainCoordinates))
         check_choice("gradient_estimator", gradient_estimator, get_args(ChainGradient))
-        self.multi_sample, self.recompute = multi_sample, recompute
-        self.coordinates, self.gradient_estimator = coordinates, gradient_estimator
+        self.multi_sample, self.coordinates = multi_sample, coordinates
+        self.gradient_estimator = gradient_estimator
         # A kernel that is given, the papers' say, goes along the papers' schedule.
         trained = kernel is None and gradient_estimator != "reweighted"
         default = LearnedSchedule if trained else LinearSchedule
@@ -155,8 +133,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         # Roots tell whether a guide is mean-field, which then need not be run again.
         self.sampler.structures = StructureFinder(joint, True, self.sampler.analyses)
         self._smoothness = Smoothness(gradient_estimator == "auto", self.sampler.analyses)
-        self._trained_on: tuple[int, tuple[str, ...]] | None = None
-        self._warn = WarnOnce(_logger)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         # A copy trains its own parts, which the store must not take for the original's.
@@ -172,32 +148,24 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return not (self._has_slots and is_discrete(site))  # slots are averaged over
 
     def estimate(self, programs: Programs) -> Estimate:
-        return self._or_averaged(programs, self._estimate, _averaged_estimate)
-
-    def _or_averaged(
-        self,
-        programs: Programs,
-        annealed: Callable[[Programs], T],
-        averaged: Callable[[WeightedParticles], T],
-    ) -> T:
-        """The result of chains; of averages, where no latent can be moved for one datum."""
+        # Where no latent can be moved for one datum, the draws are averaged instead.
         analysis = self.sampler.analyses.of(programs)
         if analysis.get(_MOVES) is False:
             sample = self.sampler.sample(programs)
             drawn = (t for t in sample.runs[0].terms if t.in_guide and is_random(t.site))
             if not any(map(sample.is_local, drawn)):
-                return averaged(sample)
+                return _averaged(sample)
             analysis.put(_MOVES, None)
         with rewindable(not analysis.get(_MOVES)) as rewind:
             try:
-                found = annealed(programs)
+                found = self._estimate(programs)
             except NothingToMoveError:
                 rewind()
             else:
                 analysis.put(_MOVES, True)
                 return found
         analysis.put(_MOVES, False)
-        return averaged(self.sampler.sample(programs))
+        return _averaged(self.sampler.sample(programs))
 
     def _estimate(self, programs: Programs) -> Estimate:
         wanted = torch.is_grad_enabled()
@@ -209,8 +177,6 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             gradient = self._gradient if wanted else GradientMode.NONE
             density, slots = self._density(programs, gradient)
             chain = self._run(density, slots)
-        if wanted and self.training:
-            self._look_at_model(programs, tuple(density.log_weight.packing.sites))
         with torch.set_grad_enabled(wanted):
             bound = slots.sum(self._average(slots.each(chain.log_weight.detach())))
             surrogate = self._surrogate(density, chain, slots) if wanted else bound
@@ -222,40 +188,24 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         estimate.runs, estimate.overflow, estimate.causes = density.runs, _OVERFLOW, self._causes
         return replace(estimate, finish=finish)
 
-    def bounds_of(self, programs: Programs) -> Bounds:
-        return self._or_averaged(programs, self._bounds_of, _averaged_bounds)
-
-    def _bounds_of(self, programs: Programs) -> Bounds:
-        with outside_inference_mode(programs) as programs:
-            density, slots = self._density(programs, GradientMode.NONE)
-            chain = self._run(density, slots)
-            bound = slots.sum(self._average(slots.each(chain.log_weight)))
-        return weighted_bounds(density.log_weight.first.sample, bound)
-
     def _causes(self) -> list[str]:
         """What of the chain itself is not finite."""
-        back = "put an earlier value back, and train with a lower learning rate"
-        own = {
-            f"the parameter '{n}' of {type(self).__name__}": p for n, p in self.named_parameters()
-        }
-        lines = [f"{n} is not finite ({p.tolist()}): {back}" for n, p in _not_finite(own)]
-        if lines or self.last_step is None:
-            return lines
-        used = {"schedule": self.last_step.betas, "kernel's step size": self.last_step.step_size}
-        return [f"the {n} is not finite: {value.tolist()}" for n, value in _not_finite(used)]
-
-    def _look_at_model(self, programs: Programs, names: tuple[str, ...]) -> None:
-        """Log that step sizes were learned with another model."""
-        before, self._trained_on = self._trained_on, (hash(programs.pair), names)
-        if before is not None and before[0] != self._trained_on[0] and before[1] != names:
-            self._warn(_CARRIED_OVER % (", ".join(before[1]), ", ".join(names)))
+        kind, step = type(self).__name__, self.last_step
+        own = {f"the parameter '{n}' of {kind}": p.detach() for n, p in self.named_parameters()}
+        if step is not None:
+            own |= {"the schedule": step.betas, "the kernel's step size": step.step_size}
+        return [
+            f"{name} is not finite ({value.tolist()}): put an earlier value back, and train with "
+            f"a lower learning rate"
+            for name, value in own.items()
+            if not bool(value.isfinite().all())
+        ]
 
     @property
     def _gradient(self) -> GradientMode:
         """What a training step differentiates."""
-        if self.gradient_estimator == "reweighted":
-            return GradientMode.FIRST
-        return GradientMode.RECOMPUTED if self.recompute else GradientMode.CHAIN
+        reweighted = self.gradient_estimator == "reweighted"
+        return GradientMode.FIRST if reweighted else GradientMode.CHAIN
 
     def _density(self, programs: Programs, gradient: GradientMode) -> tuple[ChainDensity, OneSlot]:
         """The programs of one step as a function from positions to states, and its slots."""
@@ -383,13 +333,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             )
 
 
-def _averaged_estimate(sample: WeightedParticles) -> Estimate:
+def _averaged(sample: WeightedParticles) -> Estimate:
     mean = sample.log_weight.mean(0)
     return replace(local_estimate(sample, mean.detach(), mean), averaged=True)
-
-
-def _averaged_bounds(sample: WeightedParticles) -> Bounds:
-    return local_bounds(sample, sample.log_weight.mean(0))
 
 
 def _reweighted(density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
@@ -397,10 +343,6 @@ def _reweighted(density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
     refined = density.log_weight.model_log_prob(chain.state.position)
     plain = slots.without_entropy(slots.mean(density.log_weight.guide_elbo()))
     return plain + (weight * refined).sum(0)
-
-
-def _not_finite(values: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    return [(n, v.detach()) for n, v in values.items() if not bool(v.isfinite().all())]
 
 
 def _not_twice(error: Exception) -> str:

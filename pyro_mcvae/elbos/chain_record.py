@@ -11,8 +11,6 @@ from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.elbos.slot_average import OneSlot
 from pyro_mcvae.ops.importance import effective_sample_size
 
-__all__ = ["ChainRecord"]
-
 
 @dataclass(frozen=True, slots=True)
 class ChainRecord:

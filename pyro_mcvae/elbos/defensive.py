@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain
 
-__all__ = ["defended", "defensive_share"]
-
 # Costs a bound of good chains 0.01 nats; a lost one costs log(100) = 4.6 nats over a plain draw.
 _BY_DEFAULT = 0.01
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from pyro_mcvae.ops.shapes import as_shape
 
-__all__ = ["dreg_share"]
-
 # A slope has to be so many of its standard errors away from 0 to count.
 _STANDARD_ERRORS = 2
 

@@ -7,7 +7,7 @@ Its value, its surrogate, and its score-function terms.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,21 +22,6 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import PlateKey, plate_key
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.terms import Term
-
-__all__ = [
-    "Cost",
-    "averaged_bounds",
-    "averaged_estimate",
-    "elbo_bounds",
-    "elbo_costs",
-    "elbo_estimate",
-    "guide_data",
-    "local_bounds",
-    "local_estimate",
-    "weighted_bounds",
-    "weighted_estimate",
-]
-
 
 _NONE: Mapping[FactorKey, frozenset[PlateKey]] = MappingProxyType({})
 
@@ -149,12 +134,13 @@ def weighted_estimate(
     local = times(bound, sample.scale)
     values, paths = zip(guide_data(sample), _around(sample, local), strict=True)
     value = as_scalar(add_up((local.sum(), *values)))
+    per_datum = partial(weighted_bounds, sample, bound)
     if not torch.is_grad_enabled():
-        return Estimate(value, value, sample.runs)
+        return Estimate(value, value, sample.runs, bounds=per_datum)
     if not scored and sample.has_local_scores:
         surrogate = surrogate + bound.detach() * sample.local_sum(lambda t, i: t.score).sum(0)
     path = add_up((times(surrogate, sample.scale).sum(), *paths))
-    return Estimate(value, as_scalar(path), sample.runs, scored=True)
+    return Estimate(value, as_scalar(path), sample.runs, scored=True, bounds=per_datum)
 
 
 def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
@@ -177,11 +163,16 @@ def weighted_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
     return Bounds(bound, sample.scale, as_scalar(shared).to(bound), sample.plate_names)
 
 
-def averaged_estimate(sample: WeightedParticles) -> Estimate:
-    """The plain ELBO of a sample, whatever its weights."""
-    costs, coupled = _all_costs(sample), sample.structure.coupled
+def averaged_estimate(sample: WeightedParticles, costs: list[list[Cost]] | None = None) -> Estimate:
+    """
+    The plain ELBO of a sample, whatever its weights.
+
+    :param costs: of each run; log p and -log q of every site if they are left out.
+    """
+    costs, coupled = costs or _all_costs(sample), sample.structure.coupled
     estimate = elbo_estimate(sample.runs, costs, sample.num_particles, coupled)
-    return replace(estimate, averaged=True)
+    estimate.averaged, estimate.bounds = True, partial(averaged_bounds, sample)
+    return estimate
 
 
 def averaged_bounds(sample: WeightedParticles) -> Bounds:
@@ -199,10 +190,8 @@ def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:
 
     :returns: its value, and a scalar with its gradient; 0 where there is none.
     """
-    return _observed(sample) if any(run.guide_data for run in sample.runs) else (0, 0)
-
-
-def _observed(sample: WeightedParticles) -> tuple[Sum, Sum]:
+    if not any(run.guide_data for run in sample.runs):
+        return 0, 0
     costs = []
     for run in sample.runs:
         scored = [Cost(t, 0, 0) for t in run.terms if isinstance(t.score, Tensor)]
@@ -214,13 +203,9 @@ def _observed(sample: WeightedParticles) -> tuple[Sum, Sum]:
 
 def _around(sample: WeightedParticles, local: Tensor) -> tuple[Sum, Sum]:
     """The same of everything global, around the scaled bounds of the data."""
-    terms = sample.global_terms()
-    return _plain(sample, elbo_costs(terms), local) if terms else (0, 0)
-
-
-def _plain(sample: WeightedParticles, costs: list[Cost], local: Tensor) -> tuple[Sum, Sum]:
+    costs = elbo_costs(sample.global_terms())
     path: Sum = 0
-    if torch.is_grad_enabled():
+    if costs and torch.is_grad_enabled():
         path = elbo_surrogate(costs, sample.structure.coupled, _downstream(sample, local))
     return total_cost(costs), path
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.run import Run
 
-__all__ = ["Bounds", "Estimate", "Sum", "add_up", "as_scalar", "finite_loss", "times"]
-
 # A sum of tensors, or a number where it had no summands.
 Sum: TypeAlias = Tensor | float
 
@@ -71,6 +69,7 @@ class Estimate:
     :ivar causes: finds what made it so before any site is looked at, a line each.
     :ivar remedy: what to add where it is not finite.
     :ivar finish: what to do after a training step that succeeded, such as adapting.
+    :ivar bounds: returns the value per datum; None where an objective has no such value.
     """
 
     value: Tensor
@@ -82,6 +81,7 @@ class Estimate:
     causes: Callable[[], list[str]] = list
     remedy: str = ""
     finish: Callable[[], None] | None = None
+    bounds: Callable[[], Bounds] | None = None
 
 
 def add_up(summands: Iterable[Sum]) -> Sum:

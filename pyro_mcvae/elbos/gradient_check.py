@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_random, known_support
-
-__all__ = ["GradientCheck"]
 
 _REMEDY = (
     "their gradients are cleared, so that nothing is trained on them. Compute in double precision "
@@ -34,8 +30,7 @@ class GradientCheck:
 
     def total(self) -> Tensor | None:
         """A number that is finite only if all gradients are; None where there is none."""
-        found = [g for p in self._trained() if (g := p.grad) is not None]
-        sums = [(g._values() if g.is_sparse else g).sum() for g in found]
+        sums = [_entries(p.grad).sum() for p in self._trained() if p.grad is not None]
         if not sums:
             return None
         like = sums[0]
@@ -48,25 +43,21 @@ class GradientCheck:
 
     def raise_if_not_finite(self, loss: float | None = None) -> None:
         """
-        :raises ValueError: naming the parameters, and the latents that are near a boundary.
+        :raises ValueError: naming the parameters.
         """
-        bad = [
-            name
-            for name, p in self._by_name().items()
-            if p.grad is not None and not bool(_entries(p.grad).isfinite().all())
-        ]
+        grads = {name: p.grad for name, p in self._by_name().items() if p.grad is not None}
+        bad = [n for n, g in grads.items() if not bool(_entries(g).isfinite().all())]
         if not bad:
             return  # their sum overflows
         names = ", ".join(f"'{n}'" for n in bad[:3]) + (" and others" if len(bad) > 3 else "")
         value = "finite" if loss is None else f"{loss:.6g}"
-        near = "".join(f"\n  {line}" for line in self._near_boundaries())
         self.clear()
         raise ValueError(
-            f"the gradient of {names} is not finite, though the loss is {value}: {_REMEDY}{near}"
+            f"the gradient of {names} is not finite, though the loss is {value}: {_REMEDY}"
         )
 
-    def _trained(self) -> Iterator[Tensor]:
-        return iter({id(p): p for p in self._by_name().values()}.values())
+    def _trained(self) -> list[Tensor]:
+        return list({id(p): p for p in self._by_name().values()}.values())
 
     def _by_name(self) -> dict[str, Tensor]:
         """The parameters of the step by name: leaves of the graph, as an optimizer has them."""
@@ -80,23 +71,6 @@ class GradientCheck:
         if isinstance(self._loss, nn.Module):
             found.update(self._loss.named_parameters())
         return {n: p for n, p in found.items() if isinstance(p, Tensor) and p.is_leaf}
-
-    def _near_boundaries(self) -> Iterator[str]:
-        """A line for each latent of the guide whose values are rounded to an end, or nearly."""
-        for name, site in self._runs[-1].guide_trace.nodes.items():
-            if (
-                site["type"] != "sample"
-                or not is_random(site)
-                or known_support(site["fn"]).is_discrete
-            ):
-                continue
-            value, info = site["value"].detach(), torch.finfo(site["value"].dtype)
-            small, near_one = value.abs() < info.tiny**0.5, (1 - value).abs() < 2 * info.eps
-            count = int((small | near_one).sum())
-            if count:
-                kind = type(site["fn"]).__name__
-                found = f"{count} of {value.numel()} entries are almost 0 or 1"
-                yield f"site '{name}' of the guide ({kind}): {found}"
 
 
 def _entries(gradient: Tensor) -> Tensor:

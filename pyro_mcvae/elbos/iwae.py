@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from pyro_mcvae.discrete.control_variates import Baseline, LearnedBaseline
-from pyro_mcvae.discrete.site_options import SiteOptions
-from pyro_mcvae.discrete.slot_choice import is_discrete
-from pyro_mcvae.discrete.slot_draws import SlotDraws
-from pyro_mcvae.discrete.slot_planner import SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
-from pyro_mcvae.elbos.elbo_terms import (
-    elbo_estimate,
-    local_bounds,
-    local_estimate,
-    weighted_estimate,
-)
-from pyro_mcvae.elbos.estimate import Bounds, Estimate
-from pyro_mcvae.elbos.global_average import GlobalAverage, draws_globals
+from pyro_mcvae.elbos.elbo_terms import averaged_estimate, weighted_estimate
+from pyro_mcvae.elbos.estimate import Estimate
 from pyro_mcvae.elbos.path_gradient import PathGradient
-from pyro_mcvae.elbos.slot_average import SlotAverage
-from pyro_mcvae.ops.checks import check_choice, check_count
-from pyro_mcvae.ops.importance import leave_one_out_signal, log_mean_exp, renyi_bound
+from pyro_mcvae.ops.checks import check_choice
+from pyro_mcvae.ops.importance import leave_one_out_signal, renyi_bound
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.messengers import score_function_draws
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.finder import StructureFinder
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["GradientEstimator", "TraceIWAE_ELBO"]
 
 GradientEstimator = Literal["auto", "reparam", "stl", "dreg", "vimco"]
 
@@ -101,31 +84,10 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     :param str gradient_estimator: one of the above.
     :param bool joint: one weight over everything, global latents drawn K times as well; without
         subsampled plates only. On small full data with global latents it is a tighter bound.
-    :param int num_global_particles: M, draws of the global latents that are averaged inside of the
-        logarithm as well, each with K draws of the local ones:
-
-        .. math:: L = \log \frac{1}{M} \sum_m \frac{p(\theta_m)}{q(\theta_m)}
-            \prod_n \frac{1}{K} \sum_k \frac{p(x_n, z_{mnk} \mid \theta_m)}{q(z_{mnk} \mid x_n)} .
-
-        Without subsampled plates only. It rises with M and K, and does not degenerate with the
-        number of data as ``joint=True`` does; it takes M times the runs. Of no effect where no
-        latent is global.
-    :param num_categories: with this, ``num_samples`` or ``budget`` the discrete local sites of the
-        guide are summed instead of scored, by slots as :class:`TraceRaoBlackwell_ELBO`'s:
-
-        .. math:: L = \sum_y q(y) \Big( \log \frac{1}{K} \sum_k
-            \frac{p(x, y, z_k)}{q(z_k \mid y)} - \log q(y) \Big),
-
-        where all K draws share y, and what y depends on. A looser bound than with y inside of the
-        logarithm, and one that trains q(y) as a classifier, with less noise.
-    :param int num_samples: draws from the values that are not summed.
-    :param budget: instead of both, as of :class:`TraceRaoBlackwell_ELBO`.
-    :param baseline: a :class:`~pyro_mcvae.Baseline` of these sites without learned parts, or None.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: if ``num_particles`` is not an int of at least 1, for an unknown
-        estimator, for ``"vimco"`` with one particle or with sums over discrete sites, for ``joint``
-        or ``num_global_particles`` with a subsampled plate, and for both of them.
+        estimator, for ``"vimco"`` with one particle, and for ``joint`` with a subsampled plate.
 
     [1] Burda, Grosse, Salakhutdinov (2016), *Importance Weighted Autoencoders*.
     [2] Roeder, Wu, Duvenaud (2017), *Sticking the Landing*.
@@ -161,31 +123,12 @@ class TraceIWAE_ELBO(MonteCarloELBO):
         num_particles: int = 2,
         gradient_estimator: GradientEstimator = "auto",
         joint: bool = False,
-        num_global_particles: int = 1,
-        num_categories: float | None = None,
-        num_samples: int | None = None,
-        budget: int | None = None,
-        baseline: Baseline | None = None,
         **options: Unpack[ELBOOptions],
     ) -> None:
         check_choice("gradient_estimator", gradient_estimator, get_args(GradientEstimator))
         self.gradient_estimator = gradient_estimator
         self.joint = joint
         super().__init__(num_particles, **options)
-        self.num_global_particles = check_count("num_global_particles", num_global_particles)
-        if joint and num_global_particles > 1:
-            raise ValueError(
-                f"num_global_particles={num_global_particles} is for joint=False: joint=True draws "
-                f"the global latents num_particles times, and weighs them with the local ones"
-            )
-        arguments = num_categories, num_samples, budget, baseline
-        self.num_categories, self.num_samples, self.budget, self.baseline = arguments
-        self.slots: SlotPlanner | None = None
-        if any(a is not None for a in arguments):
-            self._check_slots(baseline)
-            self.slots = SlotPlanner(SiteOptions.of_arguments(*arguments), common=True)
-            # A site that is marked for enumeration has all of its values for slots.
-            self.sampler.runner.checks.strict_enumeration = False
 
     def _use_particles(self, num_particles: int) -> None:
         if self.gradient_estimator == "vimco" and num_particles < 2:
@@ -199,78 +142,21 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             self.joint, self._path.needs_roots, self.sampler.analyses
         )
 
-    def _check_slots(self, baseline: Baseline | None) -> None:
-        wrong = {
-            f"alpha={self.alpha}": self.alpha != 0,
-            "gradient_estimator='vimco'": self.gradient_estimator == "vimco",
-            f"num_global_particles={self.num_global_particles}": self.num_global_particles > 1,
-            f"baseline={type(baseline).__name__}": isinstance(baseline, LearnedBaseline),
-        }
-        for argument in (a for a, is_wrong in wrong.items() if is_wrong):
-            raise ValueError(
-                f"num_categories, num_samples and budget sum discrete sites outside of the "
-                f"logarithm, which {argument} does not go with: leave one of them out, or use "
-                f"TraceSIS_ELBO or TraceRaoBlackwell_ELBO"
-            )
-
     def _weighs(self, site: Site) -> bool:
-        slotted = self.slots is not None and is_discrete(site)
-        return self.num_particles > 1 and not slotted
+        return self.num_particles > 1
 
     def estimate(self, programs: Programs) -> Estimate:
-        sample, draws = self._begin(programs)
-        if draws is not None:
-            return self._over_slots(programs, sample, draws)
-        if self.num_global_particles > 1 and draws_globals(sample):
-            return self._global_average(programs, sample).estimate(self._path)
+        sample = self._sample(programs)
         if not (sample.blocks and self.num_particles > 1):
-            return self._averaged(sample)
+            return averaged_estimate(sample, self._path.costs(sample))
         bound = renyi_bound(sample.log_weight.detach(), self.alpha)
         surrogate = self._surrogate(sample) if torch.is_grad_enabled() else bound
         return weighted_estimate(sample, bound, surrogate)
-
-    def _over_slots(
-        self, programs: Programs, sample: WeightedParticles, draws: SlotDraws
-    ) -> Estimate:
-        slots = SlotAverage(sample, draws, common=True)
-        bounds = log_mean_exp(slots.fold(sample.log_weight.detach()))
-        bound = slots.sum(bounds)
-        if not torch.is_grad_enabled():
-            return local_estimate(sample, bound, bound, scored=True)
-        surrogate = slots.without_entropy(self._path.surrogate(sample, slots=slots))
-        estimate = local_estimate(sample, bound, surrogate, scored=True)
-        estimate.surrogate = slots.with_scores(estimate.surrogate, lambda: bounds, programs)
-        return estimate
-
-    def bounds_of(self, programs: Programs) -> Bounds:
-        sample, draws = self._begin(programs)
-        if draws is not None:
-            slots = SlotAverage(sample, draws, common=True)
-            return local_bounds(sample, slots.sum(log_mean_exp(slots.fold(sample.log_weight))))
-        if self.num_global_particles > 1 and draws_globals(sample):
-            return self._global_average(programs, sample).bounds()
-        return local_bounds(sample, renyi_bound(sample.log_weight, self.alpha))
-
-    def _begin(self, programs: Programs) -> tuple[WeightedParticles, SlotDraws | None]:
-        """The sample of a step, and its slots."""
-        if self.slots is None:
-            return self._sample(programs), None
-        return self.slots.sample(self.sampler, programs, self._sample)
 
     def _sample(self, programs: Programs) -> WeightedParticles:
         if self.gradient_estimator != "vimco":
             return self.sampler.sample(programs)
         return self.sampler.sample(programs, lambda rows, shared: score_function_draws(shared))
-
-    def _global_average(self, programs: Programs, first: WeightedParticles) -> GlobalAverage:
-        others = range(1, self.num_global_particles)
-        return GlobalAverage([first, *(self._sample(programs) for _ in others)])
-
-    def _averaged(self, sample: WeightedParticles) -> Estimate:
-        """The particles as in the plain ELBO."""
-        costs, coupled = self._path.costs(sample), sample.structure.coupled
-        estimate = elbo_estimate(sample.runs, costs, self.num_particles, coupled)
-        return replace(estimate, averaged=True)
 
     def _surrogate(self, sample: WeightedParticles) -> Tensor:
         """Per datum, a tensor whose gradient estimates that of the bound: ``[*plates]``."""

@@ -18,8 +18,6 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.dependencies import dependencies_of
 
-__all__ = ["analytic_kl_sites", "sites_apart"]
-
 
 def analytic_kl_sites(run: Run, find_apart: Callable[[], Set[str]]) -> dict[str, Tensor]:
     r"""
@@ -93,23 +91,15 @@ def _is_right(q: Any, p: Any) -> bool:
     if rule is not kl._kl_transformed_transformed:
         return rule is not kl._kl_expfamily_expfamily
     return _is_right(q.base_dist, p.base_dist) and all(
-        a.bijective and (a is b or not (_learns(a) or _learns(b)))
+        a.bijective and (a is b or (_is_fixed(a) and _is_fixed(b)))
         for a, b in zip(q.transforms, p.transforms, strict=False)
     )
 
 
-def _learns(transform: Transform) -> bool:
-    """Whether a gradient flows to what it holds."""
-    found: list[object] = [transform]
-    for held in found:  # which grows
-        if isinstance(held, Tensor) and held.requires_grad:
-            return True
-        if isinstance(held, Transform):
-            # Its inverse holds it in turn.
-            found += [x for x in vars(held).values() if all(x is not other for other in found)]
-        elif isinstance(held, list | tuple):
-            found += held
-    return False
+def _is_fixed(transform: Transform) -> bool:
+    """Whether a transform has nothing but numbers, so that an equal one is the same one."""
+    values = (v for n, v in vars(transform).items() if n != "_inv")
+    return all(v is None or isinstance(v, int | float) for v in values)
 
 
 def _same_weighting(p: Site, q: Site) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -22,9 +21,6 @@ from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.cache import Analyses
-from pyro_mcvae.structure.dependencies import find_dependencies
-
-__all__ = ["Notices", "refuse_scores"]
 
 _logger = logging.getLogger(__name__)
 
@@ -111,10 +107,9 @@ class Notices:
         drawn = {t.key.name: t for t in run.terms if t.in_guide and is_random(t.site)}
         if is_recording() or not any(weighs(t.site) for t in drawn.values()):
             return
-        why = self._analyses.of(programs).once(
-            ("averaged",), lambda: _why_averaged(programs, run, drawn)
+        self._analyses.of(programs).once(
+            ("averaged",), lambda: self._warn(_AVERAGED % _why_averaged(run, drawn))
         )
-        self._warn(_AVERAGED % why)
 
     def _tell_scales(self, run: Run) -> None:
         """Warn of each latent that is scaled inside of the weights, and again above 1."""
@@ -128,14 +123,7 @@ class Notices:
                 _logger.warning(_SCALED, name, *scales, *scales, what)
 
 
-def _why_averaged(programs: Programs, run: Run, drawn: Mapping[str, Term]) -> str:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        find_dependencies(programs, frozenset(drawn), run.subsamples)
-    for warning in caught:
-        if "cannot trace" in (text := str(warning.message)):
-            error = text.partition("(")[2].partition(");")[0]
-            return f"what depends on which latent cannot be traced ({error})"
+def _why_averaged(run: Run, drawn: Mapping[str, Term]) -> str:
     plates = {f: None for t in run.terms for f in plate_frames(t.site) if is_subsampled(f)}
     for plate in plates:
         what = f"the subsampled plate '{plate.name}' ({plate.size} of {plate.full_size})"

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from pyro_mcvae.elbos.dreg_share import dreg_share
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_costs
-from pyro_mcvae.elbos.slot_average import OneSlot
 from pyro_mcvae.ops.importance import normalized_weights, renyi_bound
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.factors import FactorKey
@@ -26,9 +25,6 @@ from pyro_mcvae.programs.transforms import is_elementary, transforms_of
 from pyro_mcvae.programs.types import Distribution
 from pyro_mcvae.programs.validation import unvalidated
 
-__all__ = ["PathGradient"]
-
-_ONE_SLOT = OneSlot()
 _LIBRARIES = "torch.distributions.", "pyro.distributions."
 
 
@@ -78,43 +74,27 @@ class PathGradient:
             for i, run in enumerate(sample.runs)
         ]
 
-    def surrogate(
-        self,
-        sample: WeightedParticles,
-        outer: Tensor | None = None,
-        slots: OneSlot = _ONE_SLOT,
-    ) -> Tensor:
-        """
-        Per datum, a tensor with the estimator's gradient: ``[*plates]``.
-
-        :param outer: the weight of the whole sample in an average of several, by which the result
-            will be multiplied: a draw's weight is then its product with :math:`\tilde w_k`.
-        :param slots: has each slot averaged by itself.
-        """
+    def surrogate(self, sample: WeightedParticles) -> Tensor:
+        """Per datum, a tensor with the estimator's gradient: ``[*plates]``."""
         chosen = [
-            {
-                t.key
-                for t in run.terms
-                if t.key.name not in slots.shared and self._applies(sample, t, i)
-            }
+            {t.key for t in run.terms if self._applies(sample, t, i)}
             for i, run in enumerate(sample.runs)
         ]
-        fixed = slots.fold(sample.log_weight.detach())
+        fixed = sample.log_weight.detach()
         if not any(chosen):
-            return slots.sum(renyi_bound(slots.fold(sample.log_weight), self.alpha))
+            return renyi_bound(sample.log_weight, self.alpha)
         weight = normalized_weights(fixed if self.alpha == 0 else (1 - self.alpha) * fixed)
-        whole = weight if outer is None else outer * weight
-        factor = whole if self.alpha == 0 else 1 - (1 - self.alpha) * (1 - whole)
+        factor = weight if self.alpha == 0 else 1 - (1 - self.alpha) * (1 - weight)
 
-        score = slots.fold(sample.local_sum(lambda t, i: _score(t) if t.key in chosen[i] else 0))
+        score = sample.local_sum(lambda t, i: _score(t) if t.key in chosen[i] else 0)
         if self.estimator == "auto":
             share = dreg_share(fixed, score.detach(), self.alpha)
             factor, score = torch.addcmul(1 - share, share, factor), share * score
         if self.estimator != "stl":
-            self._reparameterize_again(sample, chosen, slots.unfold(factor))
-        log_weight = slots.fold(_log_weight(sample, chosen)) + score
+            self._reparameterize_again(sample, chosen, factor)
+        log_weight = _log_weight(sample, chosen) + score
         # A weight of zero would otherwise meet a log weight of minus infinity: 0 * inf is NaN.
-        return slots.sum((weight * log_weight.masked_fill(weight == 0, 0.0)).sum(0))
+        return (weight * log_weight.masked_fill(weight == 0, 0.0)).sum(0)
 
     def _applies(self, sample: WeightedParticles, term: Term, i: int) -> bool:
         return (

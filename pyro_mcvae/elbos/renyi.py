@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+from typing_extensions import Unpack
 
 from pyro_mcvae.elbos.base import ELBOOptions
 from pyro_mcvae.elbos.iwae import GradientEstimator, TraceIWAE_ELBO
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["TraceRenyi_ELBO"]
 
 
 class TraceRenyi_ELBO(TraceIWAE_ELBO):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import Cost, elbo_bounds, elbo_costs, elbo_estimate
-from pyro_mcvae.elbos.estimate import Bounds, Estimate
+from pyro_mcvae.elbos.estimate import Estimate
 from pyro_mcvae.elbos.kl import analytic_kl_sites, sites_apart
 from pyro_mcvae.ops.checks import check_flag
 from pyro_mcvae.programs.execution import Programs
@@ -18,11 +18,6 @@ from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.plates import PlateKey
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.types import Site
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["TraceSGVB_ELBO"]
 
 
 class TraceSGVB_ELBO(MonteCarloELBO):
@@ -94,13 +89,8 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         costs = [self._costs(programs, run) for run in runs]
         estimate = elbo_estimate(runs, costs, self.sampler.num_particles, coupled)
         estimate.causes = partial(_infinite_divergences, costs)
+        estimate.bounds = lambda: elbo_bounds(self.sampler.arrange(programs, runs), costs)
         return estimate
-
-    def bounds_of(self, programs: Programs) -> Bounds:
-        runs = self.sampler.independent(programs)
-        return elbo_bounds(
-            self.sampler.arrange(programs, runs), [self._costs(programs, r) for r in runs]
-        )
 
     def _costs(self, programs: Programs, run: Run) -> list[Cost]:
         costs = elbo_costs(run.summands)
@@ -114,10 +104,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
             return analysis.once(("closed", run.signature, run.sizes), find)
 
         closed = analytic_kl_sites(run, find_apart)
-        return [
-            _closed_form(c, closed[c.term.key.name]) if c.term.key.name in closed else c
-            for c in costs
-        ]
+        return [c if (n := c.term.key.name) not in closed else _closed(c, closed[n]) for c in costs]
 
 
 def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
@@ -134,8 +121,7 @@ def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _closed_form(cost: Cost, negative_kl: Tensor) -> Cost:
+def _closed(cost: Cost, negative_kl: Tensor) -> Cost:
     # The divergence stands at the model's site; the guide's own summand is part of it.
-    if cost.term.in_guide:
-        return Cost(cost.term, 0, 0)
-    return Cost(cost.term, negative_kl, negative_kl, closed=True)
+    value = 0 if cost.term.in_guide else negative_kl
+    return Cost(cost.term, value, value, closed=not cost.term.in_guide)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from typing_extensions import Unpack
 
 from pyro_mcvae.chains.annealing import Chain
 from pyro_mcvae.chains.kernel import Kernel
@@ -13,11 +12,6 @@ from pyro_mcvae.chains.schedules import Schedule
 from pyro_mcvae.chains.underdamped import UnderdampedLangevin
 from pyro_mcvae.elbos.chain import ChainELBO, ChainOptions
 from pyro_mcvae.elbos.defensive import defended, defensive_share
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["TraceSIS_ELBO"]
 
 
 class TraceSIS_ELBO(ChainELBO):
@@ -106,8 +100,6 @@ class TraceSIS_ELBO(ChainELBO):
     :param str gradient_estimator: ``"auto"``, ``"full"`` or ``"reweighted"``.
     :param bool joint: move and weigh global latents together with local ones, one weight over
         everything; without subsampled plates only.
-    :param bool recompute: run each evaluation of the chain again in the backward pass instead of
-        keeping its graph: memory of about one evaluation instead of K, for more time.
     :param num_categories: the most probable values of each discrete site of the guide, to be
         summed; 1 by default, ``math.inf`` for all.
     :param int num_samples: draws from the others; 1 by default.

@@ -17,8 +17,6 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.terms import Term
 
-__all__ = ["OneSlot", "SlotAverage"]
-
 
 class OneSlot:
     """
@@ -26,19 +24,13 @@ class OneSlot:
 
     :ivar weight: the weight of each slot, ``[P, S, *plates]``; None here.
     :ivar row_weight: the same for each row, ``[rows, *plates]``.
-    :ivar shared: the continuous sites of which rows have draws in common.
     """
 
     weight: Tensor | None = None
     row_weight: Tensor | None = None
-    shared: frozenset[str] = frozenset()
 
     def fold(self, value: Tensor) -> Tensor:
         """``[rows, *plates]`` as ``[P, S, *plates]``; without slots as it is."""
-        return value
-
-    def unfold(self, value: Tensor) -> Tensor:
-        """The inverse of :meth:`fold`."""
         return value
 
     def each(self, value: Tensor) -> Tensor:
@@ -104,7 +96,6 @@ class SlotAverage(OneSlot):
     def __init__(self, sample: WeightedParticles, draws: SlotDraws, common: bool) -> None:
         self._sample, self._draws, self._is_common = sample, draws, common
         self._plan = draws.plan
-        self.shared = frozenset(filter(draws.is_shared, draws.plan.others))
         self._weights = {n: self._made(n, "weight") for n in self._plan.sites}
         blocks = range(len(sample.blocks))
         self.row_weight = sample.join([self._block_weight(b) for b in blocks])
@@ -117,9 +108,6 @@ class SlotAverage(OneSlot):
 
     def fold(self, value: Tensor) -> Tensor:
         return value.unflatten(0, (-1, self._draws.num_particles)).transpose(0, 1)
-
-    def unfold(self, value: Tensor) -> Tensor:
-        return value.transpose(0, 1).flatten(0, 1)
 
     def each(self, value: Tensor) -> Tensor:
         folded = self.fold(value)

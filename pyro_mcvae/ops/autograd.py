@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["after_backward", "with_gradient_of"]
-
 
 def with_gradient_of(value: Tensor, surrogate: Tensor) -> Tensor:
     """

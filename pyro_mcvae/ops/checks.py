@@ -6,8 +6,6 @@ import math
 import operator
 from typing import Any
 
-__all__ = ["as_int", "check_choice", "check_count", "check_flag", "check_positive"]
-
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """

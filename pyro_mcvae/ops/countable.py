@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["CountLaw", "betainc", "count_slots", "count_window"]
+from pyro_mcvae.ops.top_k import Slots, fill_slots
 
 # Counts up to 2^24, which single precision represents.
 _BISECTIONS = 24
@@ -48,7 +48,7 @@ def count_window(law: CountLaw, size: int) -> tuple[Tensor, Tensor]:
 
 def count_slots(
     law: CountLaw, num_categories: int, num_samples: int, budget: int | None, min_samples: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Slots:
     r"""
     The slots of :func:`~pyro_mcvae.ops.top_k.top_k_slots` for infinitely many categories.
 
@@ -58,33 +58,20 @@ def count_slots(
     :returns: counts, weights and which are draws, slots first.
     """
     size = num_categories if budget is None else budget
-    if size == 0:
-        window = law.mode.new_empty((*law.mode.shape, 0))
-        prob = window
-    else:
-        window, prob = count_window(law, size)
-    draws = num_samples if budget is None else budget
-    rank = torch.arange(size, device=law.mode.device)
-    if budget is None:
-        summed = torch.ones_like(window, dtype=torch.bool)
-    else:
+    window, prob = (
+        count_window(law, size) if size else (law.mode.new_empty((*law.mode.shape, 0)),) * 2
+    )
+
+    def draw(summed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return _draw_outside(law, *_ends(law, window, summed), count)
+
+    def outside() -> Tensor:
         low, high = _ends(law, window, torch.ones_like(window, dtype=torch.bool))
-        outside = law.cdf(low - 1) + law.tail(high)
-        rest = outside.unsqueeze(-1) + prob.flip(-1).cumsum(-1).flip(-1)
-        criterion = (rest / (budget - rank))[..., : budget - min_samples + 1]
-        summed = rank < criterion.argmin(-1, keepdim=True)
-    low, high = _ends(law, window, summed)
-    value, mass = _draw_outside(law, low, high, draws)
-    if budget is None:
-        value, share = torch.cat([window, value], -1), (mass / draws).unsqueeze(-1)
-        weight = torch.cat([prob, share.expand((*share.shape[:-1], draws))], -1)
-        sampled = torch.arange(size + draws, device=value.device).expand(value.shape) >= size
-    else:
-        value = torch.where(summed, window, value)
-        left = (budget - summed.sum(-1, keepdim=True)).clamp_min(1)
-        weight, sampled = torch.where(summed, prob, mass.unsqueeze(-1) / left), ~summed
-    value = torch.where(weight > 0, value, law.mode.unsqueeze(-1))
-    return value.movedim(-1, 0), weight.movedim(-1, 0), sampled.movedim(-1, 0)
+        return law.cdf(low - 1) + law.tail(high)
+
+    mode = law.mode.unsqueeze(-1)
+    draws = num_samples if budget is None else budget
+    return fill_slots(window, prob, mode, outside, draw, draws, budget, min_samples)
 
 
 def _ends(law: CountLaw, window: Tensor, summed: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Generators"]
-
 
 class Generators:
     """PyTorch's default generators as they are when this is made, to be put back."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["FLOOR", "conditional_gumbel", "gumbel", "one_hot", "straight_through"]
-
 # Stands for minus infinity: exp of it is zero, and its gradients are numbers.
 FLOOR = -1e4
 

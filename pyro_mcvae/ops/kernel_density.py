@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["KernelDensity"]
-
 # How many distances are computed at once.
 _CHUNK = 1 << 23
 

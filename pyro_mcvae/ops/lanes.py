@@ -13,8 +13,6 @@ from pyro_mcvae.ops.shapes import as_shape
 
 _functorch = torch._C._functorch
 
-__all__ = ["Lanes", "is_mapped"]
-
 
 def is_mapped(value: Tensor) -> bool:
     """Whether a tensor stands under ``vmap``, where nobody may ask for its value."""

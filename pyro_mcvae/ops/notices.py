@@ -6,8 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["WarnOnce", "each_once"]
-
 
 class WarnOnce:
     """

@@ -6,8 +6,6 @@ import inspect
 from functools import cache
 from typing import Any, ClassVar
 
-__all__ = ["FixedOptions", "options_of"]
-
 _PACKAGE = __name__.partition(".")[0]
 
 

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["pareto_k", "tail_length"]
-
 # Fewer exceedances than this say nothing about a tail.
 _FEWEST = 5
 # Largest weights that agree to a tenth of a percent: rounding, or ties, but no tail.

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_mcvae.ops.top_k import Slots
-
-__all__ = ["product_slots", "product_top_k"]
+from pyro_mcvae.ops.top_k import Slots, fill_slots
 
 
 def product_top_k(log_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -60,28 +58,18 @@ def product_slots(
     top = min(num_categories, every) if budget is None else budget
     draws = num_samples if budget is None else budget
     digits, log_q = product_top_k(exact, max(top, 1))
-    best = digits[..., :1, :]
-    digits, prob = digits[..., :top, :], log_q[..., :top].exp()
-    rank = torch.arange(top, device=log_p.device)
-    if budget is None:
-        summed = torch.ones_like(prob, dtype=torch.bool)
-    else:
-        rest = 1 - torch.cat([torch.zeros_like(prob[..., :1]), prob[..., :-1].cumsum(-1)], -1)
-        criterion = (rest.clamp_min(0) / (budget - rank))[..., : budget - min_samples + 1]
-        summed = rank < criterion.argmin(-1, keepdim=True)
-    mass = (1 - torch.where(summed, prob, 0.0).sum(-1, keepdim=True)).clamp_min(0)
-    others = _complement(exact, digits, summed, draws)
-    if budget is None:
-        digits = torch.cat([digits, others], -2)
-        weight = torch.cat([prob, (mass / max(draws, 1)).expand(*prob.shape[:-1], draws)], -1)
-        sampled = torch.arange(top + draws, device=log_p.device).expand(weight.shape) >= top
-    else:
-        digits = torch.where(summed.unsqueeze(-1), digits, others)
-        left = budget - summed.sum(-1, keepdim=True)
-        weight, sampled = torch.where(summed, prob, mass / left), ~summed
-    digits = torch.where((weight > 0).unsqueeze(-1), digits, best)
-    weight = weight.to(log_p.dtype)
-    return Slots(digits.movedim(-2, 0), weight.movedim(-1, 0), sampled.movedim(-1, 0))
+    best, prob = digits[..., :top, :], log_q[..., :top].exp()
+
+    def draw(summed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        mass = (1 - torch.where(summed, prob, 0.0).sum(-1)).clamp_min(0)
+        return _complement(exact, best, summed, count), mass
+
+    def outside() -> Tensor:
+        return (1 - prob.sum(-1)).clamp_min(0)
+
+    mode = digits[..., :1, :]
+    slots = fill_slots(best, prob, mode, outside, draw, draws, budget, min_samples)
+    return slots._replace(weight=slots.weight.to(log_p.dtype))
 
 
 def _complement(log_p: Tensor, digits: Tensor, summed: Tensor, count: int) -> Tensor:

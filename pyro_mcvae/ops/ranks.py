@@ -16,18 +16,6 @@ from torch import Tensor, distributed
 
 from pyro_mcvae.ops.recording import refuse
 
-__all__ = [
-    "concat_over_ranks",
-    "first_alone",
-    "from_first_rank",
-    "gather",
-    "gather_to_first",
-    "mean_over_ranks",
-    "num_ranks",
-    "rank",
-    "sum_over_ranks",
-]
-
 
 def num_ranks() -> int:
     """How many processes train together; 1 without a process group."""

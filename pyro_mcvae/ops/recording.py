@@ -14,8 +14,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["assume", "assumptions", "holds", "is_recording", "refuse"]
-
 _open: list[list[Tensor]] = []
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["as_shape"]
-
 
 def as_shape(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``value.reshape(shape)``, without a step in the graph where it changes nothing."""

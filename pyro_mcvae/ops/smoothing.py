@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["KinkFinder", "Place", "Widths", "drifting", "smoothed"]
-
 _functorch = torch._C._functorch
 
 # Widths of a smoothed kink, as shares of the spread of its argument. Digits VAE with ReLU, 300
@@ -56,11 +54,6 @@ class Place(NamedTuple):
     code: CodeType
     line: int
     module: nn.Module | None
-
-    @property
-    def differentiates_once(self) -> bool:
-        """Whether PyTorch has no second derivative of it, which that of a sum of hinges is."""
-        return self.name == "hardsigmoid"
 
     @property
     def in_density(self) -> bool:
@@ -144,42 +137,36 @@ class _Hinge(torch.autograd.Function):
 
 
 class _Hinges:
-    """What operations with kinks are made of; smooth where a width is given."""
+    """
+    What operations with kinks are made of; smooth where a width is given.
 
-    def __init__(self, widths: tuple[float | None, ...]) -> None:
+    :ivar arguments: of each kink so far, which is smoothed at 0.
+    """
+
+    def __init__(self, widths: tuple[float | None, ...] = ()) -> None:
         self._widths = iter(widths)
+        self.arguments: list[Tensor] = []
 
     def relu(self, d: Tensor) -> Tensor:
         width = next(self._widths, None)
+        self.arguments.append(d)
         return d.relu() if width is None else cast(Tensor, _Hinge.apply(d, width))
 
     def max(self, x: Tensor, dim: Any, keepdim: bool) -> Tensor:
         width = next(self._widths, None)
         if width is None:
+            self.arguments.append(x - x.mean(dim, True))
             return x.amax(dim, keepdim)
         return width * (x / width).logsumexp(dim, keepdim)
-
-
-class _Recorder(_Hinges):
-    """Hinges that write down what they are given."""
-
-    def __init__(self) -> None:
-        super().__init__(())
-        self.arguments: list[Tensor] = []
-
-    def relu(self, d: Tensor) -> Tensor:
-        self.arguments.append(_unwrapped(d))
-        return d
-
-    def max(self, x: Tensor, dim: Any, keepdim: bool) -> Tensor:
-        self.arguments.append(_unwrapped(x - x.mean(dim, True)))
-        return x.amax(dim, keepdim)
 
 
 def _unwrapped(value: Tensor) -> Tensor:
     while _functorch.is_batchedtensor(value):
         value = _functorch.get_unwrapped(value)
     return value
+
+
+_Smooth = Callable[[_Hinges], Tensor | None]
 
 
 class _Mode(TorchFunctionMode):
@@ -213,9 +200,7 @@ class _Mode(TorchFunctionMode):
     def wanted(self, place: Place) -> bool:
         return True
 
-    def kinked(
-        self, place: Place, exact: Tensor, smooth: Callable[[_Hinges], Tensor | None]
-    ) -> Tensor:
+    def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
         """The result of an operation."""
         raise NotImplementedError
 
@@ -228,9 +213,7 @@ class _Smoothing(_Mode):
     def wanted(self, place: Place) -> bool:
         return place in self._widths
 
-    def kinked(
-        self, place: Place, exact: Tensor, smooth: Callable[[_Hinges], Tensor | None]
-    ) -> Tensor:
+    def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
         if not _unwrapped(exact).requires_grad:  # which those under vmap do not say
             return exact
         with torch._C.DisableTorchFunction():  # no part of the program
@@ -249,14 +232,13 @@ class KinkFinder(_Mode):
         super().__init__()
         self.found: dict[Place, list[tuple[Tensor, list[Tensor]]]] = {}
 
-    def kinked(
-        self, place: Place, exact: Tensor, smooth: Callable[[_Hinges], Tensor | None]
-    ) -> Tensor:
-        recorder = _Recorder()
+    def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
+        hinges = _Hinges()
         with torch._C.DisableTorchFunction():
-            known = smooth(recorder) is not None
+            known = smooth(hinges) is not None
         if known:
-            self.found.setdefault(place, []).append((_unwrapped(exact), recorder.arguments))
+            arguments = list(map(_unwrapped, hinges.arguments))
+            self.found.setdefault(place, []).append((_unwrapped(exact), arguments))
         return exact
 
     def widths(self, log_weight: Tensor, position: Tensor) -> dict[Place, tuple[float | None, ...]]:
@@ -275,7 +257,7 @@ class KinkFinder(_Mode):
         for place, calls in self.found.items():
             kinks = zip(*(ds for y, ds in calls if id(y) in used), strict=False)
             width = tuple(_width(ds, position) for ds in kinks)
-            if any(width) or place.differentiates_once:
+            if any(width):
                 widths[place] = width
         return widths
 
@@ -339,20 +321,6 @@ def _elu(h: _Hinges, x: Tensor, alpha: float = 1.0, scale: float = 1.0) -> Tenso
     return scale * (h.relu(x) + alpha * (-h.relu(-x)).expm1())
 
 
-def _threshold(h: _Hinges, x: Tensor, threshold: float, value: float) -> Tensor | None:
-    return value + h.relu(x - threshold) if threshold == value else None
-
-
-def _hardsigmoid(h: _Hinges, x: Tensor) -> Tensor:
-    return (h.relu(x + 3) - h.relu(x - 3)) / 6
-
-
-def _rrelu(
-    h: _Hinges, x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False
-) -> Tensor | None:
-    return None if training else _leaky(h, x, (lower + upper) / 2)
-
-
 def _max(h: _Hinges, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     if isinstance(dim, Tensor):
         return _maximum(h, x, dim)
@@ -374,15 +342,10 @@ _OPERATIONS: dict[str, Callable[..., Tensor | None]] = {
     "relu": lambda h, x: h.relu(x),
     "relu6": lambda h, x: h.relu(x) - h.relu(x - 6),
     "leaky_relu": lambda h, x, negative_slope=0.01: _leaky(h, x, negative_slope),
-    "rrelu": _rrelu,
     "prelu": _prelu,
     "elu": _elu,
     "selu": lambda h, x: _elu(h, x, 1.6732632423543772, 1.0507009873554805),
-    "threshold": _threshold,
     "hardtanh": lambda h, x, min_val=-1.0, max_val=1.0: _clamp(h, x, min_val, max_val),
-    "hardsigmoid": _hardsigmoid,
-    "hardswish": lambda h, x: x * _hardsigmoid(h, x),
-    "softshrink": lambda h, x, lambd=0.5: h.relu(x - lambd) - h.relu(-x - lambd),
     "abs": lambda h, x: 2 * h.relu(x) - x,
     "absolute": lambda h, x: 2 * h.relu(x) - x,
     "clamp": _clamp,
@@ -390,9 +353,7 @@ _OPERATIONS: dict[str, Callable[..., Tensor | None]] = {
     "clamp_min": _clamp,
     "clamp_max": lambda h, x, max: _clamp(h, x, None, max),
     "maximum": _maximum,
-    "fmax": _maximum,
     "minimum": lambda h, x, other: -_maximum(h, -x, -other),
-    "fmin": lambda h, x, other: -_maximum(h, -x, -other),
     "max": _max,
     "amax": _max,
     "min": _min,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Slots", "budget_slots", "top_k_slots"]
+__all__ = ["Slots", "budget_slots", "fill_slots", "top_k_slots"]
 
 
 class Slots(NamedTuple):
@@ -61,15 +62,7 @@ def top_k_slots(log_q: Tensor, num_categories: int, num_samples: int) -> Slots:
             f"{size - num_categories} of {size} categories: pass num_samples >= 1, or "
             f"num_categories >= {size}"
         )
-    log_q = log_q.detach()
-    top = log_q.topk(num_categories, dim=-1)
-    chosen = torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, top.indices, True)
-    draws, mass = _complement(log_q, chosen, num_samples)
-    index = torch.cat([top.indices, draws], -1)
-    sampled = _ranks(index) >= num_categories
-    share = (mass / max(num_samples, 1)).unsqueeze(-1).expand(draws.shape)
-    weight = torch.cat([top.values.exp(), share], -1)
-    return _slots(log_q, index, weight, sampled)
+    return _slots(log_q.detach(), num_categories, num_samples, None, 1)
 
 
 def budget_slots(log_q: Tensor, budget: int, min_samples: int = 1) -> Slots:
@@ -97,23 +90,70 @@ def budget_slots(log_q: Tensor, budget: int, min_samples: int = 1) -> Slots:
         return top_k_slots(log_q, size, 0)
     if budget < min_samples:
         raise ValueError(f"budget must be at least {min_samples}, got {budget}")
-    log_q = log_q.detach()
-    top = log_q.topk(budget, dim=-1)
-    every = torch.zeros_like(log_q, dtype=torch.bool).scatter(-1, top.indices, True)
-    tail = log_q.masked_fill(every, -math.inf).logsumexp(-1, keepdim=True).exp()
-    # From the small end: one minus the sum of the top would lose its digits.
-    rest = tail + top.values.exp().flip(-1).cumsum(-1).flip(-1)
-    left = budget - torch.arange(budget, device=log_q.device)
-    count = (rest / left)[..., : budget - min_samples + 1].argmin(-1, keepdim=True)
-    summed = _ranks(top.indices) < count
-    chosen = torch.zeros_like(every).scatter(-1, top.indices, summed)
-    draws, mass = _complement(log_q, chosen, budget)
-    weight = torch.where(summed, top.values.exp(), mass.unsqueeze(-1) / (budget - count))
-    return _slots(log_q, torch.where(summed, top.indices, draws), weight, ~summed)
+    return _slots(log_q.detach(), budget, budget, budget, min_samples)
 
 
-def _ranks(index: Tensor) -> Tensor:
-    return torch.arange(index.shape[-1], device=index.device).expand(index.shape)
+def _slots(
+    log_q: Tensor, top: int, num_samples: int, budget: int | None, min_samples: int
+) -> Slots:
+    best = log_q.topk(top, dim=-1)
+    none = torch.zeros_like(log_q, dtype=torch.bool)
+
+    def draw(summed: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        return _complement(log_q, none.scatter(-1, best.indices, summed), count)
+
+    def outside() -> Tensor:
+        every = none.scatter(-1, best.indices, True)
+        return log_q.masked_fill(every, -math.inf).logsumexp(-1).exp()
+
+    prob, mode = best.values.exp(), log_q.argmax(-1, keepdim=True)
+    return fill_slots(best.indices, prob, mode, outside, draw, num_samples, budget, min_samples)
+
+
+def fill_slots(
+    best: Tensor,
+    prob: Tensor,
+    mode: Tensor,
+    outside: Callable[[], Tensor],
+    draw: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+    num_samples: int,
+    budget: int | None,
+    min_samples: int,
+) -> Slots:
+    """
+    Sum the most probable values of a distribution, and draw from all others.
+
+    :param best: the most probable values, most probable first, shape ``[*batch, k, *event]``.
+    :param prob: their probabilities, shape ``[*batch, k]``.
+    :param mode: what slots without weight repeat, shape ``[*batch, 1, *event]``.
+    :param outside: returns the probability of all other values, shape ``[*batch]``.
+    :param draw: maps which of the best are summed, shape ``[*batch, k]``, and a count to draws from
+        the rest, shape ``[*batch, count, *event]``, and the rest's probability, shape ``[*batch]``.
+    :param budget: the number of slots, of which each batch element sums as many as is best; None
+        sums all k, and draws ``num_samples``.
+    """
+    events = (1,) * (best.dim() - prob.dim())
+    rank = torch.arange(prob.shape[-1], device=prob.device)
+    if budget is None:
+        value, mass = draw(torch.ones_like(prob, dtype=torch.bool), num_samples)
+        value = torch.cat([best, value], len(prob.shape) - 1)
+        each = (mass / max(num_samples, 1)).unsqueeze(-1)
+        weight = torch.cat([prob, each.expand(*mass.shape, num_samples)], -1)
+        sampled = torch.arange(weight.shape[-1], device=prob.device).expand(weight.shape) >= len(
+            rank
+        )
+    else:
+        # From the small end: one minus the sum of the best would lose its digits.
+        rest = outside().unsqueeze(-1) + prob.flip(-1).cumsum(-1).flip(-1)
+        criterion = (rest / (budget - rank))[..., : budget - min_samples + 1]
+        summed = rank < criterion.argmin(-1, keepdim=True)
+        value, mass = draw(summed, budget)
+        value = torch.where(summed.reshape(*summed.shape, *events), best, value)
+        left = (budget - summed.sum(-1, keepdim=True)).clamp_min(1)
+        weight, sampled = torch.where(summed, prob, mass.unsqueeze(-1) / left), ~summed
+    value = torch.where((weight > 0).reshape(*weight.shape, *events), value, mode)
+    batch = prob.dim() - 1
+    return Slots(value.movedim(batch, 0), weight.movedim(-1, 0), sampled.movedim(-1, 0))
 
 
 def _complement(log_q: Tensor, chosen: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
@@ -127,8 +167,3 @@ def _complement(log_q: Tensor, chosen: Tensor, num_samples: int) -> tuple[Tensor
     relative = torch.where(empty, log_q, rest - log_mass.unsqueeze(-1).clamp_min(-1e30)).exp()
     draws = relative.reshape(-1, log_q.shape[-1]).multinomial(num_samples, replacement=True)
     return draws.reshape(*log_q.shape[:-1], num_samples), log_mass.exp()
-
-
-def _slots(log_q: Tensor, index: Tensor, weight: Tensor, sampled: Tensor) -> Slots:
-    index = torch.where(weight > 0, index, log_q.argmax(-1, keepdim=True))
-    return Slots(*(t.movedim(-1, 0) for t in (index, weight, sampled)))

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch.utils._pytree import TreeSpec
 
-__all__ = ["Tree"]
-
 
 @dataclass(frozen=True)
 class Tree:

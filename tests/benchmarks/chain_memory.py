@@ -20,7 +20,6 @@ from tests.benchmarks.step_time import VAE
 
 WAYS = {
     "full": {},
-    "full, recompute=True": {"recompute": True},
     "reweighted": {"gradient_estimator": "reweighted"},
 }
 

@@ -10,7 +10,6 @@ from pyro_mcvae import (
     HMC,
     MALA,
     ULA,
-    GaussianReverse,
     LearnedSchedule,
     LinearSchedule,
     RandomWalk,
@@ -23,25 +22,9 @@ from pyro_mcvae.ops.importance import log_mean_exp
 from tests.chains.densities import LOG_EVIDENCE, correlated, standard_normal
 from tests.estimates import assert_mean
 
-
-class Network(torch.nn.Module):
-    """A reverse kernel of random weights; a wide one would give the weight heavy tails."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(5, 4)
-        self.linear.weight.data.normal_()
-
-    def forward(self, position, gradient, beta):
-        beta = beta.expand(position.shape[:-1] + (1,))
-        shift, scale = self.linear(torch.cat([position, gradient, beta], -1)).chunk(2, -1)
-        return 0.1 * torch.tanh(shift), -0.3 * torch.sigmoid(scale)
-
-
 UNADJUSTED = {
     "ULA": lambda: ULA(0.25),
     "ULA, per coordinate": lambda: ULA(torch.tensor([0.15, 0.3])),
-    "ULA, learned reverse": lambda: ULA(0.25, GaussianReverse(Network())),
     "UnderdampedLangevin": lambda: UnderdampedLangevin(0.6, momentum=0.7),
 }
 ADJUSTED = {
@@ -69,8 +52,9 @@ def chains(kernel, num_steps=4, count=20_000, schedule=LinearSchedule, density=c
 
 
 @kernels
-@schedules
-@pytest.mark.parametrize("num_steps", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("schedule", "num_steps"), [*zip(SCHEDULES.values(), [1, 5, 2], strict=True)]
+)
 def test_mean_weight_is_the_evidence(make, schedule, num_steps):
     found = chains(make(), num_steps, schedule=schedule).log_weight
     weight = (found - LOG_EVIDENCE).exp()
@@ -92,8 +76,8 @@ def test_the_evidence_does_not_need_a_good_step_size(make):
 @pytest.mark.parametrize("name", ["ULA", "UnderdampedLangevin", "MALA", "HMC", "RandomWalk"])
 def test_the_bound_rises_with_the_number_of_steps(name):
     means = []
-    for num_steps in (1, 2, 4, 8, 16):
-        found = chains(KERNELS[name](), num_steps, 5000).log_weight
+    for num_steps in (1, 4, 16):
+        found = chains(KERNELS[name](), num_steps, 4000).log_weight
         means.append(found.mean())
     assert means == sorted(means)
     assert means[-1] < LOG_EVIDENCE + 0.01
@@ -162,18 +146,8 @@ def test_the_last_transition_changes_the_draw_only(make):
     assert (found[0].state.position != found[1].state.position).any()
 
 
-@adjusted
-def test_one_step_of_ais_is_importance_sampling(make):
-    evaluate = evaluator(correlated)
-    start = evaluate(torch.randn(9, 2))
-    for last in (True, False):
-        chain = anneal(start, LinearSchedule(1)(), make(), evaluate, last_transition=last)
-        assert torch.equal(chain.log_weight, start.log_weight)
-
-
 COUNTS = {
     "ULA": lambda k: k + 1,
-    "ULA, learned reverse": lambda k: k + 1,
     "UnderdampedLangevin": lambda k: k + 1,
     "MALA": lambda k: k,
     "RandomWalk": lambda k: k,
@@ -229,7 +203,7 @@ def bound_of(chain, multi_sample):
 
 @adjusted
 @pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
-@pytest.mark.parametrize(("num_steps", "particles"), [(2, 2), (3, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("num_steps", "particles"), [(2, 2), (3, 2), (2, 4)])
 def test_ais_gradient_is_that_of_the_sum_over_all_accept_paths(
     make, multi_sample, num_steps, particles, monkeypatch
 ):
@@ -291,13 +265,6 @@ def test_sis_gradient_is_that_of_finite_differences(make, multi_sample):
 
 
 @kernels
-def test_without_graphs_nothing_is_kept(make):
-    chain = chains(make(), 3, 10)
-    assert not chain.log_weight.requires_grad
-    assert chain.state.position.grad_fn is None
-
-
-@kernels
 def test_evaluators_with_and_without_graphs_agree(make):
     found = []
     kernel = make()
@@ -312,7 +279,7 @@ def test_evaluators_with_and_without_graphs_agree(make):
 @kernels
 def test_the_weight_of_frozen_coordinates(make, monkeypatch):
     """Padding that is masked out of both densities changes nothing."""
-    if make is KERNELS["ULA, learned reverse"] or make is KERNELS["ULA, per coordinate"]:
+    if make is KERNELS["ULA, per coordinate"]:
         pytest.skip("made for two coordinates")
     noise = torch.randn(20, 6, 3)
 
@@ -335,12 +302,6 @@ def test_the_score_needs_an_adjusted_kernel_and_particles():
         accept_score(anneal(start, LinearSchedule(3)(), MALA(0.1), evaluate))
     with pytest.raises(ValueError, match="not adjusted: its chain has no accept bits"):
         accept_score(anneal(start, LinearSchedule(3)(), ULA(0.1), evaluate))
-
-
-def test_a_density_without_gradient_is_flat():
-    state = evaluator(lambda z: (z.sum(-1), torch.zeros(z.shape[:-1])))(torch.zeros(3, 2))
-    assert torch.equal(state.grad_base, torch.ones(3, 2))
-    assert torch.equal(state.grad_weight, torch.zeros(3, 2))
 
 
 @pytest.mark.slow

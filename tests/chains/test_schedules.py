@@ -34,7 +34,7 @@ def moved(schedule):
 
 
 @schedules
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 10, 100])
+@pytest.mark.parametrize("num_steps", [1, 2, 10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_from_exactly_0_to_exactly_1_and_increasing(make, num_steps, dtype):
     for schedule in (make(num_steps), moved(make(num_steps))):
@@ -56,11 +56,6 @@ def test_sigmoid_by_hand(slope, num_steps):
     assert torch.allclose(found, expected, atol=1e-9)
     # Denser at both ends alike.
     assert torch.allclose(found, 1 - found.flip(0), atol=1e-9)
-
-
-def test_a_small_slope_is_linear():
-    assert torch.allclose(SigmoidSchedule(7, slope=1e-4)(), LinearSchedule(7)(), atol=1e-8)
-    assert torch.allclose(SigmoidSchedule(4, 2.5).slope, torch.tensor(2.5))
 
 
 def test_learned_starts_linear():
@@ -89,13 +84,6 @@ def test_state_dict_round_trip(make):
     loaded = make(4)
     loaded.load_state_dict(saved.state_dict())
     assert torch.equal(loaded(), saved())
-
-
-def test_state_holds_what_is_not_implied_by_num_steps():
-    assert list(SigmoidSchedule(3).state_dict()) == ["log_slope"]
-    assert list(LearnedSchedule(3).state_dict()) == ["logits"]
-    assert list(FixedSchedule(torch.tensor([0.0, 1.0])).state_dict()) == ["betas"]
-    assert list(LinearSchedule(3).state_dict()) == []
 
 
 def test_only_what_learns_has_parameters():
@@ -209,19 +197,3 @@ class Returning(Schedule):
 def test_what_a_schedule_returns_is_named(betas, found):
     with pytest.raises(ValueError, match=rf"Returning.forward must return .* = \[4\], got {found}"):
         as_schedule(Returning(betas))
-
-
-def test_a_number_of_steps_cannot_change():
-    schedule = LinearSchedule(3)
-    with pytest.raises(AttributeError, match=r"num_steps of a LinearSchedule .* cannot become 7"):
-        schedule.num_steps = 7
-    assert schedule().shape == (4,)
-
-
-def test_a_schedule_that_does_not_initialize_its_base_is_named():
-    class Lazy(Returning):
-        def __init__(self):
-            torch.nn.Module.__init__(self)
-
-    with pytest.raises(ValueError, match=r"Lazy has no num_steps: its __init__ must call"):
-        as_schedule(Lazy())

@@ -11,13 +11,8 @@ from hypothesis import given
 
 from pyro_mcvae import MALA, ULA, TraceAIS_ELBO, TraceSIS_ELBO, UnderdampedLangevin
 from pyro_mcvae.chains.kernel import of_moving
-from pyro_mcvae.chains.step_size import (
-    AdaptiveStepSize,
-    FixedStepSize,
-    LearnedStepSize,
-    StepSize,
-    as_step_size,
-)
+from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize, as_step_size
+from pyro_mcvae.chains.step_size_base import FixedStepSize, StepSize
 
 NAN, INF = math.nan, math.inf
 
@@ -39,16 +34,6 @@ def test_one_update_by_hand(acceptance, target, rate, initial):
     assert step_size().item() == pytest.approx(initial * math.exp(rate * change), rel=1e-12)
 
 
-@given(acceptances=st.lists(st.floats(0, 1), max_size=50))
-def test_each_update_changes_it_by_a_bounded_factor(acceptances):
-    step_size = AdaptiveStepSize(0.5, 0.8, rate=0.1)
-    for acceptance in acceptances:
-        before = step_size()
-        step_size.update(number(acceptance))
-        ratio = step_size() / before
-        assert math.exp(-0.2) - 1e-9 <= ratio <= math.exp(0.1) + 1e-9
-
-
 @pytest.mark.parametrize(("acceptance", "bound"), [(1.0, 2.0), (0.0, 0.25)])
 def test_values_stay_within_their_bounds(acceptance, bound):
     step_size = AdaptiveStepSize(0.5, 0.8, bounds=(0.25, 2.0))
@@ -67,14 +52,6 @@ def test_an_acceptance_that_is_not_finite_changes_nothing(acceptance, per_coordi
     step_size.update(number(acceptance), torch.randn(10, 3))
     assert (step_size() == 0.5).all()
     assert step_size.base == 0.5
-
-
-def test_it_converges_to_its_target():
-    # A kernel whose acceptance falls with its step size.
-    step_size = AdaptiveStepSize(1e-3, 0.7)
-    for _ in range(400):
-        step_size.update(torch.exp(-step_size()))
-    assert torch.exp(-step_size()).item() == pytest.approx(0.7, abs=1e-3)
 
 
 def test_per_coordinate_follows_equation_27():
@@ -197,13 +174,6 @@ def test_flat_and_steep_gradients_stay_in_bounds(scale):
     assert torch.allclose(step_size(), torch.tensor(10.0 if scale < 1 else 0.01))
 
 
-def test_single_precision_stays_single():
-    step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=True).float()
-    step_size.update(number(0.9), torch.randn(10, 2))
-    assert step_size().dtype == torch.float32
-    assert step_size.base.dtype == torch.float32
-
-
 @pytest.mark.parametrize("per_coordinate", [False, True])
 def test_eval_freezes_it(per_coordinate):
     step_size = AdaptiveStepSize(0.5, 0.8, per_coordinate=per_coordinate)
@@ -256,36 +226,6 @@ def test_the_kernel_completes_what_was_left_out():
     given.complete(0.02, 0.9)
     assert given() == 0.3
     assert given.target_acceptance == 0.6
-
-
-def test_fixed_ones_do_not_adapt_and_learned_ones_have_a_gradient():
-    fixed = FixedStepSize(0.1)
-    fixed.update(number(1.0))
-    assert fixed() == 0.1
-    assert list(fixed.parameters()) == []
-    learned = LearnedStepSize(torch.tensor([0.1, 0.2]))
-    learned.update(number(1.0))
-    assert torch.allclose(learned(), torch.tensor([0.1, 0.2]))
-    (grad,) = torch.autograd.grad(learned().sum(), learned.log_value)
-    assert torch.allclose(grad, torch.tensor([0.1, 0.2]))
-    again = LearnedStepSize(torch.ones(2))
-    again.load_state_dict(learned.state_dict())
-    assert torch.equal(again(), learned())
-
-
-def test_as_step_size():
-    assert isinstance(as_step_size(None), AdaptiveStepSize)
-    assert isinstance(as_step_size(0.1), FixedStepSize)
-    assert as_step_size(torch.tensor([0.1, 0.2]))().shape == (2,)
-    given = LearnedStepSize(0.1)
-    assert as_step_size(given) is given
-
-
-def test_a_given_tensor_is_copied():
-    value = torch.tensor([0.1, 0.2])
-    step_size = as_step_size(value)
-    value.zero_()
-    assert torch.equal(step_size(), torch.tensor([0.1, 0.2]))
 
 
 BAD = [0, 0.0, -0.1, NAN, INF, torch.tensor([0.1, 0.0]), torch.tensor(-1.0)]
@@ -375,8 +315,8 @@ def test_sequences_of_other_lengths_are_weighed_right(name):
 
     torch.manual_seed(0)
     loss = SEQUENCES[name]()
-    for length in (5, 3, 1, 7):
-        x = torch.linspace(-1.0, 1.0, length).expand(2000, length)
+    for length in (5, 1, 7):
+        x = torch.linspace(-1.0, 1.0, length).expand(1000, length)
         triangle = torch.ones(length, length).tril()
         cov = triangle @ triangle.mT + torch.eye(length)
         exact = dist.MultivariateNormal(torch.zeros(length), cov).log_prob(x[0])
@@ -384,7 +324,7 @@ def test_sequences_of_other_lengths_are_weighed_right(name):
             loss.train(training)
             bound = loss.bounds(model, guide, x).per_datum
             weight = (bound - exact).exp()
-            assert abs(weight.mean() - 1) < 5 * weight.std() / 2000**0.5
+            assert abs(weight.mean() - 1) < 5 * weight.std() / 1000**0.5
             if training:
                 loss.loss_and_grads(model, guide, x[:20])
 

@@ -10,7 +10,6 @@ from pyro_mcvae import (
     MALA,
     ULA,
     AdaptiveStepSize,
-    FixedMomentum,
     LearnedMomentum,
     LearnedSchedule,
     LearnedStepSize,
@@ -29,18 +28,26 @@ STEPS = torch.tensor([0.3, 0.9, 0.5, 0.7], dtype=torch.float64)
 MOMENTA = torch.tensor([0.5, 0.9, 0.1, 0.6], dtype=torch.float64)
 
 
-def underdamped(steps=STEPS, momenta=MOMENTA):
-    return UnderdampedLangevin(LearnedStepSize(steps, K), LearnedMomentum(momenta, K))
+def learned(steps):
+    step_size = LearnedStepSize(torch.ones(steps.shape[1:]), K)
+    step_size.log_value.data.copy_(steps.log())
+    return step_size
+
+
+def underdamped(steps=STEPS):
+    momentum = LearnedMomentum(0.5, K)
+    momentum.logit.data.copy_((MOMENTA / 0.999).logit())
+    return UnderdampedLangevin(learned(steps), momentum)
 
 
 KERNELS = {
     "underdamped": underdamped,
     "per coordinate": lambda: underdamped(STEPS.unsqueeze(-1) * torch.tensor([1.0, 0.6])),
-    "one momentum": lambda: UnderdampedLangevin(LearnedStepSize(STEPS, K), LearnedMomentum(0.7)),
-    "ULA": lambda: ULA(LearnedStepSize(STEPS.square() / 2, K)),
-    "MALA": lambda: MALA(LearnedStepSize(STEPS.square() / 2, K)),
-    "HMC": lambda: HMC(LearnedStepSize(STEPS, K), num_leapfrog=2),
-    "RandomWalk": lambda: RandomWalk(LearnedStepSize(STEPS, K)),
+    "one momentum": lambda: UnderdampedLangevin(learned(STEPS), LearnedMomentum(0.7)),
+    "ULA": lambda: ULA(learned(STEPS.square() / 2)),
+    "MALA": lambda: MALA(learned(STEPS.square() / 2)),
+    "HMC": lambda: HMC(learned(STEPS), num_leapfrog=2),
+    "RandomWalk": lambda: RandomWalk(learned(STEPS)),
 }
 SIS = ["underdamped", "per coordinate", "one momentum", "ULA"]
 every = pytest.mark.parametrize("name", KERNELS)
@@ -107,7 +114,7 @@ def test_the_first_momentum_and_the_last_move_of_ais_do_not_matter():
     (grad,) = torch.autograd.grad(chain(kernel, 9).log_weight.mean(), kernel.momentum.logit)
     assert grad[0] == 0
     assert (grad[1:] != 0).all()
-    kernel = MALA(LearnedStepSize(STEPS.square() / 2, K))
+    kernel = MALA(learned(STEPS.square() / 2))
     (grad,) = torch.autograd.grad(chain(kernel, 9).log_weight.mean(), kernel.step_size.log_value)
     assert grad[-1] == 0
     assert (grad[:-1] != 0).all()
@@ -210,16 +217,17 @@ def test_a_recorded_step_finds_what_was_updated_in_its_place():
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: LearnedStepSize(STEPS, 3), r"initial must be one number or .* \[3\] or \[3, D\]"),
-        (lambda: LearnedStepSize(torch.ones(2, 2)), "come with num_transitions, got"),
+        (lambda: LearnedStepSize(torch.ones(2, 2)), "one number or one per coordinate"),
         (lambda: LearnedStepSize(0.1, 0), "num_transitions must be an int of at least 1"),
         (lambda: LearnedStepSize(AdaptiveStepSize(), 2, 0), "warmup must be an int of at least 1"),
-        (lambda: LearnedMomentum(MOMENTA, 3), r"initial must be one number or .* \[3\], one row"),
-        (lambda: LearnedMomentum(MOMENTA), "must be one value, or come with num_transitions"),
+        (lambda: LearnedMomentum(MOMENTA), "initial must be more than 0 and less than 0.999"),
         (lambda: LearnedMomentum(1.0), "initial must be more than 0 and less than 0.999, got 1.0"),
         (lambda: LearnedMomentum(0.0), "initial must be more than 0"),
         (lambda: LearnedMomentum("0.9"), "initial must be a number or a tensor, got '0.9'"),
-        (lambda: FixedMomentum(True), "momentum must be at least 0 and less than 1, got True"),
+        (
+            lambda: UnderdampedLangevin(0.1, True),
+            "must be at least 0 and less than 1, .*got True",
+        ),
     ],
 )
 def test_bad_values(make, match):

@@ -69,57 +69,29 @@ def mapped(prior):
 # Distributions of batch shape [3] with explicit noise.
 NOISE = {
     "normal": lambda: dist.Normal(loc(), scale()),
-    "laplace": lambda: dist.Laplace(loc(), scale()),
     "cauchy": lambda: dist.Cauchy(loc(), scale()),
-    "logistic": lambda: dist.Logistic(loc(), scale()),
     "student": lambda: dist.StudentT(torch.tensor(4.0), loc(), scale()),
     "uniform": lambda: dist.Uniform(loc(), loc() + scale()),
     "lognormal": lambda: dist.LogNormal(loc(), scale()),
     "gumbel": lambda: dist.Gumbel(loc(), scale()),
-    "torch-base": lambda: dist.TransformedDistribution(
-        torch.distributions.Normal(loc(), scale()), [dist.transforms.ExpTransform()]
-    ),
     "sigmoid-normal": lambda: dist.TransformedDistribution(
         dist.Normal(loc(), scale()), [dist.transforms.SigmoidTransform()]
     ),
-    "affine-laplace": lambda: dist.TransformedDistribution(
-        dist.Laplace(loc(), scale()),
-        [dist.transforms.AffineTransform(1.0, 2.0), dist.transforms.ExpTransform()],
-    ),
     "multivariate": lambda: dist.MultivariateNormal(seeded(3, 2), scale_tril=scale_tril(2)),
-    "multivariate-shared": lambda: dist.MultivariateNormal(
-        seeded(3, 2), scale_tril=scale_tril(2)[0]
-    ),
     "low-rank": lambda: dist.LowRankMultivariateNormal(
         seeded(3, 4), seeded(3, 4, 2, seed=3).requires_grad_(), scale(3, 4)
     ),
     "independent": lambda: event(vector()),
-    "independent-twice": lambda: dist.Normal(seeded(3, 2, 2), scale(3, 2, 2)).to_event(2),
-    "independent-multivariate": lambda: event(
-        dist.MultivariateNormal(seeded(3, 2, 2), scale_tril=scale_tril(2)[0])
-    ),
     "broadcast": lambda: dist.Normal(seeded(3, 1), scale(2)).to_event(1),
     "expanded": lambda: dist.Normal(torch.tensor(0.3), scale(1)).expand([3]),
     "expanded-wrapper": lambda: ExpandedDistribution(dist.Normal(0.3, scale(1)), [3]),
-    "expanded-event": lambda: ExpandedDistribution(
-        dist.MultivariateNormal(seeded(2), scale_tril=scale_tril(2)[0]), [3]
-    ),
     "coupling": lambda: dist.TransformedDistribution(event(vector()), [flow("affine_coupling")]),
-    "autoregressive": lambda: dist.TransformedDistribution(
-        event(vector()), [flow("affine_autoregressive")]
-    ),
     "flow-on-a-batch": lambda: dist.TransformedDistribution(
         vector(), [flow("affine_coupling"), dist.transforms.ExpTransform()]
-    ),
-    "flow-in-an-event": lambda: event(
-        dist.TransformedDistribution(
-            dist.Normal(seeded(3, 2, 2), 1.0).to_event(1), [flow("affine_coupling")]
-        )
     ),
     "stick-breaking": lambda: dist.TransformedDistribution(
         event(vector()), [dist.transforms.StickBreakingTransform()]
     ),
-    "logistic-normal": lambda: dist.LogisticNormal(seeded(3, 2), scale(3, 2)),
 }
 # Of which PyTorch's support is too large: less comes in than the last transform could take.
 PUSHED = {
@@ -129,39 +101,25 @@ PUSHED = {
     "scaled-beta": lambda: dist.TransformedDistribution(
         dist.Beta(1 + scale(), 1 + scale()), [dist.transforms.AffineTransform(loc(), -scale())]
     ),
-    "scaled-betas": lambda: event(
-        dist.TransformedDistribution(
-            dist.Beta(1 + scale(3, 2), 1 + scale(3, 2)),
-            [dist.transforms.AffineTransform(-1.0, 3.0)],
-        )
-    ),
     "above-one": lambda: dist.TransformedDistribution(
         dist.Gamma(1 + scale(), scale()), [dist.transforms.ExpTransform()]
     ),
-    "mapped-prior": lambda: mapped(dist.Gamma(1 + scale(), scale())),
     "mapped-simplex": lambda: mapped(dist.Dirichlet(1 + scale(3, 4))),
-    "mapped-interval": lambda: mapped(dist.AffineBeta(1 + scale(), 1 + scale(), -1.0, 3.0)),
 }
 # Those and others have no explicit noise.
 UNCONSTRAINED = {
     **PUSHED,
     "gamma": lambda: dist.Gamma(scale(), scale()),
-    "beta": lambda: dist.Beta(scale(), scale()),
     "dirichlet": lambda: dist.Dirichlet(scale(3, 4)),
     "lkj": lambda: dist.LKJCholesky(3, scale()),
     "relaxed": lambda: dist.RelaxedBernoulli(torch.tensor(0.5), logits=loc()),
-    "inverse-gamma": lambda: dist.InverseGamma(scale(), scale()),
     "von-mises": lambda: dist.VonMises(loc(), scale()),
     "student-learned": lambda: dist.StudentT((3 + scale()).detach().requires_grad_(), loc()),
-    "independent-gamma": lambda: event(dist.Gamma(scale(3, 2), scale(3, 2))),
     "independent-dirichlet": lambda: event(dist.Dirichlet(1 + scale(3, 2, 3))),
-    "expanded-gamma": lambda: dist.Gamma(torch.tensor(2.0), torch.tensor(1.0)).expand([3]),
 }
 DISCRETE = {
     "bernoulli": lambda: dist.Bernoulli(logits=loc()),
     "categorical": lambda: dist.Categorical(logits=seeded(3, 4)),
-    "one-hot": lambda: dist.OneHotCategorical(logits=seeded(3, 4)),
-    "poisson": lambda: dist.Poisson(scale()),
     "independent-bernoulli": lambda: event(dist.Bernoulli(logits=seeded(3, 2))),
     "masked": lambda: dist.Bernoulli(logits=loc()).mask(torch.tensor([True, False, True])),
 }
@@ -170,16 +128,6 @@ CONTINUOUS = {**NOISE, **UNCONSTRAINED}
 
 def cases(table):
     return pytest.mark.parametrize("make", list(table.values()), ids=list(table))
-
-
-@cases(NOISE)
-def test_explicit_noise_is_found(make):
-    assert isinstance(coordinate_of(make()), NoiseCoordinate)
-
-
-@cases(UNCONSTRAINED)
-def test_implicit_draws_are_unconstrained_values(make):
-    assert isinstance(coordinate_of(make()), UnconstrainedCoordinate)
 
 
 @cases(CONTINUOUS)
@@ -303,7 +251,7 @@ def test_low_rank_noise_has_one_number_more_per_factor():
 @cases({**CONTINUOUS, **DISCRETE})
 @pytest.mark.parametrize("kind", ["noise", "latent"])
 def test_draws_follow_the_distribution(make, kind):
-    count = 3000
+    count = 2000
     fn = make()
     fn_draws = fn.sample((count,)).reshape(count, -1)
     coordinate = coordinate_of(fn.expand((count, 3)), kind)
@@ -312,15 +260,6 @@ def test_draws_follow_the_distribution(make, kind):
     statistics += [(draws.sum(1), fn_draws.sum(1)), (draws.prod(1), fn_draws.prod(1))]
     tests = [stats.ks_2samp(a.numpy(), b.numpy(), method="asymp") for a, b in statistics]
     assert min(t.pvalue for t in tests) * len(tests) > 1e-3
-
-
-@pytest.mark.parametrize("kind", ["noise", "value"])
-def test_folded_noise_draws_from_half_distributions(kind):
-    # |eps| is no bijection: there is no density to compare, but the draws are right.
-    fn = dist.HalfNormal(torch.full((3000,), 1.7))
-    coordinate = coordinate_of(fn, kind)
-    draws = coordinate.value(coordinate.draw())
-    assert stats.kstest(draws.numpy(), stats.halfnorm(scale=1.7).cdf).pvalue > 1e-3
 
 
 def parameters_of(value):
@@ -351,10 +290,8 @@ def assert_same_gradients(value, other):
 
 
 GAUSSIAN = [
-    *("normal", "lognormal", "torch-base", "sigmoid-normal", "multivariate"),
-    *("multivariate-shared", "independent", "independent-twice", "independent-multivariate"),
-    *("broadcast", "expanded", "coupling", "autoregressive", "flow-on-a-batch"),
-    *("flow-in-an-event", "stick-breaking"),
+    *("normal", "lognormal", "sigmoid-normal", "multivariate", "independent", "broadcast"),
+    *("expanded", "coupling", "flow-on-a-batch", "stick-breaking"),
 ]
 
 
@@ -382,9 +319,7 @@ def test_low_rank_noise_has_the_value_and_gradient_of_rsample():
     assert_same_gradients(value, expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["normal", "laplace", "cauchy", "logistic", "student", "uniform", "gumbel"]
-)
+@pytest.mark.parametrize("name", ["normal", "cauchy", "student", "uniform", "gumbel"])
 def test_at_the_same_value_the_gradient_is_that_of_rsample(name):
     # In one dimension any rising map from noise has this gradient.
     fn = NOISE[name]()
@@ -418,22 +353,7 @@ def test_values_and_densities_of_implicit_draws_pass_gradients(make):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@cases({"normal": NOISE["normal"], "low-rank": NOISE["low-rank"], "gamma": UNCONSTRAINED["gamma"]})
-def test_coordinates_have_the_dtype_of_the_distribution(make, dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    fn = make()
-    torch.set_default_dtype(before)
-    coordinate = coordinate_of(fn)
-    at = coordinate.draw()
-    value = coordinate.value(at)
-    assert at.dtype == value.dtype == coordinate.log_base(at, value).dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    ("low", "high"), [(0.0, 1.0), (-3.0, 2.0), (2.0, 3.0), (-1.0, -0.5), (1000.0, 1001.0)]
-)
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-1.0, -0.5), (1000.0, 1001.0)])
 def test_far_noise_stays_strictly_inside_of_an_interval(low, high, dtype):
     fn = dist.Uniform(torch.tensor(low, dtype=dtype), torch.tensor(high, dtype=dtype))
     coordinate = coordinate_of(fn.expand([6]))
@@ -457,15 +377,6 @@ def test_discrete_draws_are_their_own_coordinate(make, kind):
     # What is masked was drawn, too.
     drawn = with_mask(fn, None) if is_masked(fn) else fn
     assert torch.equal(coordinate.log_base(at, at), drawn.log_prob(at))
-
-
-@cases(CONTINUOUS)
-def test_value_coordinates_are_the_values(make):
-    fn = make()
-    coordinate = coordinate_of(fn, "value")
-    at = coordinate.draw()
-    assert coordinate.value(at) is at
-    assert torch.allclose(coordinate.log_base(at, at), fn.log_prob(at))
 
 
 @pytest.mark.parametrize("kind", ["noise", "latent"])
@@ -567,11 +478,6 @@ def test_a_registered_function_may_decline():
     assert normal(dist.Normal(0.0, 1.0)) is None
     assert isinstance(coordinate_of(NOISE["normal"]()), UnconstrainedCoordinate)
     assert isinstance(coordinate_of(NOISE["lognormal"]()), UnconstrainedCoordinate)
-
-
-def test_registering_in_a_test_left_no_trace():
-    assert isinstance(coordinate_of(dist.Exponential(scale())), UnconstrainedCoordinate)
-    assert isinstance(coordinate_of(NOISE["normal"]()), NoiseCoordinate)
 
 
 @pytest.mark.parametrize("wrap", ["plain", "event", "expanded", "masked"])

@@ -17,22 +17,27 @@ from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.sites import is_delta
 from tests.plain_traces import plain_traces, values_of
-from tests.zoo import EXAMPLES, data, flow, subsampled
+from tests.zoo import EXAMPLES, data, flow
 
 NAMES = list(EXAMPLES)
-examples = pytest.mark.parametrize("name", NAMES)
 modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
 
 
 def in_turn(argument, options, names=None):
     """
-    Each program with each option, looped and vectorised in turn. That both modes have the same
-    weights at the same coordinates is a law of its own.
+    Each program with one option, looped or vectorised, and with all others among the slow tests.
+    That both modes have the same weights at the same coordinates is a law of its own.
     """
     return pytest.mark.parametrize(
         ("name", argument, "vectorize"),
         [
-            pytest.param(n, o, bool((i + j) % 2), id=f"{n}-{o}-{MODES[(i + j) % 2]}")
+            pytest.param(
+                n,
+                o,
+                bool((i + j) % 2),
+                id=f"{n}-{o}-{MODES[(i + j) % 2]}",
+                marks=() if i % len(options) == j else pytest.mark.slow,
+            )
             for i, n in enumerate(NAMES if names is None else names)
             for j, o in enumerate(options)
         ],
@@ -40,11 +45,16 @@ def in_turn(argument, options, names=None):
 
 
 def alternating(names=None, shift=0):
-    """Each program once, looped or vectorised."""
+    """Each program once, looped or vectorised; two of three among the slow tests."""
     return pytest.mark.parametrize(
         ("name", "vectorize"),
         [
-            pytest.param(n, bool((i + shift) % 2), id=f"{n}-{MODES[(i + shift) % 2]}")
+            pytest.param(
+                n,
+                bool((i + shift) % 2),
+                id=f"{n}-{MODES[(i + shift) % 2]}",
+                marks=() if (i + shift) % 3 == 0 else pytest.mark.slow,
+            )
             for i, n in enumerate(NAMES if names is None else names)
         ],
     )
@@ -160,7 +170,7 @@ def test_every_site_is_in_the_block_that_it_belongs_to(name, vectorize):
             assert tuple(plates) == example.blocks[expected][0]
 
 
-@examples
+@pytest.mark.parametrize("name", NAMES[::2])
 def test_same_coordinates_have_the_same_log_weight_in_both_modes(name):
     example = EXAMPLES[name]()
     first, second = example.log_weight(3, True), example.log_weight(3, False)
@@ -310,16 +320,6 @@ def test_a_step_may_begin_at_given_latents(name, vectorize, coordinates):
         assert torch.allclose(value, local[n].expand_as(value), atol=1e-8), n
 
 
-@alternating()
-def test_a_new_step_draws_anew(name, vectorize):
-    example = EXAMPLES[name]()
-    sampler = ParticleSampler(3, vectorize, example.nesting, find_roots=True)
-    first = LogWeight(sampler, example.programs)
-    second = LogWeight(sampler, example.programs)
-    assert (first.coordinates != second.coordinates).any()
-    assert first.coordinates[0].ne(first.coordinates[1]).any()
-
-
 SMOOTH = [n for n in NAMES if n not in ("mixture", "two-independent")]
 STEP = 1e-5
 
@@ -429,34 +429,6 @@ def test_a_flow_without_an_inverse_works_in_noise_coordinates(vectorize):
         assert torch.allclose(evaluation.log_weight, log_p - log_q)
 
 
-def test_mean_weight_is_the_evidence():
-    # E[w] = p(x) per datum, for coordinates drawn by the object itself.
-    example = EXAMPLES["plain"]()
-    log_weight = example.log_weight(20000)
-    ratio = log_weight.first.log_weight - dist.Normal(
-        0.0, (pyro.param("slope") ** 2 + 0.49).sqrt()
-    ).log_prob(data(4))
-    weights = ratio.detach().exp()
-    error = weights.std(0) / 20000**0.5
-    assert (error < 0.1).all()
-    assert ((weights.mean(0) - 1).abs() < 4.5 * error).all()
-
-
-@modes
-def test_minibatch_weights_are_not_scaled(vectorize):
-    log_weight = subsampled().log_weight(3, vectorize)
-    assert log_weight.first.sample.scale == 5.0
-    assert log_weight.first.log_weight.shape == (3, 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "discrete"), [("mixture", {"c", "d"}), ("implicit", set()), ("subsampled", set())]
-)
-@pytest.mark.parametrize("coordinates", ["noise", "value"])
-def test_discrete_sites_are_named(name, discrete, coordinates):
-    assert set(EXAMPLES[name]().log_weight(coordinates=coordinates).plan.discrete) == discrete
-
-
 def test_coordinates_of_another_shape_are_refused():
     log_weight = EXAMPLES["structured"]().log_weight()
     for shape in [(3,), (4,), (3, 4), (3, 4, 2), (3, 5, 3), (4, 1), (3, 3, 4, 1)]:
@@ -529,26 +501,6 @@ def test_rounded_draws_are_refused(vectorize, coordinates):
 
     with pytest.raises(ValueError, match=r"site 'v' .* rounds its draws.*TraceIWAE_ELBO"):
         refused(program, poutine.block(program, hide=["x"]), vectorize, coordinates)()
-
-
-@modes
-def test_single_precision_programs_stay_in_single_precision(vectorize):
-    torch.set_default_dtype(torch.float32)
-    x = data(4).float()
-
-    def model():
-        with pyro.plate("data", 4):
-            z = pyro.sample("z", dist.Normal(torch.zeros(()), 1.0))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-
-    def guide():
-        with pyro.plate("data", 4):
-            pyro.sample("z", dist.Normal(x / 2, 0.7))
-
-    log_weight = LogWeight(ParticleSampler(3, vectorize, 1), Programs(model, guide, (), {}))
-    evaluation = log_weight(log_weight.coordinates + 1)
-    found = {log_weight.coordinates.dtype, evaluation.log_weight.dtype, evaluation.log_base.dtype}
-    assert found == {torch.float32}
 
 
 def comes_and_goes(second=True):

@@ -86,7 +86,6 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     "SGVB": lambda: mc.TraceSGVB_ELBO(P, **MANY),
     "IWAE": lambda: mc.TraceIWAE_ELBO(K, **MANY),
     "SIS": lambda: mc.TraceSIS_ELBO(K, num_particles=P, **MANY),
-    "SIS, recompute": lambda: mc.TraceSIS_ELBO(K, num_particles=P, recompute=True, **MANY),
     "SIS, reweighted": lambda: mc.TraceSIS_ELBO(
         K, num_particles=P, gradient_estimator="reweighted", **MANY
     ),

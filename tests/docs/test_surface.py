@@ -27,7 +27,7 @@ PARTS = {"param_name", "packing", "plan", "plain", "slots"}
 # Arguments that a class takes from its base, whose docstring has them, or that are one of its own.
 INHERITED = {
     "MonteCarloEM": {
-        *{"baseline", "gradient_estimator", "multi_sample", "recompute", "schedule"},
+        *{"baseline", "gradient_estimator", "multi_sample", "schedule"},
         *{"budget", "num_categories", "num_samples"},
     },
     "REBAR": {"control", "log_temperature"},

@@ -50,15 +50,10 @@ def check(example, kernel, num_steps, monkeypatch, particles=2, **options):
 STRUCTURES = [
     "vae",
     "structured",
-    "hierarchical",
     "nested-subsampled",
-    "two-plates",
     "ragged",
-    "chain",
     "auto-iaf",
-    "messenger",
     "scaled-and-masked",
-    "conditioned",
 ]
 
 
@@ -78,7 +73,7 @@ def test_gradient_in_every_mode(name, vectorize, multi_sample, coordinates, monk
     check(EXAMPLES[name](), MALA(0.2), 2, monkeypatch, multi_sample=multi_sample, **options)
 
 
-FEW = ["plain", "structured", "hierarchical", "nested-subsampled", "auto-normal", "coupling"]
+FEW = ["structured", "hierarchical", "coupling"]
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -108,7 +103,7 @@ def test_gradient_of_longer_chains(name, multi_sample, monkeypatch):
         for name, kernel in KERNELS.items()
         for v in (False, True)
         for m in (False, True)
-        if name == "MALA" or v == m
+        if v == m
     ],
 )
 def test_gradient_with_every_kernel(kernel, multi_sample, vectorize, monkeypatch):
@@ -145,7 +140,7 @@ def test_kernels_that_do_not_leave_their_target_invariant_are_refused(kernel):
 
 @modes
 @samples
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 def test_one_step_is_the_elbo_or_iwae(multi_sample, vectorize, seed):
     """Under one seed, value and gradient, whatever the kernel."""
     exact = ConjugateGaussian(N=6, subsample_size=3)

@@ -114,13 +114,9 @@ def test_particles_that_are_assigned_are_checked():
         2.0,
         True,
         np.bool_(True),
-        torch.tensor(True),
-        "3",
-        [3],
         torch.tensor([3]),
         torch.tensor(2.5),
         None,
-        0,
     ],
 )
 def test_other_things_are_no_counts(value):
@@ -132,7 +128,6 @@ FLAGS = {
     "joint": TraceIWAE_ELBO,
     "analytic_kl": TraceSGVB_ELBO,
     "multi_sample": TraceSIS_ELBO,
-    "recompute": TraceAIS_ELBO,
     "vectorize_particles": TraceIWAE_ELBO,
     "strict_enumeration_warning": TraceIWAE_ELBO,
     "retain_graph": TraceIWAE_ELBO,
@@ -200,11 +195,14 @@ def one(shape, num_events):
     pyro.sample("z", dist.Normal(torch.full(shape, 0.5), 1.0).to_event(num_events))
 
 
-@pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize(
-    "judge",
-    [*(loss().loss for loss in LOSSES), TraceIWAE_ELBO(5).loss, log_evidence],
-    ids=[*(loss.__name__ for loss in LOSSES), "particles", "log_evidence"],
+    ("judge", "validate"),
+    [
+        (judge, bool(i % 2))
+        for i, judge in enumerate(
+            [*(loss().loss for loss in LOSSES), TraceIWAE_ELBO(5).loss, log_evidence]
+        )
+    ],
 )
 @pytest.mark.parametrize(
     ("wanted", "drawn"),

@@ -11,7 +11,6 @@ from pyro_mcvae import (
     HMC,
     MALA,
     ULA,
-    GaussianReverse,
     LearnedSchedule,
     RandomWalk,
     SigmoidSchedule,
@@ -54,9 +53,10 @@ MODELS = {
 @pytest.mark.parametrize(
     ("model", "kernel", "coordinates"),
     [
-        (m, k, ("noise", "latent")[(i + j) % 2])
+        (m, k, ("noise", "latent")[i % 2])
         for i, m in enumerate(MODELS)
         for j, k in enumerate(KERNELS)
+        if (i + j) % 2 == 0
     ],
 )
 def test_mean_weight_is_the_evidence_per_datum(model, kernel, coordinates):
@@ -83,13 +83,8 @@ def test_mean_weight_is_the_evidence_per_datum(model, kernel, coordinates):
     assert (bounds.per_datum < log_evidence + error).all()
 
 
-def wide_reverse(position, gradient, beta):
-    return 0.1 + 0.2 * position, torch.full_like(position, 0.3)
-
-
 UNEQUAL = {
     **KERNELS,
-    "GaussianReverse": (TraceSIS_ELBO, lambda: ULA(0.1, reverse=GaussianReverse(wide_reverse))),
     "per coordinate": (TraceSIS_ELBO, lambda: ULA(AdaptiveStepSize(0.1, per_coordinate=True))),
 }
 
@@ -200,45 +195,6 @@ def test_runs_of_the_model_and_of_a_mean_field_guide(name, num_steps):
 def test_a_structured_guide_is_run_with_the_model():
     assert counted_runs(TraceSIS_ELBO, "structured", ULA(0.1), 4) == {"model": 5, "guide": 5}
     assert counted_runs(TraceAIS_ELBO, "structured", MALA(0.1), 4) == {"model": 4, "guide": 4}
-
-
-@kernels
-def test_every_way_to_the_loss_agrees(cls, kernel):
-    exact = ConjugateGaussian(N=4)
-    elbo = cls(3, kernel(), num_particles=2)
-    found = []
-    for way in (elbo.loss, elbo.differentiable_loss, elbo.loss_and_grads):
-        pyro.set_rng_seed(0)
-        found.append(float(torch.as_tensor(way(exact.model, exact.guide)).detach()))
-    pyro.set_rng_seed(0)
-    found.append(float(-elbo.bounds(exact.model, exact.guide).total))
-    with torch.no_grad():
-        pyro.set_rng_seed(0)
-        found.append(elbo.loss(exact.model, exact.guide))
-    with torch.inference_mode():
-        pyro.set_rng_seed(0)
-        found.append(elbo.loss(exact.model, exact.guide))
-    assert found == pytest.approx([found[0]] * 6)
-
-
-@classes
-def test_data_made_in_inference_mode(cls):
-    def model(x):
-        with pyro.plate("data", len(x)):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-
-    def guide(x):
-        with pyro.plate("data", len(x)):
-            pyro.sample("z", dist.Normal(0.4 * x, 0.8))
-
-    elbo = cls(3)
-    pyro.set_rng_seed(0)
-    expected = elbo.loss(model, guide, torch.ones(3))
-    with torch.inference_mode():
-        x = torch.ones(3)
-        pyro.set_rng_seed(0)
-        assert elbo.loss(model, guide, x) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -387,37 +343,6 @@ def test_reweighted_gradients_by_hand(cls):
 ROUGH = ("mixture", "implicit")
 
 
-class Once(torch.autograd.Function):
-    """Cannot be differentiated twice."""
-
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z.sin()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        return grad * ctx.saved_tensors[0].cos()
-
-
-@classes
-def test_models_without_a_second_derivative(cls):
-    def model():
-        with pyro.plate("data", 3):
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(Once.apply(z) * param("slope"), 1.0), obs=torch.ones(3))
-
-    def guide():
-        with pyro.plate("data", 3):
-            pyro.sample("z", dist.Normal(param("a"), 1.0))
-
-    cls(3, gradient_estimator="reweighted").loss_and_grads(model, guide)
-    assert pyro.param("slope").grad.abs() > 0
-    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*'reweighted'"):
-        cls(3).loss_and_grads(model, guide)
-
-
 @kernels
 def test_padding_changes_nothing(cls, kernel, monkeypatch):
     """Masked data: the bound and the gradients of the others alone."""
@@ -454,31 +379,9 @@ def test_padding_changes_nothing(cls, kernel, monkeypatch):
         assert torch.allclose(grads[n], padded_grads[n]), n
 
 
-ERRORS = [
-    ({"num_steps": 0}, "num_steps must be an int of at least 1, got 0"),
-    ({"schedule": torch.tensor([0.0, 0.6, 0.5, 1.0])}, "must increase from 0 to 1"),
-    ({"schedule": torch.tensor([0.1, 1.0])}, "must increase from 0 to 1"),
-    ({"num_steps": 3, "schedule": LearnedSchedule(4)}, "num_steps=3, but the schedule has 4 steps"),
-    ({"coordinates": "prior"}, "coordinates must be one of noise, latent, got 'prior'"),
-    ({"gradient_estimator": "none"}, "gradient_estimator must be one of auto, full, reweighted"),
-    ({"kernel": 0.1}, r"kernel must be a Kernel such as ULA\(\) or MALA\(\), got 0.1"),
-    (
-        {"schedule": LearnedSchedule(4), "gradient_estimator": "reweighted"},
-        "schedule.logits would get no gradient: use 'auto'",
-    ),
-]
-
-
-@classes
-@pytest.mark.parametrize(("options", "message"), ERRORS)
-def test_bad_arguments(cls, options, message):
-    with pytest.raises(ValueError, match=message):
-        cls(**options)
-
-
 @pytest.mark.parametrize(
     ("name", "coordinates"),
-    [(n, ("noise", "latent")[i % 2]) for i, n in enumerate(EXAMPLES) if n not in ROUGH],
+    [(n, ("noise", "latent")[i % 2]) for i, n in enumerate(EXAMPLES) if n not in ROUGH][::2],
 )
 def test_the_first_gradient_is_that_of_an_evaluation_there(name, coordinates):
     """Metropolis moves to and from the first state must follow the same gradient."""

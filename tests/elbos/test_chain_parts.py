@@ -10,13 +10,10 @@ from pyro_mcvae import (
     HMC,
     MALA,
     ULA,
-    AdaptiveStepSize,
     Kernel,
     LearnedMomentum,
     LearnedSchedule,
     LearnedStepSize,
-    Momentum,
-    MonteCarloEM,
     Proposal,
     Schedule,
     StepSize,
@@ -52,7 +49,7 @@ class Scaled(Schedule):
         return torch.linspace(0, 1, self.num_steps + 1) * self.scale
 
 
-@pytest.mark.parametrize("scale", [0.1, 0.9, 1.3])
+@pytest.mark.parametrize("scale", [0.1, 1.3])
 @pytest.mark.parametrize(
     ("cls", "kernel"), [(TraceAIS_ELBO, lambda: MALA(0.2)), (TraceSIS_ELBO, lambda: ULA(0.1))]
 )
@@ -101,7 +98,7 @@ def test_a_schedule_that_is_not_finite_is_named():
     elbo, args = TraceAIS_ELBO(2, MALA(0.1), Once(2)), programs()
     elbo.loss(*args)
     elbo.schedule.value = float("nan")
-    with pytest.raises(ValueError, match=r"the schedule is not finite: \[0.0, nan, 1.0\]"):
+    with pytest.raises(ValueError, match=r"the schedule is not finite \(\[0.0, nan, 1.0\]\)"):
         elbo.loss(*args)
 
 
@@ -121,15 +118,15 @@ PROPOSALS = {
     "nothing": (lambda s: None, "got a NoneType"),
     "tensor": (
         lambda s: Proposal(s.position, torch.zeros(2, 3)),
-        "got a Proposal whose state is a Tensor",
+        "got a Tensor",
     ),
     "coordinates": (
         lambda s: Proposal(s, torch.zeros(2, 3, 1)),
-        r"a log ratio per chain, of shape \(2, 3\), got \(2, 3, 1\): sum over coordinates",
+        r"a log ratio per chain, of shape \(2, 3\) .*, got \(2, 3, 1\) and \(2, 3, 1\)",
     ),
     "shape": (
         lambda s: Proposal(s._replace(position=s.position[..., [0, 0]]), torch.zeros(2, 3)),
-        r"keep the shape \(2, 3, 1\) of positions, got \(2, 3, 2\)",
+        r"positions of shape \(2, 3, 1\) .*, got \(2, 3, 2\) and \(2, 3\)",
     ),
 }
 
@@ -152,12 +149,7 @@ class Float(StepSize):
         return self.value
 
 
-class Half(Momentum):
-    def forward(self, transition=-1):
-        return 0.5
-
-
-def test_what_step_sizes_and_momenta_return_is_named():
+def test_what_step_sizes_return_is_named():
     with pytest.raises(ValueError, match=r"Float.forward must return a tensor .*, got 0.1"):
         TraceSIS_ELBO(3, ULA(Float())).loss(*programs())
     many = Float()
@@ -166,8 +158,6 @@ def test_what_step_sizes_and_momenta_return_is_named():
         ValueError, match=r"Float.forward must return a tensor .*, got shape \(2, 3\)"
     ):
         TraceSIS_ELBO(3, ULA(many)).loss(*programs())
-    with pytest.raises(ValueError, match=r"Half.forward must return a tensor .*, got 0.5"):
-        TraceSIS_ELBO(3, UnderdampedLangevin(0.1, Half())).loss(*programs())
 
 
 def test_a_kernel_that_does_not_initialize_its_base_is_named():
@@ -177,33 +167,3 @@ def test_a_kernel_that_does_not_initialize_its_base_is_named():
 
     with pytest.raises(ValueError, match="Lazy has no step size: its __init__ must call"):
         TraceAIS_ELBO(3, Lazy())
-
-
-@pytest.mark.parametrize("per_coordinate", [None, True])
-def test_a_step_size_serves_one_kind_of_coordinates(per_coordinate):
-    kernel = HMC(AdaptiveStepSize(per_coordinate=per_coordinate))
-    first = TraceAIS_ELBO(3, kernel)
-    TraceAIS_ELBO(3, kernel, num_particles=10)  # may share it
-    message = r"belongs to a loss with coordinates='noise'.*coordinates='latent'"
-    for make in (
-        lambda: TraceAIS_ELBO(3, kernel, coordinates="latent"),
-        lambda: MonteCarloEM(kernel=kernel, persistent=True),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make()
-    assert first.kernel.step_size.per_coordinate is bool(per_coordinate)
-
-
-def test_step_sizes_that_go_on_with_another_model_are_told(caplog):
-    elbo = TraceSIS_ELBO(3)
-    for _ in range(2):  # programs that are made again are no other model
-        elbo.loss_and_grads(*programs())
-    assert not caplog.records
-    for _ in range(2):
-        pyro.clear_param_store()
-        elbo.loss_and_grads(*programs("other"))
-    (record,) = caplog.records
-    assert (
-        "learned with the latents z, and go on with those of another model (other)"
-        in record.message
-    )

@@ -13,7 +13,6 @@ from pyro_mcvae import (
     MALA,
     ULA,
     TraceAIS_ELBO,
-    TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
     TraceSIS_ELBO,
 )
@@ -106,7 +105,6 @@ PROGRAMS = {
 }
 SUMS = {
     "rao-blackwell": lambda: TraceRaoBlackwell_ELBO(ALL),
-    "iwae": lambda: TraceIWAE_ELBO(2, num_categories=ALL),
     "sis": lambda: TraceSIS_ELBO(1, ULA(0.1), num_categories=ALL),
     "ais": lambda: TraceAIS_ELBO(1, MALA(0.1), num_categories=ALL),
 }

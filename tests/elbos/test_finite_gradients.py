@@ -29,7 +29,6 @@ CHAINS = {
     "sis latent": lambda: TraceSIS_ELBO(2, coordinates="latent"),
     "ais": lambda: TraceAIS_ELBO(2),
     "ais latent": lambda: TraceAIS_ELBO(2, coordinates="latent", multi_sample=True),
-    "recomputed": lambda: TraceSIS_ELBO(2, recompute=True),
     "reweighted": lambda: TraceSIS_ELBO(2, gradient_estimator="reweighted"),
     "em": lambda: MonteCarloEM(2),
 }
@@ -169,17 +168,16 @@ def in_turn(rows, columns, shift):
     return [(r, columns[(i + shift) % len(columns)]) for i, r in enumerate(rows)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("name", "objective", "extreme"),
     [
         (name, objective, extreme)
         for i, extreme in enumerate(EXTREMES)
-        for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)
+        for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)[i % 2 :: 2]
     ],
 )
-def test_distributions_with_a_boundary(name, objective, extreme, dtype):
-    torch.set_default_dtype(dtype)
+def test_distributions_with_a_boundary(name, objective, extreme):
+    torch.set_default_dtype(torch.float32)
     make, prior = BOUNDED[name]
     c, s = EXTREMES[extreme]
     pair = programs(lambda: make(c, s), lambda: prior(s))
@@ -237,8 +235,7 @@ def test_registry_of_distributions(name, objective):
     ],
     ids=["rate", "sum", "log", "reciprocal", "exponential"],
 )
-@pytest.mark.parametrize("make", [lambda: TraceSIS_ELBO(3), lambda: TraceAIS_ELBO(3)])
-def test_programs_of_a_latent_near_zero(make, likelihood):
+def test_programs_of_a_latent_near_zero(likelihood):
     """A Gamma of concentration 0.1 in single precision: 29 to 100 of 100 steps were NaN."""
     torch.set_default_dtype(torch.float32)
     x = torch.tensor([0.0, 0.0, 1.0, 5.0] * 10)
@@ -253,10 +250,11 @@ def test_programs_of_a_latent_near_zero(make, likelihood):
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Gamma(a, 1.0))
 
-    assert_finite(make(), model, guide, 10)
+    for loss in (TraceSIS_ELBO(3), TraceAIS_ELBO(3)):
+        assert_finite(loss, model, guide, 5)
 
 
-@pytest.mark.parametrize("concentration", [0.05, 0.3, 1.0])
+@pytest.mark.parametrize("concentration", [0.05, 1.0])
 @pytest.mark.parametrize("kind", ["gamma", "beta"])
 def test_the_gradient_is_the_right_one(kind, concentration):
     """Chains of short steps have the gradient of the ELBO, which is known in closed form."""
@@ -301,8 +299,9 @@ def rough_guide(x=None):
 MESSAGE = "gradient of 'scale' is not finite, though the loss is .*double precision"
 
 
-@pytest.mark.parametrize("validate", [True, False])
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize(
+    ("objective", "validate"), [(o, bool(i % 2)) for i, o in enumerate(OBJECTIVES)]
+)
 def test_a_gradient_that_is_not_finite_is_an_error(objective, validate):
     loss = OBJECTIVES[objective]()
     svi = SVI(rough_model, rough_guide, pyro.optim.Adam({"lr": 0.1}), loss)

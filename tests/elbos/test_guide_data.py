@@ -13,7 +13,6 @@ from pyro.infer import Trace_ELBO
 from pyro_mcvae import (
     MALA,
     ULA,
-    FixedStepSize,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
@@ -32,11 +31,9 @@ OBJECTIVES = {
     "iwae 3": lambda: TraceIWAE_ELBO(3),
     "iwae 3 vectorised": lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
     "rb": lambda: TraceRaoBlackwell_ELBO(),
-    "sis": lambda: TraceSIS_ELBO(2, ULA(FixedStepSize(0.05))),
-    "sis reweighted": lambda: TraceSIS_ELBO(
-        2, ULA(FixedStepSize(0.05)), gradient_estimator="reweighted"
-    ),
-    "ais": lambda: TraceAIS_ELBO(2, MALA(FixedStepSize(0.1)), vectorize_particles=True),
+    "sis": lambda: TraceSIS_ELBO(2, ULA(0.05)),
+    "sis reweighted": lambda: TraceSIS_ELBO(2, ULA(0.05), gradient_estimator="reweighted"),
+    "ais": lambda: TraceAIS_ELBO(2, MALA(0.1), vectorize_particles=True),
 }
 AUXILIARY = {"is_auxiliary": True}
 X = torch.tensor([1.0, -0.5, 2.0, 0.3], dtype=torch.float64)
@@ -70,7 +67,7 @@ def exact(index):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("index", [[0, 1, 2, 3], [1, 2]])
+@pytest.mark.parametrize("index", [[1, 2]])
 def test_the_value_is_that_of_trace_elbo_and_the_gradient_is_its_own(name, index):
     index = torch.tensor(index)
     elbo, scale = OBJECTIVES[name](), 4 / len(index)

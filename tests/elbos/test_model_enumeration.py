@@ -13,7 +13,6 @@ from pyro.ops.indexing import Vindex
 from pyro_mcvae import (
     MALA,
     ULA,
-    FixedStepSize,
     LogWeight,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
@@ -161,9 +160,7 @@ def test_the_mean_weight_is_the_evidence(name):
     found = log_evidence(model, guide, X, num_particles=4000)
     assert ((found.log_evidence - exact()).abs() < 4.5 * found.standard_error).all()
     assert (found.standard_error < 0.1).all()
-    chains = log_evidence(
-        model, guide, X, num_particles=1000, schedule=4, kernel=MALA(FixedStepSize(0.3))
-    )
+    chains = log_evidence(model, guide, X, num_particles=1000, schedule=4, kernel=MALA(0.3))
     assert ((chains.log_evidence - exact()).abs() < 4.5 * chains.standard_error).all()
 
 

@@ -60,7 +60,6 @@ OBJECTIVES = {
     "SIS": lambda: mc.TraceSIS_ELBO(3),
     "SIS, latent": lambda: mc.TraceSIS_ELBO(3, coordinates="latent"),
     "SIS, reweighted": lambda: mc.TraceSIS_ELBO(3, gradient_estimator="reweighted"),
-    "SIS, recomputed": lambda: mc.TraceSIS_ELBO(3, mc.UnderdampedLangevin(), recompute=True),
     "AIS": lambda: mc.TraceAIS_ELBO(3),
     "AIS, several": lambda: mc.TraceAIS_ELBO(3, mc.HMC(), num_particles=4, multi_sample=True),
 }

@@ -7,7 +7,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae import Estimate, MonteCarloELBO, local_bounds, local_estimate
+from pyro_mcvae import Estimate, MonteCarloELBO, local_estimate
 from tests.estimates import assert_mean
 
 
@@ -16,10 +16,6 @@ class TraceVRMax_ELBO(MonteCarloELBO):
         sample = self.sampler.sample(programs)
         best = sample.log_weight.max(0).values
         return local_estimate(sample, best.detach(), best)
-
-    def bounds_of(self, programs):
-        sample = self.sampler.sample(programs)
-        return local_bounds(sample, sample.log_weight.max(0).values)
 
 
 class ByHand(TraceVRMax_ELBO):
@@ -115,13 +111,9 @@ class Unreduced(MonteCarloELBO):
         sample = self.sampler.sample(programs)
         return local_estimate(sample, sample.log_weight.detach(), sample.log_weight)
 
-    def bounds_of(self, programs):
-        sample = self.sampler.sample(programs)
-        return local_bounds(sample, sample.log_weight.sum(-1).max(0).values)
-
 
 def test_bounds_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"the bound must .*: shape \[400\], got \[3, 400\]"):
         Unreduced(3).loss(model, guide)
-    with pytest.raises(ValueError, match=r"the bound must .*: shape \[400\], got \[\]"):
-        Unreduced(3).bounds(model, guide)
+    with pytest.raises(NotImplementedError, match="ByHand has no bounds per datum"):
+        ByHand(2).bounds(model, guide)

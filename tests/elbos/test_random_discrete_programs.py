@@ -27,7 +27,6 @@ OBJECTIVES = {
     "iwae": lambda: TraceIWAE_ELBO(4),
     "iwae, looped": lambda: TraceIWAE_ELBO(3, vectorize_particles=False),
     "iwae, joint": lambda: TraceIWAE_ELBO(4, joint=True),
-    "iwae, global": lambda: TraceIWAE_ELBO(3, num_global_particles=3),
     "renyi": lambda: TraceRenyi_ELBO(0.5, num_particles=4),
 }
 ENUMERATING = ("sgvb", "rb 1", "iwae", "iwae, looped", "iwae, joint", "renyi")
@@ -121,6 +120,6 @@ def test_off_the_posterior_means_are_exact(seed):
         with pyro.validation_enabled(False):  # it costs most of the time, and has passed once
             found = torch.stack([gradients(objective, programs) @ direction for _ in range(300)])
         assert_mean(found, (exact_gradients(exact, programs) @ direction).item())
-    for objective in (TraceIWAE_ELBO(3), TraceIWAE_ELBO(2, num_global_particles=2)):
+    for objective in (TraceIWAE_ELBO(3), TraceIWAE_ELBO(2)):
         found = values(objective, programs, 300)
         assert_mean((found - programs.log_evidence).exp(), 1.0)

@@ -18,7 +18,6 @@ from pyro_mcvae import (
     GumbelSoftmax,
     IndependentDraw,
     LeaveOneOut,
-    TraceIWAE_ELBO,
     TraceRaoBlackwell_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
@@ -239,7 +238,6 @@ def test_options_out_of_range(options, match):
     [
         lambda: TraceRaoBlackwell_ELBO(math.inf),
         TraceRaoBlackwell_ELBO,
-        lambda: TraceIWAE_ELBO(2, num_categories=3),
         lambda: TraceSIS_ELBO(2),
     ],
 )

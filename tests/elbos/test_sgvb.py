@@ -70,8 +70,7 @@ def test_value_and_gradient_are_those_of_the_exact_elbo(name, analytic_kl):
 
 
 @exact_models
-@pytest.mark.parametrize("num_particles", [1, 3])
-@modes
+@pytest.mark.parametrize(("num_particles", "vectorize"), [(1, False), (3, True)])
 def test_estimator_a_is_pyros_trace_elbo_step_by_step(name, num_particles, vectorize):
     if vectorize and name == "sequential":
         num_particles = 1  # a loop over data cannot hold the particles' dim in Pyro's loss

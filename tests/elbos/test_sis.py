@@ -1,6 +1,5 @@
 """TraceSIS_ELBO: gradients against finite differences, the counts of runs, its own errors."""
 
-import itertools
 import math
 
 import pyro
@@ -13,7 +12,6 @@ from pyro_mcvae import (
     HMC,
     MALA,
     ULA,
-    GaussianReverse,
     LearnedSchedule,
     LinearSchedule,
     RandomWalk,
@@ -29,21 +27,8 @@ smooth = pytest.mark.parametrize("name", SMOOTH)
 modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
 
 
-class Network(torch.nn.Module):
-    """A reverse kernel of random weights."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.linear = torch.nn.Linear(2 * dim + 1, 2 * dim)
-
-    def forward(self, position, gradient, beta):
-        beta = beta.expand(position.shape[:-1] + (1,))
-        return self.linear(torch.cat([position, gradient, beta], -1)).chunk(2, -1)
-
-
 KERNELS = {
     "ULA": lambda: ULA(0.03),
-    "learned reverse": lambda: ULA(0.03, GaussianReverse(Network(2))),
     "UnderdampedLangevin": lambda: UnderdampedLangevin(0.2, momentum=0.8),
 }
 
@@ -65,30 +50,19 @@ def check(example, kernel, num_steps=3, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "coordinates"), [(n, ("noise", "latent")[i % 2]) for i, n in enumerate(SMOOTH)]
+    ("name", "coordinates"), [(n, ("noise", "latent")[i % 2]) for i, n in enumerate(SMOOTH[::2])]
 )
 def test_gradient_is_that_of_finite_differences(name, coordinates):
     check(EXAMPLES[name](), ULA(0.03), coordinates=coordinates)
 
 
 @pytest.mark.parametrize(
-    ("kernel", "multi_sample", "vectorize", "recompute"),
-    # Each kernel with every option, and with every pair of two.
-    [
-        (name, m, v, r)
-        for name in KERNELS
-        for m, v, r in itertools.product([False, True], repeat=3)
-        if (m + v + r) % 2
-    ],
+    ("kernel", "multi_sample", "vectorize"),
+    [("ULA", False, False), ("ULA", True, True), ("UnderdampedLangevin", True, False)],
 )
-def test_gradient_with_every_kernel(kernel, multi_sample, vectorize, recompute):
-    options = {"vectorize_particles": vectorize, "recompute": recompute}
-    check(EXAMPLES["vae"](), KERNELS[kernel](), multi_sample=multi_sample, **options)
-
-
-def test_transforms_that_remember_are_recomputed():
-    """Known by the tensor that they were given, which must not be that of the first evaluation."""
-    check(EXAMPLES["coupling"](), ULA(0.03), coordinates="latent", recompute=True)
+def test_gradient_with_every_kernel(kernel, multi_sample, vectorize):
+    options = {"vectorize_particles": vectorize, "multi_sample": multi_sample}
+    check(EXAMPLES["vae"](), KERNELS[kernel](), **options)
 
 
 @pytest.mark.slow
@@ -96,9 +70,8 @@ def test_transforms_that_remember_are_recomputed():
 @modes
 @pytest.mark.parametrize("multi_sample", [False, True], ids=["mean", "multi-sample"])
 @pytest.mark.parametrize("coordinates", ["noise", "latent"])
-@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_gradient_in_every_mode(name, vectorize, multi_sample, coordinates, recompute):
-    options = {"vectorize_particles": vectorize, "recompute": recompute}
+def test_gradient_in_every_mode(name, vectorize, multi_sample, coordinates):
+    options = {"vectorize_particles": vectorize}
     kernel = UnderdampedLangevin(0.2, momentum=0.8)
     check(
         EXAMPLES[name](), kernel, 4, multi_sample=multi_sample, coordinates=coordinates, **options
@@ -216,12 +189,12 @@ def evidence(x):
     return dist.Normal(0.0, 1.04**0.5).log_prob(x)
 
 
-@pytest.mark.parametrize("defensive", [0.01, 0.3])
-@pytest.mark.parametrize("step_size", [0.1, 0.4])
-@pytest.mark.parametrize("multi_sample", [False, True])
+@pytest.mark.parametrize(
+    ("defensive", "step_size", "multi_sample"), [(0.01, 0.4, False), (0.3, 0.1, True)]
+)
 def test_the_mean_defensive_weight_is_the_evidence(defensive, step_size, multi_sample):
     torch.manual_seed(0)
-    x = five().repeat(4000)
+    x = five().repeat(1500)
     particles = 3 if multi_sample else 1
     elbo = lost(defensive, step_size, num_particles=particles, multi_sample=multi_sample)
     weight = (elbo.bounds(narrow, wide, x).per_datum - evidence(x)).exp()
@@ -316,10 +289,8 @@ def test_a_chain_of_no_number_is_told_of_and_not_hidden():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("vae", {"recompute": True}),
-        ("vae", {"recompute": True, "vectorize_particles": False, "multi_sample": True}),
-        ("vae", {"coordinates": "latent", "multi_sample": True}),
-        *((n, {"coordinates": ("noise", "latent")[i % 2]}) for i, n in enumerate(SMOOTH)),
+        ("vae", {"vectorize_particles": False, "multi_sample": True}),
+        ("structured", {"coordinates": "latent", "multi_sample": True}),
     ],
 )
 def test_defensive_gradients_in_every_mode(name, options):

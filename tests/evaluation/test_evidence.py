@@ -14,7 +14,6 @@ from pyro_mcvae import (
     MALA,
     ULA,
     AdaptiveStepSize,
-    FixedStepSize,
     LinearSchedule,
     RandomWalk,
     UnderdampedLangevin,
@@ -358,7 +357,7 @@ def test_parameters_of_two_names_stay():
 def test_step_sizes_that_do_not_adapt_are_taken_as_they_are():
     exact = ConjugateGaussian(N=5)
     frozen = HMC(AdaptiveStepSize(0.3)).eval()
-    for kernel in (HMC(FixedStepSize(0.3)), HMC(0.3), frozen):
+    for kernel in (HMC(0.3), frozen):
         found = log_evidence(exact.model, exact.guide, num_particles=30, kernel=kernel)
         assert float(found.step_size) == pytest.approx(0.3)
         assert found.acceptance.shape == (9,)

@@ -58,32 +58,32 @@ def test_the_window_holds_the_most_probable_counts(pair, size):
     torch.testing.assert_close(torch.as_tensor(exact.pmf(counts)), best)
 
 
-@pytest.mark.parametrize("options", [(1, 2, None), (3, 1, None), (0, 1, None), (0, 0, 3)])
+@pytest.mark.parametrize("options", [(2, 1, None), (0, 0, 3)])
 def test_the_mean_of_the_estimate_is_the_expectation(pair, options):
     fn, exact = pair
-    many = type(fn)(**{k: v.expand(4_000) for k, v in parameters(fn).items()})
+    many = type(fn)(**{k: v.expand(1_500) for k, v in parameters(fn).items()})
     value, weight, sampled = count_slots(count_law(many), *options, 1)
-    torch.testing.assert_close(weight.sum(0), torch.ones(4_000), rtol=1e-9, atol=0)
+    torch.testing.assert_close(weight.sum(0), torch.ones(1_500), rtol=1e-9, atol=0)
     summed = value[:, 0][~sampled[:, 0]]
     assert not torch.isin(value[sampled & (weight > 0)], summed).any()
     for f in (lambda v: v, lambda v: (0.7 * v).sin()):
         found = (weight * f(value)).sum(0)
         counts = torch.arange(3000.0)
         truth = (torch.as_tensor(exact.pmf(counts)) * f(counts)).sum()
-        assert abs(found.mean() - truth) < 5 * found.std() / 4_000**0.5 + 1e-9
+        assert abs(found.mean() - truth) < 5 * found.std() / 1_500**0.5 + 1e-9
 
 
 def test_draws_from_the_complement_follow_the_law(pair):
     fn, exact = pair
-    many = type(fn)(**{k: v.expand(10_000) for k, v in parameters(fn).items()})
+    many = type(fn)(**{k: v.expand(2_000) for k, v in parameters(fn).items()})
     value, _, _ = count_slots(count_law(many), 2, 1, None, 1)
     window, draws = value[:2, 0], value[2]
     counts = torch.arange(3000.0)
     pmf = torch.as_tensor(exact.pmf(counts)).index_fill(0, window.long(), 0.0)
     pmf = pmf / pmf.sum()
-    found = torch.bincount(draws.long(), minlength=3000) / 10_000
-    error = (pmf * (1 - pmf) / 10_000).sqrt()
-    assert (abs(found - pmf) < 5 * error + 2 / 10_000).all()
+    found = torch.bincount(draws.long(), minlength=3000) / 2_000
+    error = (pmf * (1 - pmf) / 2_000).sqrt()
+    assert (abs(found - pmf) < 5 * error + 2 / 2_000).all()
 
 
 def test_incomplete_beta():

@@ -13,8 +13,6 @@ from pyro_mcvae import (
     ULA,
     CompiledELBO,
     EvolutionaryUpdate,
-    FixedSchedule,
-    LeaveOneOut,
     LinearSchedule,
     MonteCarloELBO,
     MonteCarloEM,
@@ -28,7 +26,6 @@ from pyro_mcvae import (
     TraceTruncated_ELBO,
     TruncatedPosterior,
     WakeSleep,
-    local_bounds,
     local_estimate,
 )
 from pyro_mcvae.ops.options import options_of
@@ -50,7 +47,6 @@ def guide():
 MADE = {
     "sgvb": TraceSGVB_ELBO,
     "iwae": lambda: TraceIWAE_ELBO(3),
-    "slots": lambda: TraceIWAE_ELBO(3, num_categories=2, num_samples=2, baseline=LeaveOneOut()),
     "renyi": lambda: TraceRenyi_ELBO(0.5, 3),
     "sis": lambda: TraceSIS_ELBO(3),
     "ais": lambda: TraceAIS_ELBO(3),
@@ -61,7 +57,6 @@ MADE = {
     "vectorized": lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
     "posterior": lambda: TruncatedPosterior(model, 4),
     "linear": lambda: LinearSchedule(3),
-    "fixed": lambda: FixedSchedule(torch.tensor([0.0, 0.5, 1.0])),
     "sigmoid": lambda: SigmoidSchedule(3),
 }
 
@@ -128,10 +123,6 @@ def test_options_of_a_users_subclass_are_the_users():
             sample = self.sampler.sample(programs)
             bound = self.power * sample.log_weight.mean(0)
             return local_estimate(sample, bound.detach(), bound)
-
-        def bounds_of(self, programs):
-            sample = self.sampler.sample(programs)
-            return local_bounds(sample, self.power * sample.log_weight.mean(0))
 
     elbo = Tempered()
     elbo.power = 0.0

@@ -2,32 +2,27 @@
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from pyro_mcvae.ops.smoothing import KinkFinder, drifting, smoothed
 
+# Each way in which an operation is called, and each sum of hinges.
 OPERATIONS = {
     "relu": torch.relu,
     "relu_": lambda x: (x + 0).relu_(),
     "in place": lambda x: functional.leaky_relu(x + 0, 0.2, True),
     "leaky_relu": lambda x: functional.leaky_relu(x, 0.3),
     "prelu": lambda x: functional.prelu(x, torch.full((4,), 0.3)),
-    "rrelu": functional.rrelu,
     "relu6": lambda x: functional.relu6(4 * x),
     "hardtanh": functional.hardtanh,
-    "hardsigmoid": lambda x: functional.hardsigmoid(4 * x),
-    "hardswish": lambda x: functional.hardswish(4 * x),
-    "softshrink": functional.softshrink,
     "elu": lambda x: functional.elu(x, 0.4),
     "selu": functional.selu,
-    "threshold": lambda x: functional.threshold(x, 0.2, 0.2),
     "abs": abs,
     "clamp": lambda x: x.clamp(-0.2, max=0.5),
     "clamp_min": lambda x: x.clamp_min(0.1),
     "clamp_max": lambda x: torch.clamp_max(x, 0.1),
     "maximum": lambda x: torch.maximum(x, 0.5 - x),
-    "minimum": lambda x: torch.fmin(x, 0.5 - x),
+    "minimum": lambda x: torch.minimum(x, 0.5 - x),
     "amax": lambda x: x.amax(-1, keepdim=True),
     "max": lambda x: x.max(-1)[0],
     "min": lambda x: torch.min(x, -1).values,
@@ -73,9 +68,8 @@ def test_the_integral_of_its_derivative_is_the_change_of_a_drift(name):
     f, z = function(name), torch.randn(100, 4, requires_grad=True)
     widths, v = kinks(f, z), 0.5 * torch.randn(100, 4)
     missing = {}
-    # PyTorch has no second derivative of hardsigmoid itself.
-    for smooths in (True, False) if name != "hardsigmoid" else (True,):
-        slopes, ends, count = [], [], 100
+    for smooths in (True, False):
+        slopes, ends, count = [], [], 50
         for t in torch.linspace(0, 1, count + 1):
             at = (z + t * v).detach().requires_grad_()
             slope = (drift(f, at, widths if smooths else {}) * v).sum(-1)
@@ -83,7 +77,7 @@ def test_the_integral_of_its_derivative_is_the_change_of_a_drift(name):
             slopes.append((torch.autograd.grad(slope.sum(), at)[0] * v).sum(-1))
         integral = torch.trapezoid(torch.stack(slopes), dx=1 / count, dim=0)
         missing[smooths] = (ends[-1] - ends[0] - integral).abs().max()
-    assert missing[True] < 0.2 * missing.get(False, 0.1)
+    assert missing[True] < 0.2 * missing[False]
 
 
 @operations
@@ -97,7 +91,7 @@ def test_far_from_its_kinks_a_drift_is_the_gradient(name):
 
 @operations
 def test_one_by_one_under_vmap(name):
-    if name in ("prelu", "rrelu"):
+    if name == "prelu":
         pytest.skip("PyTorch does not map it in this way")
     f, z = function(name), torch.randn(20, 4, requires_grad=True)
     widths = kinks(torch.vmap(f), z)
@@ -117,9 +111,8 @@ def test_one_by_one_under_vmap(name):
         lambda z: torch.relu(z.detach()).sum(-1) + z.sum(-1),
         lambda z: torch.relu(z.square() + 0.1).sum(-1),
         lambda z: z.sum(-1) + 0 * torch.relu(z).sum(-1),
-        lambda z: nn.functional.threshold(z, 0.1, 2.0).sum(-1),
     ],
-    ids=["smooth", "of a constant", "one side", "without effect", "a jump of the value"],
+    ids=["smooth", "of a constant", "one side", "without effect"],
 )
 def test_what_is_no_kink_is_left_alone(f):
     assert not kinks(f, torch.randn(50, 4, requires_grad=True))

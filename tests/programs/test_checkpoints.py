@@ -24,7 +24,6 @@ OBJECTIVES = {
     "sis": lambda: TraceSIS_ELBO(2),
     "ais": lambda: TraceAIS_ELBO(2),
     "reweighted": lambda: TraceSIS_ELBO(2, gradient_estimator="reweighted"),
-    "recomputed": lambda: TraceSIS_ELBO(2, recompute=True),
     "em": MonteCarloEM,
     "wake-sleep": WakeSleep,
 }

@@ -17,7 +17,6 @@ from pyro_mcvae import (
     AdaptiveStepSize,
     BernoulliPrior,
     GaussianNoise,
-    GaussianReverse,
     LearnedMomentum,
     LearnedSchedule,
     LearnedStepSize,
@@ -68,7 +67,7 @@ CONTINUOUS = {
     "iwae": lambda: TraceIWAE_ELBO(3, "dreg", **FAST),
     "sis": lambda: TraceSIS_ELBO(2),
     "sis-learned": lambda: TraceSIS_ELBO(
-        kernel=ULA(LearnedStepSize(0.05), GaussianReverse(Network(2))),
+        kernel=ULA(LearnedStepSize(0.05)),
         schedule=LearnedSchedule(2),
     ),
     "sis-trained": lambda: TraceSIS_ELBO(
