@@ -148,7 +148,7 @@ PROGRAMS = {
     "locals": (with_locals, local_guide, 3, 1),
 }
 programs = pytest.mark.parametrize("name", PROGRAMS)
-modes = pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+LOOPED = "several", "nested", "globals"  # the others one by one in the long runs
 
 
 def exact(name):
@@ -166,8 +166,14 @@ def gradients():
     return found
 
 
-@programs
-@modes
+@pytest.mark.parametrize(
+    ("name", "vectorize"),
+    [
+        pytest.param(n, v, marks=() if v or n in LOOPED else pytest.mark.slow)
+        for n in PROGRAMS
+        for v in (False, True)
+    ],
+)
 def test_with_all_states_value_and_gradient_are_exact(name, vectorize):
     model, other, count, _ = PROGRAMS[name]
     guide = TruncatedPosterior(model, count, guide=other)
@@ -199,7 +205,7 @@ def test_free_energy_is_a_bound_that_no_e_step_lowers(name):
     guide = TruncatedPosterior(model, count, EvolutionaryUpdate(2, 2, 2), guide=other)
     elbo = TraceTruncated_ELBO()
     expected, before = -exact(name).item(), -math.inf
-    for _ in range(4):
+    for _ in range(3):
         guide.fit()
         guide.eval()
         now = -elbo.loss(model, guide)
@@ -272,7 +278,7 @@ def test_gradient_is_the_exact_one_over_the_set():
         assert torch.allclose(found[name], gradient)
 
 
-@programs
+@pytest.mark.parametrize("name", ["several", "nested", "semi-supervised", "globals", "locals"])
 def test_one_graph_of_all_candidates_has_the_gradient_of_a_pass_through_the_best(name, monkeypatch):
     model, other, count, _ = PROGRAMS[name]
     guide = TruncatedPosterior(model, count, EvolutionaryUpdate(1, 1), guide=other)
@@ -318,7 +324,7 @@ def test_states_without_a_gradient_are_passed_over():
     torch.testing.assert_close(found, gradients()["weight"])
 
 
-@pytest.mark.parametrize("top", [1, 3])
+@pytest.mark.parametrize("top", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_gradient_through_top_states_and_a_sampled_rest_is_unbiased(top):
     guide = TruncatedPosterior(vector, 12)
     guide.fit(num_steps=3)
