@@ -58,20 +58,14 @@ from pyro_mcvae.truncated.closed_form import BernoulliPrior, GaussianNoise
 from pyro_mcvae.truncated.evolution import (
     EvolutionaryUpdate,
     FitnessProportional,
-    GreedyParents,
-    OnePointCrossover,
-    UniformParents,
-)
-from pyro_mcvae.truncated.guide import TruncatedPosterior
-from pyro_mcvae.truncated.mutation import (
     InformedFlips,
     Mutation,
     Parents,
-    SparseFlips,
     UniformFlips,
 )
+from pyro_mcvae.truncated.guide import TruncatedPosterior
 from pyro_mcvae.truncated.posterior import StatePosterior
-from pyro_mcvae.truncated.proposals import PriorDraws
+from pyro_mcvae.truncated.search import PriorDraws
 
 __all__ = [
     "HMC",
@@ -90,7 +84,6 @@ __all__ = [
     "EvolutionaryUpdate",
     "FitnessProportional",
     "GaussianNoise",
-    "GreedyParents",
     "GumbelSoftmax",
     "IndependentDraw",
     "Info",
@@ -109,7 +102,6 @@ __all__ = [
     "MonteCarloEM",
     "Mutation",
     "Noise",
-    "OnePointCrossover",
     "Parents",
     "PlateauDetector",
     "PosteriorDraws",
@@ -121,7 +113,6 @@ __all__ = [
     "Sandwich",
     "Schedule",
     "SigmoidSchedule",
-    "SparseFlips",
     "State",
     "StatePosterior",
     "StepSize",
@@ -138,7 +129,6 @@ __all__ = [
     "TruncatedPosterior",
     "UnderdampedLangevin",
     "UniformFlips",
-    "UniformParents",
     "WakeSleep",
     "compare",
     "compare_models",

@@ -23,42 +23,19 @@ class SiteOptions:
     """
     How many values of one site are summed, and how many sampled.
 
-    :ivar num_categories: k, a whole number or infinity.
-    :ivar num_samples: n.
+    :ivar num_categories: k, a whole number or infinity; by default 1, without a budget.
+    :ivar num_samples: n; likewise.
     :ivar budget: instead of both, k + n, divided for each datum by itself.
     :ivar baseline: what is subtracted from the cost; None for nothing.
     :ivar exact_entropy: sum the site's entropy over all of its values.
+    :raises ValueError: for counts out of range or beside a budget, and for no baseline.
     """
 
-    num_categories: float = 1
-    num_samples: int = 1
+    num_categories: float | None = None
+    num_samples: int | None = None
     budget: int | None = None
     baseline: Any = None
     exact_entropy: bool = False
-
-    @classmethod
-    def of_arguments(
-        cls,
-        num_categories: float | None,
-        num_samples: int | None,
-        budget: int | None,
-        baseline: Any,
-        exact_entropy: bool = False,
-    ) -> SiteOptions:
-        """
-        An objective's arguments, one value and one draw where these are left out.
-
-        :raises ValueError: for counts out of range or beside a budget, and for no baseline.
-        """
-        if budget is not None and (num_categories is not None or num_samples is not None):
-            raise ValueError(
-                f"budget={budget!r} says how many values of a site are evaluated, and chooses for "
-                f"each datum how many of them are summed: pass it without num_categories="
-                f"{num_categories!r} and num_samples={num_samples!r}, or these without it"
-            )
-        k = 1 if num_categories is None else num_categories
-        n = 1 if num_samples is None else num_samples
-        return cls(k, n, budget, baseline, exact_entropy)
 
     def __post_init__(self) -> None:
         k, n, budget = self.num_categories, self.num_samples, self.budget
@@ -68,24 +45,32 @@ class SiteOptions:
                 f"baseline must be a Baseline, such as IndependentDraw(), or None, got "
                 f"{self.baseline!r}"
             )
-        whole = k if isinstance(k, float) and k == math.inf else as_int(k)
-        if whole is None or whole < 0:
-            raise ValueError(f"num_categories must be an int of at least 0 or math.inf, got {k!r}")
-        k, n = whole, check_count("num_samples", n, 0)
         if budget is not None:
-            budget = check_count("budget", budget)
-        for name, value in (("num_categories", k), ("num_samples", n), ("budget", budget)):
-            object.__setattr__(self, name, value)
-        if k == 0 and n == 0 and budget is None:
-            raise ValueError(
-                "num_categories=0 and num_samples=0 evaluate nothing: pass num_samples >= 1"
-            )
-        needed, draws = self.min_samples, n if budget is None else budget
-        if self.baseline is not None and draws < needed and k != math.inf:
-            argument = "num_samples" if budget is None else "budget"
+            if k is not None or n is not None:
+                raise ValueError(
+                    f"budget={budget!r} says how many values of a site are evaluated, and chooses "
+                    f"for each datum how many of them are summed: pass it without num_categories="
+                    f"{k!r} and num_samples={n!r}, or these without it"
+                )
+            argument, draws = "budget", check_count("budget", budget)
+        else:
+            k = 1 if k is None else k
+            whole = k if isinstance(k, float) and k == math.inf else as_int(k)
+            if whole is None or whole < 0:
+                raise ValueError(
+                    f"num_categories must be an int of at least 0 or math.inf, got {k!r}"
+                )
+            argument, draws = "num_samples", check_count("num_samples", 1 if n is None else n, 0)
+            if whole == 0 and draws == 0:
+                raise ValueError(
+                    "num_categories=0 and num_samples=0 evaluate nothing: pass num_samples >= 1"
+                )
+            object.__setattr__(self, "num_categories", whole)
+        object.__setattr__(self, argument, draws)
+        if self.baseline is not None and draws < self.min_samples and k != math.inf:
             raise ValueError(
                 f"{type(self.baseline).__name__} compares draws with each other and needs "
-                f"{argument} >= {needed}, got {draws}"
+                f"{argument} >= {self.min_samples}, got {draws}"
             )
 
     @property
@@ -96,8 +81,8 @@ class SiteOptions:
     @property
     def plain(self) -> bool:
         """Whether one draw is all."""
-        counts = self.num_categories == 0 and self.num_samples == 1
-        return (self.budget == 1 or (counts and self.budget is None)) and not self.extra_draw
+        one = self.budget == 1 or (self.num_categories == 0 and self.num_samples == 1)
+        return one and not self.extra_draw
 
     @property
     def extra_draw(self) -> bool:
@@ -117,15 +102,11 @@ class SiteOptions:
             own = {"num_categories": 0, "num_samples": infer["num_samples"]}
         if not own:
             return self
-        counts = own.keys() & {"num_categories", "num_samples"}
-        if counts and own.get("budget") is not None:
-            raise SlotError(
-                f"guide site '{site['name']}', infer['mcvae']: budget stands for num_categories "
-                f"and num_samples, so that {', '.join(sorted(counts))} has no effect beside it: "
-                f"pass one or the other"
-            )
-        if "budget" not in own and counts:
-            own["budget"] = None
+        # A budget stands in the place of both counts, and they in its.
+        if own.keys() & {"num_categories", "num_samples"}:
+            own = {"budget": None, **own}
+        if own.get("budget") is not None:
+            own = {"num_categories": None, "num_samples": None, **own}
         try:
             return replace(self, **own)
         except ValueError as error:

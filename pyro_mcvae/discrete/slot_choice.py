@@ -244,29 +244,30 @@ def _one(msg: Message, options: SiteOptions, value: Tensor) -> SiteSlots:
 
 
 def _slots(msg: Message, options: SiteOptions, support: Support) -> SiteSlots:
+    budget, k, n = options.budget, options.num_categories or 0, options.num_samples or 0
     with torch.no_grad():
-        if options.budget is not None and options.budget < support.size:
-            choice = support.budget(options.budget, options.min_samples)
-        elif options.budget is not None or options.num_categories >= support.size:
+        if budget is not None and budget < support.size:
+            choice = support.budget(budget, options.min_samples)
+        elif budget is not None or k >= support.size:
             if support.size == math.inf:
                 marked = " (infer={'enumerate': ...} asks for all)" * bool(
                     msg["infer"].get("enumerate")
                 )
                 raise SlotError(
                     f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has "
-                    f"{support.too_many}, got num_categories={options.num_categories}{marked}: "
+                    f"{support.too_many}, got num_categories={k}{marked}: "
                     f"pass a finite one and num_samples >= 1, as in "
                     f"infer={{'mcvae': {{'num_categories': 1, 'num_samples': 1}}}}"
                 )
             return SiteSlots(options, support, support.all_values(), exact=True)
         else:
-            if options.num_samples == 0:
+            if n == 0:
                 raise SlotError(
                     f"guide site '{msg['name']}' has {support.size} values, of which "
-                    f"num_categories={options.num_categories} are summed, and num_samples=0 "
+                    f"num_categories={k} are summed, and num_samples=0 "
                     f"leaves the others out: pass num_samples >= 1, or num_categories=math.inf"
                 )
-            choice = support.top_k(int(options.num_categories), options.num_samples)
+            choice = support.top_k(int(k), n)
         if not options.extra_draw:
             return SiteSlots(options, support, choice)
         none = torch.zeros_like(choice.weight[:1])

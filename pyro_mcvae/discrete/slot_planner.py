@@ -20,7 +20,7 @@ from pyro_mcvae.programs.isolation import isolated, rewindable
 from pyro_mcvae.programs.sites import is_scored
 from pyro_mcvae.structure.cache import Analyses
 
-__all__ = ["NoSlots", "SlotPlanner"]
+__all__ = ["SlotPlanner"]
 
 _logger = logging.getLogger(__name__)
 
@@ -50,20 +50,17 @@ class SlotPlanner:
         self._tell = WarnOnce(_logger)
 
     def sample(
-        self,
-        sampler: ParticleSampler,
-        programs: Programs,
-        plain: Callable[[Programs], WeightedParticles],
+        self, sampler: ParticleSampler, programs: Programs
     ) -> tuple[WeightedParticles, SlotDraws | None]:
         """
-        A sample whose rows are slots times particles; ``plain`` makes one without slots.
+        A sample whose rows are slots times particles.
 
         :raises SlotError: as :meth:`begin`, and for other sites without reparameterization.
         """
 
         def make(draws: SlotDraws | None) -> tuple[WeightedParticles, WeightedParticles]:
             if draws is None:
-                sample = plain(programs)
+                sample = sampler.sample(programs)
             else:
                 sample = sampler.sample(programs, draws.make_sample_fn, count=draws.count)
             return sample, sample
@@ -86,7 +83,8 @@ class SlotPlanner:
         known, plan = analysis.get(_PLAN, False) is not False, analysis.get(_PLAN)
         with rewindable(not known or analysis.get(_CHANGING)) as rewind:
             for _ in range(_MAX_ATTEMPTS):
-                draws = None if plan is None else self._draws(plan, num_particles)
+                given = self.options, num_particles, self._tell
+                draws = None if plan is None else SlotDraws(plan, *given)
                 try:
                     found, sample = make(draws)
                     if draws is not None and len(sample.runs) > 1:
@@ -101,10 +99,11 @@ class SlotPlanner:
                 if not rewind():  # The next runs would have other minibatches, with other sites.
                     analysis.put(_CHANGING, True)
                     return self.begin(analyses, programs, num_particles, make)
-        raise _never_the_same()
-
-    def _draws(self, plan: SlotPlan, num_particles: int) -> SlotDraws:
-        return SlotDraws(plan, self.options, num_particles, self._tell)
+        raise SlotError(
+            f"the guide shows other discrete sites in each of {_MAX_ATTEMPTS} runs, so that their "
+            f"values make no slots: draw them always, and mask them where they do not count, or "
+            f"weigh whole draws with TraceIWAE_ELBO"
+        )
 
     def _plan_of(self, programs: Programs, sample: WeightedParticles) -> SlotPlan | None:
         """The plan of a structure, which is made once."""
@@ -114,16 +113,6 @@ class SlotPlanner:
                 made = make_plan(programs, sample, self.options, self.common, self._tell)
             notes[make_plan] = made
         return notes[make_plan]
-
-
-class NoSlots:
-    """In the place of :class:`SlotPlanner`, where discrete sites are drawn."""
-
-    def begin(
-        self, analyses: Analyses, programs: Programs, num_particles: int, make: Make[T]
-    ) -> tuple[T, SlotDraws | None]:
-        """As of :class:`SlotPlanner`."""
-        return make(None)[0], None
 
 
 def _check_rows(sample: WeightedParticles) -> None:
@@ -140,14 +129,6 @@ def _check_rows(sample: WeightedParticles) -> None:
             f"others, so that its values make no slots: draw it always, and mask it where it does "
             f"not count, or use TraceSGVB_ELBO or TraceIWAE_ELBO, which draw whole executions"
         )
-
-
-def _never_the_same() -> ValueError:
-    return ValueError(
-        f"the guide shows other discrete sites in each of {_MAX_ATTEMPTS} runs, so that their "
-        f"values make no slots: draw them always, and mask them where they do not count, or "
-        f"weigh whole draws with TraceIWAE_ELBO"
-    )
 
 
 def _check_scores(sample: WeightedParticles, draws: SlotDraws) -> None:

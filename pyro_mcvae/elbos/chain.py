@@ -27,7 +27,7 @@ from pyro_mcvae.discrete.control_variates import Baseline
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_choice import is_discrete
 from pyro_mcvae.discrete.slot_draws import SlotDraws
-from pyro_mcvae.discrete.slot_planner import NoSlots, SlotPlanner
+from pyro_mcvae.discrete.slot_planner import SlotPlanner
 from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
 from pyro_mcvae.elbos.chain_record import ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_estimate, weighted_estimate
@@ -124,8 +124,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             self._refuse_learned_parts()
         self.joint, self.baseline = joint, baseline
         self.num_categories, self.num_samples, self.budget = num_categories, num_samples, budget
-        site_options = SiteOptions.of_arguments(num_categories, num_samples, budget, baseline)
-        self.slots: SlotPlanner | NoSlots = NoSlots()
+        site_options = SiteOptions(num_categories, num_samples, budget, baseline)
+        self.slots: SlotPlanner | None = None  # discrete sites are drawn
         if self._has_slots:
             self.slots = SlotPlanner(site_options, common=multi_sample)
             # A site that is marked for enumeration has all of its values for slots.
@@ -222,9 +222,12 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
-            log_weight, draws = self.slots.begin(
-                self.sampler.analyses, programs, self.sampler.num_particles, make
-            )
+            if self.slots is None:
+                log_weight, draws = make(None)[0], None
+            else:
+                log_weight, draws = self.slots.begin(
+                    self.sampler.analyses, programs, self.sampler.num_particles, make
+                )
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
         again = twice and self._smoothness.look(log_weight, self.kernel)

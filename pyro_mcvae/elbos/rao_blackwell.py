@@ -133,7 +133,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             raise ValueError(f"entropy must be 'sampled' or 'exact', got {entropy!r}")
         self.baseline, self.entropy = baseline, entropy
         self.num_categories, self.num_samples, self.budget = num_categories, num_samples, budget
-        self._site_options = SiteOptions.of_arguments(
+        self._site_options = SiteOptions(
             num_categories, num_samples, budget, baseline, entropy == "exact"
         )
         # A site that is marked for enumeration has all of its values for slots.
@@ -181,7 +181,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         return elbo_bounds(sample, costs)
 
     def _row_sample(self, programs: Programs) -> tuple[WeightedParticles, OneSlot]:
-        sample, draws = self._rows.sample(self.sampler, programs, self.sampler.sample)
+        sample, draws = self._rows.sample(self.sampler, programs)
         return sample, SlotAverage.of(sample, draws, common=False)
 
     def _estimate_by_rows(self, programs: Programs) -> Estimate:

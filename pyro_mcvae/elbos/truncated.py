@@ -15,12 +15,11 @@ from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
 from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import normalized_weights
-from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program, Site
-from pyro_mcvae.truncated.guide import TruncatedPosterior, e_step_of
+from pyro_mcvae.truncated.guide import EStep, TruncatedPosterior
 from pyro_mcvae.truncated.joint import JointRuns
-from pyro_mcvae.truncated.search import take_rows
+from pyro_mcvae.truncated.states import take_rows
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,72 +102,58 @@ class TraceTruncated_ELBO(MonteCarloELBO):
 
     def estimate(self, programs: Programs) -> Estimate:
         guide = _truncated(programs.guide)
-        step = e_step_of(guide, programs, self.sampler)
+        step = EStep(guide, programs, self.sampler)
         training, runs = torch.is_grad_enabled(), step.runs
         if training and guide.training:
             step.agree()
         at_once = training and self.num_gradient_states is None and _searches_little(guide, runs)
         with torch.set_grad_enabled(at_once):
-            populations, sample = step.evaluate(searched=training and guide.training)
+            population, sample = step.evaluate(searched=training and guide.training)
             if guide.training:
-                populations = step.search(populations)
-        log_joint = [None if p is None else p.log_joint.detach() for p in populations]
-        bound = _joined(sample, log_joint)
-        if not training:
-            surrogate = bound
-        elif at_once and runs.finite:
-            weights = [None if j is None else normalized_weights(j, dim=1) for j in log_joint]
-            joint = [None if p is None else p.log_joint for p in populations]
-            surrogate = _weighted(sample, weights, joint, bound)
-        else:
-            # At an infinite density the gradient of a state without weight may be NaN.
-            picked, weights = self._pick(log_joint)
-            states = [
-                None if p is None or i is None else p.space.unpack(take_rows(p.packed, i))
-                for p, i in zip(populations, picked, strict=True)
-            ]
-            count = next(w.shape[1] for w in weights if w is not None)
-            sample = runs.run(states, count)
-            joint = [own.flatten(1).t() for own in sample.split(sample.log_weight)]
-            surrogate = _weighted(sample, weights, joint, bound)
+                population = step.search(population)
+        log_joint, shape = population.log_joint.detach(), sample.shapes[0]
+        bound = surrogate = log_joint.logsumexp(1).reshape(shape)
+        if training:
+            if at_once and runs.finite:
+                weight, joint = normalized_weights(log_joint, dim=1), population.log_joint
+            else:
+                # At an infinite density the gradient of a state without weight may be NaN.
+                picked, weight = self._pick(log_joint)
+                states = population.space.unpack(take_rows(population.packed, picked))
+                sample = runs.run(states, weight.shape[1])
+                joint = sample.log_weight.flatten(1).t()
+            surrogate = (weight * joint).sum(1).reshape(shape)
+            score = sample.local_sum(lambda t, i: t.score if t.in_guide else 0)[0]
+            if score.requires_grad:
+                surrogate = surrogate + bound * score
         self.num_runs, self.num_evaluations = runs.num_runs, runs.num_states
         estimate = local_estimate(sample, bound, surrogate, scored=True)
         estimate.remedy = _REMEDY
         if training and guide.training:
-            estimate.finish = partial(step.keep, populations, shared=True)
+            estimate.finish = partial(step.keep, population, shared=True)
         return estimate
 
     def bounds_of(self, programs: Programs) -> Bounds:
         guide = _truncated(programs.guide)
-        step = e_step_of(guide, programs, self.sampler)
-        populations, sample = step.evaluate()
+        step = EStep(guide, programs, self.sampler)
+        population, sample = step.evaluate()
         if guide.training:
-            populations = step.search(populations)
-        joint = [None if p is None else p.log_joint for p in populations]
-        return local_bounds(sample, _joined(sample, joint))
+            population = step.search(population)
+        bound = population.log_joint.logsumexp(1).reshape(sample.shapes[0])
+        return local_bounds(sample, bound)
 
-    def _pick(
-        self, log_joint: list[Tensor | None]
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
-        """For each block the states that pass the gradient, and their weights, ``[E, k]``."""
+    def _pick(self, log_joint: Tensor) -> tuple[Tensor, Tensor]:
+        """The states that pass the gradient, and their weights, ``[E, k]``."""
         top, drawn = self.num_gradient_states, self.num_sampled_states
-        picked: list[Tensor | None] = []
-        weights: list[Tensor | None] = []
-        for joint in log_joint:
-            if joint is None:
-                picked.append(None)
-                weights.append(None)
-                continue
-            weight = normalized_weights(joint, dim=1)
-            if top is None or top + drawn >= joint.shape[1]:
-                index = torch.arange(joint.shape[1], device=joint.device).expand(joint.shape)
-            else:
-                index, weight = _top_and_rest(weight, top, drawn)
-            # A state of no weight may have no gradient (the logarithm of zero): the best stands in.
-            best = joint.argmax(1, keepdim=True)
-            picked.append(torch.where(weight > 0, index, best))
-            weights.append(weight)
-        return picked, weights
+        weight = normalized_weights(log_joint, dim=1)
+        if top is None or top + drawn >= log_joint.shape[1]:
+            index = torch.arange(log_joint.shape[1], device=log_joint.device)
+            index = index.expand(log_joint.shape)
+        else:
+            index, weight = _top_and_rest(weight, top, drawn)
+        # A state of no weight may have no gradient (the logarithm of zero): the best stands in.
+        best = log_joint.argmax(1, keepdim=True)
+        return torch.where(weight > 0, index, best), weight
 
 
 _REMEDY = (
@@ -187,9 +172,8 @@ def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     for.
     """
     count = guide.evolution.num_evaluations if guide.training else 0
-    known = guide.proposals is None and not runs.layouts.masked
-    read = all(x is None or chain_density.costs_nothing_to_read(x) for x in runs.layouts.bank)
-    return known and read and 2 * count <= guide.num_states
+    read = chain_density.costs_nothing_to_read(runs.layouts.bank)
+    return guide.proposals is None and read and 2 * count <= guide.num_states
 
 
 def _top_and_rest(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]:
@@ -212,31 +196,3 @@ def _truncated(guide: Program) -> TruncatedPosterior:
             f"guide of the latents that are not discrete as its guide="
         )
     return unwrapped
-
-
-def _joined(sample: WeightedParticles, log_joint: list[Tensor | None]) -> Tensor:
-    """The bound of each datum: ``[*plates]``, or ``[elements]`` for several blocks."""
-    parts = []
-    for joint, own in zip(log_joint, sample.split(sample.log_weight.detach()), strict=True):
-        # Without discrete sites a block has one draw, the same in every row.
-        parts.append(own[0] if joint is None else joint.logsumexp(1).reshape(own.shape[1:]))
-    return parts[0] if len(parts) == 1 else torch.cat([p.flatten() for p in parts])
-
-
-def _weighted(
-    sample: WeightedParticles,
-    weights: list[Tensor | None],
-    log_joint: list[Tensor | None],
-    bound: Tensor,
-) -> Tensor:
-    """Per datum a tensor with the gradient of the bound, like ``bound``; densities ``[E, k]``."""
-    parts = []
-    blocks = sample.split(sample.log_weight)
-    for weight, joint, own in zip(weights, log_joint, blocks, strict=True):
-        if weight is None or joint is None:
-            parts.append(own[0])
-        else:
-            parts.append((weight * joint).sum(1).reshape(own.shape[1:]))
-    surrogate = parts[0] if len(parts) == 1 else torch.cat([p.flatten() for p in parts])
-    score = sample.local_sum(lambda t, i: t.score if t.in_guide else 0)[0]
-    return surrogate + bound * score if score.requires_grad else surrogate

@@ -21,7 +21,8 @@ from pyro_mcvae.evaluation.weights import Weights, WeightSummary
 from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.truncated.search import Population, take_rows
+from pyro_mcvae.truncated.search import Population
+from pyro_mcvae.truncated.states import take_rows
 
 __all__ = ["RefinedStates", "choose", "refine", "take_chosen"]
 
@@ -60,7 +61,7 @@ class RefinedStates:
     ) -> None:
         posterior, others = weights.posterior, candidates - 1
         bound = posterior.free_energy
-        proposed: list[Tensor | None] = [None] * len(posterior.states.populations)
+        proposed: Tensor | None = None
         outside = bound.new_full((0, *bound.shape), -math.inf)
         if others:
             proposed, outside, runs = look_outside(posterior, count * others)
@@ -71,12 +72,8 @@ class RefinedStates:
         log_weight = torch.cat([whole, outside.reshape(count, others, *bound.shape)], 1)
         chosen = choose(log_weight)
         self.log_weight = take_chosen(log_weight.flatten(0, 1), chosen)
-        states: list[Tensor | None] = [None] * len(posterior.states.populations)
-        for b, own in enumerate(posterior.states.sample.split(chosen)):
-            population = posterior.states.populations[b]
-            if population is not None:
-                states[b] = _taken(population, proposed[b], own.flatten(1).t(), others)
-        self.sites: SiteDraws = site_draws(posterior.states.runs.run(states, count))
+        states = _taken(posterior.population, proposed, chosen.flatten(1).t(), others)
+        self.sites: SiteDraws = site_draws(posterior.runs.run(states, count))
 
 
 def _taken(population: Population, proposed: Tensor | None, chosen: Tensor, others: int) -> Tensor:

@@ -24,9 +24,9 @@ from pyro_mcvae.programs.sites import is_latent
 from pyro_mcvae.programs.terms import guide_term, scored
 from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
 from pyro_mcvae.truncated.posterior import StatePosterior
-from pyro_mcvae.truncated.search import Population, take_rows
+from pyro_mcvae.truncated.search import Population
 from pyro_mcvae.truncated.searched_sites import SearchMessenger
-from pyro_mcvae.truncated.states import StateSpace
+from pyro_mcvae.truncated.states import StateSpace, take_rows
 
 __all__ = ["StateWeights", "draw_steps", "log_step", "look_outside"]
 
@@ -108,7 +108,7 @@ class StateWeights(Weights):
         self.programs = replace(programs, model=with_impossible_data(programs.model))
         self.progress, self._options = progress, options
         self.posterior = self._ask()
-        self.reference = self.posterior.states.sample
+        self.reference = self.posterior.particles
         self._latents = latents = _other_latents(self.posterior, programs, self.guide)
         if options.joint is not False and latents.common:
             preconditions.check_no_minibatch(self.reference.runs[0], latents.common)
@@ -136,13 +136,10 @@ class StateWeights(Weights):
 
     @property
     def chunk_size(self) -> int:
+        population = self.posterior.population
         return self._options.chunk(
-            max(p.keys.numel() + p.packed.shape[0] * len(p.space) for p in self._populations)
+            population.keys.numel() + population.packed.shape[0] * len(population.space)
         )
-
-    @property
-    def _populations(self) -> list[Population]:
-        return [p for p in self.posterior.states.populations if p is not None]
 
     def weigh(self, count: int) -> Weighed:
         if not self._renews:
@@ -151,7 +148,7 @@ class StateWeights(Weights):
         for _ in range(count):
             posterior = self._ask()
             log_weight, latest = _near(posterior, 1)
-            bound, shared = posterior.free_energy, shared_factors(posterior.states.sample, ())
+            bound, shared = posterior.free_energy, shared_factors(posterior.particles, ())
             if self._drawn:
                 # What all data share is weighed with all of them.
                 log_weight, bound = (w.flatten().sum() + shared for w in (log_weight[0], bound))
@@ -168,11 +165,11 @@ class StateWeights(Weights):
         return self._bound.mean_log.to(self.reference.log_weight.dtype)
 
     def pareto_k(self, summary: WeightSummary) -> Tensor:
-        k, spaces = summary.pareto_k, [p.space for p in self._populations]
-        if all(space.cardinality == self.guide.num_states for space in spaces):
+        k, space = summary.pareto_k, self.posterior.population.space
+        if space.cardinality == self.guide.num_states:
             return k
         # That nothing was found says little where not even all single changes could be looked at.
-        few = summary.num_particles < max(space.num_moves for space in spaces)
+        few = summary.num_particles < space.num_moves
         return k.masked_fill(k.isneginf(), math.nan) if few else k
 
     def shared(self) -> Tensor:
@@ -211,34 +208,24 @@ def _near(posterior: StatePosterior, count: int) -> tuple[Tensor, list[Run]]:
 
 def look_outside(
     posterior: StatePosterior, count: int, given: Mapping[str, Tensor] | None = None
-) -> tuple[list[Tensor | None], Tensor, list[Run]]:
+) -> tuple[Tensor, Tensor, list[Run]]:
     """
     States near those that are kept, and the rest of the evidence that they show.
 
     :param given: values ``[count, *batch, *event]`` by site, in the place of proposals.
-    :returns: states ``[E, count, D]`` for each block; log p / r, minus infinity at states that are
-        kept, ``[count, *plates]``; and the runs at them.
+    :returns: states ``[E, count, D]``; log p / r, minus infinity at states that are kept,
+        ``[count, *plates]``; and the runs at them.
     """
-    runs = posterior.states.runs
-    rest: list[Tensor | None] = [None] * len(posterior.states.populations)
-    states = list(rest)
-    for b, layout in runs.layouts.searched:
-        population, data_index = posterior.states.populations[b], runs.block(b)[1]
-        assert population is not None
-        if given is None:
-            states[b], log_proposal, known = _propose(population, count)
-        else:
-            states[b] = at = layout.states(given, data_index)
-            log_proposal, known = _proposal_of(population, at)
-        rest[b] = (-log_proposal).masked_fill(known, -math.inf).t()
+    runs, population = posterior.runs, posterior.population
+    if given is None:
+        states, log_proposal, known = _propose(population, count)
+    else:
+        states = runs.layouts.layout.states(given, runs.data)
+        log_proposal, known = _proposal_of(population, states)
     sample = runs.run(states, count)
-    joint = runs.mask_impossible(sample, sample.log_weight)
-    outside = [
-        # Without discrete sites nothing is outside.
-        torch.full_like(part, -math.inf) if found is None else found.reshape(part.shape)
-        for part, found in zip(sample.split(joint), rest, strict=True)
-    ]
-    return states, joint + sample.join(outside), sample.runs
+    joint = runs.log_joint(sample)
+    rest = (-log_proposal).masked_fill(known, -math.inf).t()
+    return states, joint + rest.reshape(joint.shape), sample.runs
 
 
 def _propose(population: Population, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -320,10 +307,10 @@ class _OtherLatents(NamedTuple):
 def _other_latents(
     posterior: StatePosterior, programs: Programs, guide: TruncatedPosterior
 ) -> _OtherLatents:
-    sites = [s for s in scored(posterior.states.runs.guide_trace) if is_latent(s)]
+    sites = [s for s in scored(posterior.runs.guide_trace) if is_latent(s)]
     if not sites:
         return _OtherLatents()
-    sample = posterior.states.sample
+    sample = posterior.particles
     run = replace(sample.runs[0], terms=tuple(map(guide_term, sites)))
     pair = replace(programs, guide=SearchMessenger(guide.model, guide.guide))
     points = preconditions.find_points(pair, run)

@@ -8,7 +8,7 @@ call them equally often and in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,22 +92,6 @@ def gather(value: Any) -> list[Any]:
     found: list[Any] = [None] * num_ranks()
     distributed.all_gather_object(found, value)
     return found
-
-
-def gather_to_first(value: Tensor, shapes: list[torch.Size]) -> Iterator[Tensor]:
-    """
-    The tensors of all ranks on rank 0, one at a time, and none on the others.
-
-    :param shapes: their shapes, which all ranks must know.
-    """
-    if rank() > 0:
-        distributed.send(value.detach().contiguous(), 0)
-        return
-    yield value.detach()
-    for source in range(1, num_ranks()):
-        found = value.new_empty(shapes[source])
-        distributed.recv(found, source)
-        yield found
 
 
 def first_alone(action: Callable[[], None]) -> None:

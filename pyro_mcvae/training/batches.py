@@ -42,7 +42,7 @@ class RankBatches:
 
     With ``fixed=True`` each of R ranks r goes through its own data only, the indices r, r + R, r +
     2R, ..., in another order in each epoch: for what is kept of each datum on its rank, such as the
-    states of ``TruncatedPosterior(..., shard="data")``. Ranks that have a datum more than others
+    states of ``TruncatedPosterior(..., exchange=False)``. Ranks that have a datum more than others
     leave one out in each epoch, so that data weigh the same only if R divides N; the difference is
     below R / N.
 

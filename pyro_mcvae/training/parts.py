@@ -20,7 +20,6 @@ from pyro_mcvae.ops.ranks import num_ranks, rank
 from pyro_mcvae.training.store import Part, PyroOptimPart, Saved, Undo
 from pyro_mcvae.truncated.closed_form import ClosedForm
 from pyro_mcvae.truncated.guide import TruncatedPosterior
-from pyro_mcvae.truncated.saved_shards import put_whole_states, shards_undo
 
 __all__ = ["ModulePart", "as_parts"]
 
@@ -105,9 +104,6 @@ class ModulePart(Part):
 
     def save(self) -> dict[str, Saved]:
         state: dict[str, Saved] = self.module.state_dict()
-        for path, module in self.module.named_modules(remove_duplicate=False):
-            if isinstance(module, TruncatedPosterior):
-                put_whole_states(module, state, f"{path}." if path else "")
         return state
 
     def _check(self, state: Mapping[str, Saved]) -> None:
@@ -142,10 +138,7 @@ class ModulePart(Part):
 
     def undo(self) -> Undo:
         kept: list[tuple[dict[str, Tensor | None], ...]] = []
-        undos: list[Undo] = []
         for module in self.module.modules():
-            if isinstance(module, TruncatedPosterior):
-                undos.append(shards_undo(module))
             for held in (module._parameters, module._buffers):
                 tensors = cast("dict[str, Tensor | None]", held)
                 values = {n: None if t is None else t.detach().clone() for n, t in tensors.items()}
@@ -159,8 +152,6 @@ class ModulePart(Part):
                     for name, value in values.items():
                         if value is not None:
                             cast("Tensor", before[name]).copy_(value)
-            for undo in undos:
-                undo()
 
         return restore
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from pyro import distributions as dist
+from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
 from pyro_mcvae.ops.ranks import num_ranks, sum_over_ranks
-from pyro_mcvae.programs.sites import bare, inner_scale
+from pyro_mcvae.programs.sites import bare, inner_scale, layers
 from pyro_mcvae.programs.types import Site
-from pyro_mcvae.truncated.layout import existing_entries
 from pyro_mcvae.truncated.posterior import StatePosterior
 
 __all__ = ["BernoulliPrior", "ClosedForm", "GaussianNoise"]
@@ -111,12 +111,12 @@ class ClosedForm(ABC):
         """
         weight = torch.as_tensor(inner_scale(site), dtype=value.dtype, device=value.device)
         weight = weight.reshape(weight.shape + (1,) * site["fn"].event_dim)
-        exists = existing_entries(site)
+        exists = _existing_entries(site)
         if exists is not None:
             weight, value = weight * exists, torch.where(exists, value, 0.0)
         shape = torch.broadcast_shapes(site["value"].shape, value.shape, weight.shape)
-        total = posterior.states.mean_at(site, (weight * value).expand(shape))
-        count = posterior.states.mean_at(site, weight.expand(shape))
+        total = posterior._mean_at(site, (weight * value).expand(shape))
+        count = posterior._mean_at(site, weight.expand(shape))
         return total.sum_to_size(self.parameter.shape), count.sum_to_size(self.parameter.shape)
 
     def _refuse(self, site: Site, wanted: str) -> ValueError:
@@ -160,7 +160,7 @@ class BernoulliPrior(ClosedForm):
         self.floor = floor
 
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
-        site = posterior.states.site(self.site)
+        site = posterior._site(self.site)
         if type(bare(site["fn"])) not in _BERNOULLI or self.site not in posterior.values:
             raise self._refuse(site, "a Bernoulli site that the truncated posterior searches")
         return self._sums(posterior, site, posterior.values[self.site])
@@ -201,7 +201,7 @@ class GaussianNoise(ClosedForm):
         self.floor = floor
 
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
-        site = posterior.states.site(self.site)
+        site = posterior._site(self.site)
         fn = bare(site["fn"])
         if type(fn) not in _NORMAL:
             raise self._refuse(site, "Normal")
@@ -209,3 +209,20 @@ class GaussianNoise(ClosedForm):
 
     def _value(self, mean: Tensor) -> Tensor:
         return mean.sqrt().clamp_min(self.floor)
+
+
+def _existing_entries(site: Site) -> Tensor | None:
+    """Which entries of a site are not masked out, broadcast to its values; None if all exist."""
+    fn, value = site["fn"], site["value"]
+    # Batch-shaped at its own level: what is an event of the site may be batch further inside.
+    masks = [(site["mask"], fn.event_dim)]
+    masks += [(m._mask, m.event_dim) for m in layers(fn) if isinstance(m, MaskedDistribution)]
+    exists = None
+    for mask, events in masks:
+        if mask is not None and mask is not True:
+            mask = torch.as_tensor(mask, dtype=torch.bool, device=value.device)
+            mask = mask.reshape(mask.shape + (1,) * events)
+            exists = mask if exists is None else exists & mask
+    if exists is None:
+        return None
+    return exists.expand(torch.broadcast_shapes(exists.shape, value.shape))

@@ -16,7 +16,6 @@ from torch import Tensor
 from pyro_mcvae.programs.plates import plate_frames
 from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.types import Site
-from pyro_mcvae.truncated.evaluated_states import EvaluatedStates
 from pyro_mcvae.truncated.posterior import StatePosterior
 from pyro_mcvae.truncated.searched_sites import GuideDraws
 
@@ -54,31 +53,31 @@ def sample_states(ask: Ask, guide_trace: Trace, nesting: int) -> dict[str, Tenso
     made = [s for s in nodes.values() if s["type"] == "sample" and site_is_subsample(s)]
     chosen = {s["name"]: torch.as_tensor(s["value"]) for s in made}
     outer, draws = _per_particle(guide_trace, nesting)
-    found = [ask(GuideDraws(values, chosen)).states for values in draws]
+    found = [ask(GuideDraws(values, chosen)) for values in draws]
     plates = _make_plates(found[0], frozenset(chosen))
     # Around this guide another minibatch may be set: that of the other particles of a step.
-    before = found[0].subsamples
+    before = found[0].runs.subsamples
     now = {n: plate.indices for n, plate in plates.items() if n in before}
     if any(not torch.equal(before[n].to(index), index) for n, index in now.items()):
-        found = [ask(GuideDraws(values, {**chosen, **now})).states for values in draws]
+        found = [ask(GuideDraws(values, {**chosen, **now})) for values in draws]
+    layout = found[0].runs.layouts.layout
+    weights = torch.stack([p._batch_weights for p in found])
+    batch = weights.shape[1:-1]
+    inner = (*(1,) * (nesting - len(batch)), *batch) if outer else batch
+    with _entered(plates, [key.name for key in layout.plates]):
+        index = pyro.sample(
+            f"_{layout.name}_state",
+            dist.Categorical(logits=weights.log().reshape(*outer, *inner, weights.shape[-1])),
+            infer={"is_auxiliary": True, _MARK: tuple(layout.sites)},
+        )
     values: dict[str, Tensor] = {}
-    for b, layout in found[0].runs.layouts.searched:
-        weights = torch.stack([p.block_weights(b) for p in found])
-        batch = weights.shape[1:-1]
-        inner = (*(1,) * (nesting - len(batch)), *batch) if outer else batch
-        with _entered(plates, [key.name for key in layout.plates]):
-            index = pyro.sample(
-                f"_{layout.name}_state",
-                dist.Categorical(logits=weights.log().reshape(*outer, *inner, weights.shape[-1])),
-                infer={"is_auxiliary": True, _MARK: tuple(layout.sites)},
-            )
-        for name in layout.sites:
-            site = found[0].first_site(name)
-            frames = sorted(plate_frames(site), key=lambda f: f.dim or 0)
-            with _entered(plates, [f.name for f in frames]):
-                value = found[0].gather(b, name, index, leading=False)
-                point = dist.Delta(value, event_dim=site["fn"].event_dim)
-                values[name] = pyro.sample(name, point)
+    for name in layout.sites:
+        site = found[0].particles.runs[0].model_trace.nodes[name]
+        frames = sorted(plate_frames(site), key=lambda f: f.dim or 0)
+        with _entered(plates, [f.name for f in frames]):
+            value = found[0]._gather(name, index, leading=False)
+            point = dist.Delta(value, event_dim=site["fn"].event_dim)
+            values[name] = pyro.sample(name, point)
     return values
 
 
@@ -123,11 +122,14 @@ def _own_shape(site: Site, nesting: int) -> torch.Size:
     return keep + value.shape[value.dim() - fn.event_dim :]
 
 
-def _make_plates(states: EvaluatedStates, known: frozenset[str]) -> dict[str, pyro.plate]:
+def _make_plates(posterior: StatePosterior, known: frozenset[str]) -> dict[str, pyro.plate]:
     """The plates of the minibatch; those that the guide has made are not shown a second time."""
+    nodes, subsamples = posterior.particles.runs[0].model_trace.nodes, posterior.runs.subsamples
+    # One frame of each plate around the discrete sites, as they are in this minibatch.
+    frames = {f.name: f for n in posterior.values for f in plate_frames(nodes[n])}
     made = {}
-    for frame in states.frames().values():
-        index, full = states.subsamples.get(frame.name), frame.full_size or frame.size
+    for frame in frames.values():
+        index, full = subsamples.get(frame.name), frame.full_size or frame.size
         with poutine.block() if frame.name in known else ExitStack():
             made[frame.name] = pyro.plate(frame.name, full, subsample=index, dim=frame.dim)
     return made

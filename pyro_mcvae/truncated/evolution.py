@@ -1,16 +1,17 @@
 r"""
-Evolutionary search for discrete states of high joint density [1].
+Evolutionary search for discrete states of high joint density: parents and their mutations.
 
-Populations have shape ``[E, S]``: S distinct states for each of E data. Operators are objects:
-selections choose parents, crossovers mix them, mutations change single entries of them.
+Populations have shape ``[E, S]``: S distinct states for each of E data [1].
 
 [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
 with Binary Latents*.
+[2] Grathwohl, Swersky, Hashemi, Duvenaud, Maddison (2021), *Oops I Took A Gradient: Scalable
+Sampling for Discrete Distributions*.
 """
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,101 +19,72 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.truncated.mutation import InformedFlips, Parents
 from pyro_mcvae.truncated.states import StateSpace
 
 __all__ = [
     "EvolutionaryUpdate",
     "FitnessProportional",
-    "GreedyParents",
-    "OnePointCrossover",
-    "UniformParents",
-    "distinct_states",
-    "duplicates",
-    "keep_best",
+    "InformedFlips",
+    "Mutation",
+    "Parents",
+    "UniformFlips",
 ]
 
 # Chooses parents: log joint [E, S] and a number P to indices [E, P].
 Selection = Callable[[Tensor, int], Tensor]
-# Mixes parents: states [E, P, D] to states [E, P, D].
-Crossover = Callable[[Tensor], Tensor]
 
 
-def duplicates(keys: Tensor) -> Tensor:
+@dataclass
+class Parents:
     """
-    Which states repeat an earlier one of their row.
+    What a mutation may look at; :class:`Mutation` has an example.
 
-    :param ~torch.Tensor keys: shape ``[E, S]``.
-    :returns: booleans of that shape.
-
-    Example::
-
-        >>> duplicates(torch.tensor([[3, 5, 3, 3]]))
-        tensor([[False, False,  True,  True]])
+    :ivar space: the entries, their values and their moves.
+    :ivar states: the parents, shape ``[E, P, D]``.
+    :ivar packed: all states of the population, as ``space`` packs them: ``[E, S, bytes]``.
+    :ivar log_joint: of the population, shape ``[E, S]``.
+    :ivar keys: of the population, shape ``[E, S]``.
+    :ivar flip_scores: the linearised change of log p under each move, shape ``[E, P, M]``; there
+        only if the mutation asks for it with ``informed``.
     """
-    ordered, order = keys.sort(dim=1, stable=True)
-    again = ordered[:, 1:] == ordered[:, :-1]
-    again = torch.nn.functional.pad(again, (1, 0))
-    return torch.zeros_like(again).scatter(1, order, again)
 
+    space: StateSpace
+    states: Tensor
+    packed: Tensor
+    log_joint: Tensor
+    keys: Tensor
+    flip_scores: Tensor | None = None
 
-def keep_best(log_joint: Tensor, repeated: Tensor, count: int) -> Tensor:
-    """
-    The indices of the ``count`` best states of each row, never a repeated one.
+    def allowed(self) -> Tensor:
+        """The moves to states that the population does not have, shape ``[E, P, M]``."""
+        space = self.space
+        own = space.keys(space.pack(self.states)).unsqueeze(-1)
+        # Pairs of states are compared at once, moves are looked up one by one.
+        if space.is_word and self.keys.shape[1] <= 16 * len(space):
+            return ~self._neighbours(own)
+        return self._look_up(own)
 
-    :param ~torch.Tensor log_joint: shape ``[E, C]``; minus infinity is allowed.
-    :param ~torch.Tensor repeated: from :func:`duplicates`; at least ``count`` are not repeated.
-    :returns: shape ``[E, count]``.
-    """
-    # Impossible states may stay, if nothing better is known; repetitions may not.
-    rank = log_joint.clamp_min(torch.finfo(log_joint.dtype).min)
-    rank = rank.masked_fill(repeated, -torch.inf)
-    return rank.topk(count, dim=1, sorted=False).indices
+    def _neighbours(self, own: Tensor) -> Tensor:
+        """In which entries the population has states that differ from a parent in these alone."""
+        apart = own ^ self.keys.unsqueeze(1)
+        # Zero, or a single bit: distinct states have distinct ones, so that their sum is all bits.
+        flips = (apart * ((apart & (apart - 1)) == 0)).sum(-1, keepdim=True)
+        bit = torch.arange(len(self.space), device=own.device)
+        return ((flips >> bit) & 1).bool()
 
-
-def distinct_states(space: StateSpace, states: Tensor, count: int) -> Tensor:
-    """
-    Distinct states: those given, their repetitions replaced.
-
-    :param ~torch.Tensor states: any states, shape ``[N, S, D]``.
-    :param int count: how many distinct ones are wanted, at most ``space.cardinality``.
-    :returns: shape ``[N, count, D]``, distinct in each row.
-
-    Example::
-
-        >>> distinct_states(StateSpace([2, 2]), torch.zeros(1, 1, 2, dtype=torch.uint8), 4).shape
-        torch.Size([1, 4, 2])
-    """
-    device = states.device
-    # Of counts that may be many as many values as are wanted, near zero and ever farther apart.
-    both = zip(space.sizes, space.ordinal, strict=True)
-    sizes = tuple(min(n, count) if many else n for n, many in both)
-    cycle = torch.arange(count, device=device) % states.shape[1]
-    spare = states.index_select(1, cycle).clone()
-    # As many leading entries as have enough values: counting through them from a random start
-    # makes distinct states, also where these are all that there are.
-    last, total = 0, 1
-    while last < len(space) and total < (4 if sizes[:last] == space.sizes[:last] else 1) * count:
-        total, last = total * sizes[last], last + 1
-    start = torch.randint(total, (states.shape[0], 1), device=device)
-    code = (start + torch.arange(count, device=device)) % total
-    for d in range(last):
-        at = code % sizes[d]
-        spare[..., d] = _ladder(space.sizes[d], sizes[d], device)[at].to(spare.dtype)
-        code = code // sizes[d]
-    found = torch.cat([states, spare], dim=1)
-    repeated = duplicates(space.keys(space.pack(found)))
-    first = repeated.to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
-    return found.gather(1, first.unsqueeze(-1).expand(-1, -1, len(space)))
-
-
-def _ladder(size: int, count: int, device: torch.device) -> Tensor:
-    """``count`` of the values below ``size``, from zero to the last one."""
-    every = torch.arange(count, device=device)
-    if count == size:
-        return every
-    far = torch.logspace(0, math.log10(size), count, dtype=torch.double, device=device) - 1
-    return torch.maximum(every, far.round().long().clamp_max(size - 1))
+    def _look_up(self, own: Tensor) -> Tensor:
+        device, space = self.states.device, self.space
+        entry = space.table("entry", device)
+        current = self.states.index_select(-1, entry).long()
+        value = space.moved(current)
+        # Keys are linear in the entries.
+        keys = (own + (value - current) * space.unit_keys(device)[entry]).flatten(1)
+        known = self.keys.sort(dim=1).values
+        at = torch.searchsorted(known, keys).clamp_max(known.shape[1] - 1)
+        new = (known.gather(1, at) != keys).reshape(value.shape)
+        if any(space.ordinal):
+            new = new & (value >= 0) & (value < space.table("move size", device))
+        return new
 
 
 class FitnessProportional:
@@ -149,79 +121,151 @@ class FitnessProportional:
         return found.clamp_max(log_joint.shape[1] - 1)
 
 
-class UniformParents:
+class Mutation(ABC):
     """
-    Parents drawn uniformly, without replacement while there are enough states.
+    Makes children, each by one move, the children of one parent by different moves.
+
+    A count goes up or down: by one, or, one time in four, by a distance of whose logarithm all
+    values are about as likely, since where counts are may be far from where the prior draws them.
+
+    A subclass says which moves it prefers; one that changes more than single entries overrides
+    :meth:`__call__`.
+
+    :cvar bool informed: whether ``parents.flip_scores`` is needed, which costs a backward pass.
+
+    Example, entries that are not zero move exp(3) times as often as others::
+
+        >>> class Sparser(Mutation):
+        ...     def scores(self, parents):
+        ...         on = parents.states != 0
+        ...         at = on[..., parents.space.table("entry", on.device)]
+        ...         return 3.0 * at
+        >>> update = EvolutionaryUpdate(mutation=Sparser())
+    """
+
+    informed = False
+
+    @abstractmethod
+    def scores(self, parents: Parents) -> Tensor:
+        """Log propensities of the moves, broadcast to ``[E, P, M]``."""
+
+    def _is_even(self, space: StateSpace) -> bool:
+        """Whether all moves have the same propensity, so that any noise draws them evenly."""
+        return False
+
+    def __call__(self, parents: Parents, count: int) -> Tensor:
+        """
+        :param int count: children of each parent.
+        :returns: shape ``[E, P, C, D]``; C is less than ``count`` where there are fewer moves.
+        """
+        space, states = parents.space, parents.states
+        allowed = parents.allowed()
+        scores = self.scores(parents).expand(allowed.shape)
+        noise = torch.rand_like(scores)
+        if not self._is_even(space):
+            # Gumbel noise, which has the order of uniform noise.
+            noise = -(-noise.log()).log()
+        # Gumbel-top-k: distinct moves with the propensities of a draw without replacement.
+        scores = (scores + noise).masked_fill(~allowed, -torch.inf)
+        moves = scores.topk(min(count, space.num_moves), dim=-1, sorted=False).indices
+        entry = space.table("entry", states.device)[moves]
+        current = states.gather(-1, entry).long()
+        # What is not allowed but had to be taken changes nothing, and is dropped as a repetition.
+        value = torch.where(allowed.gather(-1, moves), space.moved(current, moves), current)
+        if any(space.ordinal):
+            value = _strides(space, moves, current, value)
+        children = states.unsqueeze(2).expand(-1, -1, moves.shape[-1], -1)
+        return children.scatter(-1, entry.unsqueeze(-1), value.unsqueeze(-1).to(states.dtype))
+
+
+class UniformFlips(Mutation):
+    """
+    A move of a uniformly drawn entry, as in [1].
+
+    [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
+    with Binary Latents*.
 
     Example::
 
-        >>> UniformParents()(torch.tensor([[-9.0, -1.0, -3.0]]), 3).sort().values
-        tensor([[0, 1, 2]])
+        >>> update = EvolutionaryUpdate(mutation=UniformFlips())
     """
 
-    def __call__(self, log_joint: Tensor, count: int) -> Tensor:
-        order = torch.rand_like(log_joint) - 2.0 * log_joint.isneginf().to(log_joint)
-        return _repeat(order.topk(min(count, log_joint.shape[1]), dim=1).indices, count)
+    def scores(self, parents: Parents) -> Tensor:
+        return _share(parents)
+
+    def _is_even(self, space: StateSpace) -> bool:
+        # Not where a subclass has propensities of its own.
+        return space.binary and type(self).scores is UniformFlips.scores
 
 
-class GreedyParents:
-    """
-    The best states are the parents.
+class InformedFlips(Mutation):
+    r"""
+    Moves drawn by what the gradient says about them [1]: in proportion to :math:`\exp(d / 2)`,
+
+    .. math:: d_i = (1 - 2 z_i) \, \partial \log p(x, z) / \partial z_i
+
+    for a Bernoulli entry, and likewise for one-hot entries and counts. It costs one forward and
+    backward pass at the parents. It only proposes: states are judged by their exact density.
+    Entries through which the model passes no gradient count as changing nothing.
+
+    :param float uniform: the share of parents whose children are drawn uniformly instead, so that
+        every move of a parent is possible where gradients mislead. (A search by single moves ends
+        where none of them improves the set, for which it may still not be the best one:
+        :class:`PriorDraws` propose every state that the prior does.)
+    :raises ValueError: unless it is a share between 0 and 1.
+
+    [1] Grathwohl, Swersky, Hashemi, Duvenaud, Maddison (2021), *Oops I Took A Gradient: Scalable
+    Sampling for Discrete Distributions*.
 
     Example::
 
-        >>> GreedyParents()(torch.tensor([[-9.0, -1.0, -3.0]]), 2)
-        tensor([[1, 2]])
+        >>> update = EvolutionaryUpdate(mutation=InformedFlips(uniform=0.2))
     """
 
-    def __call__(self, log_joint: Tensor, count: int) -> Tensor:
-        return _repeat(log_joint.topk(min(count, log_joint.shape[1]), dim=1).indices, count)
+    informed = True
+
+    def __init__(self, uniform: float = 0.1) -> None:
+        if not 0 <= uniform <= 1:
+            raise ValueError(f"uniform must be a share between 0 and 1, got {uniform!r}")
+        self.uniform = uniform
+
+    def scores(self, parents: Parents) -> Tensor:
+        share = _share(parents)
+        if parents.flip_scores is None:
+            return share
+        scores = parents.flip_scores.nan_to_num(0.0, 0.0, 0.0) / 2
+        blind = torch.rand(*scores.shape[:2], 1, device=scores.device) < self.uniform
+        return share + scores.masked_fill(blind, 0.0)
 
 
-def _repeat(index: Tensor, count: int) -> Tensor:
-    return index.repeat(1, -(-count // index.shape[1]))[:, :count]
+def _strides(space: StateSpace, moves: Tensor, current: Tensor, value: Tensor) -> Tensor:
+    """Some of the steps of counts made longer, as far as there is room."""
+    step, last = value - current, space.table("move size", value.device)[moves] - 1
+    room = torch.where(step > 0, last - current, current)
+    scale = (4 * torch.rand(room.shape, device=room.device, dtype=torch.double) - 3).clamp_min(0.0)
+    distance = torch.minimum((room + 1).double().pow(scale).long(), room.clamp_min(1))
+    return torch.where(space.table("wraps", value.device)[moves], value, current + step * distance)
 
 
-class OnePointCrossover:
-    """
-    Neighbouring parents exchange their entries beyond a random point, one for each pair.
-
-    Example::
-
-        >>> children = OnePointCrossover()(torch.tensor([[[0, 0, 0], [1, 1, 1]]]))
-        >>> children.sum(1)
-        tensor([[1, 1, 1]])
-    """
-
-    def __call__(self, states: Tensor) -> Tensor:
-        num_data, count, size = states.shape
-        if count < 2 or size < 2:
-            return states
-        pairs = count // 2
-        cut = torch.randint(1, size, (num_data, pairs, 1), device=states.device)
-        beyond = torch.arange(size, device=states.device) >= cut
-        left, right = states[:, 0 : 2 * pairs : 2], states[:, 1 : 2 * pairs : 2]
-        children = [torch.where(beyond, right, left), torch.where(beyond, left, right)]
-        mixed = torch.stack(children, dim=2).flatten(1, 2)
-        return torch.cat([mixed, states[:, 2 * pairs :]], dim=1)
+def _share(parents: Parents) -> Tensor:
+    share = parents.space.table("log_share", parents.states.device)
+    return share.to(parents.log_joint.dtype)
 
 
 @dataclass(frozen=True)
 class EvolutionaryUpdate:
     """
-    One E-step's search: in each generation parents are chosen, mixed and mutated, and the best of
-    old states and children are kept.
+    One E-step's search: in each generation parents are chosen and mutated, and the best of old
+    states and children are kept.
 
     :param int num_parents: parents of a generation.
     :param int num_children: children of each parent.
     :param int num_generations: generations of one step.
-    :param parents: chooses parents: :class:`FitnessProportional`, :class:`UniformParents`,
-        :class:`GreedyParents`, or a function of the log joint ``[E, S]`` and the number P that
-        returns indices ``[E, P]``.
-    :param mutation: :class:`InformedFlips`, :class:`UniformFlips`, :class:`SparseFlips`, or another
-        :class:`Mutation`; a function of :class:`Parents` and the number of children that returns
-        states ``[E, P, C, D]`` will do.
-    :param crossover: :class:`OnePointCrossover`, None, or a function of states ``[E, P, D]``.
+    :param parents: chooses parents: :class:`FitnessProportional`, or a function of the log joint
+        ``[E, S]`` and the number P that returns indices ``[E, P]``.
+    :param mutation: :class:`InformedFlips`, :class:`UniformFlips`, or another :class:`Mutation`; a
+        function of :class:`Parents` and the number of children that returns states
+        ``[E, P, C, D]`` will do.
     :raises ValueError: for numbers that are no ints of at least 1 (``num_generations``: of at
         least 0), and for operators that cannot be called.
 
@@ -236,21 +280,14 @@ class EvolutionaryUpdate:
     num_generations: int = 1
     parents: Selection = field(default_factory=FitnessProportional)
     mutation: Callable[[Parents, int], Tensor] = field(default_factory=InformedFlips)
-    crossover: Crossover | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("num_parents", 1), ("num_children", 1), ("num_generations", 0)):
-            value = getattr(self, name)
-            check_count(name, value, least)
-        for name, example in (
-            ("parents", "FitnessProportional()"),
-            ("mutation", "UniformFlips()"),
-            ("crossover", "None or OnePointCrossover()"),
-        ):
-            value = getattr(self, name)
-            if not callable(value) and not (name == "crossover" and value is None):
+            check_count(name, getattr(self, name), least)
+        for name, example in (("parents", "FitnessProportional"), ("mutation", "UniformFlips")):
+            if not callable(value := getattr(self, name)):
                 raise ValueError(
-                    f"{name} must be an operator such as {example}, or a function, got {value!r}"
+                    f"{name} must be an operator such as {example}(), or a function, got {value!r}"
                 )
 
     @property

@@ -3,40 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.checks import check_count, check_flag
+from pyro_mcvae.ops.options import FixedOptions
 from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.types import Program
-from pyro_mcvae.truncated.buffers import StateBuffers
 from pyro_mcvae.truncated.data_record import DataRecord
 from pyro_mcvae.truncated.draws import apart, sample_states
-from pyro_mcvae.truncated.e_step import EStep
-from pyro_mcvae.truncated.evaluated_states import EvaluatedStates
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate
-from pyro_mcvae.truncated.found_layouts import FoundLayouts
 from pyro_mcvae.truncated.joint import JointRuns
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout
 from pyro_mcvae.truncated.posterior import StatePosterior
-from pyro_mcvae.truncated.proposals import PriorDraws, Proposals
-from pyro_mcvae.truncated.searched_sites import GuideDraws, Layouts, run_guide
-from pyro_mcvae.truncated.shards import check_names
+from pyro_mcvae.truncated.search import (
+    Population,
+    PriorDraws,
+    Proposals,
+    evaluate,
+    evolve,
+    propose,
+)
+from pyro_mcvae.truncated.searched_sites import GuideDraws, Layouts, find_layouts, run_guide
+from pyro_mcvae.truncated.states import StateSpace, distinct_states
 
-__all__ = ["TruncatedPosterior", "e_step_of", "new_posterior"]
+__all__ = ["EStep", "TruncatedPosterior", "new_posterior"]
 
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 
-_SETTINGS = "evolution guide proposals shard fixed_data vectorize max_plate_nesting"
+_SETTINGS = "evolution guide proposals exchange fixed_data vectorize max_plate_nesting"
+# The layouts of so many programs are kept: an objective's, and one's own questions.
+_KEPT = 4
+# The data of a chunk of the first states, so that unpacked ones never fill the memory.
+_CHUNK = 1 << 24
 
 
-class TruncatedPosterior(StateBuffers):
+class TruncatedPosterior(FixedOptions, nn.Module):
     r"""
     A guide for the discrete latents of a data plate: for each datum a set
     :math:`\Phi_n` of S distinct states and, on it, the exact posterior's proportions [1, 2],
@@ -50,15 +60,14 @@ class TruncatedPosterior(StateBuffers):
     all that there are, F is the exact log evidence.
 
     The guide finds the discrete sites and their plates by running the model, like an AutoGuide:
-    one or several sites in one plate, sites in plates nested inside of the data plate (their
-    values belong to the datum's state), several data plates side by side. Bernoulli, categorical,
-    one-hot and count sites are searched (counts without an upper bound: below 65,536). Which data a
-    minibatch holds is read from the plate: give it indices, ``pyro.plate("data", N,
-    subsample=index)``, or let it draw them by ``subsample_size``. Entries that are masked out have
-    no density and keep the value zero. States that make the data impossible (fewer animals than a
-    Binomial has counted) have density zero. Every other latent is drawn by ``guide``, once per
-    step, and enters as in the plain ELBO; one draw of a datum's latents serves all of its states,
-    so that they may not depend on its discrete ones.
+    one or several sites in one plate, and sites in plates nested inside of the data plate (their
+    values belong to the datum's state). Bernoulli, categorical, one-hot and count sites are
+    searched (counts without an upper bound: below 65,536). Which data a minibatch holds is read
+    from the plate: give it indices, ``pyro.plate("data", N, subsample=index)``, or let it draw them
+    by ``subsample_size``. States that make the data impossible (fewer animals than a Binomial has
+    counted) have density zero. Every other latent is drawn by ``guide``, once per step, and enters
+    as in the plain ELBO; one draw of a datum's latents serves all of its states, so that they may
+    not depend on its discrete ones.
 
     States belong to a datum by its index, and were searched for its observations. A search that
     meets other observations there warns, once; whatever else is asked of the guide is refused for
@@ -75,12 +84,8 @@ class TruncatedPosterior(StateBuffers):
     them have all states, so that any assignment of data to ranks will do, and a checkpoint loads
     on any number of them.
 
-    With ``shard="data"`` each of R ranks keeps the states of its own data of that plate only, the
-    indices r, r + R, r + 2R, ...: 1/R of the memory, and nothing to exchange. All calls on a rank,
-    :meth:`posterior` and :meth:`fit` too, must then be for these data, as ``RankBatches(N,
-    batch_size, fixed=True)`` deals them out; others are refused. :func:`save_checkpoint` gathers
-    the states in one file, which loads on any number of ranks; a ``state_dict`` has those of its
-    rank alone, and other ranks refuse it. In a single process nothing is different.
+    With ``exchange=False`` nothing is exchanged: each rank has a model of its own data, and the
+    states of these only.
 
     :param model: the model.
     :param int num_states: S, the same for all data.
@@ -90,8 +95,7 @@ class TruncatedPosterior(StateBuffers):
     :param proposals: further candidates of each step: :class:`PriorDraws`, or a function of the
         model's arguments (an encoder, say) that returns values ``[C, *batch, *event]`` of each
         discrete site.
-    :param shard: the name of the data plate (or several names, of plates side by side) whose states
-        are dealt out over the ranks of a distributed run; by default each rank has all states.
+    :param bool exchange: whether the ranks of a distributed run have the same data and states.
     :param bool fixed_data: whether a datum's observations are the same at every call, so that
         others in its place are refused; False for data that are drawn anew (by a binarisation,
         say). What the model itself draws or computes from parameters is never compared.
@@ -101,10 +105,10 @@ class TruncatedPosterior(StateBuffers):
         out.
     :raises ValueError: if ``num_states`` is not an int of at least 1. On the first call: for a
         model without discrete sites or with continuous ones that ``guide`` does not draw, for
-        discrete sites that no data plate encloses, if ``num_states`` exceeds the number of states,
-        and for a ``shard`` that is no data plate. On any call: for a changed number of data, other
-        observations than those that were searched for, and indices that are out of range or, with
-        ``shard``, another rank's.
+        discrete sites that no data plate encloses, that are masked or lie in data plates side by
+        side, and if ``num_states`` exceeds the number of states. On any call: for a changed number
+        of data, other observations than those that were searched for, and indices that are out of
+        range.
 
     [1] Lücke, Forster (2019), *k-means as a variational EM approximation of Gaussian mixture
     models*; Lücke (2019), *Truncated Variational Expectation Maximization*.
@@ -141,26 +145,39 @@ class TruncatedPosterior(StateBuffers):
         guide: Program | None = None,
         proposals: PriorDraws | Proposals | None = None,
         *,
-        shard: str | Iterable[str] | None = None,
+        exchange: bool = True,
         fixed_data: bool = True,
         vectorize: bool | None = None,
         max_plate_nesting: float = math.inf,
     ) -> None:
-        super().__init__(num_states, shard)
+        super().__init__()
+        self.num_states = check_count("num_states", num_states)
         if evolution is not None and not isinstance(evolution, EvolutionaryUpdate):
             raise ValueError(f"evolution must be an EvolutionaryUpdate, got {evolution!r}")
         _check_functions(guide=guide, proposals=proposals)
         check_flag("vectorize", vectorize, or_none=True)
+        check_flag("exchange", exchange)
         check_flag("fixed_data", fixed_data)
         # In tuples: a model that is a module would become a part of this one.
         self._model = (model,)
         self.evolution = EvolutionaryUpdate() if evolution is None else evolution
-        self.guide, self.proposals = guide, proposals
+        self.guide, self.proposals, self.exchange = guide, proposals, exchange
         self.vectorize, self.max_plate_nesting = vectorize, max_plate_nesting
-        self._found = FoundLayouts()
+        # Of the programs that it was called with, the latest first.
+        self._found: list[tuple[object, Layouts]] = []
+        self._agreed = False
         self.fixed_data = fixed_data
         self._record = DataRecord()
         self._own = ParticleSampler(2, vectorize, max_plate_nesting)
+
+    def __getstate__(self) -> dict[str, object]:
+        # Of a copy the layouts are found again.
+        return {**self.__dict__, "_found": []}
+
+    @property
+    def has_states(self) -> bool:
+        """Whether there are states: since the first call, or since they were loaded."""
+        return any(name.startswith("states_") for name in self._buffers)
 
     @property
     def model(self) -> Program:
@@ -176,9 +193,9 @@ class TruncatedPosterior(StateBuffers):
         """
         for _ in range(check_count("num_steps", num_steps, 0)):
             with apart(), torch.no_grad():
-                step = e_step_of(self, Programs(self.model, self, args, kwargs), self._own)
-                populations, _ = step.evaluate(searched=True)
-                step.keep(step.search(populations))
+                step = EStep(self, Programs(self.model, self, args, kwargs), self._own)
+                population, _ = step.evaluate(searched=True)
+                step.keep(step.search(population))
         return self.posterior(*args, **kwargs).free_energy
 
     def for_data(self, *args: object, num_steps: int = 50, **kwargs: object) -> TruncatedPosterior:
@@ -221,9 +238,8 @@ class TruncatedPosterior(StateBuffers):
         self, args: Args, kwargs: Kwargs, given: GuideDraws | None = None
     ) -> StatePosterior:
         with apart(), torch.no_grad():
-            programs = Programs(self.model, self, args, kwargs)
-            step = e_step_of(self, programs, self._own, given)
-            return StatePosterior(EvaluatedStates(step.runs, *step.evaluate()))
+            step = EStep(self, Programs(self.model, self, args, kwargs), self._own, given)
+            return StatePosterior(step.runs, *step.evaluate())
 
     def forward(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
         """
@@ -238,50 +254,150 @@ class TruncatedPosterior(StateBuffers):
             nesting = self._layouts(self.model, self._own, args, kwargs).nesting
         return sample_states(partial(self._posterior, args, kwargs), guide_trace, nesting)
 
+    def forget(self) -> None:
+        """Drop all states, as if the guide had never been called; the next call makes others."""
+        for name in [n for n in self._buffers if n.startswith("states_")]:
+            del self._buffers[name]
+        self._agreed, self._found, self._record = False, [], DataRecord()
+
     def _layouts(
         self, model: Program, sampler: ParticleSampler, args: Args, kwargs: Kwargs
     ) -> Layouts:
-        def prepare(layouts: Layouts) -> None:
-            check_names(self.shard, [layout for _, layout in layouts.searched])
-            for b, layout in layouts.searched:
-                self._prepare(layout, layouts.bank[b])
+        """What the model was found to be; at its first call the first states are made."""
+        key = model, self.guide, sampler
+        for known, layouts in self._found:
+            if known == key:
+                return layouts
+        layouts = find_layouts(sampler, model, self.guide, args, kwargs)
+        self._prepare(layouts.layout, layouts.bank)
+        self._found = [(key, layouts), *self._found[: _KEPT - 1]]
+        return layouts
 
-        return self._found.of(model, self.guide, sampler, (args, kwargs), bool(self.shard), prepare)
+    # Not as tensors of the inference mode, in which no later step could write.
+    @torch.inference_mode(False)
+    def _prepare(self, layout: StateLayout, bank: Tensor) -> None:
+        """Make the first states, or check those that were loaded."""
+        name, space = f"states_{layout.name}", layout.space
+        if self.num_states > space.cardinality:
+            raise ValueError(
+                f"num_states={self.num_states}, but {', '.join(map(repr, layout.sites))} of plate "
+                f"'{layout.plates[-1].name}' have {space.cardinality} states in all: pass "
+                f"num_states={space.cardinality}, which is exact inference"
+            )
+        if name in self._buffers:
+            self._check(layout, tuple(self.get_buffer(name).shape))
+            # Loaded before there were states of its own, which would have been where draws are.
+            self._buffers[name] = self.get_buffer(name).to(bank.device)
+        else:
+            made = _first_states(space, bank, layout.num_data, self.num_states)
+            self.register_buffer(name, made)
 
-    def forget(self) -> None:
-        """Drop all states, as if the guide had never been called; the next call makes others."""
-        super().forget()
-        self._found.forget()
-        self._record.forget()
+    def _check(self, layout: StateLayout, found: tuple[int, ...]) -> None:
+        wanted = (layout.num_data, self.num_states, layout.space.num_bytes)
+        if found[1:] == wanted[1:] and found != wanted:
+            raise ValueError(
+                f"plate '{layout.plates[-1].name}' has {wanted[0]} data, and states are kept "
+                f"for {found[0]}. For minibatches pass their indices, pyro.plate("
+                f"'{layout.plates[-1].name}', {found[0]}, subsample=index); for other data "
+                f"(held out, say) make their guide by guide.for_data(...)"
+            )
+        if found != wanted:
+            raise ValueError(
+                f"the states of plate {layout.name!r} have shape {found} (data, states, "
+                f"bytes), and the model needs {wanted}: they were made for other data or "
+                f"another num_states; make a new TruncatedPosterior"
+            )
 
+    @torch.inference_mode(False)
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        before = self._shapes()
-        self._record.forget()
+        self._record = DataRecord()
+        # States are made at the first call, which a loaded guide may not have had.
+        for key, value in state_dict.items():
+            name = key[len(prefix) :]
+            if key.startswith(prefix + "states_") and "." not in name:
+                kept = self._buffers.get(name)
+                if kept is None or kept.shape != value.shape:
+                    self.register_buffer(name, torch.empty_like(value))
+                    self._found = []
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        if before != self._shapes():
-            self._found.forget()
 
 
-def e_step_of(
-    guide: TruncatedPosterior,
-    programs: Programs,
-    sampler: ParticleSampler,
-    given: GuideDraws | None = None,
-) -> EStep:
+class EStep:
     """
-    The states of a truncated posterior for one minibatch. The first call finds the structure and
-    makes the first states.
+    The states of a truncated posterior for one minibatch: evaluated, searched and kept.
+
+    The first call finds the structure and makes the first states.
 
     :param programs: the model, which others may have wrapped, and its arguments; their guide may
         be this one in wrappers.
     :param sampler: runs the model.
     :param given: draws of the guide's own ``guide`` that are made already.
     """
-    model, args, kwargs = programs.model, programs.args, dict(programs.kwargs)
-    layouts = guide._layouts(model, sampler, args, kwargs)
-    runs = JointRuns(sampler, layouts, model, guide.guide, args, kwargs, given)
-    record = guide._record if guide.fixed_data else None
-    return EStep(runs, guide, record, guide.evolution, guide.proposals)
+
+    def __init__(
+        self,
+        guide: TruncatedPosterior,
+        programs: Programs,
+        sampler: ParticleSampler,
+        given: GuideDraws | None = None,
+    ) -> None:
+        model, args, kwargs = programs.model, programs.args, dict(programs.kwargs)
+        layouts = guide._layouts(model, sampler, args, kwargs)
+        self._guide, self._layout = guide, layouts.layout
+        self._states = guide.get_buffer(f"states_{layouts.layout.name}")
+        self._observed: Tensor | None = None
+        self.runs = JointRuns(sampler, layouts, model, guide.guide, args, kwargs, given)
+
+    def agree(self) -> None:
+        """Take the first states of rank 0: each rank of a distributed run has drawn others."""
+        if self._guide.exchange and not self._guide._agreed:
+            self._guide._agreed = True
+            ranks.from_first_rank(self._states)
+
+    def evaluate(self, searched: bool = False) -> tuple[Population, WeightedParticles]:
+        """
+        The states as they are, with their log joint.
+
+        :param searched: whether states will be searched for these data, and kept.
+        :raises ValueError: where states are kept for other data, and are not searched for these.
+        """
+        count = self._guide.num_states
+        population, sample = evaluate(self.runs, self._minibatch, count)
+        # All states that there are serve whatever data.
+        if self._guide.fixed_data and count < self._layout.space.cardinality:
+            self._observed = self._guide._record.compare(self.runs, sample, searched)
+        return population, sample
+
+    def search(self, population: Population) -> Population:
+        """Better states, which are not kept yet."""
+        if self._guide.proposals is not None:
+            population = propose(self.runs, population, self._guide.proposals)
+        return evolve(self.runs, population, self._guide.evolution)
+
+    def keep(self, population: Population, shared: bool = False) -> None:
+        """
+        Keep the states of the minibatch.
+
+        :param bool shared: keep also those of the other ranks' minibatches, and let them have
+            these, where the ranks exchange states.
+        """
+        kept = self._states
+        index = self.runs.data.index.to(kept.device)
+        # Where the model gave NaN nothing was learned about the states.
+        usable = ~population.log_joint.isnan().any(1).to(kept.device)
+        before = kept.index_select(0, index)
+        packed = torch.where(usable[:, None, None], population.packed.to(kept), before)
+        if shared and self._guide.exchange:
+            index, packed = map(ranks.concat_over_ranks, (index, packed))
+        index, packed = _settle(index, packed)
+        with torch.no_grad():
+            kept.index_copy_(0, index, packed)
+        if self._observed is not None:
+            self._guide._record.keep(self.runs, self._observed)
+
+    def _minibatch(self, data: DataIndex) -> Tensor:
+        """The packed states of a minibatch, ``[E, S, bytes]``."""
+        return self._states.index_select(0, data.index.to(self._states.device))
 
 
 def new_posterior(guide: TruncatedPosterior, model: Program) -> TruncatedPosterior:
@@ -297,3 +413,22 @@ def _check_functions(**given: object) -> None:
                 f"{name} must be a function of the model's arguments"
                 f"{', or PriorDraws()' if name == 'proposals' else ''}, or None, got {value!r}"
             )
+
+
+def _first_states(space: StateSpace, bank: Tensor, num_data: int, count: int) -> Tensor:
+    """Distinct states for each datum, drawn from the model's, packed."""
+    step = max(1, _CHUNK // max(1, 2 * count * len(space)))
+    parts = [torch.empty(0, count, space.num_bytes, dtype=torch.uint8, device=bank.device)]
+    for begin in range(0, num_data, step):
+        pick = torch.randint(len(bank), (min(step, num_data - begin), count), device=bank.device)
+        parts.append(space.pack(distinct_states(space, bank[pick], count)))
+    return torch.cat(parts)
+
+
+def _settle(index: Tensor, packed: Tensor) -> tuple[Tensor, Tensor]:
+    """A datum that stands twice in a minibatch gets the states of its first place."""
+    ordered, order = index.sort(stable=True)
+    position = torch.arange(len(index), device=index.device)
+    again = torch.nn.functional.pad(ordered[1:] == ordered[:-1], (1, 0))
+    first = position.masked_fill(again, 0).cummax(0).values
+    return ordered, packed.index_select(0, order[first])

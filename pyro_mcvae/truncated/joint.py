@@ -15,6 +15,7 @@ from pyro_mcvae.checks.leading_dims import STATES
 from pyro_mcvae.particles.layout import Execution, Layout, never
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.annotations import note, noted
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites
 from pyro_mcvae.programs.execution import Programs, run_model, with_changes
 from pyro_mcvae.programs.factors import FactorKey
@@ -27,19 +28,12 @@ from pyro_mcvae.programs.sites import is_latent
 from pyro_mcvae.programs.terms import Term, guide_term, scored
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.truncated.broadcast_log_prob import broadcast_term
-from pyro_mcvae.truncated.data_index import find_data_index
-from pyro_mcvae.truncated.layout import DataIndex, StateLayout
-from pyro_mcvae.truncated.possible import (
-    frozen_entries,
-    impossible_states,
-    inside_support,
-    spec_of,
-)
+from pyro_mcvae.truncated.layout import DataIndex, SiteSpec, StatesError, find_data_index
 from pyro_mcvae.truncated.searched_sites import (
     GuideDraws,
     Layouts,
     SearchMessenger,
-    StatesError,
+    check_unmasked,
     run_guide,
     shared_by_data,
     with_searched,
@@ -64,7 +58,9 @@ class JointRuns:
     :param sampler: knows how to vectorise, and keeps what was learned of the programs.
     :param layouts: from :func:`find_layouts`.
     :param given: draws of ``guide`` that are made already, by site, and their minibatch.
-    :ivar data_index: for each block the data of the minibatch; known after the first run.
+    :ivar finite: whether all densities were finite, of those that have a graph.
+    :ivar num_runs: how many passes through the model were made.
+    :ivar num_states: at how many states of a datum in all.
     """
 
     def __init__(
@@ -90,28 +86,30 @@ class JointRuns:
         self._guide_terms = [
             shared_by_data(guide_term(s), layouts.plates) for s in scored(self.guide_trace)
         ]
-        self.data_index: list[DataIndex | None] = [None] * len(layouts.blocks)
+        self._data: DataIndex | None = None
         # What is known of runs that show the same sites and plates.
         self._known: WeightedParticles | None = None
         self._known_by: object = None
-        #: Whether all densities were finite, of those that have a graph.
         self.finite = True
-        #: How many passes through the model were made, and at how many states of a datum in all.
         self.num_runs, self.num_states = 0, 0
-        #: By block a fingerprint of each datum's observations.
-        self.observed: dict[int, Tensor] = {}
+
+    @property
+    def data(self) -> DataIndex:
+        """The data of the minibatch; known after the first run."""
+        assert self._data is not None
+        return self._data
 
     def run(
         self,
-        load: Callable[[int], Tensor] | list[Tensor | None] | None,
+        states: Tensor | Callable[[], Tensor] | None,
         count: int,
         leaves: Leaves | None = None,
     ) -> WeightedParticles:
         """
         Run the model.
 
-        :param load: for each block its states ``[E, C, D]``, or a function that gives them once
-            the data of the minibatch are known; None to draw them from the model.
+        :param states: shape ``[E, C, D]``, or a function that gives them once the data of the
+            minibatch are known; None to draw them from the model.
         :param count: how many, C.
         :param leaves: filled with the sites' values, as leaves of the graph.
         """
@@ -121,13 +119,23 @@ class JointRuns:
         def draw(at: int | None) -> SampleFn:
             def supply(msg: Site) -> Tensor | None:
                 name = msg["name"]
-                if load is None:
+                spec = self.layouts.layout.sites.get(name)
+                if spec is None:
+                    raise StatesError(
+                        f"site '{name}' was not in the model at its first call: make another "
+                        f"TruncatedPosterior for a program of another structure"
+                    )
+                check_unmasked(msg)
+                if self._data is None:
+                    self._find_data(msg)
+                if states is None:
                     return None
-                if name not in values:
-                    self._load(msg, load, values)
+                if not values:
+                    found = states() if callable(states) else states
+                    values.update(self.layouts.layout.values(found, self.data))
                 value = values[name] if at is None else values[name][at]
                 value = value.reshape(msg["fn"].batch_shape + msg["fn"].event_shape)
-                value = inside_support(value, msg, spec_of(self.layouts, name))
+                value = _inside_support(value, msg, spec)
                 if leaves is not None and value.is_floating_point():
                     value = value.detach().requires_grad_()
                     leaves[name, at or 0] = value
@@ -157,59 +165,36 @@ class JointRuns:
             self._known, self._known_by = sample.with_runs([]), shown
         return sample
 
-    def log_joint(self, sample: WeightedParticles) -> list[Tensor]:
+    def log_joint(self, sample: WeightedParticles) -> Tensor:
         """
-        For each block the log joint of its states, shape ``[E, C]``.
+        The log joint of the states, shape ``[C, *plates]``.
 
-        Minus infinity where a state lies outside of the support, or differs from another one in
-        entries only that are masked out: of such states one counts, that with zeros there.
+        Minus infinity where a state lies outside of the support.
         """
-        parts = []
-        total = self.mask_impossible(sample, sample.log_weight)
+        unsure = {n for n, spec in self.layouts.layout.sites.items() if not spec.bounded}
+        if not unsure:
+            return sample.log_weight
+
+        def count(term: Term, i: int) -> Tensor | int:
+            outside = noted(term.site, "outside")
+            if term.in_guide or term.key.name not in unsure or outside is None:
+                return 0
+            events = outside.dim() - len(term.site["fn"].batch_shape)
+            return outside.sum(tuple(range(-events, 0))) if events else outside.long()
+
+        return sample.log_weight.masked_fill(sample.local_sum(count) > 0, -torch.inf)
+
+    def log_joint_rows(self, sample: WeightedParticles) -> Tensor:
+        """The same, shape ``[E, C]``."""
+        total = self.log_joint(sample)
         if total.requires_grad:
             self.finite = self.finite and bool(total.isfinite().all())
-        for part in sample.split(total):
-            parts.append(part.flatten(1).t())
-        return parts
+        return total.flatten(1).t()
 
-    def block(self, b: int) -> tuple[StateLayout, DataIndex]:
-        """A searched block's layout and its data of the minibatch, after the first run."""
-        layout, data_index = self.layouts.blocks[b], self.data_index[b]
-        assert layout is not None
-        assert data_index is not None
-        return layout, data_index
-
-    def frozen(self, sample: WeightedParticles, b: int) -> Tensor:
-        """The entries of a block that are masked out in each state, ``[E, C, D]``."""
-        return frozen_entries(*self.block(b), sample)
-
-    def mask_impossible(self, sample: WeightedParticles, log_weight: Tensor) -> Tensor:
-        """``log_weight``, minus infinity at the states that do not exist."""
-        bad = impossible_states(self.layouts, sample)
-        return log_weight if bad is None else log_weight.masked_fill(bad, -torch.inf)
-
-    def _load(
-        self,
-        msg: Site,
-        load: Callable[[int], Tensor] | list[Tensor | None],
-        values: dict[str, Tensor],
-    ) -> None:
-        for b, layout in self.layouts.searched:
-            if msg["name"] in layout.sites:
-                if self.data_index[b] is None:
-                    # Where the states are: a copy from the host would have to be waited for.
-                    device = next(x.device for x in self.layouts.bank if x is not None)
-                    self.data_index[b] = find_data_index(layout, msg, self.subsamples, device)
-                data_index = self.data_index[b]
-                states = load(b) if callable(load) else load[b]
-                assert data_index is not None
-                assert states is not None
-                values.update(layout.values(states, data_index))
-                return
-        raise StatesError(
-            f"site '{msg['name']}' was not in the model at its first call: make another "
-            f"TruncatedPosterior for a program of another structure"
-        )
+    def _find_data(self, msg: Site) -> None:
+        # Where the states are: a copy from the host would have to be waited for.
+        device = self.layouts.bank.device
+        self._data = find_data_index(self.layouts.layout, msg, self.subsamples, device)
 
     @cached_property
     def _execution(self) -> Execution:
@@ -235,7 +220,7 @@ class JointRuns:
                 )
         substitutes = Substitutes(self.subsamples, sample_fn=draw)
         model_trace = run_model(self._programs, guide_trace, substitutes, leading)
-        names = self.layouts.names
+        names = self.layouts.layout.sites.keys()
         gone = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
         if gone:
             raise StatesError(
@@ -263,6 +248,18 @@ class JointRuns:
         if count is not None:
             check_batch_dims(terms, nesting)
         return run
+
+
+def _inside_support(value: Tensor, msg: Site, spec: SiteSpec) -> Tensor:
+    """Values that the support allows; notes at the site where others had been asked for."""
+    if spec.bounded:
+        return value
+    support = msg["fn"].support
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    fine = support.check(value)
+    note(msg, outside=~fine)
+    return torch.where(fine, value, torch.full_like(value, spec.low))
 
 
 def _no_density(site: Site) -> Term:

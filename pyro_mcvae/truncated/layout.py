@@ -1,4 +1,4 @@
-"""Discrete sites of one data plate as rows of entries: which values, where, in which order."""
+"""Discrete sites of one data plate as rows of entries: which values, where, of which data."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from pyro import distributions as dist
+from pyro.infer.util import is_validation_enabled
+from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_mcvae.coordinates.packing import Packing, SiteShape
 from pyro_mcvae.ops.gumbel import one_hot
-from pyro_mcvae.programs.plates import PlateKey
-from pyro_mcvae.programs.sites import bare, layers
+from pyro_mcvae.programs.errors import SiteError
+from pyro_mcvae.programs.plates import PlateKey, plate_key
+from pyro_mcvae.programs.sites import bare
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
 
-__all__ = ["DataIndex", "SiteSpec", "StateLayout", "existing_entries", "site_spec"]
+__all__ = ["DataIndex", "SiteSpec", "StateLayout", "StatesError", "find_data_index", "site_spec"]
+
+
+class StatesError(SiteError):
+    """The program and the states kept for its data do not fit together."""
 
 
 @dataclass(frozen=True)
@@ -109,30 +115,6 @@ def site_spec(site: Site, nesting: int) -> SiteSpec:
     return SiteSpec(site["name"], size, low, ordinal, one_hot, bounded, shape, batch, dtype)
 
 
-def existing_entries(site: Site) -> Tensor | None:
-    """
-    Which entries of a site are not masked out, broadcast to its values; None if all exist.
-
-    A masked entry has no density: whatever its value, nothing changes, so a sum over its values
-    would count the same state several times.
-    """
-    fn, value = site["fn"], site["value"]
-    # Batch-shaped at its own level: what is an event of the site may be batch further inside.
-    masks = [(site["mask"], fn.event_dim)]
-    for layer in layers(fn):
-        if isinstance(layer, dist.torch_distribution.MaskedDistribution):
-            masks.append((layer._mask, layer.event_dim))
-    exists = None
-    for mask, events in masks:
-        if mask is not None and mask is not True:
-            mask = torch.as_tensor(mask, dtype=torch.bool, device=value.device)
-            mask = mask.reshape(mask.shape + (1,) * events)
-            exists = mask if exists is None else exists & mask
-    if exists is None:
-        return None
-    return exists.expand(torch.broadcast_shapes(exists.shape, value.shape))
-
-
 @dataclass(frozen=True)
 class DataIndex:
     """
@@ -219,12 +201,6 @@ class StateLayout:
         packed = self._packing(data_index.sizes)[0].pack(entries)
         return packed.flatten(1, -2).transpose(0, 1)
 
-    def flags(self, flags: Mapping[str, Tensor], data_index: DataIndex) -> Tensor:
-        """Booleans by entry ``[C, *batch, *shape]`` to ``[E, C, D]``."""
-        given = {name: flag.to(torch.uint8) for name, flag in flags.items()}
-        packed = self._packing(data_index.sizes)[0].pack(given)
-        return packed.flatten(1, -2).transpose(0, 1).bool()
-
     def flip_scores(
         self, states: Tensor, gradients: Mapping[str, Tensor | None], data_index: DataIndex
     ) -> Tensor:
@@ -239,3 +215,52 @@ class StateLayout:
             parts[name] = spec.flip_scores(at, gradient)
         packed = self._packing(data_index.sizes)[1].pack(parts)
         return packed.flatten(1, -2).transpose(0, 1)
+
+
+def find_data_index(
+    layout: StateLayout, msg: Site, subsamples: Mapping[str, Tensor], device: torch.device
+) -> DataIndex:
+    """
+    The data of a minibatch, from the message of a site that has states.
+
+    :param subsamples: the indices of the plates that have some.
+    :param device: for the indices of the others.
+    :raises StatesError: where the plates are not those for whose data states are kept.
+    """
+    frames = {plate_key(f): f for f in msg["cond_indep_stack"]}
+    index, sizes = None, []
+    for key, full in zip(layout.plates, layout.full_sizes, strict=True):
+        if key not in frames:
+            raise StatesError(
+                f"site '{msg['name']}' has left plate '{key.name}', in which its states are "
+                f"kept: make another TruncatedPosterior for a program of another structure"
+            )
+        frame = frames[key]
+        _check_size(key.name, full, frame)
+        at = subsamples.get(key.name)
+        at = torch.arange(frame.size, device=device) if at is None else torch.as_tensor(at)
+        _check_range(key.name, full, at)
+        sizes.append(frame.size)
+        index = at if index is None else index.unsqueeze(-1) * full + at
+    assert index is not None
+    return DataIndex(tuple(sizes), index.flatten())
+
+
+def _check_size(name: str, full: int, frame: CondIndepStackFrame) -> None:
+    now = frame.full_size or frame.size
+    if now != full:
+        raise StatesError(
+            f"plate '{name}' has {now} data, and states are kept for {full}. For minibatches pass "
+            f"their indices, pyro.plate('{name}', {full}, subsample=index); for other data (held "
+            f"out, say) make their guide by guide.for_data(...)"
+        )
+
+
+def _check_range(name: str, full: int, index: Tensor) -> None:
+    if is_validation_enabled() and len(index):
+        low, high = int(index.min()), int(index.max())
+        if low < 0 or high >= full:
+            raise StatesError(
+                f"plate '{name}' was given index {low if low < 0 else high}, but states are kept "
+                f"for data 0 to {full - 1}: pass indices into the full data"
+            )

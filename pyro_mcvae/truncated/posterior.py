@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 from pyro import distributions as dist
 from torch import Tensor
 
-from pyro_mcvae.truncated.evaluated_states import EvaluatedStates, weighted_sum
-from pyro_mcvae.truncated.layout import StateLayout
+from pyro_mcvae.ops.importance import normalized_weights
+from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.plates import plate_frames
+from pyro_mcvae.programs.types import Site
+from pyro_mcvae.truncated.joint import JointRuns
+from pyro_mcvae.truncated.search import Population
 
 __all__ = ["StatePosterior"]
 
@@ -20,7 +26,9 @@ class StatePosterior:
 
     Made by :meth:`TruncatedPosterior.posterior`; without gradients.
 
-    :ivar states: what it answers from, for those who build on it.
+    :ivar runs: the joint density of the call, for those who build on it.
+    :ivar population: the states as they are kept.
+    :ivar particles: the run of the model with all states.
 
     Example::
 
@@ -36,110 +44,51 @@ class StatePosterior:
         tensor(1.)
     """
 
-    def __init__(self, states: EvaluatedStates) -> None:
-        self.states = states
+    def __init__(
+        self, runs: JointRuns, population: Population, particles: WeightedParticles
+    ) -> None:
+        self.runs, self.population, self.particles = runs, population, particles
 
-    @property
+    @cached_property
     def values(self) -> dict[str, Tensor]:
         """For each discrete site its value in every state, ``[S, *batch, *event]``."""
-        return self.states.values
+        return self.runs.layouts.layout.values(self.population.states, self.runs.data)
 
-    @property
+    @cached_property
     def log_joint(self) -> Tensor:
-        """log p(x_n, z) of every state, ``[S, *plates]`` (``[S, elements]`` for several blocks)."""
-        return self.states.log_joint
+        """log p(x_n, z) of every state, ``[S, *plates]``."""
+        return self.runs.log_joint(self.particles)
 
-    @property
+    @cached_property
     def weights(self) -> Tensor:
         """q_n(z), of the same shape, summing to one over the states."""
-        return self.states.weights
+        return normalized_weights(self.log_joint)
 
     @property
     def free_energy(self) -> Tensor:
         """The bound on log p(x_n) of each datum: ``[*plates]``."""
-        # A block without discrete sites has one draw, the same in every row.
-        parts = [
-            own[:1] if population is None else own.logsumexp(0, keepdim=True)
-            for own, population in zip(
-                self.states.sample.split(self.log_joint), self.states.populations, strict=True
-            )
-        ]
-        return self.states.sample.join(parts)[0]
+        return self.log_joint.logsumexp(0)
 
     def entropy(self) -> Tensor:
         """The entropy of q_n in nats: ``[*plates]``."""
         # A weight that is rounded to more than 1 would make it negative.
         return torch.special.entr(self.weights).sum(0).clamp_min(0.0)
 
-    def expectation(
-        self, function: Callable[[Mapping[str, Tensor]], Tensor], plate: str | None = None
-    ) -> Tensor:
+    def expectation(self, function: Callable[[Mapping[str, Tensor]], Tensor]) -> Tensor:
         r"""
         :math:`\langle f(z) \rangle = \sum_z q_n(z) f(z)`.
 
         :param function: maps the sites' values, each ``[S, *batch, *event]``, to a tensor
             ``[S, *batch, ...]``, as a decoder does. The batch dims are those of all plates, of size
-            1 where a site lies in none; what is summed over plates nested in a data plate keeps
+            1 where a site lies in none; what is summed over plates nested in the data plate keeps
             their dims (``keepdim=True``).
-        :param str plate: the data plate that is meant, where a program has several side by side:
-            the function is given the values of its sites only.
         :returns: shape ``[*batch, ...]``.
-        :raises ValueError: for a result of another shape, and for a program with several data
-            plates if ``plate`` names none of them.
+        :raises ValueError: for a result of another shape.
         """
-        b, layout = self._block_of_plate(plate)
-        value = function({name: self.values[name] for name in layout.sites})
-        weight = self.states.aligned(b, self.weights, value.dim())
-        self._check_batch(value, weight)
-        return weighted_sum(weight, value)
-
-    def marginals(self) -> dict[str, Tensor]:
-        """
-        The posterior mean of each site, ``[*batch, *event]``; of a categorical site the
-        probabilities of its categories, ``[*batch, *event, K]``.
-        """
-        found = {}
-        for b, layout in self.states.runs.layouts.searched:
-            for name, spec in layout.sites.items():
-                value = self.values[name]
-                if not spec.ordinal and not spec.one_hot and not value.is_floating_point():
-                    value = torch.nn.functional.one_hot(value.long() - spec.low, spec.size)
-                weight = self.states.aligned(b, self.weights, value.dim())
-                found[name] = weighted_sum(weight, value)
-        return found
-
-    def map(self) -> dict[str, Tensor]:
-        """The most probable state that is known: values ``[*batch, *event]``."""
-        found = {}
-        for b, layout in self.states.runs.layouts.searched:
-            best = self.states.sample.split(self.log_joint)[b].argmax(0, keepdim=True)
-            for name in layout.sites:
-                found[name] = self.states.gather(b, name, best)[0]
-        return found
-
-    def sample(self, count: int) -> dict[str, Tensor]:
-        """Draws from q_n: values ``[count, *batch, *event]``."""
-        found = {}
-        for b, layout in self.states.runs.layouts.searched:
-            index = dist.Categorical(probs=self.states.block_weights(b)).sample((count,))
-            for name in layout.sites:
-                found[name] = self.states.gather(b, name, index)
-        return found
-
-    def _block_of_plate(self, plate: str | None) -> tuple[int, StateLayout]:
-        searched = self.states.runs.layouts.searched
-        found = [s for s in searched if plate is None or plate in (p.name for p in s[1].plates)]
-        if len(found) != 1:
-            names = ", ".join(repr(layout.plates[-1].name) for _, layout in searched)
-            raise ValueError(
-                f"plate={plate!r} names no single one of the data plates, which have weights of "
-                f"their own: pass one of {names}"
-            )
-        return found[0]
-
-    def _check_batch(self, value: Tensor, weight: Tensor) -> None:
-        """Refuse a result that would meet the weights of other data."""
-        nesting = self.states.runs.layouts.nesting
+        value = function(self.values)
+        weight = self._aligned(value.dim())
+        # Refuse a result that would meet the weights of other data.
+        nesting = self.runs.layouts.nesting
         own, batch = value.shape[: nesting + 1], weight.shape[: nesting + 1]
         if len(own) != len(batch) or any(
             n not in (1, size) for n, size in zip(own, batch, strict=True) if size != 1
@@ -149,3 +98,105 @@ class StatePosterior:
                 f"data have {tuple(batch)}: return [states, *batch, ...] with as many batch dims "
                 f"as the sites' values have ({nesting}), as keepdim=True keeps them"
             )
+        return _weighted_sum(weight, value)
+
+    def marginals(self) -> dict[str, Tensor]:
+        """
+        The posterior mean of each site, ``[*batch, *event]``; of a categorical site the
+        probabilities of its categories, ``[*batch, *event, K]``.
+        """
+        found = {}
+        for name, spec in self.runs.layouts.layout.sites.items():
+            value = self.values[name]
+            if not spec.ordinal and not spec.one_hot and not value.is_floating_point():
+                value = torch.nn.functional.one_hot(value.long() - spec.low, spec.size)
+            found[name] = _weighted_sum(self._aligned(value.dim()), value)
+        return found
+
+    def map(self) -> dict[str, Tensor]:
+        """The most probable state that is known: values ``[*batch, *event]``."""
+        best = self._batched(self.log_joint.argmax(0, keepdim=True))
+        return {name: self._gather(name, self._padded(best))[0] for name in self.values}
+
+    def sample(self, count: int) -> dict[str, Tensor]:
+        """Draws from q_n: values ``[count, *batch, *event]``."""
+        index = dist.Categorical(probs=self._batch_weights).sample((count,))
+        return {name: self._gather(name, self._padded(index)) for name in self.values}
+
+    @property
+    def _batch_weights(self) -> Tensor:
+        """The weights in the shape of the plates' batch dims, ``[*batch, S]``."""
+        return self._batched(self.weights).movedim(0, -1)
+
+    def _site(self, name: str) -> Site:
+        """
+        A site of the model's trace with all states side by side.
+
+        :raises ValueError: where the states were run one by one, and for no site of the model.
+        """
+        nodes = self.particles.runs[0].model_trace.nodes
+        if len(self.particles.runs) > 1:
+            raise ValueError("the states were run one by one: pass vectorize=True, which says why")
+        if name not in nodes:
+            raise ValueError(f"the model has no site '{name}', but {sorted(nodes)}")
+        return nodes[name]
+
+    def _mean_at(self, site: Site, value: Tensor) -> Tensor:
+        """
+        The posterior mean of what was computed at a site of the model.
+
+        :param value: broadcast to ``[S, *batch, *event]``, where the site lies in a data plate.
+        :returns: ``[*batch, *event]``.
+        :raises ValueError: for a site outside of the data plate.
+        """
+        if self.particles.block_of[0].get(FactorKey("model", site["name"])) is None:
+            raise ValueError(
+                f"site '{site['name']}' lies in no plate of discrete latents, so that no truncated "
+                f"posterior weighs its values"
+            )
+        dim = 1 + self.runs.layouts.nesting + site["fn"].event_dim
+        value = value.reshape((1,) * (dim - value.dim()) + value.shape)
+        return _weighted_sum(self._aligned(dim), value)
+
+    def _gather(self, name: str, index: Tensor, leading: bool = True) -> Tensor:
+        """
+        A site's values in the states of an index.
+
+        :param index: batch-shaped, with a dim of draws to the left of all plates; or, with
+            ``leading=False``, with the outside's own batch dims (particles, predictions).
+        """
+        value, nesting = self.values[name], self.runs.layouts.nesting
+        index = index.reshape((1,) * (nesting - index.dim()) + index.shape)
+        cut = index.dim() - nesting
+        outer, batch = index.shape[:cut], index.shape[cut:]
+        event = value.shape[1 + nesting :]
+        target = torch.broadcast_shapes(batch, value.shape[1 : 1 + nesting])
+        at = index.reshape(-1, *batch, *(1,) * len(event)).expand(-1, *target, *event)
+        found = value.expand(-1, *target, *event).gather(0, at)
+        frames = plate_frames(self.particles.runs[0].model_trace.nodes[name])
+        depth = max(-f.dim for f in frames if f.dim is not None)
+        # As many batch dims as the model gives the site, where none of the outside stand before.
+        inner = target if any(n != 1 for n in outer) and not leading else target[nesting - depth :]
+        return found.reshape(*outer, *inner, *event)
+
+    def _batched(self, weight: Tensor) -> Tensor:
+        """``[S, *plates]`` to ``[S, *batch]``, 1 where a batch dim is not the data's."""
+        dims = self.particles.blocks[0].dims
+        sizes = iter(weight.shape[1:])
+        batch = [next(sizes) if d in dims else 1 for d in range(-max(-d for d in dims), 0)]
+        return weight.reshape(weight.shape[0], *batch)
+
+    def _padded(self, index: Tensor) -> Tensor:
+        """``[K, *batch]`` with as many batch dims as all plates take."""
+        missing = self.runs.layouts.nesting + 1 - index.dim()
+        return index.reshape(len(index), *(1,) * missing, *index.shape[1:])
+
+    def _aligned(self, dim: int) -> Tensor:
+        """The weights as ``[S, *batch, 1, ...]``, ``dim`` dims in all."""
+        weight = self._padded(self._batched(self.weights))
+        return weight.reshape(*weight.shape, *(1,) * (dim - weight.dim()))
+
+
+def _weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
+    """The sum over states; those of no weight do not count, whatever their value."""
+    return torch.where(weight == 0, 0.0, weight * value).sum(0)

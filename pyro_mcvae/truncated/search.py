@@ -1,40 +1,64 @@
-"""The E-step: populations of states, evolved under the exact joint density."""
+"""The E-step: populations of states, improved under the exact joint density."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.truncated.evolution import EvolutionaryUpdate, duplicates, keep_best
-from pyro_mcvae.truncated.flip_scores import find_flip_scores
-from pyro_mcvae.truncated.joint import JointRuns
-from pyro_mcvae.truncated.layout import DataIndex, StateLayout
-from pyro_mcvae.truncated.mutation import Packed, PackedParents, Parents
-from pyro_mcvae.truncated.states import StateSpace
+from pyro_mcvae.truncated.evolution import EvolutionaryUpdate, Parents
+from pyro_mcvae.truncated.joint import JointRuns, Leaves
+from pyro_mcvae.truncated.layout import DataIndex, StatesError
+from pyro_mcvae.truncated.states import StateSpace, duplicates, keep_best, take_rows
 
-__all__ = ["Population", "Populations", "evaluate", "evolve", "merge", "take_rows"]
+__all__ = ["Population", "PriorDraws", "Proposals", "evaluate", "evolve", "propose"]
+
+
+@dataclass(frozen=True)
+class PriorDraws:
+    """
+    Proposals for a truncated posterior's search: states drawn from the model itself.
+
+    :param int count: how many for each datum in each step.
+    :raises ValueError: if that is not an int of at least 1.
+
+    Example::
+
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Bernoulli(0.5 * torch.ones(9)).to_event(1))
+        ...         pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=x)
+        >>> guide = TruncatedPosterior(model, num_states=8, proposals=PriorDraws(2))
+    """
+
+    count: int = 4
+
+    def __post_init__(self) -> None:
+        check_count("count", self.count)
+
+
+# Called with the model's arguments, returns for each discrete site values [C, *batch, *event].
+Proposals = Callable[..., Mapping[str, Tensor]]
 
 
 @dataclass
 class Population:
     """
-    The states of the data of a minibatch in one block.
+    The states of the data of a minibatch.
 
     :ivar packed: the states, packed: ``[E, S, bytes]``.
     :ivar keys: shape ``[E, S]``.
     :ivar log_joint: shape ``[E, S]``; with a graph where gradients are enabled.
-    :ivar frozen: which entries are masked out in each state, ``[E, S, D]``; None without masks.
     """
 
     space: StateSpace
     packed: Tensor
     keys: Tensor
     log_joint: Tensor
-    frozen: Tensor | None = None
 
     @property
     def states(self) -> Tensor:
@@ -47,119 +71,96 @@ class Population:
         log_joint = torch.cat([self.log_joint, other.log_joint], dim=1)
         best = keep_best(log_joint.detach(), duplicates(keys), self.keys.shape[1])
         packed = take_rows(torch.cat([self.packed, other.packed], dim=1), best)
-        frozen = None
-        if self.frozen is not None and other.frozen is not None:
-            frozen = take_rows(torch.cat([self.frozen, other.frozen], dim=1), best)
-        keys, log_joint = keys.gather(1, best), log_joint.gather(1, best)
-        return Population(self.space, packed, keys, log_joint, frozen)
-
-
-def take_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[e, index[e, i]]``, shape ``[E, I, width]``; several times as fast as ``gather``."""
-    start = torch.arange(len(rows), device=rows.device).unsqueeze(-1) * rows.shape[1]
-    flat = rows.flatten(0, 1).index_select(0, (index + start).flatten())
-    return flat.reshape(*index.shape, rows.shape[-1])
-
-
-Populations = list["Population | None"]
+        return Population(self.space, packed, keys.gather(1, best), log_joint.gather(1, best))
 
 
 def evaluate(
-    runs: JointRuns, stored: Callable[[StateLayout, DataIndex], Tensor], count: int
-) -> tuple[Populations, WeightedParticles]:
+    runs: JointRuns, stored: Callable[[DataIndex], Tensor], count: int
+) -> tuple[Population, WeightedParticles]:
     """
     Evaluate all states that are kept for the data of a minibatch.
 
-    :param stored: gives a block's packed states of a minibatch, ``[E, S, bytes]``.
+    :param stored: gives the packed states of a minibatch, ``[E, S, bytes]``.
     :param count: how many, S.
     """
-    packed: list[Tensor | None] = [None] * len(runs.layouts.blocks)
+    packed: list[Tensor] = []
+    space = runs.layouts.layout.space
 
-    def load(b: int) -> Tensor:
-        layout, data_index = runs.block(b)
-        packed[b] = at = stored(layout, data_index)
-        return layout.space.unpack(at)
+    def load() -> Tensor:
+        packed.append(stored(runs.data))
+        return space.unpack(packed[0])
 
     sample = runs.run(load, count)
-    return [
-        None if at is None else _population(runs, sample, b, at) for b, at in enumerate(packed)
-    ], sample
+    joint = runs.log_joint_rows(sample)
+    return Population(space, packed[0], space.keys(packed[0]), joint), sample
 
 
-def _population(runs: JointRuns, sample: WeightedParticles, b: int, packed: Tensor) -> Population:
-    layout = runs.layouts.blocks[b]
-    assert layout is not None
-    space = layout.space
-    frozen = runs.frozen(sample, b) if runs.layouts.masked else None
-    joint = runs.log_joint(sample)[b]
-    return Population(space, packed, space.keys(packed), joint, frozen)
-
-
-def evolve(runs: JointRuns, populations: Populations, evolution: EvolutionaryUpdate) -> Populations:
+def evolve(runs: JointRuns, population: Population, evolution: EvolutionaryUpdate) -> Population:
     """Search by all generations of an update; no population loses free energy."""
-    if runs.layouts.masked and evolution.num_generations:
-        # What is masked out has one value, or the same state would be counted repeatedly.
-        bare = [
-            None if p is None or p.frozen is None else p.states.masked_fill(p.frozen, 0)
-            for p in populations
-        ]
-        populations = merge(runs, populations, bare)
     for _ in range(evolution.num_generations):
-        children = [
-            None if p is None else evolution.mutation(p, evolution.num_children).flatten(1, 2)
-            for p in _choose(runs, populations, evolution)
-        ]
-        populations = merge(runs, populations, children)
-    return populations
-
-
-def _choose(
-    runs: JointRuns, populations: Populations, evolution: EvolutionaryUpdate
-) -> list[Parents | None]:
-    parents: list[Parents | None] = []
-    for population in populations:
-        if population is None:
-            parents.append(None)
-            continue
         log_joint = population.log_joint.detach()
         index = evolution.parents(log_joint, evolution.num_parents)
-        states, frozen = population.space.unpack(take_rows(population.packed, index)), None
-        if evolution.crossover is not None:
-            states = evolution.crossover(states)
-        elif population.frozen is not None:
-            frozen = take_rows(population.frozen, index)
-        parents.append(
-            PackedParents(
-                population.space,
-                states,
-                Packed(population.packed),  # type: ignore[arg-type]
-                log_joint,
-                population.keys,
-                frozen,
+        states = population.space.unpack(take_rows(population.packed, index))
+        parents = Parents(population.space, states, population.packed, log_joint, population.keys)
+        # In inference mode there are no gradients to ask: the mutation then draws uniformly.
+        if evolution.informed and not torch.is_inference_mode_enabled():
+            parents.flip_scores = _flip_scores(runs, states)
+        children = evolution.mutation(parents, evolution.num_children).flatten(1, 2)
+        population = _merge(runs, population, children)
+    return population
+
+
+def propose(
+    runs: JointRuns, population: Population, proposals: PriorDraws | Proposals
+) -> Population:
+    """Merge states that were not found by evolution: draws from the model, or a user's own."""
+    layout = runs.layouts.layout
+    if isinstance(proposals, PriorDraws):
+        sample = runs.run(None, proposals.count)
+        nodes = [run.model_trace.nodes for run in sample.runs]
+        values: Mapping[str, Tensor] = {
+            n: nodes[0][n]["value"]
+            if sample.runs[0].leading is not None
+            else torch.stack([t[n]["value"] for t in nodes])
+            for n in layout.sites
+        }
+    else:
+        values = proposals(*runs.args, **runs.kwargs)
+        missing = [name for name in layout.sites if name not in values]
+        if missing:
+            raise StatesError(
+                f"proposals= returned values of {sorted(values)}, but not of '{missing[0]}': "
+                f"return a value [count, *batch, *event] for each discrete site"
             )
-        )
-    # In inference mode there are no gradients to ask: the mutation then draws uniformly.
-    if evolution.informed and not torch.is_inference_mode_enabled():
-        count = evolution.num_parents
-        scores = find_flip_scores(runs, [None if p is None else p.states for p in parents], count)
-        for one, score in zip(parents, scores, strict=True):
-            if one is not None:
-                one.flip_scores = score
-    return parents
+    return _merge(runs, population, layout.states(values, runs.data))
 
 
-def merge(runs: JointRuns, populations: Populations, children: list[Tensor | None]) -> Populations:
-    """Evaluate further states, ``[E, C, D]`` for each block, and keep the best."""
-    widest = max(c.shape[1] for c in children if c is not None)
-    # Blocks of few moves have fewer children than others: they see some of them twice.
-    wide = [
-        c
-        if c is None or c.shape[1] == widest
-        else c[:, torch.arange(widest, device=c.device) % c.shape[1]]
-        for c in children
-    ]
-    sample = runs.run(wide, widest)
-    return [
-        None if p is None or c is None else p.merged(_population(runs, sample, b, p.space.pack(c)))
-        for b, (p, c) in enumerate(zip(populations, wide, strict=True))
-    ]
+def _merge(runs: JointRuns, population: Population, states: Tensor) -> Population:
+    """Evaluate further states, ``[E, C, D]``, and keep the best."""
+    joint = runs.log_joint_rows(runs.run(states, states.shape[1]))
+    packed = population.space.pack(states)
+    return population.merged(
+        Population(population.space, packed, population.space.keys(packed), joint)
+    )
+
+
+def _flip_scores(runs: JointRuns, states: Tensor) -> Tensor | None:
+    """
+    The linearised change of the log joint under each move of some states, ``[E, C, D]``.
+
+    :returns: shape ``[E, C, M]``; None where the model passes no gradient.
+    """
+    leaves: Leaves = {}
+    with torch.enable_grad():
+        total = runs.run(states, states.shape[1], leaves).log_weight
+        total = total.masked_fill(~total.detach().isfinite(), 0.0).sum()
+    if not leaves or not total.requires_grad:
+        return None
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    gradients: dict[str, Tensor | None] = {}
+    for name in runs.layouts.layout.sites:
+        parts = [g for (n, _), g in zip(leaves, found, strict=True) if n == name]
+        whole = [g for g in parts if g is not None]
+        if parts and len(whole) == len(parts):
+            gradients[name] = torch.stack(whole) if len(whole) > 1 else whole[0]
+    return runs.layouts.layout.flip_scores(states, gradients, runs.data)

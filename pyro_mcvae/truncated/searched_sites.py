@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from pyro import distributions as dist
 from pyro import poutine
+from pyro.distributions.torch_distribution import MaskedDistribution
 from pyro.ops.provenance import detach_provenance
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.impossible import with_impossible_data
@@ -25,27 +24,22 @@ from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.plates import PlateKey, is_subsampled, plate_frames, plate_key
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import bare, is_random, known_support
+from pyro_mcvae.programs.sites import bare, is_random, known_support, layers
 from pyro_mcvae.programs.terms import Term, observed_terms
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.blocks import Structure
-from pyro_mcvae.truncated.layout import DataIndex, StateLayout, existing_entries, site_spec
-from pyro_mcvae.truncated.masked_entries import reader_of_masked
+from pyro_mcvae.truncated.layout import DataIndex, StateLayout, StatesError, site_spec
 
 __all__ = [
     "GuideDraws",
     "Layouts",
     "SearchMessenger",
-    "StatesError",
+    "check_unmasked",
     "find_layouts",
     "run_guide",
     "shared_by_data",
     "with_searched",
 ]
-
-
-class StatesError(SiteError):
-    """The program and the states kept for its data do not fit together."""
 
 
 class SearchMessenger(Messenger):
@@ -87,6 +81,7 @@ class SearchMessenger(Messenger):
                 f"continuous latents (a function, or an AutoGuide of poutine.block(model, "
                 f"expose=['{name}']))"
             )
+        check_unmasked(msg)
         self._searched.add(msg["name"])
         with torch.no_grad():
             msg["value"] = detach_provenance(msg["fn"].sample()).detach()
@@ -96,6 +91,24 @@ class SearchMessenger(Messenger):
         """The model's and the guide's trace of the last call."""
         model_trace, guide_trace = self._traces
         return model_trace, with_searched(guide_trace, model_trace, self._searched)
+
+
+def check_unmasked(site: Site) -> None:
+    """
+    Check that a site to be searched has its density in all of its entries.
+
+    :raises StatesError: for a site under a mask, whose masked entries could have any value.
+    """
+    masks = [site["mask"]]
+    masks += [layer._mask for layer in layers(site["fn"]) if isinstance(layer, MaskedDistribution)]
+    if any(mask is not None and mask is not True for mask in masks):
+        raise StatesError(
+            f"site '{site['name']}' is masked, so that states which differ in masked entries alone "
+            f"would be counted as several: put poutine.mask around the observations only. Make "
+            f"entries that do not exist sure instead, as by Bernoulli(probs * exists), and values "
+            f"that are known (obs_mask) by pyro.factor(name, torch.where(known & (z != obs), "
+            f"-torch.inf, 0.0))"
+        )
 
 
 def run_guide(guide: Program | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Trace:
@@ -151,40 +164,19 @@ class Layouts:
     What a pair of programs was found to be.
 
     :ivar nesting: how many batch dims belong to plates.
-    :ivar blocks: for each block of the structure its layout, None where it has no discrete site.
-    :ivar around: the plates of each discrete site.
+    :ivar structure: with one block, that of the discrete sites.
+    :ivar layout: the entries of the discrete sites.
+    :ivar plates: the plates around any of the discrete sites.
     :ivar given: the observed sites whose values are neither drawn nor computed from parameters.
-    :ivar masked: whether some discrete site is masked.
-    :ivar bank: draws of each block's states from the model, shape ``[states, D]``.
+    :ivar bank: draws of the states from the model, shape ``[states, D]``.
     """
 
     nesting: int
     structure: Structure
-    blocks: list[StateLayout | None]
-    around: Mapping[str, frozenset[PlateKey]]
+    layout: StateLayout
+    plates: frozenset[PlateKey]
     given: frozenset[str]
-    masked: bool
-    bank: list[Tensor | None]
-
-    @cached_property
-    def searched(self) -> list[tuple[int, StateLayout]]:
-        return [(b, layout) for b, layout in enumerate(self.blocks) if layout is not None]
-
-    @cached_property
-    def given_names(self) -> str:
-        """The same for a message."""
-        names = ", ".join(map(repr, sorted(self.given)))
-        return f"site {names} is" if len(self.given) == 1 else f"sites {names} are"
-
-    @cached_property
-    def plates(self) -> frozenset[PlateKey]:
-        """Those around any of the discrete sites."""
-        return frozenset(plate for plates in self.around.values() for plate in plates)
-
-    @cached_property
-    def names(self) -> frozenset[str]:
-        """The discrete sites that have states."""
-        return frozenset(name for _, layout in self.searched for name in layout.sites)
+    bank: Tensor
 
 
 def find_layouts(
@@ -196,7 +188,7 @@ def find_layouts(
     bank: int = 256,
 ) -> Layouts:
     """
-    Find the discrete sites of a model, their data plates and their entries.
+    Find the discrete sites of a model, their data plate and their entries.
 
     :raises StatesError: naming what cannot have states of its own.
     """
@@ -216,39 +208,28 @@ def find_layouts(
             "the model has no discrete site to search: every latent is continuous or drawn by "
             "guide=. Use TraceSGVB_ELBO or TraceIWAE_ELBO with a guide of their own"
         )
-    with torch.no_grad():
-        astray = reader_of_masked(programs, run, names)
-    if astray is not None:
-        raise StatesError(astray)
     sites = [run.model_trace.nodes[n] for n in names]
-    around = {s["name"]: frozenset(map(plate_key, plate_frames(s))) for s in sites}
-    plates = frozenset(plate for found in around.values() for plate in found)
+    plates = frozenset(plate_key(f) for s in sites for f in plate_frames(s))
     shared = (shared_by_data(t, plates) if t.in_guide else t for t in run.terms)
     run = replace(run, terms=tuple(shared))
     structure = sampler.structures.of(programs, run)
     for site in sites:
         _check_home(site, structure, run)
+    if len(structure.blocks) > 1:
+        homes = ", ".join(repr(block.plates[-1].name) for block in structure.blocks)
+        raise StatesError(
+            f"sites {', '.join(map(repr, names))} lie in data plates side by side ({homes}), and a "
+            f"truncated posterior keeps states for the data of one: draw the sites of the others "
+            f"in guide=, or give each plate a model, a TruncatedPosterior and a loss of its own"
+        )
+    (block,) = structure.blocks
     frames = {plate_key(f): f for t in run.terms for f in plate_frames(t.site)}
-    blocks: list[StateLayout | None] = []
-    banks: list[Tensor | None] = []
-    for b, block in enumerate(structure.blocks):
-        own = [s for s in sites if structure.block_of[FactorKey("model", s["name"])] == b]
-        if not own:
-            blocks.append(None)
-            banks.append(None)
-            continue
-        full = tuple(frames[k].full_size or frames[k].size for k in block.plates)
-        layout = StateLayout(block.plates, full, [site_spec(s, run.nesting) for s in own])
-        sizes = tuple(frames[k].size for k in block.plates)
-        data_index = DataIndex(sizes, torch.zeros(0))
-        drawn = [
-            layout.states({n: trace.nodes[n]["value"] for n in layout.sites}, data_index)
-            for trace in draws
-        ]
-        blocks.append(layout)
-        banks.append(torch.cat(drawn).flatten(0, 1)[: max(bank, 1)])
-    masked = any(existing_entries(s) is not None for s in sites)
-    return Layouts(run.nesting, structure, blocks, around, given, masked, banks)
+    full = tuple(frames[k].full_size or frames[k].size for k in block.plates)
+    layout = StateLayout(block.plates, full, [site_spec(s, run.nesting) for s in sites])
+    data = DataIndex(tuple(frames[k].size for k in block.plates), torch.zeros(0))
+    drawn = [layout.states({n: t.nodes[n]["value"] for n in names}, data) for t in draws]
+    states = torch.cat(drawn).flatten(0, 1)[: max(bank, 1)]
+    return Layouts(run.nesting, structure, layout, plates, given, states)
 
 
 def _given_data(programs: Programs, run: Run) -> frozenset[str]:
@@ -261,6 +242,7 @@ def _given_data(programs: Programs, run: Run) -> frozenset[str]:
         name
         for name in observed
         if name in again
+        and nodes[name]["value"].numel()  # pyro.factor observes nothing
         and not again.nodes[name]["value"].requires_grad
         and _equal(nodes[name]["value"], again.nodes[name]["value"])
     )

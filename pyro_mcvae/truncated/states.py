@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["COUNT_LIMIT", "StateSpace"]
+__all__ = ["COUNT_LIMIT", "StateSpace", "distinct_states", "duplicates", "keep_best", "take_rows"]
 
 # Counts without an upper bound are searched below this many values.
 COUNT_LIMIT = 1 << 16
@@ -174,3 +174,87 @@ def _radices(sizes: tuple[int, ...]) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(len(sizes))
     drawn = torch.randint(-(1 << 62), 1 << 62, (len(sizes),), generator=generator)
     return tuple(2 * value + 1 for value in drawn.tolist())
+
+
+def duplicates(keys: Tensor) -> Tensor:
+    """
+    Which states repeat an earlier one of their row.
+
+    :param ~torch.Tensor keys: shape ``[E, S]``.
+    :returns: booleans of that shape.
+
+    Example::
+
+        >>> duplicates(torch.tensor([[3, 5, 3, 3]]))
+        tensor([[False, False,  True,  True]])
+    """
+    ordered, order = keys.sort(dim=1, stable=True)
+    again = ordered[:, 1:] == ordered[:, :-1]
+    again = torch.nn.functional.pad(again, (1, 0))
+    return torch.zeros_like(again).scatter(1, order, again)
+
+
+def keep_best(log_joint: Tensor, repeated: Tensor, count: int) -> Tensor:
+    """
+    The indices of the ``count`` best states of each row, never a repeated one.
+
+    :param ~torch.Tensor log_joint: shape ``[E, C]``; minus infinity is allowed.
+    :param ~torch.Tensor repeated: from :func:`duplicates`; at least ``count`` are not repeated.
+    :returns: shape ``[E, count]``.
+    """
+    # Impossible states may stay, if nothing better is known; repetitions may not.
+    rank = log_joint.clamp_min(torch.finfo(log_joint.dtype).min)
+    rank = rank.masked_fill(repeated, -torch.inf)
+    return rank.topk(count, dim=1, sorted=False).indices
+
+
+def distinct_states(space: StateSpace, states: Tensor, count: int) -> Tensor:
+    """
+    Distinct states: those given, their repetitions replaced.
+
+    :param ~torch.Tensor states: any states, shape ``[N, S, D]``.
+    :param int count: how many distinct ones are wanted, at most ``space.cardinality``.
+    :returns: shape ``[N, count, D]``, distinct in each row.
+
+    Example::
+
+        >>> distinct_states(StateSpace([2, 2]), torch.zeros(1, 1, 2, dtype=torch.uint8), 4).shape
+        torch.Size([1, 4, 2])
+    """
+    device = states.device
+    # Of counts that may be many as many values as are wanted, near zero and ever farther apart.
+    both = zip(space.sizes, space.ordinal, strict=True)
+    sizes = tuple(min(n, count) if many else n for n, many in both)
+    cycle = torch.arange(count, device=device) % states.shape[1]
+    spare = states.index_select(1, cycle).clone()
+    # As many leading entries as have enough values: counting through them from a random start
+    # makes distinct states, also where these are all that there are.
+    last, total = 0, 1
+    while last < len(space) and total < (4 if sizes[:last] == space.sizes[:last] else 1) * count:
+        total, last = total * sizes[last], last + 1
+    start = torch.randint(total, (states.shape[0], 1), device=device)
+    code = (start + torch.arange(count, device=device)) % total
+    for d in range(last):
+        at = code % sizes[d]
+        spare[..., d] = _ladder(space.sizes[d], sizes[d], device)[at].to(spare.dtype)
+        code = code // sizes[d]
+    found = torch.cat([states, spare], dim=1)
+    repeated = duplicates(space.keys(space.pack(found)))
+    first = repeated.to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
+    return found.gather(1, first.unsqueeze(-1).expand(-1, -1, len(space)))
+
+
+def _ladder(size: int, count: int, device: torch.device) -> Tensor:
+    """``count`` of the values below ``size``, from zero to the last one."""
+    every = torch.arange(count, device=device)
+    if count == size:
+        return every
+    far = torch.logspace(0, math.log10(size), count, dtype=torch.double, device=device) - 1
+    return torch.maximum(every, far.round().long().clamp_max(size - 1))
+
+
+def take_rows(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows[e, index[e, i]]``, shape ``[E, I, width]``; several times as fast as ``gather``."""
+    start = torch.arange(len(rows), device=rows.device).unsqueeze(-1) * rows.shape[1]
+    flat = rows.flatten(0, 1).index_select(0, (index + start).flatten())
+    return flat.reshape(*index.shape, rows.shape[-1])

@@ -13,14 +13,8 @@ import torch
 from torch.nn.functional import softplus
 
 from pyro_mcvae import UniformFlips
-from pyro_mcvae.truncated.evolution import (
-    FitnessProportional,
-    distinct_states,
-    duplicates,
-    keep_best,
-)
-from pyro_mcvae.truncated.mutation import Packed, PackedParents
-from pyro_mcvae.truncated.states import StateSpace
+from pyro_mcvae.truncated.evolution import FitnessProportional, Parents
+from pyro_mcvae.truncated.states import StateSpace, distinct_states, duplicates, keep_best
 
 
 class ByHand:
@@ -57,7 +51,7 @@ class ByHand:
             chosen = FitnessProportional()(joint, count)
             at = chosen.unsqueeze(-1).expand(-1, -1, packed.shape[-1])
             chosen = self.space.unpack(packed.gather(1, at))
-            parents = PackedParents(self.space, chosen, Packed(packed), joint, keys)
+            parents = Parents(self.space, chosen, (packed), joint, keys)
             new = UniformFlips()(parents, children).flatten(1, 2)
             fresh = self.space.pack(new)
             packed = torch.cat([packed, fresh], 1)

@@ -106,6 +106,20 @@ def test_flags_are_true_or_false(name):
         FLAGS[name](**{name: "no"})
 
 
+@pytest.mark.parametrize("options", [{"num_categories": 2}, {"num_samples": 1}])
+def test_a_budget_stands_alone(options):
+    with pytest.raises(ValueError, match="budget=3 says"):
+        TraceRaoBlackwell_ELBO(budget=3, **options)
+
+    def bit(infer):
+        with pyro.plate("data", 4):
+            pyro.sample("b", dist.Bernoulli(0.4), infer=infer)
+
+    infer = {"mcvae": {"budget": 3, **options}}
+    with pytest.raises(ValueError, match=r"site 'b', infer=.*: budget=\d+ says how many"):
+        TraceRaoBlackwell_ELBO().loss(bit, bit, infer)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_model_and_guide_in_each_others_place(loss):
     with pytest.raises(ValueError, match="pass the model first and the guide second"):

@@ -83,17 +83,7 @@ def masked_by_states(pi, sigma):
             pyro.sample("x", dist.Normal(0.5, sigma), obs=X[:5, 0])
 
 
-def two_plates(pi, sigma):
-    """The second plate has weights of its own."""
-    with pyro.plate("other", 5):
-        y = pyro.sample("y", dist.Bernoulli(0.7))
-        pyro.sample("w", dist.Normal(3 * y, 0.5), obs=X[5:10, 0])
-    with pyro.plate("data", 5):
-        z = pyro.sample("z", dist.Bernoulli(pi))
-        pyro.sample("x", dist.Normal(2 * z, sigma), obs=X[:5, 0])
-
-
-@pytest.mark.parametrize("program", [scaled, masked_by_states, two_plates])
+@pytest.mark.parametrize("program", [scaled, masked_by_states])
 def test_updates_go_where_the_gradient_of_the_loss_says(program):
     """A Bernoulli's and a Normal's gradient are linear in the moments that an update matches."""
     pi, sigma = torch.tensor(0.4), torch.tensor(0.8)

@@ -12,7 +12,6 @@ from pyro_mcvae import (
     PriorDraws,
     TruncatedPosterior,
     UniformFlips,
-    UniformParents,
 )
 
 N, H = 4, 5
@@ -68,7 +67,10 @@ def test_draws_from_the_prior_find_what_single_moves_cannot(proposals):
             on = z.sum(-1)
             pyro.factor("trap", torch.where(on == H, 3.0, -on))
 
-    update = EvolutionaryUpdate(2, H, 1, UniformParents(), UniformFlips())
+    def uniformly(log_joint, count):
+        return torch.randint(log_joint.shape[1], (len(log_joint), count))
+
+    update = EvolutionaryUpdate(2, H, 1, uniformly, UniformFlips())
     guide = TruncatedPosterior(trap, 1, update, proposals=proposals)
     guide.posterior()
     guide.states_data.zero_()

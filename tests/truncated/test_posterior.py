@@ -60,24 +60,3 @@ def test_results_that_would_meet_other_weights_are_refused(function):
     posterior = TruncatedPosterior(nested, 16).posterior()
     with pytest.raises(ValueError, match=r"the function returned shape .*keepdim=True"):
         posterior.expectation(function)
-
-
-def several():
-    for name, loc in (("left", 0.0), ("right", 1.0)):
-        with pyro.plate(name, 3):
-            z = pyro.sample(f"z_{name}", dist.Bernoulli(0.3))
-            pyro.sample(f"x_{name}", dist.Normal(z + loc, 0.7), obs=X[0])
-
-
-def test_each_of_several_data_plates_has_its_own_weights():
-    posterior = TruncatedPosterior(several, 2).posterior()
-    for name, loc in (("left", 0.0), ("right", 1.0)):
-        parts = [
-            dist.Bernoulli(0.3).log_prob(torch.tensor(z)) + dist.Normal(z + loc, 0.7).log_prob(X[0])
-            for z in (0.0, 1.0)
-        ]
-        found = posterior.expectation(lambda v, name=name: v[f"z_{name}"], plate=name)
-        torch.testing.assert_close(found, torch.stack(parts).softmax(0)[1])
-    for plate in (None, "x"):
-        with pytest.raises(ValueError, match=r"names no single one.*pass one of 'left', 'right'"):
-            posterior.expectation(lambda v: v["z_right"], plate=plate)

@@ -1,13 +1,10 @@
 """Packed states and keys: bijections, and two ways to find the moves that lead to new states."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from pyro_mcvae.truncated.evolution import duplicates
-from pyro_mcvae.truncated.mutation import Packed, PackedParents, Parents
-from pyro_mcvae.truncated.states import StateSpace
+from pyro_mcvae.truncated.evolution import Parents
+from pyro_mcvae.truncated.states import StateSpace, duplicates
 
 WIDTHS = [1, 7, 8, 9, 63, 64, 65, 130]
 
@@ -53,13 +50,9 @@ def test_moves_to_known_states_are_found_both_ways(width):
     keys = space.keys(space.pack(population))
     parents = torch.cat([population[:, :6], seeds, 1 - seeds], 1)
     joint = torch.zeros(keys.shape)
-    found = Parents(space, parents, population, joint, keys)
+    found = Parents(space, parents, space.pack(population), joint, keys)
     own = space.keys(space.pack(parents)).unsqueeze(-1)
     assert torch.equal(~found._neighbours(own), found._look_up(own))
-    packed = PackedParents(space, parents, Packed(space.pack(population)), joint, keys)
-    for given in (packed, replace(packed, states=parents[:, :1])):
-        assert torch.equal(given.population, found.population)
-    assert torch.equal(packed.allowed(), found.allowed())
     moved = parents.unsqueeze(2) ^ torch.eye(width, dtype=torch.uint8)
     known = (moved.unsqueeze(3) == population[:, None, None]).all(-1).any(-1)
     assert torch.equal(found.allowed(), ~known)
