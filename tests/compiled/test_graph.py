@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO
-from pyro_mcvae.compiled.graph import as_function
-from pyro_mcvae.compiled.merging import owns_outputs
+from pyro_mcvae.compiled.graph import as_function, owns_outputs
+from pyro_mcvae.compiled.guards import trace
 from pyro_mcvae.compiled.recording import record
 from pyro_mcvae.compiled.signature import Call
-from pyro_mcvae.compiled.tracing import trace
 from pyro_mcvae.programs.executed_code import ExecutedCode
 from tests.compiled.programs import uses
 
@@ -173,7 +172,7 @@ def test_constants_stand_before_everything_else() -> None:
     for _ in range(3):
         with ExecutedCode() as executed:
             loss.loss_and_grads(model, guide)
-    recording, _ = record(loss, Call.of("loss_and_grads", model, guide, (), {}), executed)
+    recording, _ = record(loss, Call("loss_and_grads", model, guide, (), {}), executed)
     nodes = list(recording.graph.graph.nodes)
     recording.graph.graph.lint()
     assert len(nodes) == len(recording.graph.graph.nodes)

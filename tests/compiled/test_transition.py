@@ -13,9 +13,8 @@ from torch import Tensor
 
 from pyro_mcvae import HMC, ULA, LearnedStepSize, log_evidence, refine
 from pyro_mcvae.chains.annealing import anneal, evaluator
-from pyro_mcvae.compiled.folding import fold
-from pyro_mcvae.compiled.graph import as_function
-from pyro_mcvae.compiled.tracing import trace
+from pyro_mcvae.compiled.graph import as_function, fold
+from pyro_mcvae.compiled.guards import trace
 from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.evaluation import annealing
 
