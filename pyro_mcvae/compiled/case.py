@@ -91,8 +91,8 @@ class Case:
         self._wait = min(2 * self._wait, _MAX_WAIT)
         if self._wait == _OFTEN and self._changed:
             _logger.warning(
-                "%s changes again and again, so that most steps run uncompiled: pass it as an "
-                "argument of the programs, where floats may change",
+                "most steps run uncompiled, since %s changes again and again (arguments of the "
+                "programs may change at each step, if they are floats or tensors)",
                 self._changed,
             )
 
