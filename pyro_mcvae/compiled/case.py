@@ -140,8 +140,9 @@ class Case:
         generators = Generators()
         compared = is_due(recording.uses)
         try:
-            run = recording.graph if compared else self._run(recording, call)
-            outcome = recording.replay(call, run)
+            inputs = recording.inputs(call)
+            run = recording.graph if compared else self._run(recording, inputs)
+            outcome = recording.replay(run, inputs)
         except RuntimeError as error:
             generators.put_back()
             self._failed(recording, f"its replay failed ({first_line(error)})")
@@ -160,11 +161,11 @@ class Case:
         recording.commit(outcome)
         return self._handed(call, recording, outcome)
 
-    def _run(self, recording: Recording, call: Call) -> Run:
+    def _run(self, recording: Recording, inputs: list[Tensor]) -> Run:
         if recording.run is None:
             if recording.uses < _COMPILED_FROM and not self._backend.replays:
                 return recording.graph
-            recording.run = self._backend.compile(recording.graph, recording.inputs(call))
+            recording.run = self._backend.compile(recording.graph, inputs)
         return recording.run
 
     def _compared(
@@ -180,7 +181,8 @@ class Case:
 
             def moved() -> list[Tensor]:
                 begin.put_back()
-                again = recording.replay(call, recording.graph, perturbed)
+                inputs = perturbed(recording.inputs(call), recording.graph)
+                again = recording.replay(recording.graph, inputs)
                 new = [new[-1] for *_, new in recording.updated(again)]
                 return [*again.results, *again.gradients, *new]
 

@@ -35,8 +35,6 @@ from pyro_mcvae.programs.outside_values import (
 
 __all__ = ["NotUsable", "Outcome", "Recording", "Surroundings", "gradients_of", "record"]
 
-Change = Callable[[list[Tensor], GraphModule], list[Tensor]]
-
 # Stands for a tensor among the values that a step returned.
 TENSOR = object()
 
@@ -330,15 +328,10 @@ class Recording:
             self.constants[i] = slot.space[slot.key]
         return [*self.constants, *call.inputs()]
 
-    def replay(self, call: Call, run: Run, change: Change | None = None) -> Outcome:
-        """
-        Compute a step; nothing is changed by it but the generators.
-
-        :param change: makes other inputs of those of the graph.
-        """
-        with torch.no_grad():
-            inputs = self.inputs(call)
-            return self.outcome(run(*(inputs if change is None else change(inputs, self.graph))))
+    @torch.no_grad()
+    def replay(self, run: Run, inputs: list[Tensor]) -> Outcome:
+        """Compute a step; nothing is changed by it but the generators."""
+        return self.outcome(run(*inputs))
 
     def outcome(self, outputs: list[Tensor]) -> Outcome:
         """Sort a graph's outputs."""

@@ -50,7 +50,7 @@ def test_recorded_steps_are_the_plain_steps(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "interface"), zip(OBJECTIVES, itertools.cycle(["svi", "module"]), strict=False)
+    ("name", "interface"), list(zip(OBJECTIVES, itertools.cycle(["svi", "module"]), strict=False))
 )
 def test_a_step_reads_nothing_but_the_returned_loss(name, interface, monkeypatch):
     # What is read on the CPU alone, where nobody has to wait for it.
