@@ -88,7 +88,7 @@ def test_a_graph_has_the_values_of_its_function_with_fewer_operations(kind: str)
         expected = function(value)
         torch.manual_seed(0)
         assert torch.equal(graph(*constants, value)[0], expected)
-    assert (after < before) == fewer
+    assert after < before or not fewer
 
 
 OWNED: dict[str, tuple[Callable[[Tensor], list[Tensor]], bool]] = {
