@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import pyro
@@ -172,22 +172,19 @@ class Case:
         self, recording: Recording, outcome: Outcome, call: Call, begin: Generators
     ) -> object:
         """Take the uncompiled step, and compare the replayed one with it."""
-        found, results, gradients = self._observed(call, recording)
+        found, loss, gradients = self._observed(call, recording)
         after = Generators()
-        if results is None:
-            self._failed(recording, "it returns something else")
-            return found
-        if all(map(bool, outcome.assumed)) and all(bool(r.isfinite()) for r in results):
+        if all(map(bool, outcome.assumed)) and bool(loss.isfinite()):
 
             def moved() -> list[Tensor]:
                 begin.put_back()
                 inputs = perturbed(recording.inputs(call), recording.graph)
                 again = recording.replay(recording.graph, inputs)
                 new = [new[-1] for *_, new in recording.updated(again)]
-                return [*again.results, *again.gradients, *new]
+                return [again.loss, *again.gradients, *new]
 
             pairs = [
-                *zip(outcome.results, results, strict=True),
+                (outcome.loss, loss),
                 *zip(outcome.gradients, gradients, strict=True),
                 *(update.done(held, new) for update, held, new in recording.updated(outcome)),
             ]
@@ -218,19 +215,15 @@ class Case:
 
     # The three functions of a loss: how a recorded step returns what the plain one does.
 
-    def _observed(
-        self, call: Call, recording: Recording
-    ) -> tuple[object, list[Tensor] | None, list[Tensor]]:
-        """Take the uncompiled step; return also its results and its gradients, to be compared."""
-        leaves = recording.leaves
+    def _observed(self, call: Call, recording: Recording) -> tuple[Any, Tensor, list[Tensor]]:
+        """Take the uncompiled step; return also its loss and its gradients, to be compared."""
+        leaves, adds = recording.leaves, call.function == "loss_and_grads"
         before = [p.grad for p in leaves]
-        adds = call.function == "loss_and_grads"
-        gradients: list[Tensor | None] = []
-        if adds:
-            for p in leaves:
-                p.grad = None
+        gradients: Sequence[Tensor | None] = []
+        for p in leaves if adds else ():
+            p.grad = None
         try:
-            found = self._plain(call)
+            found: Any = self._plain(call)
             if adds:
                 gradients = [p.grad for p in leaves]
         finally:
@@ -238,14 +231,13 @@ class Case:
             for p, old in zip(leaves, before, strict=True):
                 if adds and old is not None:
                     p.grad = old if p.grad is None else old + p.grad
-        if call.function == "differentiable_loss" and isinstance(found, Tensor):
-            # Its gradient is computed once more than it is used.
-            gradients = list(gradients_of(found, leaves)) if found.requires_grad else []
-            results: list[Tensor] | None = [found]
-        else:
-            results = recording.tensors_of(found)
+        if call.function == "differentiable_loss" and found.requires_grad:
+            gradients = gradients_of(found, leaves)  # once more than they are used
+        loss = (
+            found.detach() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.double)
+        )
         zeros = zip(gradients, leaves, strict=False)
-        return found, results, [torch.zeros_like(p) if g is None else g for g, p in zeros]
+        return found, loss, [torch.zeros_like(p) if g is None else g for g, p in zeros]
 
     def _handed(self, call: Call, recording: Recording, outcome: Outcome) -> object:
         """Return what a recorded step computed, as the uncompiled one does."""
@@ -262,11 +254,10 @@ class Case:
             for name, site in recording.param_sites.items():
                 handler.trace.add_node(name, **{**site, "value": store[name]})
         if call.function != "differentiable_loss":
-            return recording.result([r.item() for r in outcome.results])
-        (loss,) = outcome.results
+            return outcome.loss.item()
         if not recording.leaves or not torch.is_grad_enabled():
-            return loss
-        return _WithGradients.apply(loss, outcome.gradients, *recording.leaves)
+            return outcome.loss
+        return _WithGradients.apply(outcome.loss, outcome.gradients, *recording.leaves)
 
 
 class _Context(Protocol):

@@ -16,11 +16,11 @@ from pyro import poutine
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pyro_mcvae.compiled.backends import Run
 from pyro_mcvae.compiled.graph import Update, as_function
-from pyro_mcvae.compiled.guards import NotRecordable, Reading, ReadingMode, said_by, trace
+from pyro_mcvae.compiled.guards import NotRecordable, ReadingMode, said_by, trace
 from pyro_mcvae.compiled.signature import Call
 from pyro_mcvae.ops.recording import assumptions
 from pyro_mcvae.programs.executed_code import ExecutedCode
@@ -35,8 +35,8 @@ from pyro_mcvae.programs.outside_values import (
 
 __all__ = ["NotUsable", "Outcome", "Recording", "Surroundings", "gradients_of", "record"]
 
-# Stands for a tensor among the values that a step returned.
-TENSOR = object()
+# Stands for a tensor among the parts of what a step wrote.
+_TENSOR = object()
 
 
 class NotUsable(NotRecordable):
@@ -117,19 +117,15 @@ def _split(value: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], object]]:
     names = [f.name for f in dataclasses.fields(value) if f.init] if is_record else []
     leaves, spec = tree_flatten([getattr(value, n) for n in names] if is_record else value)
     tensors = [t for t in leaves if isinstance(t, Tensor) and _is_recorded(t)]
-    kept = [TENSOR if isinstance(t, Tensor) and _is_recorded(t) else t for t in leaves]
+    kept = [_TENSOR if isinstance(t, Tensor) and _is_recorded(t) else t for t in leaves]
     kind = type(value)
 
     def rebuild(new: list[Tensor]) -> object:
-        filled = tree_unflatten(_filled(kept, new), spec)
+        given = iter(new)
+        filled = tree_unflatten([next(given) if v is _TENSOR else v for v in kept], spec)
         return kind(**dict(zip(names, filled, strict=True))) if is_record else filled
 
     return tensors, rebuild
-
-
-def _filled(kept: list[object], tensors: Any) -> list[object]:
-    given = iter(tensors)
-    return [next(given) if value is TENSOR else value for value in kept]
 
 
 class Surroundings:
@@ -251,20 +247,20 @@ class Outcome:
     """
     What one step computed.
 
-    :ivar results: the tensors of what the loss returned.
+    :ivar loss: what the loss returned.
     :ivar assumed: whether what the recording assumes was so, if it assumes anything.
     :ivar gradients: one for each of the recording's leaves.
     :ivar written: the new values of each slot, then what each update in place writes.
     """
 
-    results: list[Tensor]
+    loss: Tensor
     assumed: list[Tensor]
     gradients: list[Tensor]
     written: list[list[Tensor]]
 
     def is_usable(self) -> bool:
         """Whether the plain loss would have taken the step, too; reads the step's values."""
-        return all(map(bool, self.assumed)) and all(math.isfinite(r.item()) for r in self.results)
+        return all(map(bool, self.assumed)) and math.isfinite(self.loss.item())
 
 
 @dataclass(eq=False)
@@ -275,9 +271,8 @@ class Recording:
     :ivar leaves: the parameters that have a gradient.
     :ivar params: names of ``pyro.param`` statements and the parameters behind them.
     :ivar param_sites: these statements as Pyro's handlers see them, without values.
-    :ivar sizes: how many outputs of the graph are results, assumptions, gradients, of each slot,
-        and of each update.
-    :ivar fixed: what the loss returned, with a mark at tensors.
+    :ivar sizes: how many outputs of the graph, after the loss, are assumptions, gradients, of each
+        slot, and of each update.
     :ivar dependencies: what the graph took for constant.
     :ivar adds_gradients: whether replays add gradients to their parameters' without PyTorch's
         backward pass, in which hooks on them are called.
@@ -291,8 +286,6 @@ class Recording:
     param_sites: dict[str, dict[str, object]]
     slots: list[Slot]
     sizes: list[int]
-    spec: TreeSpec
-    fixed: list[object]
     dependencies: Dependencies
     adds_gradients: bool
     uses: int = 0
@@ -335,9 +328,10 @@ class Recording:
 
     def outcome(self, outputs: list[Tensor]) -> Outcome:
         """Sort a graph's outputs."""
-        given = iter(outputs)
-        results, assumed, gradients, *rest = [list(islice(given, size)) for size in self.sizes]
-        return Outcome(results, assumed, gradients, rest)
+        loss, *rest = outputs
+        given = iter(rest)
+        assumed, gradients, *written = [list(islice(given, size)) for size in self.sizes]
+        return Outcome(loss, assumed, gradients, written)
 
     def updated(self, outcome: Outcome) -> list[tuple[Update, Tensor, list[Tensor]]]:
         """Return each update in place, with its tensor and what it writes."""
@@ -350,20 +344,6 @@ class Recording:
             update.write(held, new)
         for slot, tensors in zip(self.slots, outcome.written, strict=False):
             slot.write(tensors)
-
-    def result(self, results: list[Any]) -> object:
-        """Return what the loss returns, of its tensors or numbers."""
-        return tree_unflatten(_filled(self.fixed, results), self.spec)
-
-    def tensors_of(self, returned: object) -> list[Tensor] | None:
-        """Return the results of a plain step, to be compared; None if it returned anything else."""
-        leaves, spec = tree_flatten(returned)
-        if spec != self.spec:
-            return None
-        pairs = list(zip(leaves, self.fixed, strict=True))
-        if any(f is not TENSOR and f is not r and repr(f) != repr(r) for r, f in pairs):
-            return None
-        return [torch.as_tensor(r, dtype=torch.double) for r, f in pairs if f is TENSOR]
 
 
 def _is_like(now: Any, then: Tensor) -> bool:
@@ -398,14 +378,14 @@ class _Step:
             total = torch.stack([g.sum().double() for g in self.gradients]).sum()
             assumed.append(total.detach().isfinite())  # the plain step names what is not
         self.slots = self._around.slots()
+        loss = self._result(returned)
         parts = [
-            self._results(returned),
             [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else [],
             self.gradients,
             *(slot.tensors for slot in self.slots),
         ]
         self.sizes = [len(part) for part in parts]
-        self.outputs = [t.detach() for part in parts for t in part]
+        self.outputs = [loss.detach(), *(t.detach() for part in parts for t in part)]
         return self.outputs
 
     def _backward(
@@ -423,26 +403,20 @@ class _Step:
             else:
                 self.gradients[at] = self.gradients[at] + new
 
-    def _results(self, returned: object) -> list[Tensor]:
-        leaves, self.spec = tree_flatten(returned)
-        tensors = [r.tensor if isinstance(r, Reading) else r for r in leaves]
-        self.fixed = [TENSOR if isinstance(t, Tensor) else t for t in tensors]
-        if self._call.function == "differentiable_loss":
-            self._check_differentiable(returned)
-        return [t for t in tensors if isinstance(t, Tensor)]
-
-    def _check_differentiable(self, returned: object) -> None:
-        if not isinstance(returned, Tensor):
-            raise NotRecordable(
-                f"its differentiable_loss returns a {type(returned).__name__}, and not a tensor"
-            )
-        for slot in self.slots:
+    def _result(self, returned: object) -> Tensor:
+        loss, function = getattr(returned, "tensor", returned), self._call.function
+        differentiable = function == "differentiable_loss"
+        if not isinstance(loss, Tensor) or (differentiable and loss is not returned):
+            kind, wanted = type(returned).__name__, "tensor" if differentiable else "number"
+            raise NotRecordable(f"its {function} returns a {kind}, and not a {wanted}")
+        for slot in self.slots if differentiable else ():
             # A further term of a loss may be made of it, a penalty say.
             if is_written(slot.owner) and any(t.requires_grad for t in slot.tensors):
                 raise NotRecordable(
                     f"attribute '{slot.key}' of {slot.owner.__name__} has a gradient, which that "
                     f"of a recorded step would not: detach it, or make it a pyro.factor"
                 )
+        return loss
 
 
 def record(loss: object, call: Call, executed: ExecutedCode) -> tuple[Recording, Outcome]:
@@ -474,8 +448,6 @@ def record(loss: object, call: Call, executed: ExecutedCode) -> tuple[Recording,
             param_sites=step.param_sites,
             slots=step.slots,
             sizes=[*step.sizes, *(2 if update.rows else 1 for update in updates)],
-            spec=step.spec,
-            fixed=step.fixed,
             dependencies=dependencies,
             adds_gradients=adds,
         )
