@@ -29,6 +29,10 @@ class ChainStates(nn.Module):
         self.register_buffer("positions", None)
         self.register_buffer("visited", None)
 
+    def forget(self) -> None:
+        """Drop all positions, as if there had been no call."""
+        self.positions = self.visited = None
+
     def resume(self, sample: WeightedParticles, drawn: Tensor) -> Tensor:
         """
         Where the minibatch's chains stand; data that come for the first time begin at ``drawn``.

@@ -37,7 +37,7 @@ def is_due(uses: int) -> bool:
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
     """Whether two tensors are equal, with NaN at the same entries."""
-    return found.shape == expected.shape and bool(_same(found, expected).all())
+    return _is_close(found, expected, torch.zeros(()))
 
 
 def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]]) -> list[int]:
@@ -48,15 +48,17 @@ def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]
     :param moved: computes the graph's outputs once more, with every parameter rounded otherwise.
     """
     eps = _coarsest(graph)
-    off = [i for i, (a, b) in enumerate(pairs) if not _is_close(b, a, _ROUNDINGS * eps * _size(a))]
-    if not off:
-        return off
-    again = moved()
-    return [i for i in off if not _is_close(*pairs[i], _MAGNIFIED * _change(again[i], pairs[i][0]))]
+    allowed = [_ROUNDINGS * eps * _largest(expected) for expected, _ in pairs]
+    off = [i for i, (a, b) in enumerate(pairs) if not _is_close(b, a, allowed[i])]
+    again = moved() if off else []
+    for i in off:
+        change = again[i].detach().double() - pairs[i][0].detach().double()
+        allowed[i] = _MAGNIFIED * _largest(change)
+    return [i for i in off if not _is_close(*pairs[i], allowed[i])]
 
 
 def perturbed(inputs: list[Tensor], graph: GraphModule) -> list[Tensor]:
-    """The inputs, with a rounding error in each parameter; in each input if none is one."""
+    """Return the inputs with a rounding error in each parameter; in each input if none is one."""
     known = any(t.requires_grad for t in inputs)
     eps, found = _coarsest(graph), []
     for t in inputs:
@@ -92,13 +94,12 @@ def check_kernels(
         wrong = differing(pairs, graph, moved)
         after.put_back()
         if not wrong:
-            break
-    else:
-        raise RuntimeError(
-            f"its kernels compute other numbers than the recording, at output {wrong[0]} of "
-            f"{len(pairs)}"
-        )
-    begin.put_back()
+            begin.put_back()
+            return
+    raise RuntimeError(
+        f"its kernels compute other numbers than the recording, at output {wrong[0]} of "
+        f"{len(pairs)}"
+    )
 
 
 def _is_close(found: Tensor, expected: Tensor, allowed: Tensor) -> bool:
@@ -106,26 +107,15 @@ def _is_close(found: Tensor, expected: Tensor, allowed: Tensor) -> bool:
     if found.shape != expected.shape:
         return False
     found, expected = found.detach().to(expected.dtype), expected.detach()
-    same = _same(found, expected)
+    same = (found == expected) | (found.isnan() & expected.isnan())
     if expected.is_floating_point() and not bool(same.all()):
         same |= (found - expected).abs() <= allowed
     return bool(same.all())
 
 
-def _same(found: Tensor, expected: Tensor) -> Tensor:
-    return (found == expected) | (found.isnan() & expected.isnan())
-
-
-def _size(expected: Tensor) -> Tensor:
-    """The largest finite entry, by which the others are measured."""
-    return _largest(expected.detach().double().abs())
-
-
-def _change(moved: Tensor, expected: Tensor) -> Tensor:
-    return _largest((moved.detach().double() - expected.detach().double()).abs())
-
-
 def _largest(values: Tensor) -> Tensor:
+    """The largest finite entry, by which the others are measured."""
+    values = values.detach().double().abs()
     values = values.where(values.isfinite(), 0)
     return values.amax() if values.numel() else values.new_zeros(())
 

@@ -1,12 +1,11 @@
-"""Ways to run a recorded graph."""
+"""Run a recorded graph, compiled or as it is."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,17 +13,48 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from pyro_mcvae.compiled.agreement import check_kernels
-from pyro_mcvae.compiled.calls import quick
-from pyro_mcvae.compiled.kernels import in_one_file, instructions
-from pyro_mcvae.compiled.merging import owns_outputs
-from pyro_mcvae.compiled.repeats import compile_parts
+from pyro_mcvae.compiled.graph import owns_outputs
+from pyro_mcvae.compiled.kernels import in_one_file
 from pyro_mcvae.ops.generators import Generators
+from pyro_mcvae.programs.errors import first_line
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "Run", "quick"]
 
 _logger = logging.getLogger(__name__)
 
 Run = Callable[..., list[Tensor]]
+
+# A compiler takes about a second for a hundred operations: beyond these it takes minutes.
+_MOST = 5000
+
+_aten = torch.ops.aten
+# A call through torch.ops looks its arguments up in a schema, 1 to 2 of some 5 microseconds.
+_OVERLOADS = {
+    "Tensor": "add sub mul div pow eq ne lt le gt ge",
+    "Scalar": "eq ne lt le gt ge",
+    "Tensor_Scalar": "pow",
+    "dim_IntList": "sum",
+    "dim": "select squeeze all any",
+    "self": "where",
+    "default": "abs addmm all clone exp expm1 isfinite log log1p mm neg reciprocal rsqrt sigmoid "
+    "sqrt sum t tanh unsqueeze",
+}
+_QUICK: dict[object, Callable[..., object]] = {
+    getattr(getattr(_aten, name), overload): getattr(torch, name)
+    for overload, names in _OVERLOADS.items()
+    for name in names.split()
+    if hasattr(getattr(_aten, name), overload)
+}
+_QUICK |= {_aten.expand.default: Tensor.expand, _aten.view.default: Tensor.view}
+
+
+def quick(graph: GraphModule) -> GraphModule:
+    """Return a graph of the same operations, by the quickest calls of the same kernels."""
+    found = GraphModule(torch.nn.Module(), copy.deepcopy(graph.graph))
+    for node in found.graph.nodes:
+        node.target = _QUICK.get(node.target, node.target)
+    found.recompile()
+    return found
 
 
 class Backend:
@@ -37,31 +67,30 @@ class Backend:
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
         self.name, self.options = name, options
-
-    @property
-    def replays(self) -> bool:
-        """Whether graphs are run as they are."""
-        return self.name == "eager"
+        self.replays = name == "eager"
 
     def compile(self, graph: GraphModule, example: list[Tensor]) -> Run:
-        """The graph's function; the graph itself where the compiler fails, which is logged."""
+        """Return the graph's function; the graph itself if the compiler fails, which is logged."""
         if self.replays:
             return quick(graph)
-        _logger.warning(
-            "compiling a step of %d operations once, by %s; it trains on when that is done "
-            "(backend='eager' needs no compiler)",
-            len(graph.graph.nodes),
-            self.name,
-        )
+        count = len(graph.graph.nodes)
         begin = time.perf_counter()
         try:
+            if count > _MOST:
+                raise RuntimeError(f"to compile its {count} operations would take minutes")
+            _logger.warning(
+                "compiling a step of %d operations once, by %s; training goes on when that is done "
+                "(backend='eager' needs no compiler)",
+                count,
+                self.name,
+            )
             with torch.no_grad():
                 run = self._compile(graph, example)
         except Exception as error:
             _logger.warning(
                 "%s cannot compile the step, which is replayed without a compiler from now on: %s",
                 self.name,
-                _first_line(getattr(error, "inner_exception", error)),
+                first_line(getattr(error, "inner_exception", error)),
             )
             return quick(graph)
         _logger.warning("compiled in %.1f s", time.perf_counter() - begin)
@@ -71,13 +100,13 @@ class Backend:
         from torch._inductor import config
 
         run: Run
+        plain = self.name == "inductor" and not self.options
         # The random numbers of PyTorch's own operations: a compiled step draws those of the plain
         # one. Measured, they cost no more than Inductor's.
         with config.patch({"fallback_random": True}):
-            if self.name == "inductor" and not self.options:
-                on_cpu = any(tensor.device.type == "cpu" for tensor in example)
-                with in_one_file(), instructions(on_cpu) as known:
-                    run = compile_parts(graph, example, partial(_inductor, known))
+            if plain:
+                with in_one_file():
+                    run = _inductor(graph, example)
             else:
                 run = torch.compile(graph, backend=self.name, fullgraph=True, **self.options)
             # Its first call, which is the compilation of torch.compile.
@@ -87,35 +116,23 @@ class Backend:
         (output,) = (n for n in graph.graph.nodes if n.op == "output")
         if len(found) != len(output.args[0]):
             raise RuntimeError(f"it returns {len(found)} of {len(output.args[0])} tensors")
-        if self.name == "inductor" and not self.options:
+        if plain:
             check_kernels(run, graph, example)
         return run
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
-def _inductor(
-    instructions: Future[dict[str, object]], part: GraphModule, example: list[Tensor]
-) -> Run:
-    from torch._inductor import config
+def _inductor(graph: GraphModule, example: list[Tensor]) -> Run:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     made: list[Callable[[list[Tensor]], list[Tensor]]] = []
 
     def remembered(*args: Any, **kwargs: Any) -> Any:
-        with config.patch(instructions.result()):
-            made.append(compile_fx_inner(*args, **kwargs))
+        made.append(compile_fx_inner(*args, **kwargs))
         return made[-1]
 
-    owns = owns_outputs(part.graph)
-    run: Any = compile_fx(part, list(example), inner_compile=remembered)
+    owns = owns_outputs(graph.graph)
+    run: Any = compile_fx(graph, list(example), inner_compile=remembered)
     # What stands around the compiled function puts views of inputs and updates of them together.
     # Where there are none it does nothing, in a tenth of the time of a small graph.
-    found: Run = _unboxed(made[0]) if owns and len(made) == 1 else run
+    found: Run = (lambda *inputs: made[0](list(inputs))) if owns and len(made) == 1 else run
     return found
-
-
-def _unboxed(run: Callable[[list[Tensor]], list[Tensor]]) -> Run:
-    return lambda *inputs: run(list(inputs))

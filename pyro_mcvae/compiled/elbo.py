@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from pyro_mcvae.compiled.backends import Backend
 from pyro_mcvae.compiled.case import Case
-from pyro_mcvae.compiled.refusal import NotRecordable
-from pyro_mcvae.compiled.sides import DifferentiableLoss, Loss, LossAndGrads
+from pyro_mcvae.compiled.guards import NotRecordable
 from pyro_mcvae.compiled.signature import Args, Call, Kwargs
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.ops.options import FixedOptions, options_of
@@ -23,7 +22,6 @@ __all__ = ["CompiledELBO"]
 
 _logger = logging.getLogger(__name__)
 
-_SIDES = {side.name: side for side in (Loss, LossAndGrads, DifferentiableLoss)}
 # Kinds of calls; beyond that a program is called in ever new ways, and recordings do not pay.
 _MAX_CASES = 16
 
@@ -114,28 +112,20 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
     def _take(
         self, function: str, model: Program, guide: Program, args: Args, kwargs: Kwargs
     ) -> object:
-        call = Call.of(function, model, guide, args, kwargs)
+        call = Call(function, model, guide, args, kwargs)
         try:
-            return self._case(call).take(call)
-        except NotRecordable as reason:
-            self._tell(str(reason))
-            return _SIDES[function](self.plain).plain(call)
-
-    def _case(self, call: Call) -> Case:
-        case, floats = self._cases.get(key := call.key), ""
-        if case is not None and case.fixed_floats:
-            floats = f"; floats are fixed, since as a tensor one {case.fixed_floats}"
-            call.fixed_floats = True
-            case = self._cases.get(key := call.key)
-        if case is None:
-            if len(self._cases) >= _MAX_CASES:
+            key = call.key
+            if key not in self._cases and len(self._cases) >= _MAX_CASES:
                 raise NotRecordable(
                     f"it is called in more than {_MAX_CASES} ways (shapes, modes, arguments that "
-                    f"are no tensors or floats): new ones{floats}"
+                    f"are no tensors or floats): new ones"
                 )
-            side = _SIDES[call.function](self.plain)
-            case = self._cases[key] = Case(self.plain, side, self._backend, self._tell)
-        return case
+            if key not in self._cases:
+                self._cases[key] = Case(self.plain, self._backend, self._tell)
+            return self._cases[key].take(call)
+        except NotRecordable as reason:
+            self._tell(str(reason))
+            return getattr(self.plain, function)(model, guide, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:

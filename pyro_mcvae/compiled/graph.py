@@ -3,20 +3,107 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.graph import Graph
+from torch.fx.node import Argument, map_arg
 
-from pyro_mcvae.compiled.merging import merge_equal, own_outputs
-from pyro_mcvae.compiled.operations import is_pure, roots, settled
-from pyro_mcvae.compiled.updates import Update, take_out_updates
+from pyro_mcvae.compiled.guards import NotRecordable
 
-__all__ = ["as_function"]
+__all__ = ["Update", "as_function", "fold", "owns_outputs"]
 
 _aten = torch.ops.aten
+
+
+# What an operation does ---------------------------------------------------------------------------
+
+# Running statistics, which these update without saying so in their schema.
+_STATISTICS = {
+    getattr(_aten, name).default: (3, 4)
+    for name in ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+}
+
+
+def _is_pure(node: Node) -> bool:
+    """Whether a node draws nothing and writes nothing, so that it may go, move, or be merged."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return node.op == "call_function"
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or schema.is_mutable or node.target in _STATISTICS:
+        return False
+    return torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
+
+
+def _arguments(node: Node) -> Iterator[tuple[Any, Argument]]:
+    """The tensors that a node is called with and may alias, by the alias info of its schema."""
+    schema = getattr(node.target, "_schema", None)
+    for i, argument in enumerate(schema.arguments if schema is not None else ()):
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and value is not None:
+            yield argument.alias_info, value
+
+
+def _written(node: Node) -> Iterator[Node]:
+    """What a node writes to."""
+    if node.target in _STATISTICS and node.args[5]:
+        yield from (a for i in _STATISTICS[node.target] if isinstance(a := node.args[i], Node))
+    for alias, value in _arguments(node):
+        if alias.is_write:
+            values = value if isinstance(value, list | tuple) else [value]
+            yield from (v for v in values if isinstance(v, Node))
+
+
+def _viewed(node: Node) -> Node | None:
+    """The node whose memory this one's result may share."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes[0]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not any(r.alias_info is not None for r in schema.returns):
+        return None
+    return next((value for _, value in _arguments(node) if isinstance(value, Node)), None)
+
+
+def _roots(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """Whose memory each node that is a view shares."""
+    found: dict[Node, Node] = {}
+    for node in nodes:
+        if (source := _viewed(node)) is not None:
+            found[node] = found.get(source, source)
+    return found
+
+
+def _targets(graph: Graph) -> list[Node]:
+    """Whose memory is written to, in the order of the first writes."""
+    shares = _roots(graph.nodes)
+    return list(dict.fromkeys(shares.get(t, t) for node in graph.nodes for t in _written(node)))
+
+
+def _settled(graph: Graph) -> Iterator[Node]:
+    """
+    The operations that are functions of their inputs alone, in order; they may be erased meanwhile.
+
+    What is written to later is a new tensor each time, and reads of it are not equal.
+    """
+    shares, changing = _roots(graph.nodes), set(_targets(graph))
+    for node in list(graph.nodes):
+        inputs = [node, *node.all_input_nodes]
+        if _is_pure(node) and not any(shares.get(n, n) in changing for n in inputs):
+            yield node
+
+
+def _returned(graph: Graph) -> tuple[Node, list[Any]]:
+    """The output node, and what it returns."""
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    returned = output.args[0]
+    return output, list(returned) if isinstance(returned, list | tuple) else [returned]
+
+
+# From a recording to a function -------------------------------------------------------------------
 
 
 def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[Update]]:
@@ -28,70 +115,59 @@ def as_function(recorded: GraphModule) -> tuple[GraphModule, list[Tensor], list[
     :raises NotRecordable: if an input is written to.
     """
     graph = recorded.graph
-    _remove_what_changes_nothing(graph)
-    _read_shapes(graph)
-    _remove_dead(graph)
+    _simplify(graph)
+    # PyTorch's own pass takes unused draws out, in some versions: the others would be other ones.
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (_is_pure(node) or node.op == "get_attr"):
+            graph.erase_node(node)
     constants = _lift(recorded)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
-    updates = take_out_updates(graph, inputs[: len(constants)])
-    merge_equal(graph)
-    own_outputs(graph)
+    updates = _take_out_updates(graph, inputs[: len(constants)])
+    _merge_equal(graph)
+    _own_outputs(graph)
     return GraphModule(torch.nn.Module(), graph), constants, updates
 
 
-def _remove_dead(graph: Graph) -> None:
-    # PyTorch's own pass takes unused draws out, in some versions: the others would be other ones.
-    for node in reversed(list(graph.nodes)):
-        if not node.users and (is_pure(node) or node.op == "get_attr"):
-            graph.erase_node(node)
+_SAME = {_aten.detach.default, _aten.expand.default, _aten.view.default}
+_COPIES = {_aten.clone.default, _aten.pow.Tensor_Scalar}
+# By which value, or argument, they are filled, whatever the tensor whose shape or type they take.
+_FILLED: dict[object, Any] = {
+    _aten.zeros_like.default: 0,
+    _aten.new_zeros.default: 0,
+    _aten.ones_like.default: 1,
+    _aten.new_ones.default: 1,
+    _aten.full_like.default: slice(1, 2),
+    _aten.new_full.default: slice(2, 3),
+}
 
 
-def _remove_what_changes_nothing(graph: Graph) -> None:
-    # Each costs a call. Without gradients a detached tensor is what it detaches.
-    shares, fixed = roots(graph.nodes), set(settled(graph))
+def _simplify(graph: Graph) -> None:
+    """
+    Remove what changes nothing, since each operation costs a call.
+
+    Ones like this tensor are ones like any other: a gradient begins with them at each transition,
+    and what is computed of them is then computed once.
+    """
+    shares, fixed = _roots(graph.nodes), set(_settled(graph))
     for node in graph.nodes:
-        source = node.args[0] if node.target in _SAME else None
-        if not isinstance(source, Node):
+        meta, source = node.meta.get("tensor_meta"), node.args[0] if node.args else None
+        if node.target in _FILLED and meta is not None and node.meta.get("device") is not None:
+            if meta.stride == torch.empty(meta.shape, device="meta").stride():
+                value = _FILLED[node.target]
+                value = node.args[value][0] if isinstance(value, slice) else value
+                node.kwargs = {"dtype": meta.dtype, "device": node.meta["device"]}
+                node.target, node.args = _aten.full.default, ([*meta.shape], value)
             continue
-        # Of what is held a copy may be meant: it may be written to under another name.
-        own = node in fixed and shares.get(source, source).op == "call_function"
+        if node.target not in _SAME | _COPIES or not isinstance(source, Node):
+            continue
+        # Without gradients a detached tensor is what it detaches.
         alike = node.target == _aten.detach.default or _layout(node) == _layout(source) is not None
-        if alike and _SAME[node.target](node, own):
+        if node.target in _COPIES:
+            # Of what is held a copy may be meant: it may be written to under another name.
+            alike &= node in fixed and shares.get(source, source).op == "call_function"
+            alike &= node.target == _aten.clone.default or node.args[1] == 1
+        if alike:
             node.replace_all_uses_with(source)
-
-
-# When the result of an operation on a tensor of the same layout is that tensor.
-_SAME: dict[object, Callable[[Node, bool], bool]] = {
-    _aten.detach.default: lambda node, own: True,
-    _aten.expand.default: lambda node, own: True,
-    _aten.view.default: lambda node, own: True,
-    _aten.clone.default: lambda node, own: own,
-    _aten.pow.Tensor_Scalar: lambda node, own: own and node.args[1] in (1,),
-}
-
-
-def _read_shapes(graph: Graph) -> None:
-    # Ones like this tensor are ones like any other: a gradient begins with them at each transition,
-    # and what is computed of them is then computed once.
-    for node in graph.nodes:
-        value = _FILLED.get(node.target, lambda node: None)(node)
-        meta, device = node.meta.get("tensor_meta"), node.meta.get("device")
-        if value is None or meta is None or device is None:
-            continue
-        if meta.stride == torch.empty(meta.shape, device="meta").stride():
-            node.target, node.args = _aten.full.default, ([*meta.shape], value)
-            node.kwargs = {"dtype": meta.dtype, "device": device}
-
-
-# By which value they are filled, whatever the tensor whose shape or dtype they take.
-_FILLED: dict[object, Callable[[Node], object]] = {
-    _aten.zeros_like.default: lambda node: 0,
-    _aten.ones_like.default: lambda node: 1,
-    _aten.full_like.default: lambda node: node.args[1],
-    _aten.new_zeros.default: lambda node: 0,
-    _aten.new_ones.default: lambda node: 1,
-    _aten.new_full.default: lambda node: node.args[2],
-}
 
 
 def _layout(node: Node) -> tuple[object, ...] | None:
@@ -115,3 +191,164 @@ def _lift(recorded: GraphModule) -> list[Tensor]:
         node.replace_all_uses_with(found[id(held)])
         graph.erase_node(node)
     return constants
+
+
+def _merge_equal(graph: Graph) -> None:
+    """
+    Merge operations that are the same function of the same values: a chain asks its model for the
+    same constants at each transition.
+    """
+    known: dict[Hashable, Node] = {}
+    for node in _settled(graph):
+        first = known.setdefault((node.target, _key(node.args), _key(node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _key(value: Argument) -> Hashable:
+    """Equal for equal arguments; 1, 1.0 and True are not, and 0.0 is not -0.0."""
+    if isinstance(value, Node):
+        return value
+    if isinstance(value, list | tuple):
+        return (type(value), *map(_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _key(v)) for name, v in value.items())
+    if isinstance(value, slice):
+        return ("slice", _key(value.start), _key(value.stop), _key(value.step))
+    return (type(value), repr(value))
+
+
+def _own_outputs(graph: Graph) -> None:
+    """
+    Let each output be a tensor of its own, which is dense: gradients are handed to optimizers and
+    users, who write to them.
+    """
+    shares, seen, owned = _roots(graph.nodes), set[Node](), []
+    output, returned = _returned(graph)
+    for value in returned:
+        root = shares.get(value, value)
+        if root.op == "placeholder" or root in seen or not _is_dense(value):
+            options: dict[str, Any] = {"memory_format": torch.contiguous_format}
+            with graph.inserting_before(output):
+                value = graph.call_function(_aten.clone.default, (value,), options)
+        seen.add(root)
+        owned.append(value)
+    output.args = (tuple(owned),)
+
+
+def _is_dense(node: Node) -> bool:
+    """Whether a tensor has a place in memory for each entry, and no other places between them."""
+    meta = node.meta.get("tensor_meta")
+    if meta is None:
+        return True  # a copy of ours
+    tensor = torch.empty_strided(meta.shape, meta.stride, device="meta")
+    return torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def owns_outputs(graph: Graph) -> bool:
+    """Whether no output shares memory with another or with an input, and no input is updated."""
+    shares, (_, returned) = _roots(graph.nodes), _returned(graph)
+    owners = [shares.get(value, value) for value in returned]
+    shared = any(n.op == "placeholder" for n in (*owners, *_targets(graph)))
+    return len(set(owners)) == len(returned) and not shared
+
+
+# Updates in place ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Update:
+    """
+    An update of a tensor that a graph holds: an output of the graph, which is written later.
+
+    :ivar constant: which of the graph's constants the tensor is.
+    :ivar rows: whether some rows are written, of which an output is the indices and another the
+        values; otherwise all of it, which is one output.
+    """
+
+    constant: int
+    rows: bool
+
+    def write(self, held: Tensor, new: list[Tensor]) -> None:
+        """Write the outputs to the tensor."""
+        if self.rows:
+            held.detach().index_copy_(0, *new)
+        else:
+            held.detach().copy_(new[0])
+
+    def done(self, held: Tensor, new: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what would be written, and what stands in the tensor now."""
+        return new[-1], held.index_select(0, new[0]) if self.rows else held
+
+
+def _take_out_updates(graph: Graph, constants: list[Node]) -> list[Update]:
+    """
+    Let a graph return what it would write to the inputs that are held.
+
+    :raises NotRecordable: if another input is written to.
+    """
+    found = []
+    output, new = _returned(graph)
+    for node in [n for n in _targets(graph) if n.op == "placeholder"]:
+        if node not in constants:
+            raise NotRecordable("a program writes to a tensor that it is called with")
+        last = _rows(graph, node)
+        if last is not None:
+            new += last.args[2:4]
+            graph.erase_node(last)
+        else:  # a copy is written instead
+            with graph.inserting_after([n for n in graph.nodes if n.op == "placeholder"][-1]):
+                copy = graph.call_function(_aten.clone.default, (node,))
+            node.replace_all_uses_with(copy)
+            copy.args = (node,)
+            new.append(copy)
+        found.append(Update(constants.index(node), last is not None))
+    output.args = (tuple(new),)
+    return found
+
+
+def _rows(graph: Graph, held: Node) -> Node | None:
+    """
+    The one write to a tensor, of rows, after which nothing reads it: a copy of the states of all
+    data, of which a minibatch changes some, would cost more than the step.
+    """
+    shares = _roots(graph.nodes)
+    uses = [n for n in graph.nodes if any(shares.get(i, i) is held for i in n.all_input_nodes)]
+    writes = [n for n in uses if any(shares.get(t, t) is held for t in _written(n))]
+    last = uses[-1]
+    if writes != [last] or last.target != _aten.index_copy_.default or last.users:
+        return None
+    return last if last.args[:2] == (held, 0) else None
+
+
+# Constants that stay ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fold(graph: Graph, constants: list[Tensor], fixed: list[bool]) -> list[Tensor]:
+    """
+    Compute once what depends on constants that stay as they are.
+
+    :param constants: the tensors that are the graph's first inputs.
+    :param fixed: which of them stay.
+    :returns: the constants of the graph as it is now.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder"][: len(constants)]
+    held = dict(zip(inputs, constants, strict=True))
+    values: dict[Node, Any] = {n: held[n] for n, s in zip(inputs, fixed, strict=True) if s}
+    for node in _settled(graph):
+        if all(n in values for n in node.all_input_nodes):
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    for node in [n for n in values if n not in held]:
+        if isinstance(values[node], Tensor) and any(user not in values for user in node.users):
+            with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(None):
+                constant = graph.placeholder(f"constant_of_{node.name}")
+            held[constant] = values[node]
+            node.replace_all_uses_with(constant, lambda user: user not in values)
+    for node in reversed(list(dict.fromkeys([*held, *values]))):
+        if not node.users:
+            graph.erase_node(node)
+            held.pop(node, None)
+    return [held[n] for n in graph.nodes if n in held]

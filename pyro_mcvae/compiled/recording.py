@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, has_proxy_slot
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from pyro_mcvae.compiled.gradients import gradients_of, has_hooks, is_recorded, leaves_of
-from pyro_mcvae.compiled.graph import as_function
-from pyro_mcvae.compiled.reading import Reading, ReadingMode
-from pyro_mcvae.compiled.refusal import NotRecordable, said_by
+from pyro_mcvae.compiled.backends import Run
+from pyro_mcvae.compiled.graph import Update, as_function
+from pyro_mcvae.compiled.guards import NotRecordable, ReadingMode, said_by, trace
 from pyro_mcvae.compiled.signature import Call
-from pyro_mcvae.compiled.tracing import trace
-from pyro_mcvae.compiled.updates import Update
-from pyro_mcvae.compiled.writes import Slot, Spaces, check_detached
 from pyro_mcvae.ops.recording import assumptions
 from pyro_mcvae.programs.executed_code import ExecutedCode
-from pyro_mcvae.programs.outside_values import Dependencies, Entry, GeneratorStates
+from pyro_mcvae.programs.outside_values import (
+    Dependencies,
+    Entry,
+    GeneratorStates,
+    is_plain,
+    is_written,
+    put_back,
+)
 
-__all__ = ["NotUsable", "Outcome", "Recording", "Run", "Surroundings", "record"]
+__all__ = ["NotUsable", "Outcome", "Recording", "Surroundings", "gradients_of", "record"]
 
-Run = Callable[..., list[Tensor]]
-Change = Callable[[list[Tensor], GraphModule], list[Tensor]]
-
-
+# Stands for a tensor among the parts of what a step wrote.
 _TENSOR = object()
 
 
@@ -40,217 +43,97 @@ class NotUsable(NotRecordable):
     """This very step is not finite, or takes a way that others do not."""
 
 
+# Gradients ----------------------------------------------------------------------------------------
+
+
+def _has_hooks(leaf: Tensor) -> bool:
+    """Whether something is called with the gradient of a parameter, or after it was accumulated."""
+    return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
+def gradients_of(
+    loss: Tensor, leaves: list[Tensor], gradient: Tensor | None = None
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of parameters, as they are before hooks; None where there is none."""
+    held = [leaf._backward_hooks for leaf in leaves]
+    for leaf in leaves:
+        leaf._backward_hooks = None
+    try:
+        return torch.autograd.grad(loss, leaves, gradient, retain_graph=True, allow_unused=True)
+    finally:
+        for leaf, hooks in zip(leaves, held, strict=True):
+            leaf._backward_hooks = hooks
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    """Whether a tensor is made by the step that is being recorded."""
+    mode = get_proxy_mode()
+    return mode is not None and has_proxy_slot(tensor, mode.tracer)
+
+
+def _leaves_of(loss: Tensor) -> list[Tensor]:
+    """The parameters behind a loss, in the order of their discovery."""
+    waiting, seen, leaves = [loss.grad_fn], set(), []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and not _is_recorded(variable):
+            leaves.append(variable)
+        waiting += [following for following, _ in node.next_functions]
+    return leaves
+
+
+# What a step changes besides ----------------------------------------------------------------------
+
+
 @dataclass
-class Outcome:
+class Slot:
     """
-    What one step computed.
+    One attribute that a step wrote: a step size that adapts, a record of the last step.
 
-    :ivar results: the tensors of what the loss returned.
-    :ivar assumed: whether what the recording assumes was so; None if it assumes nothing.
-    :ivar gradients: one for each of the recording's leaves.
-    :ivar written: the new values of each slot.
-    :ivar updated: what each update in place writes.
+    :ivar owner: the class of the object that has it.
+    :ivar tensors: those of its new value, which are outputs of the recording.
+    :ivar rebuild: makes another such value of other tensors.
     """
 
-    results: list[Tensor]
-    assumed: Tensor | None
-    gradients: list[Tensor]
-    written: list[list[Tensor]]
-    updated: list[list[Tensor]]
+    owner: type
+    space: dict[str, Any]
+    key: str
+    before: object
+    tensors: list[Tensor]
+    rebuild: Callable[[list[Tensor]], object]
 
-    def is_usable(self) -> bool:
-        """Whether the step is one that the plain loss would have taken, too; reads its values."""
-        if self.assumed is not None and not bool(self.assumed):
-            return False
-        return all(math.isfinite(r.item()) for r in self.results)
-
-
-@dataclass
-class Recording:
-    """
-    A recorded step.
-
-    :ivar leaves: the parameters that have a gradient.
-    :ivar params: names of ``pyro.param`` statements and the parameters behind them.
-    :ivar param_sites: these statements as Pyro's handlers see them, without values.
-    :ivar dependencies: what the graph took for constant.
-    :ivar adds_gradients: whether replays add gradients to their parameters' without PyTorch's
-        backward pass, in which hooks on them are called.
-    """
-
-    graph: GraphModule
-    constants: list[Tensor]
-    updates: list[Update]
-    leaves: list[Tensor]
-    params: list[tuple[str, Tensor]]
-    param_sites: dict[str, dict[str, object]]
-    slots: list[Slot]
-    sizes: list[int]
-    spec: TreeSpec
-    fixed: list[object]
-    assumes: bool
-    dependencies: Dependencies
-    adds_gradients: bool
-    uses: int = 0
-    run: Run | None = None
-    _sources: list[tuple[int, Slot]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._shapes = [(leaf, leaf.shape) for leaf in self.leaves]
-        # What a step reads where the one before has written it.
-        self._sources = [
-            (i, s) for i, c in enumerate(self.constants) for s in self.slots if s.before is c
-        ]
-
-    def changed(self) -> str | None:
-        """What has changed of that which the graph takes for constant, if anything has."""
-        store = pyro.get_param_store()._params
-        for name, value in self.params:
-            if store.get(name) is not value:
-                return f"parameter '{name}'"
-        for _, slot in self._sources:
-            if not _is_like(slot.space.get(slot.key), slot.before):
-                return f"attribute '{slot.key}' of {slot.owner.__name__}"
-        if not all(p.requires_grad and p.shape == s for p, s in self._shapes):
-            return "a parameter's shape, or whether it requires a gradient,"
-        if self.adds_gradients and any(map(has_hooks, self.leaves)):
-            return "a hook on a parameter"
-        entry = self.dependencies.changed()
-        return None if entry is None else entry.name
-
-    def inputs(self, call: Call) -> list[Tensor]:
-        """What the graph is called with: its constants as they are now, and the call's inputs."""
-        for i, slot in self._sources:
-            now = slot.space[slot.key]
-            assert isinstance(now, Tensor)
-            self.constants[i] = now
-        return [*self.constants, *call.inputs()]
-
-    def replay(self, call: Call, run: Run, change: Change | None = None) -> Outcome:
-        """
-        Compute a step; nothing is changed by it but the generators.
-
-        :param change: makes other inputs of those of the graph.
-        """
-        with torch.no_grad():
-            inputs = self.inputs(call)
-            return self.outcome(run(*(inputs if change is None else change(inputs, self.graph))))
-
-    def outcome(self, outputs: list[Tensor]) -> Outcome:
-        """Sort a graph's outputs."""
-        given = iter(outputs)
-        sizes = [*self.sizes, *(update.num_outputs for update in self.updates)]
-        results, assumed, gradients, *rest = [list(islice(given, size)) for size in sizes]
-        slots = len(self.slots)
-        return Outcome(
-            results, assumed[0] if assumed else None, gradients, rest[:slots], rest[slots:]
-        )
-
-    def commit(self, outcome: Outcome) -> None:
-        """Write what the step writes besides gradients."""
-        for update, new in zip(self.updates, outcome.updated, strict=True):
-            update.write(self.constants[update.constant], new)
-        for slot, tensors in zip(self.slots, outcome.written, strict=True):
-            slot.write(tensors)
-
-    def result(self, results: list[object]) -> object:
-        """What the loss returned, of its tensors or numbers."""
-        given = iter(results)
-        return tree_unflatten([next(given) if f is _TENSOR else f for f in self.fixed], self.spec)
-
-    def tensors_of(self, returned: object) -> list[Tensor] | None:
-        """The results of a plain step, to be compared; None if it returned anything else."""
-        leaves, spec = tree_flatten(returned)
-        if spec != self.spec:
-            return None
-        pairs = list(zip(leaves, self.fixed, strict=True))
-        if any(f is not _TENSOR and f is not r and repr(f) != repr(r) for r, f in pairs):
-            return None
-        return [torch.as_tensor(r, dtype=torch.double) for r, f in pairs if f is _TENSOR]
+    def write(self, tensors: list[Tensor]) -> None:
+        """Write what the step would have written."""
+        self.space[self.key] = self.rebuild(tensors)
 
 
-def _is_like(now: object, then: object) -> bool:
-    both = isinstance(now, Tensor) and isinstance(then, Tensor)
-    return both and _about(now) == _about(then)
+def _split(value: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], object]]:
+    """The tensors of a value that the step computed, and what makes such a value of others."""
+    is_record = dataclasses.is_dataclass(value)
+    names = [f.name for f in dataclasses.fields(value) if f.init] if is_record else []
+    leaves, spec = tree_flatten([getattr(value, n) for n in names] if is_record else value)
+    tensors = [t for t in leaves if isinstance(t, Tensor) and _is_recorded(t)]
+    kept = [_TENSOR if isinstance(t, Tensor) and _is_recorded(t) else t for t in leaves]
+    kind = type(value)
 
+    def rebuild(new: list[Tensor]) -> object:
+        given = iter(new)
+        filled = tree_unflatten([next(given) if v is _TENSOR else v for v in kept], spec)
+        return kind(**dict(zip(names, filled, strict=True))) if is_record else filled
 
-def _about(value: Any) -> tuple[object, ...]:
-    return value.shape, value.dtype, value.device
-
-
-class _Step:
-    """Makes a recording's parts while the step runs."""
-
-    def __init__(self, loss: object, call: Call, around: Surroundings) -> None:
-        self._loss, self._call, self._around = loss, call, around
-        self.leaves: list[Tensor] = []
-        self.gradients: list[Tensor] = []
-
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        call = self._call
-        args, kwargs = call.with_inputs(inputs)
-        mode = ReadingMode(self._backward, call.numbers(inputs))
-        function = getattr(self._loss, call.function)
-        with assumptions() as assumed, pyro.validation_enabled(False):
-            with poutine.trace(param_only=True) as capture, mode, self._around.executed:
-                returned = function(call.model, call.guide, *args, **kwargs)
-            if isinstance(returned, Tensor) and returned.requires_grad:
-                with self._around.executed:
-                    self._backward(returned)
-            if mode.refused is not None:
-                raise mode.refused
-            store = pyro.get_param_store()
-            # Under module_local_params those of modules are no parameters of the store.
-            sites = {n: site for n, site in capture.trace.nodes.items() if n in store}
-            results = self._results(returned)
-            self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
-            self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
-            if self.gradients:
-                total = torch.stack([g.sum().double() for g in self.gradients]).sum()
-                assumed.append(total.detach().isfinite())  # the plain step names what is not
-            holds = [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else []
-        self.slots = self._around.spaces.written(is_recorded)
-        if call.function == "differentiable_loss":
-            check_detached(self.slots)
-        parts = [results, holds, self.gradients, *(s.tensors for s in self.slots)]
-        self.sizes = [len(part) for part in parts]
-        self.outputs = [t.detach() for part in parts for t in part]
-        return self.outputs
-
-    def _backward(
-        self, loss: Tensor, gradient: Tensor | None = None, *_: object, **__: object
-    ) -> None:
-        leaves = list(leaves_of(loss))
-        if not leaves:
-            return
-        found = gradients_of(loss, leaves, gradient)
-        for leaf, gradient in zip(leaves, found, strict=True):
-            if gradient is None:
-                continue
-            for i, known in enumerate(self.leaves):
-                if known is leaf:
-                    self.gradients[i] = self.gradients[i] + gradient
-                    break
-            else:
-                self.leaves.append(leaf)
-                self.gradients.append(gradient)
-
-    def _results(self, returned: object) -> list[Tensor]:
-        leaves, self.spec = tree_flatten(returned)
-        tensors = [r.tensor if isinstance(r, Reading) else r for r in leaves]
-        self.fixed = [_TENSOR if isinstance(t, Tensor) else t for t in tensors]
-        if self._call.function == "differentiable_loss" and not isinstance(returned, Tensor):
-            raise NotRecordable(
-                f"its differentiable_loss returns a {type(returned).__name__}, and not a tensor"
-            )
-        return [t for t in tensors if isinstance(t, Tensor)]
+    return tensors, rebuild
 
 
 class Surroundings:
     """
-    What a step may change that its replays would not.
+    What a step may change that its replays would not; an error within puts everything back.
 
     :param executed: the functions that the step before has executed.
+    :raises NotRecordable: in the place of an error within, with its line in the program.
     """
 
     def __init__(self, *roots: object, executed: ExecutedCode) -> None:
@@ -260,16 +143,71 @@ class Surroundings:
         self._generators = GeneratorStates(self._before)
         self._names = set(pyro.get_param_store()._params)
         self._roots, self._expected = roots, executed
+        self._entries = list(self._before.entries)
         self.executed = ExecutedCode()
-        self.spaces = Spaces(self._before)
+        self._spaces: list[tuple[type, dict[str, Any], dict[str, Any]]] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        for value in self._before.objects:
+            spaces = [vars(value)] if hasattr(value, "__dict__") else []
+            if isinstance(value, nn.Module):
+                # A scripted module's are no dict, and are written in place only.
+                if isinstance(value._buffers, dict):
+                    spaces.append(value._buffers)
+                held = [b for b in value._buffers.values() if b is not None]
+                self._buffers += [(b, b.detach().clone()) for b in held]
+            self._spaces += [(type(value), space, dict(space)) for space in spaces]
+
+    def __enter__(self) -> Surroundings:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is not None:
+            self.put_back()
+        if isinstance(error, Exception):
+            raise NotRecordable(said_by(error)) from error
 
     def put_back(self) -> None:
-        """Undo what a step did that is not recorded, but for PyTorch's generators."""
+        """Undo what a step did that is not recorded, except for PyTorch's generators."""
         store = pyro.get_param_store()
         for name in set(store._params) - self._names:
             del store[name]
-        self.spaces.put_back()
+        for _, space, before in self._spaces:
+            if any(space.get(k, space) is not v for k, v in before.items()):
+                space.update(before)
+            for key in space.keys() - before.keys():
+                del space[key]
+        for buffer, copy in self._buffers:
+            buffer.detach().copy_(copy)
+        for entry in self._entries:
+            if not entry.unchanged:
+                put_back(entry)
         self._generators.put_back()
+
+    @contextmanager
+    def watched(self, mode: ReadingMode) -> Iterator[list[Tensor]]:
+        """A step that is recorded runs within; the list fills with what the recording assumes."""
+        with assumptions() as assumed, pyro.validation_enabled(False), mode, self.executed:
+            yield assumed
+
+    def slots(self) -> list[Slot]:
+        """
+        Return the attributes that the step wrote.
+
+        :raises NotRecordable: naming an attribute with another plain value: a counter, say.
+        """
+        slots = []
+        for owner, space, before in self._spaces:
+            for key in [k for k, v in space.items() if before.get(k, before) is not v]:
+                new, old = space[key], before.get(key)
+                if is_plain(new) and not (is_plain(old) and new == old):
+                    raise NotRecordable(
+                        f"each step changes attribute '{key}' of {owner.__name__} (from {old!r} to "
+                        f"{new!r}): make it a tensor, or a buffer, that is updated in place"
+                    )
+                tensors, rebuild = _split(new)
+                if tensors:
+                    slots.append(Slot(owner, space, key, old, tensors, rebuild))
+        return slots
 
     def check(self, slots: list[Slot]) -> Dependencies:
         """
@@ -286,12 +224,199 @@ class Surroundings:
             raise NotRecordable(f"draws random numbers from {name}: use PyTorch's")
         if new := set(pyro.get_param_store()._params) - self._names:
             raise NotUsable(f"makes a new parameter, {sorted(new)[0]}")
-        entry = _without_slots(self._before, slots).changed()
-        if entry is not None:
+        keys = {(id(s.space), s.key) for s in slots}
+
+        def is_slot(entry: Entry) -> bool:
+            return (id(getattr(entry.get, "__self__", None)), entry.key) in keys
+
+        for dependencies in (self._before, found):
+            kept = [e for e in dependencies.entries if type(e.key) is not str or not is_slot(e)]
+            dependencies.entries = kept
+        if (entry := self._before.changed()) is not None:
             raise NotRecordable(f"each step changes {entry.name}, which a replay would not")
         if found.refused:
             raise NotRecordable(found.refused)
-        return _without_slots(found, slots)
+        return found
+
+
+# Recordings ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """
+    What one step computed.
+
+    :ivar loss: what the loss returned.
+    :ivar assumed: whether what the recording assumes was so, if it assumes anything.
+    :ivar gradients: one for each of the recording's leaves.
+    :ivar written: the new values of each slot, then what each update in place writes.
+    """
+
+    loss: Tensor
+    assumed: list[Tensor]
+    gradients: list[Tensor]
+    written: list[list[Tensor]]
+
+    def is_usable(self) -> bool:
+        """Whether the plain loss would have taken the step, too; reads the step's values."""
+        return all(map(bool, self.assumed)) and math.isfinite(self.loss.item())
+
+
+@dataclass(eq=False)
+class Recording:
+    """
+    A recorded step.
+
+    :ivar leaves: the parameters that have a gradient.
+    :ivar params: names of ``pyro.param`` statements and the parameters behind them.
+    :ivar param_sites: these statements as Pyro's handlers see them, without values.
+    :ivar sizes: how many outputs of the graph, after the loss, are assumptions, gradients, of each
+        slot, and of each update.
+    :ivar dependencies: what the graph took for constant.
+    :ivar adds_gradients: whether replays add gradients to their parameters' without PyTorch's
+        backward pass, in which hooks on them are called.
+    """
+
+    graph: GraphModule
+    constants: list[Tensor]
+    updates: list[Update]
+    leaves: list[Tensor]
+    params: list[tuple[str, Tensor]]
+    param_sites: dict[str, dict[str, object]]
+    slots: list[Slot]
+    sizes: list[int]
+    dependencies: Dependencies
+    adds_gradients: bool
+    uses: int = 0
+    misses: int = 0
+    run: Run | None = None
+
+    def __post_init__(self) -> None:
+        self._shapes = [(leaf, leaf.shape) for leaf in self.leaves]
+        # What a step reads where the one before has written it.
+        self._sources = [
+            (i, s) for i, c in enumerate(self.constants) for s in self.slots if s.before is c
+        ]
+
+    def changed(self) -> str | None:
+        """Return what has changed of that which the graph takes for constant, if anything has."""
+        store = pyro.get_param_store()._params
+        for name, value in self.params:
+            if store.get(name) is not value:
+                return f"parameter '{name}'"
+        for i, slot in self._sources:
+            if not _is_like(slot.space.get(slot.key), self.constants[i]):
+                return f"attribute '{slot.key}' of {slot.owner.__name__}"
+        if not all(p.requires_grad and p.shape == s for p, s in self._shapes):
+            return "a parameter's shape, or whether it requires a gradient,"
+        if self.adds_gradients and any(map(_has_hooks, self.leaves)):
+            return "a hook on a parameter"
+        entry = self.dependencies.changed()
+        return None if entry is None else entry.name
+
+    def inputs(self, call: Call) -> list[Tensor]:
+        """Return the graph's inputs: its constants as they are now, and the call's."""
+        for i, slot in self._sources:
+            self.constants[i] = slot.space[slot.key]
+        return [*self.constants, *call.inputs()]
+
+    @torch.no_grad()
+    def replay(self, run: Run, inputs: list[Tensor]) -> Outcome:
+        """Compute a step; nothing is changed by it but the generators."""
+        return self.outcome(run(*inputs))
+
+    def outcome(self, outputs: list[Tensor]) -> Outcome:
+        """Sort a graph's outputs."""
+        loss, *rest = outputs
+        given = iter(rest)
+        assumed, gradients, *written = [list(islice(given, size)) for size in self.sizes]
+        return Outcome(loss, assumed, gradients, written)
+
+    def updated(self, outcome: Outcome) -> list[tuple[Update, Tensor, list[Tensor]]]:
+        """Return each update in place, with its tensor and what it writes."""
+        new = outcome.written[len(self.slots) :]
+        return [(u, self.constants[u.constant], n) for u, n in zip(self.updates, new, strict=True)]
+
+    def commit(self, outcome: Outcome) -> None:
+        """Write what the step writes besides gradients."""
+        for update, held, new in self.updated(outcome):
+            update.write(held, new)
+        for slot, tensors in zip(self.slots, outcome.written, strict=False):
+            slot.write(tensors)
+
+
+def _is_like(now: Any, then: Tensor) -> bool:
+    if not isinstance(now, Tensor):
+        return False
+    return (now.shape, now.dtype, now.device) == (then.shape, then.dtype, then.device)
+
+
+class _Step:
+    """Makes a recording's parts while the step runs."""
+
+    def __init__(self, loss: object, call: Call, around: Surroundings) -> None:
+        self._loss, self._call, self._around = loss, call, around
+        self.leaves: list[Tensor] = []
+        self.gradients: list[Tensor] = []
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        call = self._call
+        args, kwargs = call.with_inputs(inputs)
+        function = getattr(self._loss, call.function)
+        mode = ReadingMode(self._backward, call.numbers(inputs))
+        with poutine.trace(param_only=True) as capture, self._around.watched(mode) as assumed:
+            returned = function(call.model, call.guide, *args, **kwargs)
+            if isinstance(returned, Tensor) and returned.requires_grad:
+                self._backward(returned)
+        store = pyro.get_param_store()
+        # Under module_local_params those of modules are no parameters of the store.
+        sites = {n: site for n, site in capture.trace.nodes.items() if n in store}
+        self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
+        self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
+        if self.gradients:
+            total = torch.stack([g.sum().double() for g in self.gradients]).sum()
+            assumed.append(total.detach().isfinite())  # the plain step names what is not
+        self.slots = self._around.slots()
+        loss = self._result(returned)
+        parts = [
+            [torch.stack([a.reshape(()) for a in assumed]).all()] if assumed else [],
+            self.gradients,
+            *(slot.tensors for slot in self.slots),
+        ]
+        self.sizes = [len(part) for part in parts]
+        self.outputs = [loss.detach(), *(t.detach() for part in parts for t in part)]
+        return self.outputs
+
+    def _backward(
+        self, loss: Tensor, gradient: Tensor | None = None, *_: object, **__: object
+    ) -> None:
+        leaves = _leaves_of(loss)
+        found = gradients_of(loss, leaves, gradient) if leaves else ()
+        for leaf, new in zip(leaves, found, strict=True):
+            if new is None:
+                continue
+            at = next((i for i, known in enumerate(self.leaves) if known is leaf), None)
+            if at is None:
+                self.leaves.append(leaf)
+                self.gradients.append(new)
+            else:
+                self.gradients[at] = self.gradients[at] + new
+
+    def _result(self, returned: object) -> Tensor:
+        loss, function = getattr(returned, "tensor", returned), self._call.function
+        differentiable = function == "differentiable_loss"
+        if not isinstance(loss, Tensor) or (differentiable and loss is not returned):
+            kind, wanted = type(returned).__name__, "tensor" if differentiable else "number"
+            raise NotRecordable(f"its {function} returns a {kind}, and not a {wanted}")
+        for slot in self.slots if differentiable else ():
+            # A further term of a loss may be made of it, a penalty say.
+            if is_written(slot.owner) and any(t.requires_grad for t in slot.tensors):
+                raise NotRecordable(
+                    f"attribute '{slot.key}' of {slot.owner.__name__} has a gradient, which that "
+                    f"of a recorded step would not: detach it, or make it a pyro.factor"
+                )
+        return loss
 
 
 def record(loss: object, call: Call, executed: ExecutedCode) -> tuple[Recording, Outcome]:
@@ -304,53 +429,31 @@ def record(loss: object, call: Call, executed: ExecutedCode) -> tuple[Recording,
     :raises NotRecordable: with the reason; then nothing has changed but the generators.
     """
     roots = (call.model, call.guide, loss, *(a for a in call.leaves if callable(a)))
-    around = Surroundings(*roots, executed=executed)
-    step = _Step(loss, call, around)
-    try:
+    with Surroundings(*roots, executed=executed) as around:
+        step = _Step(loss, call, around)
         # Tensors of their own: what a program sees elsewhere, too, is not the argument.
         traced = trace(step, [t.detach() for t in call.inputs()])
-        if (adds := call.function == "loss_and_grads") and any(map(has_hooks, step.leaves)):
+        if (adds := call.function == "loss_and_grads") and any(map(_has_hooks, step.leaves)):
             raise NotRecordable(
                 "a parameter has a hook on its gradient: use (model, guide) modules"
             )
         dependencies = around.check(step.slots)
         graph, constants, updates = as_function(traced)
-    except NotRecordable:
-        around.put_back()
-        raise
-    except Exception as error:
-        around.put_back()
-        raise NotRecordable(said_by(error)) from error
-    recording = Recording(
-        graph,
-        constants,
-        updates,
-        step.leaves,
-        step.params,
-        step.param_sites,
-        step.slots,
-        step.sizes,
-        step.spec,
-        step.fixed,
-        bool(step.sizes[1]),
-        dependencies,
-        adds,
-    )
-    outcome = recording.outcome(step.outputs)
-    if not outcome.is_usable():
-        around.put_back()
-        raise NotUsable
+        recording = Recording(
+            graph=graph,
+            constants=constants,
+            updates=updates,
+            leaves=step.leaves,
+            params=step.params,
+            param_sites=step.param_sites,
+            slots=step.slots,
+            sizes=[*step.sizes, *(2 if update.rows else 1 for update in updates)],
+            dependencies=dependencies,
+            adds_gradients=adds,
+        )
+        outcome = recording.outcome(step.outputs)
+        if not outcome.is_usable():
+            raise NotUsable
     for name, value in recording.params:
-        recording.dependencies.watch_gradient(value, name)
+        dependencies.watch_gradient(value, name)
     return recording, outcome
-
-
-def _without_slots(dependencies: Dependencies, slots: list[Slot]) -> Dependencies:
-    keys = {(id(s.space), s.key) for s in slots}
-
-    def is_slot(entry: Entry) -> bool:
-        key = entry.key
-        return isinstance(key, str) and (id(getattr(entry.get, "__self__", None)), key) in keys
-
-    dependencies.entries = [e for e in dependencies.entries if not is_slot(e)]
-    return dependencies

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.ops import ranks
-from pyro_mcvae.ops.checks import check_count, check_flag
+from pyro_mcvae.ops.checks import check_count
 
 __all__ = ["RankBatches"]
 
@@ -22,8 +22,6 @@ class BatchesState(TypedDict):
     seed: int
     epoch: int
     position: int
-    parts: int
-    before: list[tuple[int, int]]
 
 
 class RankBatches:
@@ -40,23 +38,15 @@ class RankBatches:
     of each rank's gradient, which DistributedDataParallel computes, is then the gradient of the
     minibatches' union, with its scale :math:`N / \sum_r B_r`.
 
-    With ``fixed=True`` each of R ranks r goes through its own data only, the indices r, r + R, r +
-    2R, ..., in another order in each epoch: for what is kept of each datum on its rank, such as the
-    states of ``TruncatedPosterior(..., exchange=False)``. Ranks that have a datum more than others
-    leave one out in each epoch, so that data weigh the same only if R divides N; the difference is
-    below R / N.
-
     ``state_dict`` holds the place in the epoch, for any number of ranks: iterating goes on there.
-    (What another number of ranks left of an epoch may be more for one fixed rank than for another;
-    the excess is left out of that epoch.) An epoch that was left by ``break`` is taken up as well.
+    An epoch that was left by ``break`` is taken up as well.
 
     :param int num_data: the number of data, N.
     :param int batch_size: the most data of one rank in one step.
     :param bool shuffle: False goes through the data in their order.
     :param int seed: of the permutations; the same on all ranks.
-    :param bool fixed: whether a datum stays with one rank.
     :param rank: which process this is; by default what :mod:`torch.distributed` says.
-    :param num_ranks: of how many; likewise.
+    :param num_ranks: of how many; by default what :mod:`torch.distributed` says.
     :ivar epoch: the number of epochs that are done.
     :ivar position: how many indices of this one all ranks have had.
     :raises ValueError: for sizes that are no ints of at least 1, and for less data than ranks.
@@ -66,9 +56,6 @@ class RankBatches:
         >>> batches = RankBatches(10, batch_size=2, shuffle=False, rank=1, num_ranks=3)
         >>> [index.tolist() for index in batches]
         [[2, 3], [7]]
-        >>> batches = RankBatches(10, 2, shuffle=False, fixed=True, rank=1, num_ranks=3)
-        >>> [index.tolist() for index in batches]
-        [[1, 4], [7]]
     """
 
     def __init__(
@@ -78,13 +65,11 @@ class RankBatches:
         *,
         shuffle: bool = True,
         seed: int = 0,
-        fixed: bool = False,
         rank: int | None = None,
         num_ranks: int | None = None,
     ) -> None:
         num_data = check_count("num_data", num_data)
         batch_size = check_count("batch_size", batch_size)
-        check_flag("fixed", fixed)
         self.num_ranks = ranks.num_ranks() if num_ranks is None else num_ranks
         self.rank = ranks.rank() if rank is None else rank
         if not 0 <= self.rank < self.num_ranks:
@@ -95,11 +80,9 @@ class RankBatches:
                 f"fewer processes"
             )
         self.num_data, self.batch_size = num_data, batch_size
-        self.shuffle, self.seed, self.fixed = shuffle, seed, fixed
-        #: Which epoch this is, and how many of its data all ranks have had since it was loaded.
+        self.shuffle, self.seed = shuffle, seed
+        #: Which epoch this is, and how many of its data all ranks have had.
         self.epoch, self.position = 0, 0
-        # What they had before: by how many ranks an index was divided, and how many of each.
-        self._before: list[tuple[int, int]] = []
 
     def __len__(self) -> int:
         """Steps in a whole epoch."""
@@ -108,21 +91,12 @@ class RankBatches:
 
     def __iter__(self) -> Iterator[Tensor]:
         order = self._order()
-        for parts, count in self._before:
-            order = _without(order, parts, count)
-        if self.fixed:
-            every = _split(order, self.num_ranks)
-            own, total = every[self.rank], self.num_ranks * min(map(len, every))
-        else:
-            own, total = order, len(order)
-        while size := min(self.batch_size, (total - self.position) // self.num_ranks):
-            begin = self.position // self.num_ranks
-            if not self.fixed:
-                begin = self.position + self.rank * size
+        while size := min(self.batch_size, (len(order) - self.position) // self.num_ranks):
+            begin = self.position + self.rank * size
             # Before the step: what is saved after it begins with the next one.
             self.position += size * self.num_ranks
-            yield own[begin : begin + size]
-        self.epoch, self.position, self._before = self.epoch + 1, 0, []
+            yield order[begin : begin + size]
+        self.epoch, self.position = self.epoch + 1, 0
 
     def _order(self) -> Tensor:
         if not self.shuffle:
@@ -141,8 +115,6 @@ class RankBatches:
             seed=self.seed,
             epoch=self.epoch,
             position=self.position,
-            parts=self.num_ranks if self.fixed else 1,
-            before=list(self._before),
         )
 
     def load_state_dict(self, state: BatchesState) -> None:
@@ -155,19 +127,5 @@ class RankBatches:
             raise ValueError(
                 f"the batches were of {state['num_data']} data, and are now of {self.num_data}"
             )
-        self.shuffle, self.seed, self.epoch = state["shuffle"], state["seed"], state["epoch"]
-        parts = state["parts"]
-        now = [(parts, state["position"] // parts)] if state["position"] else []
-        self._before = [*((ranks, count) for ranks, count in state["before"]), *now]
-        self.position = 0
-
-
-def _split(order: Tensor, parts: int) -> list[Tensor]:
-    """The indices of each remainder, in their order."""
-    return [order[order % parts == r] for r in range(parts)]
-
-
-def _without(order: Tensor, parts: int, count: int) -> Tensor:
-    """An order without the first few indices of each remainder."""
-    seen = torch.cat([part[:count] for part in _split(order, parts)])
-    return order[~torch.isin(order, seen)]
+        self.shuffle, self.seed = state["shuffle"], state["seed"]
+        self.epoch, self.position = state["epoch"], state["position"]

@@ -7,8 +7,7 @@ import pickle
 import re
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -51,16 +50,21 @@ def write_content(path: Path, content: Content) -> None:
     """Write a file, in the place of an older one at once."""
     # Beside it, since only within one file system a file takes another's place at once.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    # True checksums, whatever PyTorch has been told.
+    get, set_ = (getattr(torch.serialization, f"{n}_crc32_options", None) for n in ("get", "set"))
+    computes = get() if get else True
     try:
+        if set_:
+            set_(True)
         with partial.open("xb") as file:
-            with _checksums():
-                torch.save(content, file)
+            torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    finally:
         partial.unlink(missing_ok=True)
-        raise
+        if set_:
+            set_(computes)
 
 
 def read_content(path: Path, weights_only: bool) -> Content:
@@ -86,17 +90,16 @@ def read_content(path: Path, weights_only: bool) -> Content:
     except Exception as error:
         raise ValueError(f"{path} is truncated, or no checkpoint: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} was not written by save_checkpoint: it is a {_outline(content)}")
+        keys = f" of {sorted(map(str, content))[:5]}" if isinstance(content, dict) else ""
+        kind = type(content).__name__
+        raise ValueError(f"{path} was not written by save_checkpoint: it is a {kind}{keys}")
     if content["version"] != VERSION:
         raise ValueError(
             f"{path} has version {content['version']} of the checkpoint format, and this package "
             f"reads version {VERSION}"
         )
-    wanted = Content.__required_keys__
-    if content.keys() != wanted:
-        raise ValueError(
-            f"{path} is damaged: it has {sorted(map(str, content))} instead of {sorted(wanted)}"
-        )
+    if content.keys() != Content.__required_keys__:
+        raise ValueError(f"{path} is damaged: it has only {sorted(map(str, content))}")
     return cast("Content", content)
 
 
@@ -115,26 +118,6 @@ def _check_bits(path: Path) -> None:
         raise ValueError(f"{path} is damaged: {error}") from error
     if damaged is not None:
         raise ValueError(f"{path} is damaged: its record '{damaged}' is not what was written")
-
-
-@contextmanager
-def _checksums() -> Iterator[None]:
-    """Let PyTorch write true checksums, whatever it has been told."""
-    options = torch.serialization
-    before = options.get_crc32_options() if hasattr(options, "get_crc32_options") else True
-    if before:
-        yield
-        return
-    options.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        options.set_crc32_options(before)
-
-
-def _outline(content: object) -> str:
-    keys = f" of {sorted(map(str, content))[:5]}" if isinstance(content, dict) else ""
-    return type(content).__name__ + keys
 
 
 def _constraints() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from types import ModuleType
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from pyro.infer import SVI
@@ -14,14 +14,14 @@ from pyro.optim import PyroOptim
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pyro_mcvae.comparisons.chain_states import ChainStates
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.ops.ranks import num_ranks, rank
 from pyro_mcvae.training.store import Part, PyroOptimPart, Saved, Undo
 from pyro_mcvae.truncated.closed_form import ClosedForm
-from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 __all__ = ["ModulePart", "as_parts"]
+
+Spaces: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def as_parts(parts: Mapping[str, object]) -> dict[str, Part]:
@@ -103,31 +103,14 @@ class ModulePart(Part):
         self.kind = _kind(self.module)
 
     def save(self) -> dict[str, Saved]:
-        state: dict[str, Saved] = self.module.state_dict()
-        return state
-
-    def _check(self, state: Mapping[str, Saved]) -> None:
-        live = dict(self.module.named_parameters(remove_duplicate=False))
-        missing = [name for name in live if name not in state]
-        if missing:
-            raise ValueError(f"it has no parameter '{missing[0]}' ({len(missing)} are missing)")
-        for name, value in live.items():
-            if value.shape != state[name].shape:
-                raise ValueError(
-                    f"parameter '{name}' has shape {tuple(value.shape)}, and was saved with "
-                    f"{tuple(state[name].shape)}"
-                )
+        return self.module.state_dict()
 
     def load(self, state: Mapping[str, Saved]) -> None:
-        self._check(state)
         for path, module in self.module.named_modules():
-            start = f"{path}.states_" if path else "states_"
-            if isinstance(module, TruncatedPosterior) and not any(
-                k.startswith(start) for k in state
-            ):
+            prefix = f"{path}." if path else ""
+            own = [prefix + name for name, b in module._buffers.items() if b is not None]
+            if hasattr(module, "forget") and any(name not in state for name in own):
                 module.forget()  # saved before its first call
-            if isinstance(module, ChainStates) and f"{path}.visited" not in state:
-                module.positions = module.visited = None
         try:
             self.module.load_state_dict(state)
         except RuntimeError as error:
@@ -137,21 +120,19 @@ class ModulePart(Part):
             ) from error
 
     def undo(self) -> Undo:
-        kept: list[tuple[dict[str, Tensor | None], ...]] = []
-        for module in self.module.modules():
-            for held in (module._parameters, module._buffers):
-                tensors = cast("dict[str, Tensor | None]", held)
-                values = {n: None if t is None else t.detach().clone() for n, t in tensors.items()}
-                kept.append((tensors, dict(tensors), values))
+        kept = [
+            (held, dict(held), {n: t.detach().clone() for n, t in held.items() if t is not None})
+            for module in self.module.modules()
+            for held in cast("Spaces", (module._parameters, module._buffers))
+        ]
 
         def restore() -> None:
             with torch.no_grad():
-                for tensors, before, values in kept:
-                    tensors.clear()
-                    tensors.update(before)
+                for held, before, values in kept:
+                    held.clear()
+                    held.update(before)
                     for name, value in values.items():
-                        if value is not None:
-                            cast("Tensor", before[name]).copy_(value)
+                        held[name].copy_(value)
 
         return restore
 
@@ -170,10 +151,6 @@ class _ObjectPart(Part):
     def load(self, state: Saved) -> None:
         # Some keep what they are given, and change it later.
         self._set(copy.deepcopy(state))
-
-    def undo(self) -> Undo:
-        before = copy.deepcopy(self._get())
-        return lambda: self._set(before)
 
 
 class _ClosedFormPart(_ObjectPart):
@@ -205,6 +182,3 @@ class _StatelessPart(Part):
 
     def load(self, state: Saved) -> None:
         pass
-
-    def undo(self) -> Undo:
-        return lambda: None

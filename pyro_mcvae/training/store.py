@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
@@ -28,7 +27,8 @@ class StoreState(TypedDict):
     What is saved of the parameter store, by names in it.
 
     :ivar owners: part and name of the parameters that modules among the parts hold.
-    :ivar of_modules: those that other modules hold.
+    :ivar of_modules: those that other modules hold: these do not look for their values in the
+        store, so that what is put there would be trained by the optimizer and used by nobody.
     """
 
     owners: dict[str, str]
@@ -56,9 +56,10 @@ class Part(ABC):
     def load(self, state: Saved) -> None:
         """Set the state; may fail halfway."""
 
-    @abstractmethod
     def undo(self) -> Undo:
         """Remember the present state, and return what sets it again."""
+        before = copy.deepcopy(self.save())
+        return lambda: self.load(before)
 
 
 class PyroOptimPart(Part):
@@ -79,17 +80,6 @@ class PyroOptimPart(Part):
         self._optim.optim_objs.clear()
         self._optim.grad_clip.clear()
         self._optim._state_waiting_to_be_consumed = copy.deepcopy(dict(state))
-
-    def undo(self) -> Undo:
-        optim = self._optim
-        names = "optim_objs", "grad_clip", "_state_waiting_to_be_consumed"
-        before = {name: dict(getattr(optim, name)) for name in names}
-
-        def restore() -> None:
-            for name, value in before.items():
-                setattr(optim, name, value)
-
-        return restore
 
 
 def store_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -131,7 +121,7 @@ class ParamStorePart(Part):
         others = {n: p for n, p in state["params"].items() if id(p) not in keys}
         return {
             "owners": {n: keys[id(p)] for n, p in state["params"].items() if id(p) in keys},
-            "of_modules": dict.fromkeys(_held_by_modules(others), True),
+            "of_modules": {n: True for n, p in others.items() if isinstance(p, nn.Parameter)},
             "params": {n: p.detach() for n, p in state["params"].items()},
             "constraints": state["constraints"],
         }
@@ -144,18 +134,22 @@ class ParamStorePart(Part):
         for name, saved in state["params"].items():
             live = params.get(name)
             owner = owned.get(state["owners"].get(name, ""))
-            if owner is not None:
-                # The module's next call puts its own tensor there.
-                if live is not None and live is not owner:
-                    del self._store[name]
-            elif name in state["of_modules"]:
-                _into_module(name, live, saved)
-            elif live is not None and live.shape == saved.shape and live.dtype == saved.dtype:
-                with torch.no_grad():
-                    live.copy_(saved)
-            else:
-                if live is not None:
-                    del self._store[name]
+            if live is not None and live.shape == saved.shape and live.dtype == saved.dtype:
+                if owner is None:
+                    with torch.no_grad():
+                        live.copy_(saved)
+                    continue
+            elif owner is None and name in state["of_modules"]:
+                raise ValueError(
+                    f"parameter '{name}' of shape {tuple(saved.shape)} belongs to a module that is "
+                    f"not among the parts, and the store does not know one of this shape: pass the "
+                    f"module to save_checkpoint and load_checkpoint too, or call the model and the "
+                    f"guide once before loading"
+                )
+            # A module's next call puts its own tensor there.
+            if live is not None and live is not owner:
+                del self._store[name]
+            if owner is None:
                 made = saved.clone().requires_grad_()
                 constraint = {name: state["constraints"][name]}
                 self._store.set_state({"params": {name: made}, "constraints": constraint})
@@ -174,43 +168,3 @@ class ParamStorePart(Part):
                     before["_params"][name].copy_(value)
 
         return restore
-
-
-def _held_by_modules(params: Mapping[str, Tensor]) -> list[str]:
-    """
-    The names of what modules hold as plain parameters. These do not look for their values in the
-    parameter store, as a PyroParam does: what is put there in their place would be trained by the
-    optimizer and used by nobody.
-    """
-    unknown = {id(p): n for n, p in params.items() if isinstance(p, nn.Parameter)}
-    if not unknown:
-        return []
-    modules = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
-    held = [
-        unknown[id(p)]
-        for module in modules
-        for name, p in module._parameters.items()
-        if id(p) in unknown and not name.endswith("_unconstrained")
-    ]
-    return sorted(set(held))
-
-
-def _into_module(name: str, live: Tensor | None, saved: Tensor) -> None:
-    """
-    Set a parameter of a module that is known by its name in the store only.
-
-    :raises ValueError: if the module has not been called yet, or has another shape.
-    """
-    if live is None:
-        raise ValueError(
-            f"parameter '{name}' belongs to a module that is not among the parts, and which the "
-            f"store does not know yet: pass the module to save_checkpoint and load_checkpoint "
-            f"too, or call the model and the guide once before loading"
-        )
-    if live.shape != saved.shape:
-        raise ValueError(
-            f"parameter '{name}' has shape {tuple(live.shape)}, and was saved with "
-            f"{tuple(saved.shape)}"
-        )
-    with torch.no_grad():
-        live.copy_(saved)

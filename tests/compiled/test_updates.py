@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.compiled.graph import as_function
-from pyro_mcvae.compiled.tracing import trace
+from pyro_mcvae.compiled.guards import trace
 
 index = torch.tensor([2, 0])
 Write = Callable[[Tensor, Tensor], Tensor]

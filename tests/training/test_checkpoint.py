@@ -36,7 +36,7 @@ SAVED_AT = (0, 1, 4)
 def in_turn(names, saved_at):
     """Each objective at each moment, under each interface in turn; the whole product is slow."""
     return [
-        pytest.param(name, interface, at, marks=() if (i + j + k) % 2 else pytest.mark.slow)
+        pytest.param(name, interface, at, marks=pytest.mark.slow if (i + 2 * j + k) % 4 else ())
         for i, name in enumerate(names)
         for j, interface in enumerate(INTERFACES)
         for k, at in enumerate(saved_at)
@@ -174,8 +174,7 @@ def refuses(path, run, match, error=ValueError, parts=None):
     assert torch.isfinite(torch.tensor(run.step()))
 
 
-@interfaces
-@pytest.mark.parametrize("name", ["ais", "truncated", "rb-nvil"])
+@pytest.mark.parametrize(("name", "interface"), [("ais", "svi"), ("truncated", "module")])
 def test_truncated_and_foreign_files_leave_the_run_alone(name, interface, tmp_path):
     run, path = Run(name, interface), tmp_path / "run.pt"
     steps(run, 2)
@@ -212,7 +211,7 @@ def test_other_objectives_parts_and_shapes_are_refused(tmp_path):
     wide = Run("ais", "module")
     wide.guide.encoder.weight = nn.Parameter(torch.zeros(4, 7))
     before = wide.guide.encoder.weight
-    with pytest.raises(ValueError, match=r"encoder.weight' has shape \(4, 7\).*\(4, 3\)"):
+    with pytest.raises(ValueError, match=r"encoder.weight.*\[4, 3\].*\[4, 7\]"):
         load_checkpoint(path, wide.parts)
     assert wide.guide.encoder.weight is before
 
@@ -424,9 +423,7 @@ def test_a_module_that_only_its_program_knows_is_asked_for(kind, tmp_path):
     assert [svi.step(x) for _ in range(3)] == wanted
 
 
-def test_a_function_around_an_autoguide_takes_its_values_from_the_store(tmp_path):
-    """A PyroParam looks there, so its guide need not be a part."""
-
+def test_a_function_around_an_autoguide_is_asked_for(tmp_path):
     def begin():
         pyro.clear_param_store()
 
@@ -438,15 +435,17 @@ def test_a_function_around_an_autoguide_takes_its_values_from_the_store(tmp_path
         auto = AutoNormal(model, init_scale=0.5)
         return auto, svi_of(model, lambda x: auto(x))
 
-    x = torch.randn(5, 2)
+    x, path = torch.randn(5, 2), tmp_path / "run.pt"
     auto, svi = begin()
     for _ in range(3):
         svi.step(x)
-    save_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    save_checkpoint(path, {"svi": svi})
     wanted = auto.locs.z.detach().clone()
     auto, svi = begin()
-    load_checkpoint(tmp_path / "run.pt", {"svi": svi})
+    with pytest.raises(ValueError, match="module that is not among the parts"):
+        load_checkpoint(path, {"svi": svi})
     auto(x)
+    load_checkpoint(path, {"svi": svi})
     assert torch.equal(auto.locs.z, wanted)
     svi.step(x)
     assert (auto.locs.z != wanted).all()

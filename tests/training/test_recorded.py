@@ -1,6 +1,7 @@
 """Recorded steps are the plain steps, of every objective, with everything that has a state."""
 
 import functools
+import itertools
 
 import pyro
 import pytest
@@ -48,8 +49,9 @@ def test_recorded_steps_are_the_plain_steps(name):
     assert (uses(run.loss), len(reasons(run.loss))) == (5, 0)
 
 
-@objectives
-@pytest.mark.parametrize("interface", ["svi", "module"])
+@pytest.mark.parametrize(
+    ("name", "interface"), list(zip(OBJECTIVES, itertools.cycle(["svi", "module"]), strict=False))
+)
 def test_a_step_reads_nothing_but_the_returned_loss(name, interface, monkeypatch):
     # What is read on the CPU alone, where nobody has to wait for it.
     monkeypatch.setattr(chain_density, "costs_nothing_to_read", lambda value: False)

@@ -1,0 +1,322 @@
+"""Record a step's operations, and refuse what its replays would not repeat."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any, NoReturn
+
+import torch
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.subsample_messenger import SubsampleMessenger
+from pyro.poutine.trace_messenger import TraceMessenger
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from pyro_mcvae.ops.gumbel import one_hot
+from pyro_mcvae.ops.recording import assume
+from pyro_mcvae.programs.messengers import Recorder, is_param_tracer
+from pyro_mcvae.programs.source_lines import is_library, program_line
+from pyro_mcvae.programs.types import TorchFunction
+
+__all__ = ["NotRecordable", "Reading", "ReadingMode", "said_by", "trace"]
+
+Function = Callable[..., object]
+_aten = torch.ops.aten
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+class NotRecordable(BaseException):
+    """
+    A step does what no recording can repeat.
+
+    Not an ``Exception``: programs, and checks of them, catch these and go on, and what was read
+    until then would be taken for a constant.
+    """
+
+
+def said_by(error: BaseException) -> str:
+    """Return an error in one line, with the program's line that it comes from."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    lines = str(error).strip().splitlines() or [""]
+    at = f" at {program_line(trace.tb_frame)}" if trace is not None else ""
+    return f"{type(error).__name__}: {lines[0]}{at}"
+
+
+def _refuse(why: str) -> NoReturn:
+    raise NotRecordable(f"{why} at {program_line()}")
+
+
+# Recording ----------------------------------------------------------------------------------------
+
+
+def trace(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> GraphModule:
+    """
+    Call a function, and record the operations that it computes.
+
+    :returns: their graph, whose nodes have ``tensor_meta`` and a ``device``.
+    """
+
+    def watched(*inputs: Tensor) -> list[Tensor]:
+        with _HostReads():
+            return function(*inputs)
+
+    with _described_by_devices():
+        graph = proxy_tensor.make_fx(watched)(*inputs)
+    for node in graph.graph.nodes:
+        node.meta["device"] = node.meta.pop("val", None)
+    return graph
+
+
+@contextmanager
+def _described_by_devices() -> Iterator[None]:
+    # PyTorch describes each result by a fake tensor, too: half of the time of a recording.
+    describe = proxy_tensor.extract_val
+    proxy_tensor.extract_val = lambda value, *_, **__: getattr(value, "device", None)
+    try:
+        yield
+    finally:
+        proxy_tensor.extract_val = describe
+
+
+class _HostReads(TorchDispatchMode):
+    """
+    Watches for values that the host reads, by whichever function: also ``torch.full(shape,
+    buffer)`` and ``table[buffer]`` read the buffer, and the shape of ``torch.where(mask)`` depends
+    on the mask.
+
+    A value that the step computes is refused, and so is a shape. A tensor that is held, as a buffer
+    is, is assumed to stay as it is: every replay checks it.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if proxy_tensor.get_proxy_mode() is None:
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            _refuse(f"draws from a generator of its own ({name}), which comparisons would turn on,")
+        if torch.Tag.dynamic_output_shape in func.tags and not _picks_by_numbers(func, args):
+            _refuse(f"has a shape that depends on values ({name})")
+        if torch.Tag.data_dependent_output not in func.tags:
+            return func(*args, **kwargs)
+        try:
+            value = func(*args, **kwargs)
+        except RuntimeError:
+            _refuse("reads a tensor's value")
+        if func is not _aten._local_scalar_dense.default or value != value:
+            _refuse("reads a tensor's value")
+        assume(torch.eq(args[0], value))
+        return value
+
+
+def _picks_by_numbers(func: object, args: tuple[Any, ...]) -> bool:
+    if func is not _aten.index.Tensor:
+        return False
+    return not any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+# Numbers that a loss makes of tensors -------------------------------------------------------------
+
+
+class Reading(float):
+    """
+    What ``tensor.item()`` returns in a recorded loss: a number that knows its tensor.
+
+    Sums and multiples of it are recorded; a decision by its value is refused, except for the check
+    whether it is NaN, which the recorded step alone makes.
+    """
+
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Reading:
+        """Read a tensor."""
+        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+            found = cls(tensor.detach().item())
+        # A Python number has double precision.
+        found.tensor = tensor.detach().double() if tensor.dtype.is_floating_point else tensor
+        return found
+
+    def __neg__(self) -> Reading:
+        return Reading.of(-self.tensor)
+
+    def __eq__(self, other: object) -> bool:
+        if other is not self:
+            _decides(self)
+        return float.__eq__(self, self)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _decides(*_: object) -> NoReturn:
+    _refuse("decides by a tensor's value")
+
+
+def _arithmetic(name: str) -> Function:
+    def combine(self: Reading, other: object) -> object:
+        if isinstance(other, Tensor):
+            return NotImplemented
+        other = other.tensor if isinstance(other, Reading) else other
+        return Reading.of(getattr(self.tensor, name)(other))
+
+    return combine
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow"):
+    setattr(Reading, f"__{_name}__", _arithmetic(f"__{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "bool", "int", "float", "trunc", "floor", "ceil", "round"):
+    setattr(Reading, f"__{_name}__", _decides)
+
+
+# What Python asks of tensors ----------------------------------------------------------------------
+
+# Of floats alone these make a float.
+_ARITHMETIC = {
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "div", "rdiv", "truediv", "rtruediv"),
+    *("true_divide", "pow", "rpow", "neg", "abs"),
+}
+_COMPARISONS: dict[object, Callable[..., Tensor]] = {
+    **dict.fromkeys((torch.equal, Tensor.equal), torch.eq),
+    **dict.fromkeys((torch.allclose, Tensor.allclose), torch.isclose),
+}
+# These read memory by no operation.
+_UNSEEN = (Tensor.tolist, Tensor.numpy, Tensor.__array__)
+_SPLITS = (torch.tensor_split, Tensor.tensor_split)
+
+
+class ReadingMode(TorchFunctionMode):
+    """
+    Watches a step that is being recorded for numbers that Python makes of tensors.
+
+    :param backward: what ``loss.backward()`` does, with its arguments.
+    :param numbers: tensors that stand for floats: beside a tensor they take its type, as floats do.
+    """
+
+    def __init__(self, backward: Callable[..., None], numbers: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._backward = backward
+        self._numbers = {id(number): number for number in numbers}
+
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            return self._backward(*args, **kwargs)
+        if func is Tensor.register_hook:
+            return func(args[0], self._watched(args[1]))
+        if func is Tensor.item:
+            caller = sys._getframe(1)
+            if _stays(caller.f_code, caller.f_locals.get("self")):
+                return _fixed(args[0])
+            if not _in_a_program():
+                return Reading.of(args[0])
+        if func is Tensor.__bool__ and is_library(sys._getframe(1).f_code):
+            return _fixed(args[0].bool())
+        if func in _COMPARISONS and is_library(sys._getframe(1).f_code):
+            same = args[0].shape == args[1].shape
+            return same and _fixed(_COMPARISONS[func](*args, **kwargs).all())
+        if func is torch.nn.functional.one_hot:
+            return _one_hot(*args, **kwargs)
+        if func in _UNSEEN or (func in _SPLITS and isinstance(args[1], Tensor)):
+            _refuse(f"reads a tensor's value (.{func.__name__})")
+        if any(isinstance(a, Reading) for a in args):
+            args = tree_map_only(Reading, lambda reading: reading.tensor, args)
+        return self._with_numbers(func, args, kwargs) if self._numbers else func(*args, **kwargs)
+
+    def _with_numbers(
+        self, func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> object:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        others = [t for t in tensors if id(t) not in self._numbers]
+        if len(others) == len(tensors):
+            return func(*args, **kwargs)
+        if func is Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return torch.get_default_dtype()
+        if not others and getattr(func, "__name__", "").strip("_") in _ARITHMETIC:
+            found = func(*args, **kwargs)
+            assert isinstance(found, Tensor)
+            self._numbers[id(found)] = found
+            return found
+        types = [torch.result_type(t, 0.5) for t in others] or [torch.get_default_dtype()]
+        dtype = functools.reduce(torch.promote_types, types)
+
+        def cast(t: Tensor) -> Tensor:
+            return t.to(dtype) if id(t) in self._numbers else t
+
+        args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _watched(self, hook: Function) -> Function:
+        """A hook on gradients, such as Pyro's warnings; the backward pass runs without modes."""
+
+        def watched(gradient: Tensor) -> object:
+            with self:
+                return hook(gradient)
+
+        return watched
+
+
+def _fixed(value: Tensor) -> Any:
+    """
+    Return a value that a library reads, for a branch or an index: every replay checks it.
+
+    A program's own decisions are refused: they are other ones at the next step.
+    """
+    with disable_proxy_modes_tracing():
+        found = value.item()
+    assume(value if found is True else value == found)
+    return found
+
+
+def _stays(code: CodeType, caller: object) -> bool:
+    """
+    Whether PyTorch itself reads a number (if two transforms are equal, for a closed form), or a
+    plate without a minibatch that is looped over: its indices are always the same.
+    """
+    whole = isinstance(caller, SubsampleMessenger) and caller.subsample_size == caller.size
+    return whole or code.co_filename.startswith(_TORCH)
+
+
+def _in_a_program() -> bool:
+    return any(
+        isinstance(h, Recorder) or (isinstance(h, TraceMessenger) and not is_param_tracer(h))
+        for h in _PYRO_STACK
+    )
+
+
+def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
+    """
+    Compute PyTorch's ``one_hot``, which reads the categories to refuse those out of range.
+
+    Every replay checks that there are none; if there are, the plain step is taken, and refuses.
+    """
+    if num_classes < 0:
+        _refuse("has a shape that depends on values (one_hot without num_classes)")
+    assume(((input >= 0) & (input < num_classes)).all())
+    return one_hot(input, num_classes).long()
