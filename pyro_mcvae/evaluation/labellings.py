@@ -28,7 +28,7 @@ from pyro_mcvae.programs.sites import is_latent, known_support
 from pyro_mcvae.programs.types import Message, Site
 from pyro_mcvae.training.generators import rng_state, set_rng_state
 
-__all__ = ["Labellings", "find_labellings", "joined"]
+__all__ = ["Labellings", "find_labellings"]
 
 _logger = logging.getLogger(__name__)
 
@@ -111,9 +111,7 @@ class Labellings:
         return f"exchangeable components, all of whose labellings count: {self.short}"
 
 
-def find_labellings(
-    sampler: ImportanceSampler, num_particles: int, ends: WeightedParticles | None = None
-) -> Labellings | None:
+def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labellings | None:
     """
     Find what is exchangeable, and what all labellings add to the evidence.
 
@@ -121,14 +119,13 @@ def find_labellings(
     several draws, to rounding.
 
     :param num_particles: how many weights the evidence has, which bounds the work of this.
-    :param ends: where chains have ended, that are not the sampler's.
     :returns: None where nothing is, and where the guide draws all labellings alike.
     """
     generators = rng_state()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _Search(sampler, num_particles).labellings(ends)
+            return _Search(sampler, num_particles).labellings()
     except Exception as error:
         # The guide has no density at given latents, or a program does not run there; the evidence
         # stands without.
@@ -159,7 +156,7 @@ class _Search:
             n: s for n, s in nodes.items() if is_latent(s) and n in drawn and n not in fixed
         }
 
-    def labellings(self, ends: WeightedParticles | None) -> Labellings | None:
+    def labellings(self) -> Labellings | None:
         axes = defaultdict[int, list[Axis]](list)
         for size, axis in self._axes():
             if 2 <= size <= _LARGEST:
@@ -173,9 +170,7 @@ class _Search:
             # A flow without an inverse, or latents that follow from draws in a way of their own:
             # the model is tested by the densities of its prior, and the guide's are not known.
             _logger.info("the guide has no density at given latents: %s", first_line(error))
-            prior = self.sampler.of_prior()
-            assert isinstance(prior, ImportanceSampler)
-            self.tester = prior
+            self.tester = self.sampler.of_prior()
         groups = [g for size, own in axes.items() for g in self._groups(size, own, draws)]
         if not groups:
             return None
@@ -197,18 +192,18 @@ class _Search:
         if bool(alike.all()):
             return None
         share = _least_share(own, log_weight)
-        if ends is not None or self.sampler.annealing is not None:
+        if self.sampler.annealing is not None:
             # Chains that reach other labellings by themselves weigh these, too.
-            weighted = self._ends() if ends is None else (ends, torch.zeros_like(ends.log_weight))
-            own, _ = self._own_share(self._values(weighted[0]), permutations)
-            share, complete = torch.minimum(share, _least_share(own, weighted[1])), False
+            ends, weights = self._ends()
+            own, _ = self._own_share(self._values(ends), permutations)
+            share, complete = torch.minimum(share, _least_share(own, weights)), False
         if bool((share >= _APART).all()):
             return replace(found, added=found.log_count + share.log())
         if not complete:
             return found
-        weights = WeightSummary(count)
-        weights.add(log_weight + own.log() + found.log_count)
-        return replace(found, weights=weights)
+        summary = WeightSummary(count)
+        summary.add(log_weight + own.log() + found.log_count)
+        return replace(found, weights=summary)
 
     def _axes(self) -> Iterator[tuple[int, Axis]]:
         """What may be permuted, and of how many entries."""
@@ -315,20 +310,6 @@ def _least_share(own: Tensor, log_weight: Tensor) -> Tensor:
 
 # Axes, and the entry that each entry takes the place of.
 _Move = tuple[tuple[Axis, ...], Mapping[int, int]]
-
-
-def joined(
-    found: Sequence[Labellings | None], shapes: Sequence[Tensor], dim: int
-) -> Labellings | None:
-    """Those of batches side by side."""
-    first = next((f for f in found if f is not None), None)
-    if first is None or any(f is not None and f.added is None for f in found):
-        return None if first is None else replace(first, added=None, weights=None)
-    parts = [
-        torch.zeros_like(like) if f is None or f.added is None else f.added.to(like)
-        for f, like in zip(found, shapes, strict=True)
-    ]
-    return replace(first, added=torch.cat(parts, dim), weights=None)
 
 
 def _giving(values: Mapping[str, Tensor], rows: range, shared: frozenset[str]) -> SampleFn:

@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_mcvae.evaluation import preconditions
 from pyro_mcvae.evaluation.annealing import Annealing
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
-from pyro_mcvae.evaluation.options import Options
-from pyro_mcvae.evaluation.weights import Weighed, Weights, WeightSummary, shared_factors
+from pyro_mcvae.evaluation.arguments import Options
+from pyro_mcvae.evaluation.importance_sampler import (
+    ImportanceSampler,
+    check_no_local_points,
+    shared_factors,
+)
+from pyro_mcvae.evaluation.weights import Weighed, WeightSummary
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.impossible import with_impossible_data
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_latent
-from pyro_mcvae.programs.terms import guide_term, scored
+from pyro_mcvae.programs.sites import is_delta, is_latent
+from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
 from pyro_mcvae.truncated.posterior import StatePosterior
 from pyro_mcvae.truncated.search import Population, take_rows
-from pyro_mcvae.truncated.searched_sites import SearchMessenger
 from pyro_mcvae.truncated.states import StateSpace
 
-__all__ = ["StateWeights", "draw_steps", "log_step", "look_outside"]
+__all__ = ["StateWeights", "draw_steps", "log_step"]
 
 
 def draw_steps(values: Tensor, sizes: Tensor, ordinal: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def log_step(begun: Tensor, reached: Tensor, size: int, ordinal: bool) -> Tensor
 _CHANGES = 1.0, 4.0
 
 
-class StateWeights(Weights):
+class StateWeights(ImportanceSampler):
     r"""
     Weights of mean :math:`p(x_n)` around the states :math:`\Phi_n` of a truncated posterior:
 
@@ -93,46 +93,24 @@ class StateWeights(Weights):
     where r draws a state by its weight and changes each entry with a small probability (a count
     rather to values near by), so that every state may be drawn.
 
-    Latents of the posterior's own ``guide`` are drawn anew for each weight, and their p / q is part
-    of it: one weight of all data, where these share one; with ``joint=False`` such a draw is held.
-
     :ivar guide: the truncated posterior.
-    :ivar posterior: the states, given that draw of ``guide`` if it makes any.
-    :raises ValueError: for what a truncated posterior does not say, naming it.
+    :ivar posterior: its states.
+    :raises ValueError: for a truncated posterior of another model, and for one whose own ``guide``
+        draws further latents.
     """
 
     remedy = "Search on (guide.fit(..., num_steps=100)), or keep more states (num_states=)"
 
     def __init__(self, programs: Programs, options: Options, progress: Progress) -> None:
-        self.guide = _asked(programs)
+        self.guide = _with_states(programs)
         self.programs = replace(programs, model=with_impossible_data(programs.model))
-        self.progress, self._options = progress, options
-        self.posterior = self._ask()
+        self.progress, self._options, self.annealing = progress, options, None
+        self.posterior = self.guide.posterior(*programs.args, **programs.kwargs)
         self.reference = self.posterior.states.sample
-        self._latents = latents = _other_latents(self.posterior, programs, self.guide)
-        if options.joint is not False and latents.common:
-            preconditions.check_no_minibatch(self.reference.runs[0], latents.common)
-        held = latents.common if options.joint is False else ()
-        self.given = (*latents.points, *held)
-        self._held, self._drawn = held, frozenset(latents.common) - {*held}
-        # Whether each weight has other latents of its own.
-        self._renews = bool(self._drawn or latents.own)
-        self._bound = WeightSummary(options.num_particles)
+        self.given = _points(self.posterior)
+        self._populations = [p for p in self.posterior.states.populations if p is not None]
 
-    def _ask(self) -> StatePosterior:
-        return self.guide.posterior(*self.programs.args, **self.programs.kwargs)
-
-    @property
-    def plates(self) -> tuple[str, ...]:
-        return () if self._drawn else self.reference.plate_names
-
-    @property
-    def scale(self) -> float | Tensor:
-        return 1.0 if self._drawn else self.reference.scale
-
-    @property
-    def elements(self) -> int:
-        return 1 if self._drawn else super().elements
+    loops = False
 
     @property
     def chunk_size(self) -> int:
@@ -140,45 +118,25 @@ class StateWeights(Weights):
             max(p.keys.numel() + p.packed.shape[0] * len(p.space) for p in self._populations)
         )
 
-    @property
-    def _populations(self) -> list[Population]:
-        return [p for p in self.posterior.states.populations if p is not None]
-
     def weigh(self, count: int) -> Weighed:
-        if not self._renews:
-            return Weighed(*_near(self.posterior, count))
-        found, runs = [], []
-        for _ in range(count):
-            posterior = self._ask()
-            log_weight, latest = _near(posterior, 1)
-            bound, shared = posterior.free_energy, shared_factors(posterior.states.sample, ())
-            if self._drawn:
-                # What all data share is weighed with all of them.
-                log_weight, bound = (w.flatten().sum() + shared for w in (log_weight[0], bound))
-                log_weight = log_weight.unsqueeze(0)
-            self._bound.add(bound.unsqueeze(0))
-            found.append(log_weight)
-            runs += latest
-        return Weighed(torch.cat(found), runs)
+        outside, runs = _outside(self.posterior, count)
+        bound = self.posterior.free_energy.expand(outside.shape)
+        return Weighed(torch.logaddexp(bound, outside), runs)
 
     def bound(self, summary: WeightSummary) -> Tensor:
-        """The exact part; its mean over the draws of other latents."""
-        if not self._renews:
-            return self.posterior.free_energy
-        return self._bound.mean_log.to(self.reference.log_weight.dtype)
+        """The exact part."""
+        return self.posterior.free_energy
 
     def pareto_k(self, summary: WeightSummary) -> Tensor:
         k, spaces = summary.pareto_k, [p.space for p in self._populations]
         if all(space.cardinality == self.guide.num_states for space in spaces):
             return k
-        # That nothing was found says little where not even all single changes could be looked at.
+        # If not even all single changes could be drawn, finding nothing says little.
         few = summary.num_particles < max(space.num_moves for space in spaces)
         return k.masked_fill(k.isneginf(), math.nan) if few else k
 
     def shared(self) -> Tensor:
-        if self._drawn:
-            return self.reference.log_weight.new_zeros(())
-        return shared_factors(self.reference, self._held)
+        return shared_factors(self.reference, ())
 
     def annealed(self, annealing: Annealing) -> ImportanceSampler:
         raise ValueError(
@@ -195,41 +153,53 @@ class StateWeights(Weights):
                 raise ValueError(f"plate '{name}' draws a minibatch of its own")
         return found
 
-    @property
-    def holds_draws(self) -> bool:
-        return bool(self._latents.common or self._latents.own)
 
-    def renew(self) -> None:
-        self.posterior = self._ask()
+def _with_states(programs: Programs) -> TruncatedPosterior:
+    """The guide, or one like it for any data if it has no states yet."""
+    guide = poutine.unwrap(programs.guide)
+    assert isinstance(guide, TruncatedPosterior)
+    if programs.model != guide.model:
+        raise ValueError(
+            "the TruncatedPosterior is of another model than the one that is evaluated: pass the "
+            "model that it was made with"
+        )
+    return guide if guide.has_states else new_posterior(guide, guide.model).eval()
 
 
-def _near(posterior: StatePosterior, count: int) -> tuple[Tensor, list[Run]]:
-    """Log weights, ``[count, *plates]``, and the runs at the states outside."""
-    bound, outside, runs = posterior.free_energy, *look_outside(posterior, count)[1:]
-    return torch.logaddexp(bound.expand(outside.shape), outside), runs
-
-
-def look_outside(
-    posterior: StatePosterior, count: int, given: Mapping[str, Tensor] | None = None
-) -> tuple[list[Tensor | None], Tensor, list[Run]]:
+def _points(posterior: StatePosterior) -> tuple[str, ...]:
     """
-    States near those that are kept, and the rest of the evidence that they show.
+    The point masses of the posterior's own ``guide``.
 
-    :param given: values ``[count, *batch, *event]`` by site, in the place of proposals.
-    :returns: states ``[E, count, D]`` for each block; log p / r, minus infinity at states that are
-        kept, ``[count, *plates]``; and the runs at them.
+    :raises ValueError: for latents that it draws, and for point masses in the data's plates.
+    """
+    sites = [s for s in scored(posterior.states.runs.guide_trace) if is_latent(s)]
+    for site in sites:
+        if not is_delta(site["fn"]):
+            raise ValueError(
+                f"the guide= of the TruncatedPosterior draws site '{site['name']}', and the "
+                f"evaluators take only its states: average guide.posterior(...).free_energy over "
+                f"such draws for a lower bound, or make the site a point mass"
+            )
+    sample = posterior.states.sample
+    local = {t.key.name for t in sample.runs[0].terms if t.in_guide and sample.is_local(t)}
+    points = tuple(sorted(s["name"] for s in sites))
+    check_no_local_points(local.intersection(points))
+    return points
+
+
+def _outside(posterior: StatePosterior, count: int) -> tuple[Tensor, list[Run]]:
+    """
+    The rest of the evidence, by states near those that are kept.
+
+    :returns: log p / r, minus infinity at states that are kept, ``[count, *plates]``; and the runs.
     """
     runs = posterior.states.runs
     rest: list[Tensor | None] = [None] * len(posterior.states.populations)
     states = list(rest)
-    for b, layout in runs.layouts.searched:
-        population, data_index = posterior.states.populations[b], runs.block(b)[1]
+    for b, _ in runs.layouts.searched:
+        population = posterior.states.populations[b]
         assert population is not None
-        if given is None:
-            states[b], log_proposal, known = _propose(population, count)
-        else:
-            states[b] = at = layout.states(given, data_index)
-            log_proposal, known = _proposal_of(population, at)
+        states[b], log_proposal, known = _propose(population, count)
         rest[b] = (-log_proposal).masked_fill(known, -math.inf).t()
     sample = runs.run(states, count)
     joint = runs.mask_impossible(sample, sample.log_weight)
@@ -238,14 +208,15 @@ def look_outside(
         torch.full_like(part, -math.inf) if found is None else found.reshape(part.shape)
         for part, found in zip(sample.split(joint), rest, strict=True)
     ]
-    return states, joint + sample.join(outside), sample.runs
+    return joint + sample.join(outside), sample.runs
 
 
 def _propose(population: Population, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     States near those of a population.
 
-    :returns: states ``[E, count, D]``, and what :func:`_proposal_of` says of them.
+    :returns: states ``[E, count, D]``; and, ``[E, count]``, the log probability of proposing them,
+        and which of them are kept.
     """
     space, kept = population.space, population.states
     sizes = torch.tensor(space.sizes, device=kept.device)
@@ -257,17 +228,10 @@ def _propose(population: Population, count: int) -> tuple[Tensor, Tensor, Tensor
     changed = torch.rand(begun.shape, device=kept.device) < rate.unsqueeze(-1)
     ordinal = torch.tensor(space.ordinal, device=kept.device)
     states = torch.where(changed, draw_steps(begun, sizes, ordinal), begun).to(kept.dtype)
-    return states, *_proposal_of(population, states)
-
-
-def _proposal_of(population: Population, states: Tensor) -> tuple[Tensor, Tensor]:
-    """The log probability of proposing states, and which of them are kept; ``[E, count]``."""
-    space = population.space
     keys = space.keys(space.pack(states))
     known = (keys.unsqueeze(-1) == population.keys.unsqueeze(1)).any(-1)
-    distances = _log_distances(states, population.states, space, _rates(population))
-    log_weight = population.log_joint.log_softmax(-1)
-    return (log_weight.unsqueeze(1) + distances).logsumexp(-1), known
+    distances = _log_distances(states, kept, space, _rates(population))
+    return states, (log_weight.unsqueeze(1) + distances).logsumexp(-1), known
 
 
 def _rates(population: Population) -> list[float]:
@@ -289,46 +253,3 @@ def _log_distances(states: Tensor, kept: Tensor, space: StateSpace, rates: list[
         apart * math.log(rate) + (entries - apart) * math.log1p(-rate) + steps for rate in rates
     ]
     return torch.stack(parts).logsumexp(0) - math.log(len(parts))
-
-
-def _asked(programs: Programs) -> TruncatedPosterior:
-    """The guide; where it has no states yet, one in its place, which may be of any data."""
-    guide = poutine.unwrap(programs.guide)
-    assert isinstance(guide, TruncatedPosterior)
-    if programs.model != guide.model:
-        raise ValueError(
-            "the TruncatedPosterior is of another model than the one that is judged: pass the "
-            "model that it was made with"
-        )
-    return guide if guide.has_states else new_posterior(guide, guide.model).eval()
-
-
-class _OtherLatents(NamedTuple):
-    """
-    What the posterior's own ``guide`` says of the latents that have no states.
-
-    :ivar points: point masses.
-    :ivar common: those that all data share.
-    :ivar own: those that each datum has.
-    """
-
-    points: tuple[str, ...] = ()
-    common: tuple[str, ...] = ()
-    own: tuple[str, ...] = ()
-
-
-def _other_latents(
-    posterior: StatePosterior, programs: Programs, guide: TruncatedPosterior
-) -> _OtherLatents:
-    sites = [s for s in scored(posterior.states.runs.guide_trace) if is_latent(s)]
-    if not sites:
-        return _OtherLatents()
-    sample = posterior.states.sample
-    run = replace(sample.runs[0], terms=tuple(map(guide_term, sites)))
-    pair = replace(programs, guide=SearchMessenger(guide.model, guide.guide))
-    points = preconditions.find_points(pair, run)
-    local = {t.key.name for t in sample.runs[0].terms if t.in_guide and sample.is_local(t)}
-    preconditions.check_no_local_points(points & local)
-    rest = sorted({s["name"] for s in sites} - points)
-    own = tuple(n for n in rest if n in local)
-    return _OtherLatents(tuple(sorted(points)), tuple(n for n in rest if n not in local), own)
