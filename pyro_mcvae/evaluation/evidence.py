@@ -69,8 +69,7 @@ class LogEvidence:
     :ivar pareto_k: :math:`\hat k`, the weights' tail: above 0.7 the estimate is unreliable, above
         0.3 two standard errors hold less often than they say (measured, with 1,000 draws: 83 % of
         the time at 0.3 to 0.4, 68 % at 0.5 to 0.6); ``-inf`` for weights without a tail, NaN for 20
-        particles or less, and where draws beside a :class:`TruncatedPosterior`'s states found
-        nothing and were fewer than a state has neighbours.
+        particles or less, and for the states of a :class:`TruncatedPosterior`.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
     :ivar num_particles: how many weights each datum has, K.
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
@@ -262,9 +261,8 @@ def log_evidence(
       that the model counts reads them: the evidence is that of what is observed. Training
       objectives take the masks as they are, as Pyro's do, and are then no bounds.
     * **Where all latents are summed**, and the guide draws nothing, the evidence is exact.
-    * **A TruncatedPosterior** gives its states' part of the evidence exactly (``bound``), and the
-      rest by draws near these states, where every other state may be drawn: an estimate from
-      above its bound.
+    * **A TruncatedPosterior** gives its states' part of the evidence exactly, a lower bound. Its
+      Pareto k is not known (NaN) unless all states are kept.
     * **Random numbers** come from PyTorch's generators; ``seed`` uses a stream of its own and
       leaves the present one as it was. Other chunk sizes are other draws.
 

@@ -223,8 +223,9 @@ class ImportanceSampler:
         elif annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains: some hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
-            if self.loops:
-                count, annealing.warmup = self._affordable(count, annealing.warmup)
+            if self.loops:  # no more chains than were asked for
+                annealing.warmup = min(annealing.warmup, self._options.num_particles)
+                count = min(count, max(1, self._options.num_particles // annealing.warmup))
             self.progress.expect(count * annealing.warmup)
             for turn in range(annealing.warmup):
                 chain, _ = self._chain(count, True)
@@ -238,32 +239,11 @@ class ImportanceSampler:
         """Whether each particle is a run of its own."""
         return not self._sampler(2).vectorizes(self.programs, 2)
 
-    def _affordable(self, count: int, warmup: int) -> tuple[int, int]:
-        """A warm-up of no more chains than were asked for, where each is a run of its own."""
-        asked = self._options.num_particles
-        warmup = min(warmup, asked)
-        count = min(count, max(1, asked // warmup))
-        _logger.info(
-            "the programs run once per chain: the step size adapts on %d chains before the %d that "
-            "weigh (warmup=0 takes it as it is)",
-            count * warmup,
-            asked,
-        )
-        return count, warmup
-
     def _whitened(self, annealing: Annealing) -> Whitening:
         dim = self.density(1).log_weight.coordinates.shape[-1]
         count = min(population(dim), self.chunk_size)
         density = self.density(count)
         assert isinstance(density, ChainDensity)
-        if self.loops:
-            _logger.info(
-                "the programs run once per chain: %d chains find the white coordinates, in %d "
-                "windows of %d transitions (warmup= is the number of windows)",
-                count,
-                annealing.warmup,
-                MOVES,
-            )
         self.progress.expect(count * annealing.warmup)
         return whiten(density, annealing, Counted(annealing.kernel, self.progress, count / MOVES))
 

@@ -184,7 +184,7 @@ class _Search:
             return found
         number = math.prod(map(math.factorial, sizes))
         complete = number <= _MOST
-        permutations = _permutations(groups) if complete else _swaps(groups)
+        permutations = _permutations(groups, complete)
         count = min(self.budget, max(_FEWEST, _EVALUATIONS // len(permutations)))
         own, log_weight = self._own_share(self._values(self.sampler.draw(count)), permutations)
         # A guide that draws labellings alike needs nothing added; of many, pairs tell.
@@ -255,7 +255,7 @@ class _Search:
         if self._left < 0:
             return [False] * len(pairs)
         before = self._densities(draws)
-        moved = [_permuted(draws, axes, _transposition(*pair)) for pair in pairs]
+        moved = [_permuted(draws, axes, dict((pair, pair[::-1]))) for pair in pairs]
         after = self._densities({n: torch.cat([m[n] for m in moved]) for n in draws})
         found = []
         for turn, latents in enumerate(moved):
@@ -347,10 +347,6 @@ def _subsets(axes: Sequence[Axis]) -> Iterator[tuple[Axis, ...]]:
         yield from itertools.combinations(axes, size)
 
 
-def _transposition(i: int, j: int) -> dict[int, int]:
-    return {i: j, j: i}
-
-
 def _permuted(
     latents: Mapping[str, Tensor], axes: Sequence[Axis], mapping: Mapping[int, int]
 ) -> dict[str, Tensor]:
@@ -386,17 +382,16 @@ def _classes(size: int, linked: Sequence[tuple[int, int]]) -> list[tuple[int, ..
     return [entries for entries in classes if len(entries) > 1]
 
 
-def _permutations(groups: Sequence[Group]) -> list[list[_Move]]:
-    """All labellings, the identity first."""
-    each = [
-        [(g.axes, dict(zip(g.entries, p, strict=True))) for p in itertools.permutations(g.entries)]
-        for g in groups
-    ]
-    return [list(moves) for moves in itertools.product(*each)]
-
-
-def _swaps(groups: Sequence[Group]) -> list[list[_Move]]:
-    """The identity, and the labellings that exchange two entries."""
-    pairs = ((g.axes, pair) for g in groups for pair in itertools.combinations(g.entries, 2))
-    swaps: list[list[_Move]] = [[(axes, _transposition(*pair))] for axes, pair in pairs]
-    return [[], *swaps]
+def _permutations(groups: Sequence[Group], complete: bool) -> list[list[_Move]]:
+    """All labellings, the identity first; or the identity and those that exchange two entries."""
+    if complete:
+        each = [
+            [
+                (g.axes, dict(zip(g.entries, p, strict=True)))
+                for p in itertools.permutations(g.entries)
+            ]
+            for g in groups
+        ]
+        return [list(moves) for moves in itertools.product(*each)]
+    pairs = ((g.axes, i, j) for g in groups for i, j in itertools.combinations(g.entries, 2))
+    return [[], *([(axes, {i: j, j: i})] for axes, i, j in pairs)]

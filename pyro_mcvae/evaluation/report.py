@@ -151,7 +151,8 @@ class Report:
         Where the guide's weights would show what its draws reach: heavier tails find less, and
         where many are heavy, the guide is too narrow, and some k-hats are good by chance.
         """
-        return has_light_tail(self.guide, 0.7) & (share(self.guide.unreliable) <= 0.5)
+        light = has_light_tail(self.guide, 0.7) | (self.states is not None)  # exact sums
+        return light & (share(self.guide.unreliable) <= 0.5)
 
     @property
     def looked(self) -> bool:
@@ -269,8 +270,8 @@ def report(
     Where components are exchangeable, as in mixtures, all of their labellings are part of the
     evidence; see :class:`Labellings`.
 
-    The gap of a :class:`TruncatedPosterior` is the posterior outside its states, in nats, as
-    draws near them find it.
+    The evidence of a :class:`TruncatedPosterior` is that of its states, a lower bound: chains or
+    draws from the prior show whether there is more.
 
     :param model: a Pyro model.
     :param guide: its guide.
@@ -478,8 +479,8 @@ def _advice(report: Report) -> str:
     richer = "a richer guide (full covariances, or a flow)"
     close = gap < _CLOSE and heavy <= _FEW and not report.misses
     if report.states is not None:
-        if close and not bool(report.guide.pareto_k.isnan().any()):
-            return f"The {report.states} states of a datum hold nearly all of its posterior."
+        if _is_sure(report.guide):
+            return f"The {report.states} states of a datum are all of its posterior."
         return (
             f"Next: search on (guide.fit(..., num_steps=100), proposals=PriorDraws()), or keep "
             f"more states (num_states={4 * report.states})."

@@ -20,12 +20,12 @@ from pyro_mcvae import (
     WakeSleep,
     log_evidence,
     log_evidence_loader,
-    low_dimensional_evidence,
     refine,
     report,
     sandwich,
     to_inference_data,
 )
+from pyro_mcvae.evaluation.arguments import Options
 
 X = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
 NAN, OBJECT = math.nan, object()
@@ -52,7 +52,6 @@ JUDGES = {
     refine: refine,
     report: report,
     sandwich: sandwich,
-    low_dimensional_evidence: low_dimensional_evidence,
 }
 judges = pytest.mark.parametrize("judge", list(JUDGES.values()), ids=[f.__name__ for f in JUDGES])
 
@@ -63,9 +62,7 @@ WRONG = {
     "num_particles": ([*COUNTS, 0], "num_particles must be an int of at least 1"),
     "num_samples": ([*COUNTS, 0], "num_samples must be an int of at least 1"),
     "num_simulations": ([*COUNTS, 0], "num_simulations must be an int of at least 1"),
-    "num_draws": ([*COUNTS, 0], "num_draws must be an int of at least 1"),
     "num_transitions": (COUNTS, "num_transitions must be an int of at least 0"),
-    "num_chains": ([*COUNTS, 0, 3], "num_chains must be an int of at least 4"),
     "warmup": (COUNTS, "warmup must be an int of at least 0"),
     "chunk_size": ([0, *(c for c in COUNTS if c is not None)], "chunk_size must be an int"),
     "schedule": (
@@ -97,9 +94,10 @@ def shown(value):
 
 @pytest.mark.parametrize("function", list(JUDGES), ids=[f.__name__ for f in JUDGES])
 def test_a_wrong_value_is_named(function):
-    options = inspect.signature(function).parameters
+    own = inspect.signature(function).parameters
+    shared = Options.__dataclass_fields__
     for name, (values, message) in WRONG.items():
-        if name not in options:
+        if name not in own and name not in shared:
             continue
         for value in values:
             with pytest.raises(ValueError, match=message) as error:
@@ -182,7 +180,6 @@ def bernoulli(probability, obs):
         (refine, {"schedule": 2}, "leave out schedule and kernel"),
         (refine, {"num_transitions": 2}, "leave out schedule, kernel and num_transitions"),
         (sandwich, {}, "use log_evidence without schedule and kernel"),
-        (low_dimensional_evidence, {}, "use log_evidence, or marginalise them"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:the guide draws the same latents")

@@ -21,7 +21,6 @@ from pyro_mcvae import (
     log_evidence,
 )
 from pyro_mcvae.elbos.estimate import Estimate
-from pyro_mcvae.evaluation.contestant import Contestant
 from tests.models import ConjugateGaussian
 
 LOSSES = {
@@ -212,7 +211,7 @@ def test_time_is_equal():
 def judged(evidence, error, k, learns, sizes=None):
     """A comparison by numbers: names, evidences per datum, k-hats, effective sample sizes."""
     template = log_evidence(*functions()[:2], num_particles=30)
-    copies, found = [], []
+    found = {}
     for name in evidence:
         one = replace(
             template,
@@ -221,9 +220,8 @@ def judged(evidence, error, k, learns, sizes=None):
             pareto_k=torch.full((3,), k.get(name, 0.3)),
             effective_sample_size=torch.full((3,), (sizes or {"a": 20.0}).get(name, 10.0)),
         )
-        copies.append(Contestant(name, *[None] * 5))
-        found.append(TrainedCopy([-1.0], 1.0, [1.0], {1: (1.0, one)}, one, one))
-    return Comparison(copies, found, learns)
+        found[name] = TrainedCopy([-1.0], 1.0, [1.0], {1: (1.0, one)}, one, one)
+    return Comparison(found, None, learns)
 
 
 EVIDENCES = {"a": [1.0, 5.0, 3.0], "b": [1.5, 5.6, 3.4], "c": [1.6, 5.4, 3.5]}
