@@ -282,21 +282,6 @@ def test_inference_data_take_draws():
     ]:
         with pytest.raises(ValueError, match=message):
             to_inference_data(given)
-    pytest.importorskip("arviz")
-    for options, message in [
-        ({"num_chains": 0}, "num_chains=0 does not divide the 8 draws"),
-        ({"num_chains": 3}, "num_chains=3 does not divide the 8 draws"),
-        ({"num_chains": "2"}, "num_chains must be an int of at least 1, got '2'"),
-        ({"num_chains": 2.0}, "num_chains must be an int of at least 1, got 2.0"),
-        ({"num_chains": True}, "num_chains must be an int of at least 1, got True"),
-        ({"coords": 5}, "coords must be a dict or None, got 5"),
-        ({"dims": 5}, "dims must be a dict or None, got 5"),
-        ({"dims": {"w": ["a"]}}, r"dims names site 'w', but the sites are \['x', 'z'\]"),
-        ({"dims": {"z": ["a", "b"]}}, r"dims of site 'z' must be a list of 0 names .* or of 1"),
-        ({"dims": {"z": "a"}}, "dims of site 'z' must be a list .* got 'a'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            to_inference_data(draws, **options)
 
 
 def test_the_worst_are_counted():
