@@ -275,7 +275,6 @@ def test_functions_that_make_arguments_return_them():
 
 
 def test_inference_data_take_draws():
-    draws = refine(model, guide, X, num_samples=8)
     for given, message in [
         ({"z": X}, "draws must be the PosteriorDraws that refine returns, got dict"),
         (None, "draws must be the PosteriorDraws .* got NoneType"),

@@ -36,16 +36,6 @@ def functions():
     return exact.model, exact.guide, ()
 
 
-def an_autoguide():
-    def model(x):
-        loc = pyro.param("loc", torch.zeros(()))
-        z = pyro.sample("z", dist.Normal(loc, 1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-
-    return model, AutoNormal(model), (torch.ones(3),)
-
-
 class Networks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -75,7 +65,7 @@ def run(programs, losses, **options):
     return compare(model, guide, *args, losses=losses, optim=Adam({"lr": 0.1}), **options)
 
 
-@pytest.mark.parametrize("make", [functions, an_autoguide, networks])
+@pytest.mark.parametrize("make", [functions, networks])
 def test_copies_know_nothing_of_each_other(make):
     """Each has the steps that it has alone, and the judgement of the values that it leaves."""
     programs = make()
@@ -87,7 +77,7 @@ def test_copies_know_nothing_of_each_other(make):
     alone = run(programs, {name: loss})
     assert alone[name].bounds == found[name].bounds
     assert torch.equal(alone[name].evidence.log_evidence, found[name].evidence.log_evidence)
-    for name in (*losses, *losses):
+    for name in (*losses, next(iter(losses))):
         found.use(name)
         model, guide, args = programs
         judged = log_evidence(model, guide, *args, num_particles=40, seed=1)

@@ -351,14 +351,6 @@ def test_coordinates_are_the_indices_of_the_minibatch(arviz):
     assert data.posterior["data"].values.tolist() == draws.coords["data"].tolist()
 
 
-def test_event_dims_may_be_named(arviz):
-    exact = ProbabilisticPCA(N=4)
-    draws = refine(exact.model, exact.guide, num_samples=20)
-    data = to_inference_data(draws, dims={"z": ["factor"]}, coords={"factor": ["a", "b"]})
-    assert data.posterior["z"].dims == ("chain", "draw", "data", "factor")
-    assert data.posterior["factor"].values.tolist() == ["a", "b"]
-
-
 def test_a_plate_may_have_a_sites_name(arviz):
     def model():
         with pyro.plate("z", 3):
@@ -373,14 +365,6 @@ def test_a_plate_may_have_a_sites_name(arviz):
     draws["z"] = draws.pop("z_")
     draws.dims["z"] = draws.dims.pop("z_")
     assert to_inference_data(draws).posterior["z"].dims == ("chain", "draw", "z_plate")
-
-
-def test_draws_that_cannot_be_split_are_refused(arviz):
-    exact = ConjugateGaussian(N=3)
-    draws = refine(exact.model, exact.guide, num_samples=10)
-    with pytest.raises(ValueError, match="num_chains=3 does not divide the 10 draws"):
-        to_inference_data(draws, num_chains=3)
-    assert to_inference_data(draws).posterior["z"].shape == (1, 10, 3)
 
 
 def test_random_walks_refine_too():
