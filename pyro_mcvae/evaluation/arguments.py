@@ -8,9 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.chains.schedules import Schedule
@@ -27,7 +25,6 @@ from pyro_mcvae.programs.types import Program
 __all__ = [
     "Options",
     "as_arguments",
-    "as_device",
     "check_call",
     "check_function",
     "make_options",
@@ -174,13 +171,10 @@ def _open_arguments(program: Program, args: tuple[object, ...]) -> set[str]:
     return {p.name for p in named} - set(filled)
 
 
-def as_arguments(
-    batch: object, device: torch.device | None = None
-) -> tuple[tuple[object, ...], dict[str, object]]:
+def as_arguments(batch: object) -> tuple[tuple[object, ...], dict[str, object]]:
     """
     Positional and keyword arguments: those of a tuple or a list, of a mapping, or a single one.
 
-    :param device: where to move the tensors, if anywhere.
     :raises ValueError: for None.
     """
     if batch is None:
@@ -188,25 +182,9 @@ def as_arguments(
             "a batch, or what to_args makes of it, is None: return the programs' arguments, as a "
             "tuple, a dict of keyword arguments, or the only one"
         )
-    if device is not None:
-        batch = tree_map_only(Tensor, lambda t: t.to(device), batch)
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
-
-
-def as_device(device: torch.device | str | int | None) -> torch.device | None:
-    """
-    A device, if one is given.
-
-    :raises ValueError: for what is none.
-    """
-    try:
-        return None if device is None else torch.device(device)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(
-            f"device must be a torch.device, or what one is made of, such as 'cuda', got {device!r}"
-        ) from error
 
 
 def check_function(name: str, value: object) -> None:
@@ -221,7 +199,6 @@ def check_call(programs: Programs) -> None:
 
     :raises ValueError: naming what a program says of arguments that it does not take.
     """
-    args, kwargs = programs.args, programs.kwargs
     for role, program in (("model", programs.model), ("guide", programs.guide)):
         target = program.forward if isinstance(program, nn.Module) else program
         try:
@@ -230,14 +207,11 @@ def check_call(programs: Programs) -> None:
         except (TypeError, ValueError):
             continue
         try:
-            signature.bind(*args, **kwargs)
+            signature.bind(*programs.args, **programs.kwargs)
         except TypeError as error:
-            given = [type(a).__name__ for a in args] + [
-                f"{n}={type(v).__name__}" for n, v in kwargs.items()
-            ]
-            example = "(batch,)" if kwargs else "(batch[0],)"
+            given = [*programs.args, *programs.kwargs.values()]
             raise ValueError(
                 f"the {role} cannot be called with a batch, whose entries are its arguments "
-                f"({', '.join(given)}): {error}. Pass to_args=..., which makes the arguments of a "
-                f"batch, such as to_args=lambda batch: {example}"
+                f"({', '.join(type(a).__name__ for a in given)}): {error}. Pass to_args=..., which "
+                f"makes the arguments of a batch, such as to_args=lambda batch: (batch[0],)"
             ) from error

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten
 from pyro_mcvae.evaluation.arguments import (
     Options,
     as_arguments,
-    as_device,
     check_call,
     check_function,
     prepare,
@@ -279,7 +278,6 @@ def compare(
     num_epochs: int | None = None,
     batches: Batches | None = None,
     to_args: Callable[..., object] | None = None,
-    device: torch.device | str | int | None = None,
     num_checks: int = 10,
     check_particles: int = 100,
     model_kwargs: Mapping[str, object] | None = None,
@@ -314,7 +312,6 @@ def compare(
     :param batches: the training data: a DataLoader or another iterable, whose batches are arguments
         as those of :func:`log_evidence_loader` are; or a function that returns one for each epoch.
     :param to_args: maps a batch to the programs' arguments.
-    :param device: where to move the tensors of each batch.
     :param int num_checks: how often all are evaluated on the way.
     :param int check_particles: by how many particles.
     :param model_kwargs: as in :func:`log_evidence`.
@@ -345,7 +342,7 @@ def compare(
     num_checks = check_count("num_checks", num_checks)
     check_particles = check_count("check_particles", check_particles)
     check_function("to_args", to_args)
-    data = _Data(programs, batches, to_args, as_device(device))
+    data = _Data(programs, batches, to_args)
     seed = int(torch.randint(2**31, ())) if given.seed is None else given.seed
     given = replace(given, seed=seed)
     checks = replace(given, schedule=None, kernel=None, num_particles=check_particles)
@@ -422,7 +419,6 @@ class _Data:
     The training data, and how many weights a batch stands for, so that bounds are per weight.
 
     :param batches: None trains on the arguments of ``programs``.
-    :param device: where to move the tensors of each batch.
     """
 
     def __init__(
@@ -430,10 +426,8 @@ class _Data:
         programs: Programs,
         batches: Batches | None,
         to_args: Callable[..., object] | None,
-        device: torch.device | None,
     ) -> None:
         self._programs, self._batches, self._to_args = programs, batches, to_args
-        self._device = device
         self._weights: dict[object, float] = {}
         if batches is not None and not callable(batches) and iter(batches) is batches:
             raise ValueError(
@@ -463,7 +457,7 @@ class _Data:
             return
         for batch in self._batches() if callable(self._batches) else self._batches:
             batch = batch if self._to_args is None else self._to_args(batch)
-            args, kwargs = as_arguments(batch, self._device)
+            args, kwargs = as_arguments(batch)
             yield replace(self._programs, args=args, kwargs=kwargs)
 
     def weights(self, programs: Programs) -> float:

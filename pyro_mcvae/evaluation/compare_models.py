@@ -158,7 +158,7 @@ def compare_models(
         True
     """
     given = make_options("compare_models", options)
-    pairs = {n: _programs(n, pair, args, model_kwargs or {}) for n, pair in _items(models)}
+    pairs = _pairs(models, args, model_kwargs or {})
     check_own_parameters(pairs)
     found = {}
     with each_once(), Progress("models", given.progress, "model") as bar:
@@ -171,26 +171,25 @@ def compare_models(
     return ModelComparison(sorted(found.items(), key=lambda item: -float(item[1].total)))
 
 
-def _items(models: object) -> list[tuple[str, object]]:
+def _pairs(
+    models: object, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> dict[str, Programs]:
     if not isinstance(models, Mapping) or len(models) < 2:
         raise ValueError(
             f"models must be a dict of two pairs or more by name, such as "
             f"{{'a': (model, guide), 'b': (other, its_guide)}}, got {models!r}"
         )
-    for name in models:
+    found = {}
+    for name, pair in models.items():
         if not isinstance(name, str):
             raise ValueError(f"models must have strings for names, got {name!r}")
-    return list(models.items())
-
-
-def _programs(
-    name: str, pair: object, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Programs:
-    if not isinstance(pair, tuple) or len(pair) not in (2, 3):
-        raise ValueError(f"models[{name!r}] must be (model, guide) or (model, guide, args)")
-    if len(pair) == 3 and not isinstance(pair[2], tuple):
-        raise ValueError(f"the arguments in models[{name!r}] must be a tuple, got {pair[2]!r}")
-    return Programs(pair[0], pair[1], pair[2] if len(pair) == 3 else args, dict(kwargs))
+        if not isinstance(pair, tuple) or len(pair) not in (2, 3):
+            raise ValueError(f"models[{name!r}] must be (model, guide) or (model, guide, args)")
+        model, guide, own = pair if len(pair) == 3 else (*pair, args)
+        if not isinstance(own, tuple):
+            raise ValueError(f"the arguments in models[{name!r}] must be a tuple, got {own!r}")
+        found[name] = Programs(model, guide, own, dict(kwargs))
+    return found
 
 
 def _check_alike(found: Mapping[str, LogEvidence]) -> None:

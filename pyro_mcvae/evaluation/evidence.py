@@ -17,7 +17,6 @@ from pyro_mcvae.evaluation.annealing import Annealing
 from pyro_mcvae.evaluation.arguments import (
     Options,
     as_arguments,
-    as_device,
     check_call,
     check_function,
     make_options,
@@ -442,7 +441,6 @@ def log_evidence_loader(
     batches: Iterable[object],
     *,
     to_args: Callable[[Any], object] | None = None,
-    device: torch.device | str | int | None = None,
     progress: bool | None = None,
     plate: str | None = None,
     keep_log_weight: bool = False,
@@ -458,8 +456,7 @@ def log_evidence_loader(
     :param batches: tuples and lists are the programs' arguments, mappings their keyword arguments,
         anything else their only argument.
     :param to_args: maps a batch to one of these, as ``lambda batch: (batch[0],)`` to leave out the
-        labels.
-    :param device: where to move the tensors of each batch.
+        labels, or ``lambda batch: (batch[0].cuda(),)``.
     :param model: a Pyro model.
     :param guide: its guide.
     :param str plate: along which plate the batches lie, where the programs nest several.
@@ -485,13 +482,12 @@ def log_evidence_loader(
     given = make_options("log_evidence_loader", options)
     check_flag("keep_log_weight", keep_log_weight)
     check_function("to_args", to_args)
-    target = as_device(device)
     _check_loader(batches)
     annealing = given.annealing()
     found = []
     with evaluation_mode(model, guide, seed=given.seed), torch.no_grad():
         for batch in shown(batches, "log evidence", progress):
-            args, kwargs = as_arguments(batch if to_args is None else to_args(batch), target)
+            args, kwargs = as_arguments(batch if to_args is None else to_args(batch))
             programs = Programs(model, guide, args, kwargs)
             check_call(programs)
             with outside_inference_mode(programs) as programs:

@@ -393,5 +393,8 @@ def _permutations(groups: Sequence[Group], complete: bool) -> list[list[_Move]]:
             for g in groups
         ]
         return [list(moves) for moves in itertools.product(*each)]
-    pairs = ((g.axes, i, j) for g in groups for i, j in itertools.combinations(g.entries, 2))
-    return [[], *([(axes, {i: j, j: i})] for axes, i, j in pairs)]
+    swaps: list[list[_Move]] = [[]]
+    for group in groups:
+        pairs = itertools.combinations(group.entries, 2)
+        swaps += [[(group.axes, {i: j, j: i})] for i, j in pairs]
+    return swaps

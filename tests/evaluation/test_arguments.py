@@ -82,7 +82,6 @@ WRONG = {
         "seed must be an int from 0",
     ),
     "to_args": (["x", 5], "to_args must be a function or None"),
-    "device": (["nodevice", NAN], "device must be a torch.device"),
     "plate": (["nope", 5], r"plate='(nope|5)', but the weights' plates are \['data'\]"),
 }
 

@@ -152,19 +152,6 @@ def test_an_epoch_is_a_pass_over_the_batches():
     assert len(alone.bounds) == 2
 
 
-def test_batches_are_moved_to_the_device():
-    both, seen = Networks(), []
-
-    def guide(x):
-        seen.append(x.device.type)
-        raise RuntimeError("a batch on a device that no machine lacks, and nothing can be read of")
-
-    options = {"batches": [torch.randn(4, 3)], "device": "meta"}
-    with pytest.raises(RuntimeError, match="on a device that no machine lacks"):
-        run((both.model, guide, (torch.randn(2, 3),)), {"ELBO": Trace_ELBO()}, **options)
-    assert seen == ["meta"]
-
-
 class Fails(TraceSGVB_ELBO):
     """At its third step, the warm-up's not counted, with a gradient left behind."""
 

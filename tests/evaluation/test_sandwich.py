@@ -148,9 +148,7 @@ AUTO = {
 
 
 @pytest.mark.filterwarnings("ignore:the guide draws the same latents")
-@pytest.mark.parametrize(
-    "name", some_slow(AUTO, *(AUTO.keys() - {"AutoIAF", "structured"}))
-)
+@pytest.mark.parametrize("name", some_slow(AUTO, *(AUTO.keys() - {"AutoIAF", "structured"})))
 def test_global_latents_and_auto_guides(name):
     seen = Seen(AUTO[name]())
     seen.program(torch.zeros(3))
