@@ -60,23 +60,30 @@ class ModelComparison(dict[str, LogEvidence]):
         The model with the highest evidence, and all that may have a higher one: within two standard
         errors, or doubtful, since estimates with heavy tails are too low.
         """
-        top = next(iter(self))
-        gaps = {n: self.difference(top, n) for n in self}
-        doubtful = self.doubtful
-        return [n for n, (gap, error) in gaps.items() if gap <= _ERRORS * error or n in doubtful]
+        top, doubtful = next(iter(self)), self.doubtful
+        return [n for n in self if self._within(top, n) or n in doubtful]
+
+    def _within(self, top: str, name: str) -> bool:
+        difference, error = self.difference(top, name)
+        return difference <= _ERRORS * error
 
     @property
     def verdict(self) -> str:
         """Which model the data favour, and how far that can be trusted, in a few sentences."""
-        best, doubtful = self.best, self.doubtful
-        said = [f"{best[0]} has the highest evidence."]
-        if len(best) > 1:
-            said = [f"{', '.join(best)} cannot be told apart: draw more particles."]
+        top, doubtful = next(iter(self)), self.doubtful
+        close = [n for n in self if self._within(top, n)]
+        others = [n for n in doubtful if n != top]
+        said = []
+        if len(close) > 1:
+            said.append(f"{', '.join(close)} cannot be told apart: draw more particles.")
+        elif not others:
+            said.append(f"{top} has the highest evidence.")
         if doubtful:
             said.append(
                 f"The evidence of {', '.join(doubtful)} is a lower bound (Pareto k above 0.7, or "
-                f"within its error; or labellings that are not drawn): longer annealed chains "
-                f"(schedule=) or a better guide come closer."
+                f"within its error; or labellings that are not drawn)"
+                f"{', and may be the highest' if others else ''}. Longer annealed chains "
+                f"(schedule=), more draws or a better guide come closer."
             )
         said += [f"{n}: {e.labellings}." for n, e in self.items() if e.labellings is not None]
         return " ".join(said)

@@ -25,8 +25,8 @@ __all__ = ["check_own_parameters", "evaluation_mode"]
 
 # What Pyro's parameter store consists of.
 _TABLES = "_params", "_param_to_name", "_constraints"
-# By parameter, the name and the module by which it was evaluated before.
-_EVALUATED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# By parameter, the modules that hold it, each with the parameter's name.
+_HOLDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _REMEDY = "call pyro.clear_param_store() before each of them is made and trained"
 
 
@@ -96,24 +96,24 @@ class _Own(NamedTuple):
 
 def _own_parameters(*programs: Program) -> dict[str, _Own]:
     """By the name in the store: what PyroModules take from there, rather than their own."""
-    return {
-        module._pyro_get_fullname(name): _Own(module, getattr(module, f"{name}_unconstrained"))
-        for root in find_modules(*programs)
-        for module in root.modules()
-        if isinstance(module, PyroModule) and module._pyro_context.used
-        for name in module._pyro_params
-    }
+    found = {}
+    for module in (m for root in find_modules(*programs) for m in root.modules()):
+        if isinstance(module, PyroModule) and module._pyro_context.used:
+            for parameter in module._pyro_params:
+                name = module._pyro_get_fullname(parameter)
+                own = found[name] = _Own(module, getattr(module, f"{parameter}_unconstrained"))
+                _HOLDERS.setdefault(own.value, weakref.WeakKeyDictionary())[module] = name
+    return found
 
 
 def _warn_of_shared(name: str, own: _Own) -> None:
-    """Warn of a parameter that was evaluated by the same name as another module's."""
-    known, module = _EVALUATED.setdefault(own.value, (name, weakref.ref(own.module)))
-    if known == name and module() not in (None, own.module):
+    """Warn of a parameter that another module, seen before, has by the same name."""
+    holders = _HOLDERS.get(own.value, {})
+    if any(known == name and module is not own.module for module, known in holders.items()):
         warnings.warn(
             f"parameter '{name}' of {type(own.module).__name__} is one and the same in another "
-            f"module that was evaluated before: Pyro's parameter store knows parameters by name, "
-            f"and gave those of the first to the second. What is evaluated is what was trained "
-            f"last: {_REMEDY}",
+            f"module: Pyro's parameter store knows parameters by name, and gave those of the first "
+            f"to the second. What is evaluated is what was trained last: {_REMEDY}",
             stacklevel=7,
         )
 

@@ -254,7 +254,7 @@ def test_batches_of_every_kind(batches):
         ([X[:0]], "plate 'data' has an empty minibatch"),
         ([(X, X)], r"the model cannot be called with a batch.*\(Tensor, Tensor\).*to_args="),
         (DataLoader(TensorDataset(X, X)), "cannot be called with a batch"),
-        ([{"y": X}], r"cannot be called with a batch.*\(y=Tensor\).*to_args="),
+        ([{"y": X}], r"cannot be called with a batch.*\(Tensor\).*to_args="),
         ([()], "cannot be called with a batch.*missing a required argument: 'x'"),
     ],
 )

@@ -212,11 +212,10 @@ def test_the_verdict():
     assert "b and c cannot be told apart by log evidence" in found.verdict
     assert "Pareto" not in found.verdict
     doubtful = judged(EVIDENCES, 0.01, {"a": 0.9}, learns=True)
-    assert "The evidence of a is underestimated" in doubtful.verdict
+    assert "The evidence of a is too low" in doubtful.verdict
     assert "and may be the highest" in doubtful.verdict
     same = judged(EVIDENCES, 0.01, {}, learns=False)
     assert same.best == ["a"]
-    assert "one number for all" in same.verdict
 
 
 def test_it_prints_and_plots(tmp_path):
@@ -225,7 +224,7 @@ def test_it_prints_and_plots(tmp_path):
     text = str(found)
     for part in (
         "own bound, training",
-        "from ELBO on of the judged data",
+        "from ELBO on of the evaluated data",
         "over ELBO",
         "k > 0.7",
         "ESS",
@@ -255,11 +254,10 @@ def test_it_prints_and_plots(tmp_path):
         ({"seconds": 3.0, "num_steps": 5}, "pass seconds=3.0 or num_steps=5"),
         ({"num_steps": 5, "num_epochs": 2}, "pass num_steps=5 or num_epochs=2"),
         ({"num_steps": None, "num_epochs": 0}, "num_epochs must be an int of at least 1, got 0"),
-        ({"device": "tpu0"}, "device must be a torch.device"),
         ({"seconds": 0.0, "num_steps": None}, "seconds must be a positive number"),
         (
             {"batches": [{"y": torch.zeros(2)}]},
-            r"cannot be called with a batch.*\(y=Tensor\).*: \(batch,\)",
+            r"cannot be called with a batch.*\(Tensor\).*to_args=",
         ),
         ({"num_checks": 0}, "num_checks must be an int of at least 1"),
     ],
@@ -299,12 +297,12 @@ def test_a_few_effective_draws_evaluate_nothing():
     found = judged(EVIDENCES, 1.0, {}, learns=False, sizes=sizes)
     assert not found.evaluated
     assert set(found.best) == set(found)
-    assert "Not evaluated: effective sample sizes of 4 1 2 (of 30)" in found.verdict
-    assert "has the highest ELBO" in found.verdict
+    assert "Not evaluated: too few effective draws" in found.verdict
+    assert "The highest ELBO is that of" in found.verdict
     assert "± unknown" in str(found)
     learning = judged(EVIDENCES, 1.0, {}, learns=True, sizes=sizes)
     assert "Not evaluated" in learning.verdict
-    assert "chains (schedule=10)" in learning.verdict
+    assert "chains (schedule=10, or more)" in learning.verdict
     assert judged(EVIDENCES, 1.0, {}, learns=False).evaluated
 
 
