@@ -42,7 +42,12 @@ MODELS = (
 WHITE = {"coordinates": "whitened", "num_particles": 400, "schedule": 4, "warmup": 4}
 
 
-@pytest.mark.parametrize("kind", MODELS)
+QUICK = (ConjugateGaussian, GammaPoisson, LinearGaussianChain)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in MODELS]
+)
 def test_the_evidence_is_the_exact_one(kind):
     exact = kind()
     found = log_evidence(exact.model, exact.guide, seed=0, **WHITE)
@@ -50,7 +55,9 @@ def test_the_evidence_is_the_exact_one(kind):
     assert bool(error < 4 * found.total_standard_error + 1e-5), (found.total, exact.log_evidence())
 
 
-@pytest.mark.parametrize("kind", [UnequalPlates, UnequalWalks])
+@pytest.mark.parametrize(
+    "kind", [UnequalPlates, pytest.param(UnequalWalks, marks=pytest.mark.slow)]
+)
 def test_padding_of_shorter_vectors_has_no_weight(kind):
     exact = kind()
     truth = exact.log_evidence_per_datum()
