@@ -336,7 +336,7 @@ def compare(
         >>> found.use(found.best[0])  # and go on with it
     """
     programs, given = prepare(compare, model, guide, args, model_kwargs, options)
-    losses, optims = _losses(losses), _optims(optim, losses)
+    pairs = _checked(losses, optim)
     budget = {"seconds": seconds, "num_steps": num_steps, "num_epochs": num_epochs}
     _check_budget({name: value for name, value in budget.items() if value is not None})
     num_checks = check_count("num_checks", num_checks)
@@ -353,7 +353,7 @@ def compare(
     few = replace(given, num_particles=2, warmup=int(given.coordinates == "whitened"))
     first = data.first()
     with each_once(), _same_randomness(), Progress("comparing", given.progress, "turn") as bar:
-        bar.expect((num_checks + 1) * len(losses))
+        bar.expect((num_checks + 1) * len(pairs))
         pyro.set_rng_seed(seed)
         with torch.no_grad(), evaluation_modules(find_modules(*programs.pair)):
             nodes = run_pair(first, Substitutes())[1].nodes
@@ -362,7 +362,7 @@ def compare(
         found = Comparison({}, _Values(programs), learns)
         start = found._values.take()
         try:
-            for (name, loss), one in zip(losses.items(), optims, strict=True):
+            for name, (loss, one) in pairs.items():
                 bar.say(name)
                 _svi(first, one, loss).step(*first.args, **first.kwargs)
                 start = found._values.put(start)
@@ -380,26 +380,28 @@ def compare(
     return found
 
 
-def _losses(losses: object) -> dict[str, object]:
+def _checked(losses: object, optim: object) -> dict[str, tuple[object, PyroOptim]]:
+    """
+    The loss and the optimizer, by name.
+
+    :raises ValueError: for what is none.
+    """
     if not isinstance(losses, Mapping) or not losses:
         raise ValueError(
             f"losses must be a dict of losses by name, such as {{'ELBO': Trace_ELBO()}}, got "
             f"{losses!r}"
         )
+    found = {}
     for name, loss in losses.items():
         if isinstance(loss, type) or not (callable(loss) or hasattr(loss, "loss_and_grads")):
             raise ValueError(f"losses[{name!r}] must be a loss that SVI takes, got {loss!r}")
-    return dict(losses)
-
-
-def _optims(optim: object, losses: Mapping[str, object]) -> list[PyroOptim]:
-    found = [optim.get(n) if isinstance(optim, Mapping) else optim for n in losses]
-    for name, one in zip(losses, found, strict=True):
-        if not isinstance(one, PyroOptim):
+        own = optim.get(name) if isinstance(optim, Mapping) else optim
+        if not isinstance(own, PyroOptim):
             raise ValueError(
                 f"optim must be one of pyro.optim, such as pyro.optim.Adam({{'lr': 0.01}}), or a "
-                f"dict of them by name; for {name!r} got {one!r}"
+                f"dict of them by name; for {name!r} got {own!r}"
             )
+        found[name] = loss, own
     return found
 
 

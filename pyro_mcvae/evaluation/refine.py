@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from pyro_mcvae.chains.kernel import Target
 from pyro_mcvae.coordinates.whitened import WhitenedDensity
 from pyro_mcvae.evaluation.annealing import LEAVE_OUT
 from pyro_mcvae.evaluation.arguments import prepare
-from pyro_mcvae.evaluation.draws import PosteriorDraws, SiteDraws, site_draws
+from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
 from pyro_mcvae.evaluation.evidence import importance_sampler
 from pyro_mcvae.evaluation.importance_sampler import Density, ImportanceSampler
 from pyro_mcvae.evaluation.weights import WeightSummary
@@ -134,7 +134,7 @@ def refine(
             done += count
             if annealing is None:
                 sampler.progress.step(count * candidates)
-        found = _collect(parts, sampler.reference.plate_names)
+        found = _joined(parts)
         found.pareto_k = summary.pareto_k.to(found.log_weight.dtype)
         found.step_size = (
             None if annealing is None else annealing.kernel.step_size().detach().clone()
@@ -150,31 +150,16 @@ def refine(
     return found
 
 
-class _Refined(NamedTuple):
-    """
-    One chunk of draws.
-
-    :ivar sites: their values.
-    :ivar log_weight: of the chosen candidates, shape ``[count, *plates]``.
-    :ivar acceptance: of the chains on the way to each draw, of the same shape.
-    """
-
-    sites: SiteDraws
-    log_weight: Tensor
-    acceptance: Tensor | None
-
-
-def _collect(parts: list[_Refined], plates: tuple[str, ...]) -> PosteriorDraws:
-    sites = [part.sites for part in parts]
-    draws = PosteriorDraws({n: torch.cat([s.latents[n] for s in sites]) for n in sites[0].latents})
+def _joined(parts: list[PosteriorDraws]) -> PosteriorDraws:
+    """Draws one after the other."""
+    draws = parts[0]
+    draws.update({n: torch.cat([part[n] for part in parts]) for n in draws})
     draws.log_weight = torch.cat([part.log_weight for part in parts])
     draws.log_likelihood = {
-        n: torch.cat([s.log_likelihood[n] for s in sites]) for n in sites[0].log_likelihood
+        n: torch.cat([part.log_likelihood[n] for part in parts]) for n in draws.log_likelihood
     }
     accepted = [part.acceptance for part in parts if part.acceptance is not None]
     draws.acceptance = torch.cat(accepted) if accepted else None
-    draws.observed, draws.dims, draws.coords = sites[0].observed, sites[0].dims, sites[0].coords
-    draws.plates = plates
     return draws
 
 
@@ -184,7 +169,7 @@ def _refined(
     candidates: int,
     transitions: int,
     summary: WeightSummary,
-) -> _Refined:
+) -> PosteriorDraws:
     density: Density | None = None
     if sampler.annealing is None:
         at = sampler.log_weight(count * candidates, coordinates="resting")
@@ -206,8 +191,8 @@ def _refined(
         position = _move(density, sampler, position, chosen, transitions)
     if isinstance(density, WhitenedDensity):
         position = density.whitening.position(position)
-    sites = site_draws(sampler.with_drawn_states(at(position.detach()).sample))
-    return _Refined(sites, take_chosen(log_weight, chosen), acceptance)
+    sample = sampler.with_drawn_states(at(position.detach()).sample)
+    return site_draws(sample, take_chosen(log_weight, chosen), acceptance)
 
 
 def _move(
