@@ -14,21 +14,25 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import biject_to
 
 from pyro_mcvae.coordinates.whitened import WhitenedDensity
 from pyro_mcvae.evaluation.draws import site_values
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
-from pyro_mcvae.evaluation.simulation import guide_values
 from pyro_mcvae.evaluation.weights import WeightSummary
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.errors import first_line
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.plates import plate_frames, plate_key
-from pyro_mcvae.programs.sites import is_latent, known_support
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
 from pyro_mcvae.programs.types import Message, Site
+from pyro_mcvae.structure import dependencies
 from pyro_mcvae.training.generators import rng_state, set_rng_state
 
-__all__ = ["Labellings", "find_labellings"]
+__all__ = ["Labellings", "find_labellings", "guide_values"]
 
 _logger = logging.getLogger(__name__)
 
@@ -398,3 +402,60 @@ def _permutations(groups: Sequence[Group], complete: bool) -> list[list[_Move]]:
         pairs = itertools.combinations(group.entries, 2)
         swaps += [[(group.axes, {i: j, j: i})] for i, j in pairs]
     return swaps
+
+
+def guide_values(
+    programs: Programs, reference: WeightedParticles, latents: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """
+    The values of the guide's random sites at which its latents are the given ones.
+
+    AutoGuides draw auxiliary sites, of which the latents are functions: a site is inverted where
+    it holds the unconstrained values of the latents that follow from it, side by side.
+
+    :param reference: an execution of both programs.
+    :raises ValueError: naming an auxiliary site that holds anything else.
+    """
+    run = reference.runs[0]
+    sites = {n: s for n, s in run.guide_trace.nodes.items() if is_latent(s)}
+    random = [n for n, s in sites.items() if is_random(s)]
+    found = {n: latents[n] for n in random if n in latents}
+    missing = [n for n in random if n not in latents]
+    if not missing:
+        return found
+    parents = dependencies.find_dependencies(
+        programs, frozenset(random), reference.subsamples
+    ).factors
+    for name in missing:
+        follow = [
+            n
+            for n, s in sites.items()
+            if is_delta(s["fn"]) and n in latents and name in parents.get(FactorKey("guide", n), ())
+        ]
+        shape = sites[name]["value"].shape
+        now = {n: run.guide_trace.nodes[n]["value"] for n in follow}
+        again = _unconstrained(run, follow, now, shape)
+        if again is None or not torch.allclose(again, sites[name]["value"], rtol=1e-3, atol=1e-4):
+            raise ValueError(
+                f"the guide's auxiliary site '{name}' is not the unconstrained form of the latents "
+                f"{follow} that follow from it, so no chain can begin at given latents: use a "
+                f"guide without auxiliary sites, AutoNormal or AutoMultivariateNormal"
+            )
+        value = _unconstrained(run, follow, latents, shape)
+        assert value is not None
+        found[name] = value
+    return found
+
+
+def _unconstrained(
+    run: Run, follow: list[str], values: dict[str, Tensor], shape: torch.Size
+) -> Tensor | None:
+    """What is unconstrained of the values, which may have any leading dims."""
+    nodes, parts, lead = run.model_trace.nodes, [], torch.Size()
+    for name in follow:
+        site, value = nodes[name], values[name]
+        lead = value.shape[: value.dim() - site["value"].dim()]
+        parts.append(biject_to(known_support(site["fn"])).inv(value).reshape(*lead, -1))
+    if sum(p.shape[-1] for p in parts) != shape.numel():
+        return None
+    return torch.cat(parts, -1).reshape(lead + shape)

@@ -16,12 +16,12 @@ from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, Annealing
 from pyro_mcvae.evaluation.arguments import Options, check_function, prepare
 from pyro_mcvae.evaluation.evidence import importance_sampler
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
+from pyro_mcvae.evaluation.labellings import guide_values
 from pyro_mcvae.evaluation.simulation import (
     Simulation,
     ToArgs,
     check_density,
     follows_data,
-    guide_values,
     simulate,
 )
 from pyro_mcvae.ops.checks import check_count
