@@ -185,7 +185,7 @@ class ImportanceSampler:
         return with_drawn_states(self.programs, sample)
 
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
-        """What the chains of this judge move in, begun at new draws or at given latents."""
+        """The density that the chains move in, begun at new draws or at given latents."""
         assert self.annealing is not None
         gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
         with torch.set_grad_enabled(bool(gradient)):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from pyro import distributions as dist
 from pyro import poutine
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
@@ -21,6 +20,7 @@ from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import (
     inner_scale,
+    is_factor,
     is_latent,
     is_random,
     is_scored,
@@ -145,10 +145,7 @@ def _same(site: Site, other: Site) -> bool:
 
 
 def _check_generative(name: str, site: Site) -> None:
-    fn = site["fn"]
-    while not isinstance(fn, dist.Unit) and hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    if isinstance(fn, dist.Unit):
+    if is_factor(site["fn"]):
         raise ValueError(
             f"site '{name}' of the model is a pyro.factor, which no data can be drawn from: write "
             f"it as a distribution with obs="
