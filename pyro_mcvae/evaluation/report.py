@@ -42,9 +42,9 @@ __all__ = ["Report", "TrainedLoss", "report"]
 
 _logger = logging.getLogger(__name__)
 
-# Share of the weights that may be doubtful; nats per weight that are close enough, and those that
-# are no difference; an error within which all agrees.
-_FEW, _CLOSE, _SMALL, _WIDE = 0.05, 0.1, 0.02, 0.1
+# Share of the weights that may be doubtful; of those with heavy tails that is much; nats per weight
+# that are close enough, and those that are no difference; an error within which all agrees.
+_FEW, _SOME, _CLOSE, _SMALL, _WIDE = 0.05, 0.25, 0.1, 0.02, 0.1
 # Nats that a bound of many draws may leave, and those of the ELBO that such a bound halves at best
 # (docs/choose.md, measured on nine models).
 _MANY, _TENS = 10.0, 20.0
@@ -196,10 +196,13 @@ class Report:
         rows = [["", "draws", "log evidence", "Pareto k", "k > 0.7", "ESS"], _row("guide", guide)]
         for chains in self.chains:
             start = "fitted normal" if chains.whitened else "guide"
-            rows.append(_row(f"chains from the {start}, {_steps(chains)} steps", chains))
+            rows.append(_row(f"{start}, {_steps(chains)} steps", chains))
         if isinstance(self.prior, LogEvidence):
-            rows.append(_row("chains from the prior", self.prior))
-        lines = [f"nats per weight; {n} weights{plates}; medians of k and ESS", table(rows)]
+            rows.append(_row("prior", self.prior))
+        lines = [
+            f"nats per weight; {n} weights{plates}; medians of k and ESS; chains by their start",
+            table(rows),
+        ]
         lines.append(f"ELBO {float(self.bound.mean()):.3f}, gap {float(self.gap.mean()):.3f}")
         if n > 1:
             worst = (f"{i[0] if len(i) == 1 else i} ({gap:.2f})" for i, gap in self.worst())
@@ -210,7 +213,7 @@ class Report:
         if guide.given:
             lines.append(f"given {', '.join(guide.given)}")
         if self.no_chains:
-            lines.append("no longer chains from the guide: see no_chains")
+            lines.append("no more chains: see no_chains")
         if isinstance(self.prior, str):
             lines.append("no chains from the prior: see prior")
         if self.evidence.labellings is not None:
@@ -508,7 +511,9 @@ def _advice(report: Report) -> str:
         return f"Next: take TraceSIS_ELBO(10, num_particles=8, multi_sample=True), or {richer}."
     if weighs:
         return f"Next: take num_particles={4 * loss.num_particles}, or {richer}."
-    return f"Next: take TraceIWAE_ELBO(num_particles={100 if report.gap.numel() == 1 else 10})."
+    count = 100 if report.gap.numel() == 1 else 10
+    then = f"; where that leaves {_MANY:.0f} nats, TraceSIS_ELBO" if heavy > _SOME else ""
+    return f"Next: take TraceIWAE_ELBO(num_particles={count}){then}."
 
 
 def _steps(chains: LogEvidence) -> int:

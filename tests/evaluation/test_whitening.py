@@ -124,7 +124,7 @@ def test_a_report_takes_white_coordinates_where_other_chains_leave_doubt():
     found = report(scales.model, scales.guide, num_particles=500, **options)
     assert [chains.whitened for chains in found.chains] == [False, False, True]
     assert float((found.evidence.total - scales.exact).abs()) < 0.1
-    assert "from the fitted normal" in str(found)
+    assert "fitted normal, 40 steps" in str(found)
     assert found.trusted
 
 
