@@ -364,7 +364,7 @@ def importance_sampler(
     :raises ValueError: for a guide of states.
     """
     with weights_of(programs, options, annealing) as weights:
-        if not isinstance(weights, ImportanceSampler):
+        if isinstance(weights, StateWeights):
             raise ValueError(
                 "the latents of a TruncatedPosterior are discrete, and chains would move them: "
                 "evaluate it by log_evidence or report; guide.posterior(...) has draws, marginals "
@@ -405,7 +405,7 @@ def estimate(
             kept.append(log_weight)
     bound, annealing = weights.bound(summary), weights.annealing
     labellings = None
-    if all_labellings and isinstance(weights, ImportanceSampler):
+    if all_labellings and not isinstance(weights, StateWeights):
         labellings = find_labellings(weights, num_particles)
     log_evidence, tails = summary.log_mean, summary
     if labellings is not None and (whole := labellings.weights) is not None:
