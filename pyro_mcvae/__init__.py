@@ -37,20 +37,14 @@ from pyro_mcvae.elbos.renyi import TraceRenyi_ELBO
 from pyro_mcvae.elbos.sgvb import TraceSGVB_ELBO
 from pyro_mcvae.elbos.sis import TraceSIS_ELBO
 from pyro_mcvae.elbos.truncated import TraceTruncated_ELBO
-from pyro_mcvae.evaluation.compare import Comparison, compare
+from pyro_mcvae.evaluation.compare import Comparison, TrainedCopy, compare
 from pyro_mcvae.evaluation.compare_models import ModelComparison, compare_models
 from pyro_mcvae.evaluation.draws import PosteriorDraws
-from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence
+from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence, log_evidence_loader
 from pyro_mcvae.evaluation.inference_data import to_inference_data
-from pyro_mcvae.evaluation.loader import log_evidence_loader
-from pyro_mcvae.evaluation.low_dimensional import (
-    LowDimensionalEvidence,
-    low_dimensional_evidence,
-)
 from pyro_mcvae.evaluation.refine import refine
 from pyro_mcvae.evaluation.report import Report, report
 from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
-from pyro_mcvae.evaluation.trained_copy import TrainedCopy
 from pyro_mcvae.training.batches import RankBatches
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_mcvae.training.plateau import PlateauDetector
@@ -96,7 +90,6 @@ __all__ = [
     "LinearSchedule",
     "LogEvidence",
     "LogWeight",
-    "LowDimensionalEvidence",
     "ModelComparison",
     "MonteCarloELBO",
     "MonteCarloEM",
@@ -136,7 +129,6 @@ __all__ = [
     "local_estimate",
     "log_evidence",
     "log_evidence_loader",
-    "low_dimensional_evidence",
     "refine",
     "register_noise",
     "report",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.programs.execution import Programs
@@ -16,21 +14,9 @@ from pyro_mcvae.programs.nesting import nesting_of
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_delta, is_factor, is_latent, is_scored
 from pyro_mcvae.programs.terms import guide_terms
-from pyro_mcvae.programs.types import Message
+from pyro_mcvae.programs.unconditioned import Unconditioned
 
 __all__ = ["dream", "dreamt_values", "recognize"]
-
-
-class _Dreaming(Messenger):
-    """Draws the sites that the model observes."""
-
-    def _pyro_sample(self, msg: Message) -> None:
-        if not msg["is_observed"] or site_is_subsample(msg) or not is_scored(msg):
-            return
-        if is_factor(msg["fn"]):
-            return  # nothing to draw
-        msg["is_observed"], msg["done"] = False, False
-        msg["value"] = None  # type: ignore[typeddict-item]  # to be drawn
 
 
 def dream(programs: Programs, subsamples: Minibatch) -> Trace:
@@ -41,7 +27,7 @@ def dream(programs: Programs, subsamples: Minibatch) -> Trace:
     :raises ValueError: if the model cannot be drawn from.
     """
     try:
-        with Recorder(Substitutes(Minibatch(subsamples))) as recorder, _Dreaming():
+        with Recorder(Substitutes(Minibatch(subsamples))) as recorder, Unconditioned():
             programs.model(*programs.args, **programs.kwargs)
     except NotImplementedError as error:
         raise ValueError(

@@ -81,7 +81,7 @@ class MonteCarloEM(ChainELBO):
 
     The value reported is the plain ELBO of the guide, before its draws are moved: a lower
     bound that compares with the other objectives', though it is not what is maximised. With a poor
-    guide (a prior) it says little: judge the model by its evidence.
+    guide (a prior) it says little: evaluate the model by its evidence.
 
     :param int num_steps: transitions per draw.
     :param Kernel kernel: an adjusted one; ``HMC`` with 10 leapfrog steps by default, whose step

@@ -1,4 +1,4 @@
-"""The transitions of a judge: copies of a kernel and a schedule, adapted once and then frozen."""
+"""The transitions of an evaluator: a kernel and a schedule, adapted once and then frozen."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from pyro_mcvae.chains.annealing import Transition
+from pyro_mcvae.chains.annealing import Transition, anneal
 from pyro_mcvae.chains.hmc import HMC
 from pyro_mcvae.chains.kernel import Info, Kernel, State, Target
 from pyro_mcvae.chains.schedules import Schedule, as_schedule
 from pyro_mcvae.chains.step_size import AdaptiveStepSize
+from pyro_mcvae.checks.angles import is_circular
 from pyro_mcvae.compiled.transition import RecordedTransition
+from pyro_mcvae.coordinates.chain_checks import named
+from pyro_mcvae.coordinates.chain_density import ChainDensity
 from pyro_mcvae.coordinates.coordinate import Coordinates
-from pyro_mcvae.coordinates.whitened import Whitening
+from pyro_mcvae.coordinates.whitened import WhitenedDensity, Whitening
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
@@ -23,10 +26,13 @@ from pyro_mcvae.programs.progress import Progress
 __all__ = [
     "DEFAULT_STEPS",
     "LEAVE_OUT",
+    "MOVES",
     "Annealing",
     "Counted",
-    "JudgeCoordinates",
+    "EvaluatorCoordinates",
     "make_annealing",
+    "population",
+    "whiten",
 ]
 
 
@@ -43,7 +49,7 @@ class Counted:
         return moved
 
 
-JudgeCoordinates = Literal["noise", "latent", "whitened"]
+EvaluatorCoordinates = Literal["noise", "latent", "whitened"]
 
 # Where a kernel is given without a schedule.
 DEFAULT_STEPS = 10
@@ -72,7 +78,7 @@ class Annealing:
         self,
         kernel: Kernel,
         schedule: Schedule,
-        coordinates: JudgeCoordinates,
+        coordinates: EvaluatorCoordinates,
         warmup: int,
         without: str,
     ) -> None:
@@ -132,7 +138,7 @@ class Annealing:
 def make_annealing(
     schedule: Schedule | Tensor | int | None,
     kernel: Kernel | None,
-    coordinates: JudgeCoordinates,
+    coordinates: EvaluatorCoordinates,
     warmup: int,
     without: str = LEAVE_OUT,
 ) -> Annealing | None:
@@ -144,7 +150,7 @@ def make_annealing(
     """
     if kernel is not None and not isinstance(kernel, Kernel):
         raise ValueError(f"kernel must be a Kernel such as HMC(), got {kernel!r}")
-    if coordinates not in get_args(JudgeCoordinates):
+    if coordinates not in get_args(EvaluatorCoordinates):
         raise ValueError(
             f"coordinates must be 'noise', 'latent' or 'whitened', got {coordinates!r}"
         )
@@ -155,3 +161,54 @@ def make_annealing(
     with torch.inference_mode(False):
         kernel = HMC() if kernel is None else kernel
     return Annealing(kernel, schedule, coordinates, warmup, without)
+
+
+# Chains for each coordinate, and the fewest and the most of a weight.
+_PER_COORDINATE, _FEWEST, _MOST = 2, 50, 1000
+# Transitions between two looks at the population.
+MOVES = 5
+# Numbers of the factors of all weights, above which correlations are left out.
+_LARGEST = 1 << 24
+
+
+def population(dim: int) -> int:
+    """How many chains show the covariance of so many coordinates."""
+    return min(_MOST, max(_FEWEST, _PER_COORDINATE * dim))
+
+
+def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) -> Whitening:
+    r"""
+    The map to white coordinates, after ``annealing.warmup`` windows of five transitions.
+
+    The chains begin at the guide's draws and move with respect to the posterior itself. After each
+    window coordinates are white with respect to where they stand then, and the step size has
+    adapted; so the chains spread as far as the posterior does, window by window.
+
+    :param transition: by the kernel.
+    :raises ValueError: for discrete sites of the guide, and for angles.
+    """
+    discrete = density.log_weight.plan.discrete
+    if discrete:
+        raise ValueError(
+            f"coordinates='whitened' moves all latents, but the guide's site{named(discrete)} "
+            f"discrete: use coordinates='noise', where they stay as they were drawn"
+        )
+    angles = [n for n, fn in density.log_weight.unconstrained.items() if is_circular(fn)]
+    if angles:
+        raise ValueError(
+            f"coordinates='whitened' fits a normal density on the line, but the guide's site"
+            f"{named(tuple(angles))} an angle, which has no end there: use coordinates='noise'"
+        )
+    position, movable = density.log_weight.coordinates.detach(), density.log_weight.movable
+    dense = position[0].numel() * position.shape[-1] <= _LARGEST
+    found = Whitening.none(position, movable, dense)
+    betas = position.new_ones(MOVES + 1)
+    for turn in range(annealing.warmup):
+        white = WhitenedDensity(density, found)
+        chain = anneal(white(found.white(position)), betas, transition, white, movable)
+        if not chain.infos:
+            break  # nothing can move
+        annealing.adapt(turn, chain.mean_acceptance, None)
+        position = found.position(chain.state.position)
+        found = found.refined(chain.state.position)
+    return found

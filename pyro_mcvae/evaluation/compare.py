@@ -1,35 +1,62 @@
-"""Which loss: the same programs trained by several, and judged by one estimator."""
+"""Which loss: the same programs trained by several, and evaluated by one estimator."""
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import pyro
 import torch
+from pyro.infer import SVI
+from pyro.infer.util import zero_grads
 from pyro.optim import PyroOptim
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
-from pyro_mcvae.evaluation.arguments import as_device, check_function
-from pyro_mcvae.evaluation.contestant import Batches, Contestant, Rehearsal, contestants
-from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
-from pyro_mcvae.evaluation.evidence import LogEvidence, estimate, guide_and_chains
-from pyro_mcvae.evaluation.figures import draw_comparison
-from pyro_mcvae.evaluation.options import Options, judge
+from pyro_mcvae.evaluation.arguments import (
+    Options,
+    as_arguments,
+    check_call,
+    check_function,
+    prepare,
+)
+from pyro_mcvae.evaluation.evidence import (
+    LogEvidence,
+    estimate,
+    guide_and_chains,
+    share,
+    weights_of,
+    with_error,
+)
 from pyro_mcvae.evaluation.tables import filled, number, table
-from pyro_mcvae.evaluation.trained_copy import Curve, TrainedCopy
-from pyro_mcvae.evaluation.weights_of import weights_of
 from pyro_mcvae.ops.checks import check_count, check_positive
+from pyro_mcvae.ops.notices import each_once
+from pyro_mcvae.ops.trees import Tree
+from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.execution import Programs, run_pair
 from pyro_mcvae.programs.messengers import Substitutes
+from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.progress import Progress
+from pyro_mcvae.programs.types import Program
+from pyro_mcvae.training.generators import rng_state, set_rng_state
+from pyro_mcvae.training.parts import ModulePart
+from pyro_mcvae.training.store import ParamStorePart, Part, Undo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Batches", "Comparison", "TrainedCopy", "compare"]
+
+Batches = Iterable[object] | Callable[[], Iterable[object]]
+Curve: TypeAlias = dict[int, tuple[float, LogEvidence]]
 
 # Of training, where nothing is said.
 _SECONDS = 30.0
@@ -37,21 +64,59 @@ _SECONDS = 30.0
 _ERRORS = 2.0
 # Effective sample sizes within a factor of e to this, likewise.
 _ALIKE = 0.1
+# How many points of a bound, each a mean over steps, are drawn.
+_POINTS = 200
+
+
+@dataclass(frozen=True)
+class TrainedCopy:
+    """
+    What came of one loss, made by :func:`compare`, whose example shows some.
+
+    :ivar bounds: its own bound at every step, in nats per weight.
+    :ivar seconds: of training.
+    :ivar times: of each step, in seconds.
+    :ivar curve: by step, the seconds until then and the :class:`LogEvidence` of that moment, by
+        importance sampling with few particles.
+    :ivar guide: the :class:`LogEvidence` by importance sampling after training.
+    :ivar evidence: that by chains, if they were asked for; else the same.
+    :ivar failed: what stopped it, if anything; its evidence is then the last one of the curve.
+    """
+
+    bounds: list[float]
+    seconds: float
+    times: list[float]
+    curve: Curve
+    guide: LogEvidence
+    evidence: LogEvidence
+    failed: str = ""
+
+    @property
+    def last_bound(self) -> float:
+        """The mean of its own bound over the last tenth of the steps."""
+        last = self.bounds[-max(1, len(self.bounds) // 10) :]
+        return sum(last) / len(last) if last else math.nan
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The median, so that what the first steps alone pay for does not count."""
+        return statistics.median(self.times) if self.times else math.nan
 
 
 class Comparison(dict[str, TrainedCopy]):
     """
     What :func:`compare` found, whose example shows one: a :class:`TrainedCopy` by name.
 
-    :param copies: the trained states.
-    :param judged: what was found of each.
+    :param copies: what was found of each loss.
+    :param values: of the programs.
     :param bool learns: whether the model has parameters; if not, all have one evidence.
     """
 
-    def __init__(self, copies: list[Contestant], judged: list[TrainedCopy], learns: bool) -> None:
-        super().__init__({c.name: found for c, found in zip(copies, judged, strict=True)})
+    def __init__(self, copies: dict[str, TrainedCopy], values: _Values, learns: bool) -> None:
+        super().__init__(copies)
         self.learns = learns
-        self._copies = {c.name: c for c in copies}
+        self._values = values
+        self._trained: dict[str, Undo] = {}
 
     def use(self, name: str) -> None:
         """
@@ -59,10 +124,9 @@ class Comparison(dict[str, TrainedCopy]):
 
         :raises ValueError: for a name that was not compared.
         """
-        if name not in self._copies:
+        if name not in self._trained:
             raise ValueError(f"{name!r} was not compared: there are {', '.join(self)}")
-        with self._copies[name].playing():
-            pass
+        self._trained[name] = self._values.put(self._trained[name])
 
     def gain(self, name: str, over: str) -> tuple[float, float]:
         """
@@ -86,8 +150,16 @@ class Comparison(dict[str, TrainedCopy]):
         :attr:`evaluated` is False, the highest ELBO first. One training run of each is compared:
         another seed may give another order.
         """
-        order = sorted(self._running, key=self._score, reverse=True)
-        return [n for n in order if n == order[0] or self._alike(n, order[0])]
+        names = self._running
+        if not self.evaluated:
+            return sorted(names, key=lambda n: -float(self[n].guide.bound.mean()))
+        sizes = {n: float(self[n].guide.effective_sample_size.log().mean()) for n in names}
+        if not self.learns:
+            order = sorted(names, key=lambda n: -sizes[n])
+            return [n for n in order if n == order[0] or sizes[order[0]] - sizes[n] < _ALIKE]
+        order = sorted(names, key=lambda n: -float(self[n].evidence.mean))
+        gains = {n: self.gain(order[0], n) for n in order[1:]}
+        return [n for n in order if n == order[0] or gains[n][0] <= _ERRORS * gains[n][1]]
 
     @property
     def evaluated(self) -> bool:
@@ -96,71 +168,37 @@ class Comparison(dict[str, TrainedCopy]):
         where the model learns, :math:`\hat k` is above 0.7) for most weights of every loss.
         """
         found = [self[n].evidence if self.learns else self[n].guide for n in self._running]
-        bad = (e.few | e.unreliable if self.learns else e.few for e in found)
-        return any(float(b.double().mean()) <= 0.5 for b in bad)
+        return any(share(e.few | (e.unreliable & self.learns)) <= 0.5 for e in found)
 
     @property
     def _running(self) -> list[str]:
         return [n for n in self if not self[n].failed] or list(self)
 
-    def _score(self, name: str) -> float:
-        if not self.evaluated:
-            return float(self[name].guide.bound.mean())
-        return float(self[name].evidence.mean) if self.learns else self._size(name)
-
-    def _size(self, name: str) -> float:
-        return float(self[name].guide.effective_sample_size.clamp_min(1.0).log().mean())
-
-    def _alike(self, name: str, best: str) -> bool:
-        if not self.evaluated:
-            return True
-        if not self.learns:
-            return self._size(best) - self._size(name) < _ALIKE
-        gain, error = self.gain(best, name)
-        return gain <= _ERRORS * error
-
     @property
     def verdict(self) -> str:
         """Which is best, and how far that can be trusted, in a few sentences."""
-        best = self.best
-        last = "One training run each; another seed may give another order."
+        best, by = self.best, "log evidence" if self.learns else "effective sample size"
+        said = [f"Best by {by}: {best[0]}."]
         if not self.evaluated:
-            sizes = " ".join(f"{_size(self[n].guide):.0f}" for n in best)
-            what = f"effective sample sizes of {sizes} (of {self[best[0]].guide.num_particles})"
-            said = f"Not evaluated: {what} do not tell {', '.join(best)} apart."
-            if not self.learns:
-                # Where log p(x) is one number, a higher ELBO is a guide closer to the posterior.
-                return f"{said} {best[0]} has the highest ELBO, of the same evidence. {last}"
-            return f"{said} More particles or {self._longer(best)} come closer. {last}"
-        by = "log evidence" if self.learns else "effective sample size"
-        said = f"Best by {by}: {best[0]}."
-        if len(best) > 1:
-            said = f"{', '.join(best[:-1])} and {best[-1]} cannot be told apart by {by}."
-        if not self.learns:
-            said += (
-                " The model learns nothing, so that the evidence is one number for all: what "
-                "differs are the guides."
-            )
-        doubtful = [n for n in self if _is_doubtful(self[n].evidence)]
+            said = [
+                f"Not evaluated: too few effective draws, or too high a Pareto k, to tell "
+                f"{', '.join(best)} apart; chains (schedule=10, or more) come closer. The highest "
+                f"ELBO is that of {best[0]}."
+            ]
+        elif len(best) > 1:
+            said = [f"{', '.join(best[:-1])} and {best[-1]} cannot be told apart by {by}."]
+        doubtful = [n for n in self if share(~(self[n].evidence.pareto_k <= 0.7)) > 0.05]
         if doubtful and self.learns:
-            said += (
-                f" The evidence of {', '.join(doubtful)} is underestimated (Pareto k above 0.7, or "
-                f"not known), and may be the highest; {self._longer(doubtful)} come closer."
-            )
-        return f"{said} {last}"
-
-    def _longer(self, names: list[str]) -> str:
-        """Longer chains than those that ran."""
-        rates = [self[n].evidence.acceptance for n in names]
-        steps = max(0 if rate is None else len(rate) + 1 for rate in rates)
-        return f"chains (schedule={4 * steps or 10})"
+            names = ", ".join(doubtful)
+            said.append(f"The evidence of {names} is too low (Pareto k), and may be the highest.")
+        return " ".join([*said, "One training run each; another seed may give another order."])
 
     def __str__(self) -> str:
         first = next(iter(self))
         head = ["loss", "steps", "ms/step", "own bound, training", "ELBO", "log evidence"]
         rows = [[*head, f"over {first}", "ESS", "k > 0.7"]]
         for name, found in self.items():
-            guide, evidence, n = found.guide, found.evidence, found.guide.pareto_k.numel()
+            guide, evidence = found.guide, found.evidence
             rows.append(
                 [
                     name,
@@ -168,21 +206,18 @@ class Comparison(dict[str, TrainedCopy]):
                     f"{1e3 * found.seconds_per_step:.1f}",
                     f"{found.last_bound:.3f}",
                     f"{float(guide.bound.mean()):.3f}",
-                    _shown(float(evidence.mean), float(evidence.mean_standard_error), evidence),
-                    "" if name == first else _shown(*self.gain(name, first), evidence),
-                    f"{_size(guide):.0f}",
-                    f"{int(guide.unreliable.sum())} of {n}",
+                    with_error(evidence, evidence.mean, evidence.mean_standard_error),
+                    "" if name == first else number(*self.gain(name, first)),
+                    f"{float(guide.effective_sample_size.median()):.0f}",
+                    f"{int(guide.unreliable.sum())} of {guide.pareto_k.numel()}",
                 ]
             )
-        stopped = [f"{n} stopped at {f.failed}" for n, f in self.items() if f.failed]
-        guide = self[first].guide
-        n = guide.pareto_k.numel()
         units = (
-            f"nats per weight, from ELBO on of the judged data ({n}{' in ' if guide.plates else ''}"
-            f"{', '.join(guide.plates)}); ± Monte Carlo error"
-            f"{', of differences over the weights, paired' if n > 1 else ''}; "
-            f"ESS: effective sample size of {guide.num_particles} particles, median"
+            f"nats per weight, from ELBO on of the evaluated data; ± Monte Carlo error, of "
+            f"differences over the weights; ESS: effective sample size of "
+            f"{self[first].guide.num_particles} particles, median"
         )
+        stopped = [f"{n} stopped at {f.failed}" for n, f in self.items() if f.failed]
         return "\n".join([filled(units), table(rows), *map(filled, [*stopped, self.verdict])])
 
     def plot(
@@ -191,34 +226,51 @@ class Comparison(dict[str, TrainedCopy]):
         over: Literal["seconds", "steps"] = "seconds",
     ) -> Figure | SubFigure:
         """
-        A figure: each loss's own bound, and the evidence of the judged data, over time.
+        A figure: each loss's own bound, and the evidence of the evaluated data, over time.
 
         :param figure: a ``matplotlib`` figure, or a part of one, to draw in.
         :param str over: ``"seconds"`` of training, or ``"steps"``.
         :returns: that figure; without one a new one, which belongs to no window.
         :raises ValueError: for another ``over``.
         """
-        return draw_comparison(self, figure, over)
+        if over not in ("seconds", "steps"):
+            raise ValueError(f"over must be 'seconds' or 'steps', got {over!r}")
+        if figure is None:
+            from matplotlib.figure import Figure as New
+
+            figure = New(figsize=(10, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for i, (name, found) in enumerate(self.items()):
+            size = max(1, len(found.bounds) // _POINTS)
+            ends = range(size, len(found.bounds) + 1, size)
+            means = [statistics.fmean(found.bounds[end - size : end]) for end in ends]
+            passed = list(itertools.accumulate(found.times))
+            at = list(ends) if over == "steps" else [passed[end - 1] for end in ends]
+            left.plot(at, means, color=f"C{i}", linewidth=1, label=name)
+            at = [step if over == "steps" else time for step, (time, _) in found.curve.items()]
+            curve = [e for _, e in found.curve.values()]
+            errors = [2 * float(e.mean_standard_error) for e in curve]
+            values = [float(e.mean) for e in curve]
+            right.errorbar(at, values, errors, color=f"C{i}", marker="o", markersize=3.5)
+        for axes in (left, right):
+            # The first steps lie far below the rest and would flatten everything else.
+            curves = [line.get_ydata() for line in axes.lines]
+            shown = [v for y in curves for v in y[len(y) // 5 :]]
+            if shown and min(shown) < max(shown):
+                margin = 0.1 * (max(shown) - min(shown))
+                axes.set_ylim(min(shown) - margin, max(shown) + margin)
+            axes.set_xlabel(f"{over} of training")
+            axes.grid(alpha=0.3)
+        left.set(title="each loss's own bound (training)", ylabel="nats per weight")
+        left.legend(loc="lower right", fontsize="small")
+        right.set(title="log evidence of the evaluated data, one estimator")
+        return figure
 
 
-def _is_doubtful(evidence: LogEvidence) -> bool:
-    return float((~(evidence.pareto_k <= 0.7)).double().mean()) > 0.05
-
-
-def _shown(value: float, error: float, evidence: LogEvidence) -> str:
-    known = float(evidence.few.double().mean()) <= 0.05
-    return number(value, error) if known else f"{value:.3f} ± unknown"
-
-
-def _size(evidence: LogEvidence) -> float:
-    return float(evidence.effective_sample_size.median())
-
-
-@judge()
 def compare(
-    programs: Programs,
-    options: Options,
-    *,
+    model: Program,
+    guide: Program,
+    *args: object,
     losses: Mapping[str, object],
     optim: PyroOptim | Mapping[str, PyroOptim],
     seconds: float | None = None,
@@ -226,16 +278,17 @@ def compare(
     num_epochs: int | None = None,
     batches: Batches | None = None,
     to_args: Callable[..., object] | None = None,
-    device: torch.device | str | int | None = None,
     num_checks: int = 10,
     check_particles: int = 100,
+    model_kwargs: Mapping[str, object] | None = None,
+    **options: Any,
 ) -> Comparison:
     r"""
-    Train the same programs by several losses for an equal time, or equally many steps, and judge
+    Train the same programs by several losses for an equal time, or equally many steps, and evaluate
     all of them by one estimator.
 
-    All begin with the same parameters and the same random numbers, and take turns, so that a busy
-    machine is as busy for each. Own bounds are not comparable with each other: the evidence is, and
+    All begin with the same parameters and the same random numbers, one loss after the other. Own
+    bounds are not comparable with each other: the evidence is, and
     is estimated as :func:`log_evidence` does it, ``num_checks`` times on the way by importance
     sampling with ``check_particles``, which costs no training time, and in the end with
     ``num_particles``, or by chains, if a ``schedule`` or a ``kernel`` is given. Afterwards the
@@ -248,8 +301,7 @@ def compare(
 
     :param model: a Pyro model.
     :param guide: its guide.
-    :param args: their arguments: the data that are judged, and, without ``batches``, trained on;
-        keyword arguments likewise, see ``model_kwargs``.
+    :param args: their arguments: the data that are evaluated, and, without ``batches``, trained on.
     :param losses: the losses by name, any that ``SVI`` takes.
     :param optim: a Pyro optimizer, such as ``pyro.optim.Adam({"lr": 0.01})``, or one by name of
         the loss.
@@ -260,10 +312,10 @@ def compare(
     :param batches: the training data: a DataLoader or another iterable, whose batches are arguments
         as those of :func:`log_evidence_loader` are; or a function that returns one for each epoch.
     :param to_args: maps a batch to the programs' arguments.
-    :param device: where to move the tensors of each batch.
-    :param int num_checks: how often all are judged on the way.
+    :param int num_checks: how often all are evaluated on the way.
     :param int check_particles: by how many particles.
-    {options}
+    :param model_kwargs: as in :func:`log_evidence`.
+    :param options: as in :func:`log_evidence`.
     :returns: a :class:`Comparison`, to print, to :meth:`~Comparison.plot` and to use.
     :raises ValueError: for what is no loss, optimizer or budget; and as :func:`log_evidence`,
         before any training.
@@ -283,97 +335,73 @@ def compare(
         (['ELBO', 'IWAE'], 200, False)
         >>> found.use(found.best[0])  # and go on with it
     """
-    losses, optims = _losses(losses), _optims(optim, losses)
-    given = {"seconds": seconds, "num_steps": num_steps, "num_epochs": num_epochs}
-    _check_budget({name: value for name, value in given.items() if value is not None})
+    programs, given = prepare(compare, model, guide, args, model_kwargs, options)
+    pairs = _checked(losses, optim)
+    budget = {"seconds": seconds, "num_steps": num_steps, "num_epochs": num_epochs}
+    _check_budget({name: value for name, value in budget.items() if value is not None})
     num_checks = check_count("num_checks", num_checks)
-    quick = {"num_particles": check_count("check_particles", check_particles)}
+    check_particles = check_count("check_particles", check_particles)
     check_function("to_args", to_args)
-    data = Rehearsal(programs, batches, to_args, as_device(device))
-    if options.seed is None:
-        options = replace(options, seed=int(torch.randint(2**31, ())))
-    checks = replace(options, schedule=None, kernel=None, **quick)  # type: ignore[arg-type]
+    data = _Data(programs, batches, to_args)
+    seed = int(torch.randint(2**31, ())) if given.seed is None else given.seed
+    given = replace(given, seed=seed)
+    checks = replace(given, schedule=None, kernel=None, num_particles=check_particles)
     if num_epochs is not None:
         num_steps = num_epochs * data.length()
     limits = seconds or (_SECONDS if num_steps is None else math.inf), num_steps or math.inf
-    rehearse = partial(_rehearse, programs, options)
-    with contestants(programs, losses, optims, data, options.seed or 0, rehearse) as copies:
-        learns = _learns(programs)
-        judged = _run(copies, limits, programs, checks, options, num_checks)
-        return Comparison(copies, judged, learns)
+    # What the evaluation at the end refuses is refused before training.
+    few = replace(given, num_particles=2, warmup=int(given.coordinates == "whitened"))
+    first = data.first()
+    with each_once(), _same_randomness(), Progress("comparing", given.progress, "turn") as bar:
+        bar.expect((num_checks + 1) * len(pairs))
+        pyro.set_rng_seed(seed)
+        with torch.no_grad(), evaluation_modules(find_modules(*programs.pair)):
+            nodes = run_pair(first, Substitutes())[1].nodes
+        learns = any(site["type"] == "param" for site in nodes.values())
+        guide_and_chains(programs, few)
+        found = Comparison({}, _Values(programs), learns)
+        start = found._values.take()
+        try:
+            for name, (loss, one) in pairs.items():
+                bar.say(name)
+                _svi(first, one, loss).step(*first.args, **first.kwargs)
+                start = found._values.put(start)
+                pyro.set_rng_seed(seed)
+                run = _Run(data, _svi(first, one, loss))
+                for turn in range(num_checks + 1):
+                    run.train(*(limit * turn / num_checks if turn else 0.0 for limit in limits))
+                    run.check(programs, checks)
+                    bar.step()
+                found[name] = run.found(programs, given)
+                found._trained[name] = found._values.take()
+                start = found._values.put(start)
+        finally:
+            start()
+    return found
 
 
-def _rehearse(programs: Programs, options: Options) -> None:
-    """The evaluation at the end, of a few particles: what it refuses is refused before training."""
-    few = replace(options, num_particles=2, warmup=int(options.coordinates == "whitened"))
-    guide_and_chains(programs, few)
+def _checked(losses: object, optim: object) -> dict[str, tuple[object, PyroOptim]]:
+    """
+    The loss and the optimizer, by name.
 
-
-def _run(
-    copies: list[Contestant],
-    limits: tuple[float, float],
-    programs: Programs,
-    checks: Options,
-    final: Options,
-    num_checks: int,
-) -> list[TrainedCopy]:
-    curves: list[Curve] = [{} for _ in copies]
-    with Progress("comparing", final.progress, "turn") as bar:
-        bar.expect((num_checks + 1) * len(copies))
-        for turn in range(num_checks + 1):
-            until = [limit * turn / num_checks if turn else 0.0 for limit in limits]
-            for player, curve in zip(copies, curves, strict=True):
-                bar.say(player.name)
-                with player.playing():
-                    player.train(*until)
-                    _check(player, programs, checks, curve)
-                bar.step()
-    return [_judge(*each, programs, final) for each in zip(copies, curves, strict=True)]
-
-
-def _check(player: Contestant, programs: Programs, checks: Options, curve: Curve) -> None:
-    """The evidence of this moment; what failed is judged as far as it got."""
-    step = len(player.bounds)
-    if player.failed or step in curve:
-        return
-    try:
-        with weights_of(programs, checks) as weights:
-            curve[step] = player.seconds, estimate(weights, checks.num_particles)
-    except (ValueError, RuntimeError) as error:
-        if not step:
-            raise
-        player.failed = f"step {step}: {first_line(error)}"
-
-
-def _judge(player: Contestant, curve: Curve, programs: Programs, options: Options) -> TrainedCopy:
-    guide = evidence = next(reversed(curve.values()))[1]
-    if not player.failed:
-        with player.playing():
-            guide, evidence = guide_and_chains(programs, options)
-    bounds, times = player.bounds, player.times
-    return TrainedCopy(bounds, player.seconds, times, curve, guide, evidence, player.failed)
-
-
-def _losses(losses: object) -> dict[str, object]:
+    :raises ValueError: for what is none.
+    """
     if not isinstance(losses, Mapping) or not losses:
         raise ValueError(
             f"losses must be a dict of losses by name, such as {{'ELBO': Trace_ELBO()}}, got "
             f"{losses!r}"
         )
+    found = {}
     for name, loss in losses.items():
         if isinstance(loss, type) or not (callable(loss) or hasattr(loss, "loss_and_grads")):
             raise ValueError(f"losses[{name!r}] must be a loss that SVI takes, got {loss!r}")
-    return dict(losses)
-
-
-def _optims(optim: object, losses: Mapping[str, object]) -> list[PyroOptim]:
-    found = [optim.get(n) if isinstance(optim, Mapping) else optim for n in losses]
-    for name, one in zip(losses, found, strict=True):
-        if not isinstance(one, PyroOptim):
+        own = optim.get(name) if isinstance(optim, Mapping) else optim
+        if not isinstance(own, PyroOptim):
             raise ValueError(
                 f"optim must be one of pyro.optim, such as pyro.optim.Adam({{'lr': 0.01}}), or a "
-                f"dict of them by name; for {name!r} got {one!r}"
+                f"dict of them by name; for {name!r} got {own!r}"
             )
+        found[name] = loss, own
     return found
 
 
@@ -388,8 +416,165 @@ def _check_budget(given: dict[str, float]) -> None:
         (check_positive if name == "seconds" else check_count)(name, value)
 
 
-def _learns(programs: Programs) -> bool:
-    """Whether the model has parameters, as it runs on the guide's draws."""
-    with evaluation_mode(*programs.pair), torch.no_grad():
-        nodes = run_pair(programs, Substitutes())[1].nodes
-    return any(site["type"] == "param" for site in nodes.values())
+class _Data:
+    """
+    The training data, and how many weights a batch stands for, so that bounds are per weight.
+
+    :param batches: None trains on the arguments of ``programs``.
+    """
+
+    def __init__(
+        self,
+        programs: Programs,
+        batches: Batches | None,
+        to_args: Callable[..., object] | None,
+    ) -> None:
+        self._programs, self._batches, self._to_args = programs, batches, to_args
+        self._weights: dict[object, float] = {}
+        if batches is not None and not callable(batches) and iter(batches) is batches:
+            raise ValueError(
+                "batches must be something to go through again and again, got an iterator, which "
+                "is used up after one pass: pass the DataLoader, a list, or a function that "
+                "returns an iterator"
+            )
+
+    def first(self) -> Programs:
+        """The programs on the first batch."""
+        for programs in self:
+            check_call(programs)
+            return programs
+        raise ValueError("there is no batch to train on: batches is empty")
+
+    def length(self) -> int:
+        """How many batches one pass has; counted, where they do not say."""
+        if isinstance(self._batches, Sized):
+            return len(self._batches)
+        with _same_randomness():
+            return sum(1 for _ in self)
+
+    def __iter__(self) -> Iterator[Programs]:
+        """One pass over the data."""
+        if self._batches is None:
+            yield self._programs
+            return
+        for batch in self._batches() if callable(self._batches) else self._batches:
+            batch = batch if self._to_args is None else self._to_args(batch)
+            args, kwargs = as_arguments(batch)
+            yield replace(self._programs, args=args, kwargs=kwargs)
+
+    def weights(self, programs: Programs) -> float:
+        """How many weights the loss on this batch is the sum of, N/B times those of a minibatch."""
+        leaves, tree = tree_flatten((programs.args, programs.kwargs))
+        key = (Tree(tree), *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
+        if key not in self._weights:
+            modules = find_modules(*programs.pair)
+            with _same_randomness(), torch.no_grad(), evaluation_modules(modules):
+                sampler = ParticleSampler(1, None, math.inf, strict_enumeration=False)
+                sample = sampler.sample(programs)
+            shared = sample.structure.global_sites.guide
+            self._weights[key] = 1.0 if shared else float(sample.num_weights)
+        return self._weights[key]
+
+
+@contextmanager
+def _same_randomness() -> Iterator[None]:
+    """Draw no random numbers, as seen from outside."""
+    generators = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(generators)
+
+
+class _Values:
+    """
+    What training changes of a pair of programs: the parameter store, the programs' modules.
+
+    The tensors stay the same objects, so that optimizers and recordings go on knowing them.
+    """
+
+    def __init__(self, programs: Programs) -> None:
+        found = find_modules(*programs.pair)
+        inner = {id(part) for module in found for part in list(module.modules())[1:]}
+        self._parts: list[Part] = [ModulePart(m) for m in found if id(m) not in inner]
+        self._parts.append(ParamStorePart({}))
+
+    def take(self) -> Undo:
+        """Remember the present values; what it returns sets them again, once."""
+        undos = [part.undo() for part in self._parts]
+
+        def put() -> None:
+            for undo in undos:
+                undo()
+
+        return put
+
+    def put(self, values: Undo) -> Undo:
+        """Set remembered values, and remember them again."""
+        values()
+        return self.take()
+
+
+class _Run:
+    """
+    Training by one loss, with what a :class:`TrainedCopy` has.
+    """
+
+    def __init__(self, data: _Data, svi: SVI) -> None:
+        self._data, self._svi, self._epoch = data, svi, iter(data)
+        self.bounds: list[float] = []
+        self.times: list[float] = []
+        self.seconds, self.failed = 0.0, ""
+        self.curve: Curve = {}
+
+    def train(self, seconds: float, num_steps: float) -> None:
+        """Train until it has had so much time, or so many steps."""
+        while self.seconds < seconds and len(self.bounds) < num_steps and not self.failed:
+            began = time.perf_counter()
+            programs = next(self._epoch, None)
+            if programs is None:
+                self._epoch = iter(self._data)
+                programs = next(self._epoch)
+            waited = time.perf_counter() - began
+            weights = self._data.weights(programs)
+            began = time.perf_counter()
+            try:
+                loss = float(self._svi.step(*programs.args, **programs.kwargs))
+            except (ValueError, RuntimeError) as error:
+                if not self.bounds:
+                    raise
+                self.failed = f"step {len(self.bounds) + 1}: {first_line(error)}"
+                # What an unfinished step left in tensors that the next one's step would add to.
+                zero_grads([p for _, p in pyro.get_param_store().named_parameters()])
+                return
+            self.times.append(waited + time.perf_counter() - began)
+            self.seconds += self.times[-1]
+            self.bounds.append(-loss / weights)
+            if not math.isfinite(loss):
+                self.failed = f"step {len(self.bounds)}: the loss is {loss}"
+
+    def check(self, programs: Programs, options: Options) -> None:
+        """Estimate the evidence of this moment; of what failed there is none."""
+        step = len(self.bounds)
+        if self.failed or step in self.curve:
+            return
+        try:
+            with weights_of(programs, options) as weights:
+                self.curve[step] = self.seconds, estimate(weights, options.num_particles)
+        except (ValueError, RuntimeError) as error:
+            if not step:
+                raise
+            self.failed = f"step {step}: {first_line(error)}"
+
+    def found(self, programs: Programs, options: Options) -> TrainedCopy:
+        """Evaluate at the end; of what failed it is the last one on the way."""
+        guide = evidence = next(reversed(self.curve.values()))[1]
+        if not self.failed:
+            guide, evidence = guide_and_chains(programs, options)
+        return TrainedCopy(
+            self.bounds, self.seconds, self.times, self.curve, guide, evidence, self.failed
+        )
+
+
+def _svi(programs: Programs, optim: PyroOptim, loss: Any) -> SVI:
+    return SVI(programs.model, programs.guide, copy.deepcopy(optim), copy.deepcopy(loss))

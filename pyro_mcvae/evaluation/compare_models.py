@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains, has_light_tail
-from pyro_mcvae.evaluation.options import make_options, shows_options
-from pyro_mcvae.evaluation.own_parameters import check_own_parameters
+from pyro_mcvae.evaluation.arguments import make_options
+from pyro_mcvae.evaluation.evaluation_mode import check_own_parameters
+from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains, has_light_tail, share
 from pyro_mcvae.evaluation.tables import filled, number, table
 from pyro_mcvae.ops.notices import each_once
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 __all__ = ["ModelComparison", "compare_models"]
 
@@ -63,8 +60,8 @@ class ModelComparison(dict[str, LogEvidence]):
         The model with the highest evidence, and all that may have a higher one: within two standard
         errors, or doubtful, since estimates with heavy tails are too low.
         """
-        top = next(iter(self))
-        return [n for n in self if n == top or n in self.doubtful or self._within(top, n)]
+        top, doubtful = next(iter(self)), self.doubtful
+        return [n for n in self if self._within(top, n) or n in doubtful]
 
     def _within(self, top: str, name: str) -> bool:
         difference, error = self.difference(top, name)
@@ -73,31 +70,20 @@ class ModelComparison(dict[str, LogEvidence]):
     @property
     def verdict(self) -> str:
         """Which model the data favour, and how far that can be trusted, in a few sentences."""
-        top, *rest = self
+        top, doubtful = next(iter(self)), self.doubtful
+        close = [n for n in self if self._within(top, n)]
+        others = [n for n in doubtful if n != top]
         said = []
-        close = [n for n in rest if self._within(top, n)]
-        low = [n for n in rest if n in self.doubtful and n not in close]
-        if close:
-            said.append(f"{', '.join([top, *close])} cannot be told apart: draw more particles.")
-        elif not low:
+        if len(close) > 1:
+            said.append(f"{', '.join(close)} cannot be told apart: draw more particles.")
+        elif not others:
             said.append(f"{top} has the highest evidence.")
-        unsure = [n for n in low if bool((self[n].pareto_k <= 0.7).all())]
-        if low:
+        if doubtful:
             said.append(
-                f"The evidence of {', '.join(low)} is a lower bound (Pareto k above 0.7, or within "
-                f"its error; or labellings that are not drawn), and it may be the highest. Longer "
-                f"annealed chains (schedule=) or a better guide come closer."
-            )
-        if unsure:
-            more = 10 * self[unsure[0]].num_particles
-            said.append(
-                f"What was found for {', '.join(unsure)} is below 0.7, within its error: "
-                f"num_particles={more} may do."
-            )
-        if top in self.doubtful and not close and not low:
-            said.append(
-                f"Pareto k of {top} is above 0.7, or may be: if its evidence is underestimated, "
-                f"its lead can only be larger."
+                f"The evidence of {', '.join(doubtful)} is a lower bound (Pareto k above 0.7, or "
+                f"within its error; or labellings that are not drawn)"
+                f"{', and may be the highest' if others else ''}. Longer annealed chains "
+                f"(schedule=), more draws or a better guide come closer."
             )
         said += [f"{n}: {e.labellings}." for n, e in self.items() if e.labellings is not None]
         return " ".join(said)
@@ -106,55 +92,25 @@ class ModelComparison(dict[str, LogEvidence]):
         top = next(iter(self))
         rows = [["model", "log evidence", f"below {top}", "probability", "largest k"]]
         for name, found in self.items():
-            k = found.pareto_k.flatten()
             rows.append(
                 [
                     name,
                     number(float(found.total), float(found.total_standard_error)),
                     "" if name == top else number(*self.difference(top, name)),
                     "not known" if self.doubtful else f"{self.probabilities[name]:.3f}",
-                    f"{float(k.max()):.2f}",
+                    f"{float(found.pareto_k.max()):.2f}",
                 ]
             )
         return "\n".join(["nats, all data", table(rows), filled(self.verdict)])
-
-    def plot(self) -> Figure:
-        """
-        A figure: each model's log evidence, with two standard errors; open where it is doubtful.
-
-        :returns: a ``matplotlib`` figure, which belongs to no window.
-        """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6.5, 1.2 + 0.4 * len(self)), layout="constrained")
-        axes = figure.subplots()
-        for i, (name, found) in enumerate(self.items()):
-            doubtful = name in self.doubtful
-            axes.errorbar(
-                float(found.total),
-                i,
-                xerr=2 * float(found.total_standard_error),
-                marker=">" if doubtful else "o",
-                fillstyle="none" if doubtful else "full",
-                color="C0",
-            )
-        axes.set_yticks(range(len(self)), list(self))
-        bottom = len(self) - 0.5
-        axes.set(
-            xlabel="log evidence (nats); open: Pareto k above 0.7, too low", ylim=(bottom, -0.5)
-        )
-        axes.grid(alpha=0.3)
-        return figure
 
 
 def _is_doubtful(evidence: LogEvidence) -> bool:
     if evidence.labellings is not None and evidence.labellings.added is None:
         return True
     near = ~has_light_tail(evidence, 0.7)
-    return bool(evidence.unreliable.any()) or float(near.double().mean()) > _FEW
+    return bool(evidence.unreliable.any()) or share(near) > _FEW
 
 
-@shows_options
 def compare_models(
     models: Mapping[str, tuple[Any, ...]],
     *args: object,
@@ -170,11 +126,12 @@ def compare_models(
     importance sampling, or by chains with a ``schedule`` or a ``kernel``. Estimates are too low
     where a guide is too narrow: a model whose :math:`\hat k`, with its error, may be above 0.7 is
     never said to be worse. Parameters of a model that were fitted to the same data favour the
-    larger model; let them be latent, with priors, or judge held-out data. Models with exchangeable
-    components, as mixtures, have K! equal modes, all of which count; see :class:`Labellings`.
+    larger model; let them be latent, with priors, or evaluate on held-out data. Models with
+    exchangeable components, as mixtures, have K! equal modes, all of which count; see
+    :class:`Labellings`.
 
     Guides that are modules of one class (two ``AutoNormal``) have parameters of the same names:
-    call ``pyro.clear_param_store()`` before each is trained. Each is then judged with its own.
+    call ``pyro.clear_param_store()`` before each is trained. Each is then evaluated with its own.
 
     For predictive accuracy by ArviZ's ``compare``, see :func:`to_inference_data`.
 
@@ -182,8 +139,8 @@ def compare_models(
         arguments of this pair, in the place of ``args``.
     :param args: the programs' arguments.
     :param model_kwargs: their keyword arguments, in a dict.
-    {options}
-    :returns: a :class:`ModelComparison`, to print and to :meth:`~ModelComparison.plot`.
+    :param options: as in :func:`log_evidence`.
+    :returns: a :class:`ModelComparison`, to print.
     :raises ValueError: for what is no such dict; for modules that hold the same parameters by the
         same name, since the store was not cleared between them; for subsampled plates; and as
         :func:`log_evidence`.
@@ -208,7 +165,7 @@ def compare_models(
         True
     """
     given = make_options("compare_models", options)
-    pairs = {n: _programs(n, pair, args, model_kwargs or {}) for n, pair in _items(models)}
+    pairs = _pairs(models, args, model_kwargs or {})
     check_own_parameters(pairs)
     found = {}
     with each_once(), Progress("models", given.progress, "model") as bar:
@@ -221,26 +178,25 @@ def compare_models(
     return ModelComparison(sorted(found.items(), key=lambda item: -float(item[1].total)))
 
 
-def _items(models: object) -> list[tuple[str, object]]:
+def _pairs(
+    models: object, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> dict[str, Programs]:
     if not isinstance(models, Mapping) or len(models) < 2:
         raise ValueError(
             f"models must be a dict of two pairs or more by name, such as "
             f"{{'a': (model, guide), 'b': (other, its_guide)}}, got {models!r}"
         )
-    for name in models:
+    found = {}
+    for name, pair in models.items():
         if not isinstance(name, str):
             raise ValueError(f"models must have strings for names, got {name!r}")
-    return list(models.items())
-
-
-def _programs(
-    name: str, pair: object, args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> Programs:
-    if not isinstance(pair, tuple) or len(pair) not in (2, 3):
-        raise ValueError(f"models[{name!r}] must be (model, guide) or (model, guide, args)")
-    if len(pair) == 3 and not isinstance(pair[2], tuple):
-        raise ValueError(f"the arguments in models[{name!r}] must be a tuple, got {pair[2]!r}")
-    return Programs(pair[0], pair[1], pair[2] if len(pair) == 3 else args, dict(kwargs))
+        if not isinstance(pair, tuple) or len(pair) not in (2, 3):
+            raise ValueError(f"models[{name!r}] must be (model, guide) or (model, guide, args)")
+        model, guide, own = pair if len(pair) == 3 else (*pair, args)
+        if not isinstance(own, tuple):
+            raise ValueError(f"the arguments in models[{name!r}] must be a tuple, got {own!r}")
+        found[name] = Programs(model, guide, own, dict(kwargs))
+    return found
 
 
 def _check_alike(found: Mapping[str, LogEvidence]) -> None:

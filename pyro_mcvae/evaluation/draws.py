@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from pyro_mcvae.programs.sites import is_factor, is_latent
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["PosteriorDraws", "SiteDraws", "site_dims", "site_draws", "site_values"]
+__all__ = ["PosteriorDraws", "site_dims", "site_draws", "site_values"]
 
 
 class PosteriorDraws(dict[str, Tensor]):
@@ -56,26 +55,21 @@ class PosteriorDraws(dict[str, Tensor]):
         return len(self.log_weight)
 
 
-@dataclass
-class SiteDraws:
-    """The latents and likelihoods of one or more executions, each with the draws in front."""
-
-    latents: dict[str, Tensor] = field(default_factory=dict)
-    log_likelihood: dict[str, Tensor] = field(default_factory=dict)
-    observed: dict[str, Tensor] = field(default_factory=dict)
-    dims: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    coords: Minibatch = field(default_factory=Minibatch)
-
-
-def site_draws(sample: WeightedParticles) -> SiteDraws:
+def site_draws(
+    sample: WeightedParticles, log_weight: Tensor, acceptance: Tensor | None
+) -> PosteriorDraws:
     """
     What a sample's runs drew, in the shapes of a run without particles.
 
     :raises ValueError: if its runs have different sites.
     """
-    found, first = SiteDraws(), sample.runs[0]
+    found, first = PosteriorDraws(), sample.runs[0]
+    found.log_weight, found.acceptance = log_weight, acceptance
+    found.plates = sample.plate_names
+    found.log_likelihood, found.observed, found.dims = {}, {}, {}
+    found.coords = Minibatch()
     for name, site in _latents(first):
-        found.latents[name] = site_values(sample, name, site)
+        found[name] = site_values(sample, name, site)
         found.dims[name] = site_dims(site)
     for term in _observed(first):
         name = term.key.name

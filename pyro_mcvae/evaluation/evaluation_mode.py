@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import pyro
 import torch
-from torch import nn
+from pyro.nn import PyroModule
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
-from pyro_mcvae.evaluation.own_parameters import leave_out_others, warn_of_shared
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.training.generators import rng_state, set_rng_state
 
-__all__ = ["evaluation_mode"]
+__all__ = ["check_own_parameters", "evaluation_mode"]
 
 # What Pyro's parameter store consists of.
 _TABLES = "_params", "_param_to_name", "_constraints"
+# By parameter, the modules that hold it, each with the parameter's name.
+_HOLDERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_REMEDY = "call pyro.clear_param_store() before each of them is made and trained"
 
 
 @contextmanager
@@ -38,7 +47,6 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     _check_seed(seed)
     roots = find_modules(*programs)
     _refuse_lazy(roots)
-    warn_of_shared(*programs)
     store = pyro.get_param_store()
     # Not by deleting names afterwards: two of them may be of one parameter, which the store forgets
     # at the first.
@@ -46,7 +54,10 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
     before = [dict(table) for table in tables]
     generators = rng_state() if seed is not None else None
     try:
-        leave_out_others(*programs)
+        for name, own in _own_parameters(*programs).items():
+            if name in store and store._params[name] is not own.value:
+                del store[name]  # another module's
+            _warn_of_shared(name, own)
         with evaluation_modules(roots):
             if seed is not None:
                 pyro.set_rng_seed(seed)
@@ -57,6 +68,54 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
             table.update(kept)
         if generators is not None:
             set_rng_state(generators)
+
+
+def check_own_parameters(pairs: Mapping[str, Programs]) -> None:
+    """
+    :raises ValueError: where two modules of different pairs hold the same tensor by the same name:
+        the later one has taken it out of the store, and trained it.
+    """
+    own = {name: _own_parameters(*programs.pair) for name, programs in pairs.items()}
+    for (one, mine), (two, theirs) in itertools.combinations(own.items(), 2):
+        for name in sorted(mine.keys() & theirs.keys()):
+            a, b = mine[name], theirs[name]
+            if a.module is not b.module and a.value is b.value:
+                raise ValueError(
+                    f"parameter '{name}' is one and the same in modules of {one!r} and of {two!r}: "
+                    f"Pyro's parameter store knows parameters by name, and gave those of the first "
+                    f"to the second: {_REMEDY}"
+                )
+
+
+class _Own(NamedTuple):
+    """A parameter that a module holds itself."""
+
+    module: PyroModule
+    value: Tensor
+
+
+def _own_parameters(*programs: Program) -> dict[str, _Own]:
+    """By the name in the store: what PyroModules take from there, rather than their own."""
+    found = {}
+    for module in (m for root in find_modules(*programs) for m in root.modules()):
+        if isinstance(module, PyroModule) and module._pyro_context.used:
+            for parameter in module._pyro_params:
+                name = module._pyro_get_fullname(parameter)
+                own = found[name] = _Own(module, getattr(module, f"{parameter}_unconstrained"))
+                _HOLDERS.setdefault(own.value, weakref.WeakKeyDictionary())[module] = name
+    return found
+
+
+def _warn_of_shared(name: str, own: _Own) -> None:
+    """Warn of a parameter that another module, seen before, has by the same name."""
+    holders = _HOLDERS.get(own.value, {})
+    if any(known == name and module is not own.module for module, known in holders.items()):
+        warnings.warn(
+            f"parameter '{name}' of {type(own.module).__name__} is one and the same in another "
+            f"module: Pyro's parameter store knows parameters by name, and gave those of the first "
+            f"to the second. What is evaluated is what was trained last: {_REMEDY}",
+            stacklevel=7,
+        )
 
 
 def _check_seed(seed: int | None) -> None:

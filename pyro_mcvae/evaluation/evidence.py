@@ -3,23 +3,53 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from pyro import poutine
 from torch import Tensor
 
+from pyro_mcvae.coordinates.chain_density import outside_inference_mode
+from pyro_mcvae.evaluation.annealing import Annealing
+from pyro_mcvae.evaluation.arguments import (
+    Options,
+    as_arguments,
+    check_call,
+    check_function,
+    make_options,
+    prepare,
+)
+from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
 from pyro_mcvae.evaluation.labellings import Labellings, find_labellings
-from pyro_mcvae.evaluation.options import Options, judge
-from pyro_mcvae.evaluation.weights import Weights, WeightSummary
-from pyro_mcvae.evaluation.weights_of import weights_of
+from pyro_mcvae.evaluation.state_weights import StateWeights
+from pyro_mcvae.evaluation.tables import number
+from pyro_mcvae.evaluation.weights import WeightSummary
 from pyro_mcvae.ops.checks import check_flag
+from pyro_mcvae.ops.notices import each_once
 from pyro_mcvae.ops.pareto import tail_length
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.progress import Progress, shown
+from pyro_mcvae.programs.types import Program
+from pyro_mcvae.truncated.guide import TruncatedPosterior
 
-__all__ = ["LogEvidence", "estimate", "guide_and_chains", "has_light_tail", "log_evidence"]
+__all__ = [
+    "LogEvidence",
+    "estimate",
+    "guide_and_chains",
+    "has_light_tail",
+    "importance_sampler",
+    "log_evidence",
+    "log_evidence_loader",
+    "share",
+    "weights_of",
+    "with_error",
+]
 
-# Weights, below which k-hat says little of their tail.
+# ImportanceSampler, below which k-hat says little of their tail.
 _ENOUGH = 500
 
 
@@ -38,8 +68,7 @@ class LogEvidence:
     :ivar pareto_k: :math:`\hat k`, the weights' tail: above 0.7 the estimate is unreliable, above
         0.3 two standard errors hold less often than they say (measured, with 1,000 draws: 83 % of
         the time at 0.3 to 0.4, 68 % at 0.5 to 0.6); ``-inf`` for weights without a tail, NaN for 20
-        particles or less, and where draws beside a :class:`TruncatedPosterior`'s states found
-        nothing and were fewer than a state has neighbours.
+        particles or less, and for the states of a :class:`TruncatedPosterior`.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
     :ivar num_particles: how many weights each datum has, K.
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
@@ -133,18 +162,12 @@ class LogEvidence:
         """Where fewer than 10 draws dominate, whose spread says little of the error."""
         return self.effective_sample_size < min(10.0, self.num_particles / 2)
 
-    def _shown_error(self, error: Tensor) -> str:
-        """An error in digits, unless a few draws dominate more than a twentieth of the weights."""
-        known = float(self.few.double().mean()) <= 0.05
-        return f"{float(error):.3f}" if known else "unknown"
-
     def __str__(self) -> str:
         n, k = self.log_evidence.numel(), self.pareto_k.flatten()
         lines = [
-            f"log evidence {float(self.mean):.3f} ± "
-            f"{self._shown_error(self.mean_standard_error)} nats per weight "
+            f"log evidence {with_error(self, self.mean, self.mean_standard_error)} nats per weight "
             f"({n} in {', '.join(self.plates) or 'all data'}; {self.num_particles} particles)",
-            f"total {float(self.total):.3f} ± {self._shown_error(self.total_standard_error)}, "
+            f"total {with_error(self, self.total, self.total_standard_error)}, "
             f"bound {float(self.bound.mean()):.3f}",
             f"effective sample size: median {float(self.effective_sample_size.median()):.1f}, "
             f"least {float(self.effective_sample_size.min()):.1f}",
@@ -165,6 +188,17 @@ class LogEvidence:
         return "\n".join(lines)
 
 
+def share(flags: Tensor) -> float:
+    """The share of weights for which a flag is true."""
+    return float(flags.double().mean())
+
+
+def with_error(found: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
+    """A number with its error, unless few draws dominate more than a twentieth of the weights."""
+    known = share(found.few) <= 0.05
+    return number(float(value), float(error)) if known else f"{float(value):.3f} ± unknown"
+
+
 def has_light_tail(found: LogEvidence, most: float) -> Tensor:
     r"""
     Where the weights' :math:`\hat k` plus two of its errors is at most ``most``, or all weights are
@@ -173,9 +207,13 @@ def has_light_tail(found: LogEvidence, most: float) -> Tensor:
     return found.pareto_k + 2 * found.pareto_k_error <= most
 
 
-@judge()
 def log_evidence(
-    programs: Programs, options: Options, *, keep_log_weight: bool = False
+    model: Program,
+    guide: Program,
+    *args: object,
+    keep_log_weight: bool = False,
+    model_kwargs: Mapping[str, object] | None = None,
+    **options: Any,
 ) -> LogEvidence:
     r"""
     Estimate :math:`\log p(x_n)` of each datum, without training anything.
@@ -222,17 +260,38 @@ def log_evidence(
       that the model counts reads them: the evidence is that of what is observed. Training
       objectives take the masks as they are, as Pyro's do, and are then no bounds.
     * **Where all latents are summed**, and the guide draws nothing, the evidence is exact.
-    * **A TruncatedPosterior** gives its states' part of the evidence exactly (``bound``), and the
-      rest by draws near these states, where every other state may be drawn: an estimate from
-      above its bound.
+    * **A TruncatedPosterior** gives its states' part of the evidence exactly, a lower bound. Its
+      Pareto k is not known (NaN) unless all states are kept.
     * **Random numbers** come from PyTorch's generators; ``seed`` uses a stream of its own and
       leaves the present one as it was. Other chunk sizes are other draws.
 
     :param model: a Pyro model.
     :param guide: its guide.
-    :param args: their arguments; keyword arguments likewise, see ``model_kwargs``.
+    :param args: their arguments.
     :param bool keep_log_weight: keep all log weights, in memory that grows with K.
-    {options}
+    :param model_kwargs: all keyword arguments of model and guide, in a dict, for the case that one
+        of theirs has the name of an option. By default they are the keywords that are no options.
+    :param options: what all evaluators take:
+
+        * ``num_particles=1000``: how many weights each datum has, K.
+        * ``schedule=None``: for chains: a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor
+          from 0 to 1, or the number of linear steps; 10 if only a kernel is given.
+        * ``kernel=None``: for chains; :class:`HMC` with 3 leapfrog steps if only a schedule is
+          given.
+        * ``coordinates="noise"``: what chains move, ``"noise"``, ``"latent"`` or ``"whitened"``.
+        * ``warmup=20``: annealed chains before the evaluation, from which an adaptive step size
+          learns, one update each, and which are thrown away; 0 takes it as it is.
+        * ``chunk_size=None``: how many particles are run at once; by default what fits 64 MiB.
+        * ``joint=None``: weigh global and local latents together; None does so if the guide draws
+          global ones.
+        * ``seed=None``: for a random stream of its own.
+        * ``vectorize_particles=None``: run the programs once per chunk, instead of once per
+          particle; None where that has a loop's numbers.
+        * ``max_plate_nesting``: as in Pyro; found out if it is left out.
+        * ``strict_enumeration_warning=False``: refuse guide sites that are marked for enumeration,
+          which are drawn otherwise.
+        * ``progress=None``: show a bar, if ``tqdm`` is installed; None does on a terminal and in
+          notebooks, for what takes longer than two seconds.
     :returns: a :class:`LogEvidence`.
     :raises ValueError: for latents outside of a subsampled plate, guides of point masses alone,
         point masses in the data's plates, chains where no latent is continuous, guides that never
@@ -260,9 +319,58 @@ def log_evidence(
         >>> bool((found.pareto_k < 0.5).all())
         True
     """
+    programs, given = prepare(log_evidence, model, guide, args, model_kwargs, options)
     check_flag("keep_log_weight", keep_log_weight)
-    with weights_of(programs, options, options.annealing()) as weights:
-        return estimate(weights, options.num_particles, keep_log_weight)
+    with weights_of(programs, given, given.annealing()) as weights:
+        return estimate(weights, given.num_particles, keep_log_weight)
+
+
+@contextmanager
+def weights_of(
+    programs: Programs, options: Options, annealing: Annealing | None = None
+) -> Iterator[ImportanceSampler]:
+    """The weights of programs, or of their chains."""
+    with (
+        each_once(),
+        evaluation_mode(programs.model, programs.guide, seed=options.seed),
+        outside_inference_mode(programs) as programs,
+        Progress("evaluating", options.progress, "particle") as progress,
+        torch.no_grad(),
+    ):
+        yield _make_weights(programs, options, annealing, progress)
+
+
+def _make_weights(
+    programs: Programs,
+    options: Options,
+    annealing: Annealing | None = None,
+    progress: Progress | None = None,
+) -> ImportanceSampler:
+    """The weights of programs that are being evaluated."""
+    progress = progress or Progress("evaluating", show=False)
+    if not isinstance(poutine.unwrap(programs.guide), TruncatedPosterior):
+        return ImportanceSampler(programs, options, progress, annealing)
+    weights = StateWeights(programs, options, progress)
+    return weights if annealing is None else weights.annealed(annealing)
+
+
+@contextmanager
+def importance_sampler(
+    programs: Programs, options: Options, annealing: Annealing | None = None
+) -> Iterator[ImportanceSampler]:
+    """
+    The weights for evaluators that move draws of the guide.
+
+    :raises ValueError: for a guide of states.
+    """
+    with weights_of(programs, options, annealing) as weights:
+        if isinstance(weights, StateWeights):
+            raise ValueError(
+                "the latents of a TruncatedPosterior are discrete, and chains would move them: "
+                "evaluate it by log_evidence or report; guide.posterior(...) has draws, marginals "
+                "and modes of its states"
+            )
+        yield weights
 
 
 def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:
@@ -276,7 +384,10 @@ def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence,
 
 
 def estimate(
-    weights: Weights, num_particles: int, keep_log_weight: bool = False, all_labellings: bool = True
+    weights: ImportanceSampler,
+    num_particles: int,
+    keep_log_weight: bool = False,
+    all_labellings: bool = True,
 ) -> LogEvidence:
     """
     The evidence, by the weights of an importance sampler, of its chains, or of states.
@@ -294,7 +405,7 @@ def estimate(
             kept.append(log_weight)
     bound, annealing = weights.bound(summary), weights.annealing
     labellings = None
-    if all_labellings and isinstance(weights, ImportanceSampler):
+    if all_labellings and not isinstance(weights, StateWeights):
         labellings = find_labellings(weights, num_particles)
     log_evidence, tails = summary.log_mean, summary
     if labellings is not None and (whole := labellings.weights) is not None:
@@ -312,8 +423,8 @@ def estimate(
         weights.pareto_k(tails).to(bound.dtype),
         bound,
         tails.count,
-        weights.plates,
-        weights.scale,
+        weights.reference.plate_names,
+        weights.reference.scale,
         weights.shared(),
         weights.given,
         torch.cat(kept) if kept else None,
@@ -322,3 +433,145 @@ def estimate(
         annealing is not None and annealing.whitens,
         labellings,
     )
+
+
+def log_evidence_loader(
+    model: Program,
+    guide: Program,
+    batches: Iterable[object],
+    *,
+    to_args: Callable[[Any], object] | None = None,
+    progress: bool | None = None,
+    plate: str | None = None,
+    keep_log_weight: bool = False,
+    **options: Any,
+) -> LogEvidence:
+    r"""
+    :func:`log_evidence` over the batches of a :class:`~torch.utils.data.DataLoader`, or any other
+    iterable, side by side along the data's plate.
+
+    The step size of chains adapts on the first batch and is the same for the others. ``total`` is
+    the sum over the data that the loader gave, whatever N a plate declares.
+
+    :param batches: tuples and lists are the programs' arguments, mappings their keyword arguments,
+        anything else their only argument.
+    :param to_args: maps a batch to one of these, as ``lambda batch: (batch[0],)`` to leave out the
+        labels, or ``lambda batch: (batch[0].cuda(),)``.
+    :param model: a Pyro model.
+    :param guide: its guide.
+    :param str plate: along which plate the batches lie, where the programs nest several.
+    :param bool keep_log_weight: keep all log weights, in memory that grows with K.
+    :param options: as in :func:`log_evidence`.
+    :returns: a :class:`LogEvidence`.
+    :raises ValueError: where the latents are weighed over all data, whose evidence is not the sum
+        of those of batches; for no batch at all; and as :func:`log_evidence`.
+
+    Example::
+
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(x / 2, 0.8))
+        >>> loader = torch.utils.data.DataLoader(torch.randn(10), batch_size=4)
+        >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
+        torch.Size([10])
+    """
+    given = make_options("log_evidence_loader", options)
+    check_flag("keep_log_weight", keep_log_weight)
+    check_function("to_args", to_args)
+    _check_loader(batches)
+    annealing = given.annealing()
+    found = []
+    with evaluation_mode(model, guide, seed=given.seed), torch.no_grad():
+        for batch in shown(batches, "log evidence", progress):
+            args, kwargs = as_arguments(batch if to_args is None else to_args(batch))
+            programs = Programs(model, guide, args, kwargs)
+            check_call(programs)
+            with outside_inference_mode(programs) as programs:
+                weights = _make_weights(programs, given, annealing)
+                _check_batches(weights)
+                found.append(estimate(weights, given.num_particles, keep_log_weight))
+    if not found:
+        raise ValueError("there was no batch: the loader is empty, or was used up before")
+    return _side_by_side(found, plate)
+
+
+def _check_loader(batches: object) -> None:
+    """
+    :raises ValueError: for what is no iterable of batches, or would be taken apart in a wrong way.
+    """
+    if isinstance(batches, Tensor | Mapping | str):
+        what = f"a tensor of shape {tuple(batches.shape)}" if isinstance(batches, Tensor) else None
+        raise ValueError(
+            f"batches must be a DataLoader or another iterable of batches, got "
+            f"{what or type(batches).__name__}, whose entries would be taken for batches: pass "
+            f"[data] for a single batch, or data.split(100)"
+        )
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        raise ValueError(
+            f"batches must be a DataLoader or another iterable of batches, got {batches!r}"
+        )
+
+
+def _check_batches(weights: ImportanceSampler) -> None:
+    if any(not block.plates for block in weights.reference.blocks):
+        raise ValueError(
+            "the latents of these programs are weighed over all data of a batch at once, and the "
+            "evidence of several batches is not the sum of theirs: call log_evidence on the full "
+            "data, or pass joint=False for the evidence given a draw of the globals for each batch"
+        )
+
+
+def _side_by_side(found: list[LogEvidence], plate: str | None) -> LogEvidence:
+    first, sizes = found[0], [f.log_evidence.numel() for f in found]
+    if any(not torch.allclose(f.shared, first.shared, rtol=1e-4) for f in found):
+        raise ValueError(
+            "the batches have factors outside of the data's plates, and other ones in each: put "
+            "these observations into the plate"
+        )
+    dim = _dim(first, plate)
+    data = "log_evidence", "standard_error", "effective_sample_size", "pareto_k", "bound"
+    changes: dict[str, Any] = {
+        name: torch.cat([getattr(f, name) for f in found], dim) for name in data
+    }
+    rates = [f.acceptance for f in found if f.acceptance is not None]
+    if rates:
+        parts = [n * rate for n, rate in zip(sizes, rates, strict=True)]
+        changes["acceptance"] = torch.stack(parts).sum(0) / sum(sizes)
+    kept = [f.log_weight for f in found if f.log_weight is not None]
+    if kept:
+        changes["log_weight"] = torch.cat(kept, dim + 1)
+    return replace(first, **changes, scale=1.0, labellings=_joined(found, dim))
+
+
+def _joined(found: Sequence[LogEvidence], dim: int) -> Labellings | None:
+    """The labellings of batches side by side."""
+    labellings = [f.labellings for f in found]
+    first = next((each for each in labellings if each is not None), None)
+    if first is None:
+        return None
+    added = None
+    if all(each is None or each.added is not None for each in labellings):
+        parts = [
+            torch.zeros_like(f.log_evidence) if each is None else torch.as_tensor(each.added)
+            for f, each in zip(found, labellings, strict=True)
+        ]
+        added = torch.cat([p.to(f.log_evidence) for p, f in zip(parts, found, strict=True)], dim)
+    return replace(first, added=added, weights=None)
+
+
+def _dim(first: LogEvidence, plate: str | None) -> int:
+    plates = first.plates
+    if plate is not None and plate not in plates:
+        raise ValueError(f"plate='{plate}', but the weights' plates are {list(plates)}")
+    if len(plates) < 2:
+        return 0
+    if plate is None:
+        raise ValueError(
+            f"each datum lies in the plates {list(plates)}: say along which of them the batches "
+            f"lie, as in plate='{plates[-1]}'"
+        )
+    return plates.index(plate)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain, anneal
@@ -22,26 +26,31 @@ from pyro_mcvae.coordinates.coordinate import Coordinates
 from pyro_mcvae.coordinates.gradient import GradientMode
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.coordinates.whitened import WhitenedDensity, Whitening
-from pyro_mcvae.evaluation import preconditions
-from pyro_mcvae.evaluation.annealing import Annealing, Counted
-from pyro_mcvae.evaluation.options import Options
-from pyro_mcvae.evaluation.weights import Weighed, Weights, shared_factors
-from pyro_mcvae.evaluation.whitening import MOVES, population, whiten
+from pyro_mcvae.evaluation.annealing import MOVES, Annealing, Counted, population, whiten
+from pyro_mcvae.evaluation.arguments import Options
+from pyro_mcvae.evaluation.weights import Weighed, WeightSummary
 from pyro_mcvae.particles.sampler import MakeSampleFn, ParticleSampler
 from pyro_mcvae.particles.states import with_drawn_states
 from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.programs.contract import nonfinite_sites
 from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.programs.plates import is_subsampled
 from pyro_mcvae.programs.progress import Progress
-from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
+from pyro_mcvae.programs.types import Site
+from pyro_mcvae.structure import dependencies
+from pyro_mcvae.truncated.draws import drawn_from_states
 
-__all__ = ["ImportanceSampler"]
+__all__ = ["Density", "ImportanceSampler", "check_no_local_points", "shared_factors"]
 
 _logger = logging.getLogger(__name__)
 
 Density = ChainDensity | WhitenedDensity
 
 
-class ImportanceSampler(Weights):
+class ImportanceSampler:
     """
     The weights of one minibatch.
 
@@ -52,8 +61,11 @@ class ImportanceSampler(Weights):
     :param annealing: chains instead of plain importance sampling.
     :ivar given: latents whose values are held: point masses, and globals that were drawn once.
     :ivar held: the same as the model's sites have them.
+    :cvar remedy: what helps where the weights' tails are heavy.
     :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
     """
+
+    remedy = "Use chains (schedule=10, and more), or num_transitions"
 
     def __init__(
         self,
@@ -70,17 +82,17 @@ class ImportanceSampler(Weights):
             check(self.reference.runs[0].guide_trace)
         check_not_collapsed(self.reference.structure)
         run = self.reference.runs[0]
-        points = preconditions.find_points(programs, run)
-        preconditions.check_observed(run)
-        preconditions.check_draws(run, points)
+        points = find_points(programs, run)
+        check_observed(run)
+        check_draws(run, points)
         self._count_alike(points)
-        preconditions.check_points(self.reference, points)
+        check_points(self.reference, points)
         drawn = tuple(sorted(self.reference.structure.global_sites.guide - points))
         if options.joint is None and drawn:
-            preconditions.check_no_minibatch(self.reference.runs[0], drawn)
+            check_no_minibatch(self.reference.runs[0], drawn)
             self._joint, self._samplers = True, {}
             self.reference, drawn = self._sampler(1).sample(self.programs), ()
-        preconditions.check_blocks(self.reference)
+        check_blocks(self.reference)
         self.given = tuple(sorted(points)) + drawn
         self._drawn = drawn
         self.held = points | frozenset(drawn)
@@ -128,6 +140,19 @@ class ImportanceSampler(Weights):
         other.annealing = annealing
         return other
 
+    def of_prior(self) -> ImportanceSampler:
+        """Those of the model's own prior, which sums what the guide leaves to be summed."""
+        run = self.reference.runs[0]
+        nodes = run.model_trace.nodes
+        drawn = frozenset(n for n, s in nodes.items() if is_latent(s) and n in run.guide_trace)
+
+        def is_hidden(site: Site) -> bool:
+            kept = site["type"] != "sample" or site_is_subsample(site) or site["name"] in drawn
+            return not kept
+
+        prior = poutine.block(self.programs.model, hide_fn=is_hidden)
+        return self.on(replace(self.programs, guide=prior), joint=self.elements == 1)
+
     def renew(self) -> None:
         """Draw the global latents that are held anew, on the same minibatch."""
         self.reference = self._sampler(1).single(self.programs, self.reference.subsamples)
@@ -160,7 +185,7 @@ class ImportanceSampler(Weights):
         return with_drawn_states(self.programs, sample)
 
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
-        """What the chains of this judge move in, begun at new draws or at given latents."""
+        """The density that the chains move in, begun at new draws or at given latents."""
         assert self.annealing is not None
         gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
         with torch.set_grad_enabled(bool(gradient)):
@@ -198,8 +223,9 @@ class ImportanceSampler(Weights):
         elif annealing.adapts and annealing.num_steps > 0:
             # The acceptance is a mean over chains: some hundred are enough.
             count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
-            if self.loops:
-                count, annealing.warmup = self._affordable(count, annealing.warmup)
+            if self.loops:  # no more chains than were asked for
+                annealing.warmup = min(annealing.warmup, self._options.num_particles)
+                count = min(count, max(1, self._options.num_particles // annealing.warmup))
             self.progress.expect(count * annealing.warmup)
             for turn in range(annealing.warmup):
                 chain, _ = self._chain(count, True)
@@ -213,32 +239,11 @@ class ImportanceSampler(Weights):
         """Whether each particle is a run of its own."""
         return not self._sampler(2).vectorizes(self.programs, 2)
 
-    def _affordable(self, count: int, warmup: int) -> tuple[int, int]:
-        """A warm-up of no more chains than were asked for, where each is a run of its own."""
-        asked = self._options.num_particles
-        warmup = min(warmup, asked)
-        count = min(count, max(1, asked // warmup))
-        _logger.info(
-            "the programs run once per chain: the step size adapts on %d chains before the %d that "
-            "weigh (warmup=0 takes it as it is)",
-            count * warmup,
-            asked,
-        )
-        return count, warmup
-
     def _whitened(self, annealing: Annealing) -> Whitening:
         dim = self.density(1).log_weight.coordinates.shape[-1]
         count = min(population(dim), self.chunk_size)
         density = self.density(count)
         assert isinstance(density, ChainDensity)
-        if self.loops:
-            _logger.info(
-                "the programs run once per chain: %d chains find the white coordinates, in %d "
-                "windows of %d transitions (warmup= is the number of windows)",
-                count,
-                annealing.warmup,
-                MOVES,
-            )
         self.progress.expect(count * annealing.warmup)
         return whiten(density, annealing, Counted(annealing.kernel, self.progress, count / MOVES))
 
@@ -259,7 +264,45 @@ class ImportanceSampler(Weights):
         return chain, density
 
     def shared(self) -> Tensor:
+        """What belongs to no single datum: the factors outside of the blocks, without the draws."""
         return shared_factors(self.reference, self._drawn)
+
+    def bound(self, summary: WeightSummary) -> Tensor:
+        """The guide's bound on the log evidence, after these weights were drawn."""
+        return summary.mean_log.to(self.reference.log_weight.dtype)
+
+    def pareto_k(self, summary: WeightSummary) -> Tensor:
+        """The tail of the weights, NaN where they say nothing of it."""
+        return summary.pareto_k
+
+    @property
+    def discrete(self) -> tuple[str, ...]:
+        """The guide's discrete sites."""
+        sites = (t.site for t in self.reference.runs[0].terms if t.in_guide and is_random(t.site))
+        return tuple(s["name"] for s in sites if known_support(s["fn"]).is_discrete)
+
+    @property
+    def elements(self) -> int:
+        """How many weights one particle has."""
+        return math.prod(self.reference.log_weight.shape[1:])
+
+    def chunks(self, count: int) -> Iterator[int]:
+        """The sizes of the chunks that ``count`` particles are drawn in."""
+        self.progress.expect(count)
+        while count > 0:
+            size = min(self.chunk_size, count)
+            yield size
+            if self.annealing is None:  # whose transitions are counted
+                self.progress.step(size)
+            count -= size
+
+    def check(self, log_weight: Tensor, runs: list[Run]) -> None:
+        """
+        :raises ValueError: naming the sites, where a log weight is NaN or plus infinity.
+        """
+        if bool((log_weight.isnan() | log_weight.isposinf()).any()):
+            lines = nonfinite_sites(runs) or ["every site is finite: their sum overflows"]
+            raise ValueError("a log weight is not a number, because of\n  " + "\n  ".join(lines))
 
     def _sampler(self, count: int) -> ParticleSampler:
         if count not in self._samplers:
@@ -293,3 +336,122 @@ class ImportanceSampler(Weights):
         check_masks(self.reference.runs[0], apart)
         check_unweighed(self.programs, self.reference.runs[0], is_random)
         check_angles(self.reference.runs[0])
+
+
+def find_points(programs: Programs, run: Run) -> frozenset[str]:
+    """The guide's point masses, but for those that follow from a random draw of the guide."""
+    sites = [t.site for t in run.terms if t.in_guide and is_latent(t.site)]
+    points = {s["name"] for s in sites if is_delta(s["fn"])}
+    names = frozenset(s["name"] for s in sites if is_random(s))
+    if points and names:
+        found = dependencies.find_dependencies(programs, names, run.subsamples)
+        points = {n for n in points if not found.factors.get(FactorKey("guide", n), names)}
+    return frozenset(points)
+
+
+def check_observed(run: Run) -> None:
+    """
+    Log that a model observes nothing.
+
+    :raises ValueError: where the guide does, as with model and guide exchanged.
+    """
+    factors = (t for term in run.terms if not term.in_guide for t in term.sites)
+    if any(t.site["is_observed"] for t in factors):
+        return
+    nodes = run.guide_trace.nodes
+    observed = [n for n, s in nodes.items() if is_scored(s) and s["is_observed"]]
+    if observed:
+        raise ValueError(
+            f"the model observes nothing, and the guide observes site '{observed[0]}': pass "
+            f"the model first and the guide second"
+        )
+    _logger.warning(
+        "the model observes nothing, so that its log evidence is 0: pass obs= to pyro.sample, "
+        "or use poutine.condition"
+    )
+
+
+def check_draws(run: Run, points: frozenset[str]) -> None:
+    """
+    :raises ValueError: for a guide of point masses alone. One that draws nothing is exact: the
+        model has no latents but those that are summed. And for one that draws from a part of the
+        posterior, whose weights would be equal and say nothing of the rest.
+    """
+    sites = [t.site for t in run.terms if t.in_guide]
+    if points and not any(map(is_random, sites)):
+        what = f" (its site{named(tuple(sorted(points)))} a point mass)"
+        raise ValueError(
+            f"the guide draws no random latent{what}, and importance sampling from a single "
+            f"point says nothing about the evidence: log p(x, z) at the point, which AutoDelta "
+            f"maximises, is no bound on log p(x). Use a guide that draws, such as AutoNormal, or "
+            f"AutoLaplaceApproximation(model).laplace_approximation(...) around that point"
+        )
+    for name in (n for site in sites for n in drawn_from_states(site)):
+        raise ValueError(
+            f"site '{name}' is drawn from a TruncatedPosterior inside of another guide, of whose "
+            f"states alone the weights would tell: pass the TruncatedPosterior as the guide, and "
+            f"what draws the other latents as its guide="
+        )
+
+
+def check_points(reference: WeightedParticles, points: frozenset[str]) -> None:
+    """
+    :raises ValueError: for a point mass that each datum has.
+    """
+    structure = reference.structure
+    blocks = {n: structure.block_of.get(FactorKey("guide", n)) for n in points}
+    check_no_local_points(
+        {n for n, b in blocks.items() if b is not None and structure.blocks[b].plates}
+    )
+
+
+def check_no_local_points(points: Collection[str]) -> None:
+    """
+    :raises ValueError: for any point mass inside of the data's plates.
+    """
+    for name in sorted(points):
+        raise ValueError(
+            f"site '{name}' of the guide is a point mass inside of the data's plates: "
+            f"importance sampling never sees any other value of it. Give it a "
+            f"distribution, or observe it in the model"
+        )
+
+
+def check_no_minibatch(run: Run, drawn: tuple[str, ...]) -> None:
+    """
+    :raises ValueError: for a part of the data, which all share the latents ``drawn``.
+    """
+    for term in run.terms:
+        for frame in term.site["cond_indep_stack"]:
+            if is_subsampled(frame):
+                raise ValueError(
+                    f"the guide's site{named(drawn)} shared by data of several minibatches, so "
+                    f"that all data have one evidence together, but plate '{frame.name}' is "
+                    f"subsampled ({frame.size} of {frame.full_size}). Pass the full data; or "
+                    f"joint=False, for the evidence of each datum given one draw of "
+                    f"{', '.join(map(repr, drawn))}"
+                )
+
+
+def check_blocks(reference: WeightedParticles) -> None:
+    """
+    :raises ValueError: where no latent can be weighed by itself.
+    """
+    if not reference.blocks:
+        terms = reference.runs[0].terms
+        plate = next(f for t in terms for f in t.site["cond_indep_stack"] if is_subsampled(f))
+        raise ValueError(
+            f"no latent of the guide can be weighed by itself, because the subsampled plate "
+            f"'{plate.name}' ({plate.size} of {plate.full_size}) does not enclose them: pass "
+            f"the full data"
+        )
+
+
+def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tensor:
+    """The factors outside of the blocks, but for those of some sites."""
+    total = sample.log_weight.new_zeros(())
+    for term in sample.global_terms():
+        if term.key.name not in without:
+            sign = -1.0 if term.in_guide else 1.0
+            total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
+    return total

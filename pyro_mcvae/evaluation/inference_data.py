@@ -1,17 +1,23 @@
-"""Posterior draws as ArviZ's InferenceData."""
+"""Posterior draws as ArviZ's InferenceData, with predictive draws of every site."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.evaluation.draws import PosteriorDraws
-from pyro_mcvae.evaluation.predictive import Predicted, predict
+from pyro_mcvae.evaluation.draws import PosteriorDraws, site_dims
+from pyro_mcvae.evaluation.evaluation_mode import evaluation_mode
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.programs.messengers import Recorder, Substitutes
+from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.progress import Progress
+from pyro_mcvae.programs.sites import is_record, is_scored
+from pyro_mcvae.programs.types import Program, Site
+from pyro_mcvae.programs.unconditioned import Unconditioned
 
 __all__ = ["to_inference_data"]
 
@@ -22,10 +28,6 @@ def to_inference_data(
     *args: object,
     model_kwargs: Mapping[str, object] | None = None,
     num_prior: int = 500,
-    constant_data: Mapping[str, object] | None = None,
-    num_chains: int | None = None,
-    coords: Mapping[str, object] | None = None,
-    dims: Mapping[str, Sequence[str]] | None = None,
     seed: int | None = None,
     progress: bool | None = None,
 ) -> Any:
@@ -39,22 +41,18 @@ def to_inference_data(
     (from its data) and ``prior``: sites of ``pyro.deterministic``, with those that ``obs_mask``
     puts together, and reparameterized ones. The model is run for each draw, twice where it has
     such sites. Plates are named dimensions, whose coordinates are the indices of the data.
+    The draws are independent; they are split into 4 chains, if that divides their number, so that
+    ArviZ can compare them.
 
     :param PosteriorDraws draws: from :func:`refine`.
     :param model: the model that was refined, for predictive draws.
     :param args: its arguments.
     :param model_kwargs: its keyword arguments, in a dict.
     :param int num_prior: how many draws of the prior; 0 for none.
-    :param constant_data: further tensors or arrays by name, such as covariates; their dimensions
-        are named in ``dims``.
-    :param int num_chains: split the draws, which are independent, into as many chains, so that
-        ArviZ can compare them; 4 if that divides their number and leaves 4 in each, else 1.
-    :param coords: further coordinates, or others, by dimension.
-    :param dims: by site, the names of all of its dimensions, or of those behind its plates.
     :param int seed: for the predictive draws, of a random stream of its own.
     :param progress: show a bar for them, as :func:`log_evidence` does.
     :returns: ``arviz.InferenceData`` (ArviZ 0.x), or the ``xarray.DataTree`` of ArviZ 1.x.
-    :raises ValueError: if the draws cannot be split into ``num_chains``; for another model.
+    :raises ValueError: for another model.
     :raises ImportError: without ArviZ.
 
     Example::
@@ -70,103 +68,128 @@ def to_inference_data(
         )
     import arviz
 
-    constants = dict(constant_data or {})
     num_prior = check_count("num_prior", num_prior, 0)
-    _check_names(draws, coords, dims, constants)
-    chains = _num_chains(draws.num_samples, num_chains)
+    count = draws.num_samples
+    chains = 4 if count % 4 == 0 and count >= 16 else 1
     stats = {"log_weight": draws.log_weight}
     if draws.acceptance is not None:
         stats["acceptance_rate"] = draws.acceptance
     if draws.step_size is not None:
-        stats["step_size"] = draws.step_size.expand(draws.num_samples, *draws.step_size.shape)
-    posterior, prior = Predicted(), Predicted()
+        stats["step_size"] = draws.step_size.expand(count, *draws.step_size.shape)
+    predicted: dict[str, Site] = {}
+    prior: dict[str, Site] = {}
     if model is not None:
         call = model, args, model_kwargs or {}, draws
-        posterior = predict(*call, seed=seed, progress=progress)
+        predicted = _predict(*call, None, seed, progress)
         if num_prior:
-            prior = predict(*call, num_prior=num_prior, seed=seed, progress=progress)
-    drawn = {
-        "posterior": {**draws, **posterior.deterministic},
-        "posterior_predictive": posterior.observed,
+            prior = _predict(*call, num_prior, seed, progress)
+    computed = {n: s["value"] for n, s in predicted.items() if is_record(s)}
+    groups = {
+        "posterior": {**draws, **computed},
+        "posterior_predictive": _values(predicted, draws.observed),
         "log_likelihood": draws.log_likelihood,
         "sample_stats": stats,
+        "prior": {n: s["value"] for n, s in prior.items() if n in draws or is_record(s)},
+        "prior_predictive": _values(prior, draws.observed),
     }
-    groups = {n: _split(group, chains) for n, group in drawn.items()}
-    groups["prior"] = _split({**prior.latents, **prior.deterministic}, 1)
-    groups["prior_predictive"] = _split(prior.observed, 1)
-    groups["observed_data"] = {n: _numpy(v) for n, v in draws.observed.items()}
-    groups["constant_data"] = {n: _numpy(v) for n, v in constants.items()}
-    groups = {n: group for n, group in groups.items() if group}
-    plates = {**posterior.dims, **draws.dims}
-    taken = {n for group in groups.values() for n in group} | {"chain", "draw"}
+    arrays: dict[str, dict[str, Any]] = {
+        name: {
+            n: _numpy(v.reshape(1 if "prior" in name else chains, -1, *v.shape[1:]))
+            for n, v in group.items()
+        }
+        for name, group in groups.items()
+    }
+    arrays["observed_data"] = {n: _numpy(v) for n, v in draws.observed.items()}
+    arrays = {n: group for n, group in arrays.items() if group}
+    plates = {n: site_dims(site) for n, site in predicted.items()} | draws.dims
+    plates |= {"log_weight": draws.plates, "acceptance_rate": draws.plates}
     # A dimension cannot have the name of a variable.
+    taken = {n for group in arrays.values() for n in group} | {"chain", "draw"}
     renamed = {n: f"{n}_plate" if n in taken else n for n in draws.coords}
-    shapes = {**draws, **posterior.deterministic, **draws.log_likelihood}
-    names = _names(draws, plates, shapes, dims or {}, renamed)
-    known = {renamed[n]: _numpy(index) for n, index in draws.coords.items()}
-    used = {d for found in names.values() for d in found}
-    known = {**{n: c for n, c in known.items() if n in used}, **(coords or {})}
+    dims = {n: [renamed.get(d, d) for d in names] for n, names in plates.items() if names}
+    used = {d for names in dims.values() for d in names}
+    coords = {renamed[n]: _numpy(c) for n, c in draws.coords.items() if renamed[n] in used}
     if int(str(arviz.__version__).split(".")[0]) < 1:
-        return arviz.from_dict(**groups, coords=known, dims=names)
-    return arviz.from_dict(groups, coords=known, dims=names)
+        return arviz.from_dict(**arrays, coords=coords, dims=dims)
+    return arviz.from_dict(arrays, coords=coords, dims=dims)
 
 
-def _split(values: Mapping[str, Tensor], chains: int) -> dict[str, object]:
-    return {n: _numpy(v.reshape(chains, -1, *v.shape[1:])) for n, v in values.items()}
+def _values(sites: Mapping[str, Site], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n: sites[n]["value"] for n in names if n in sites}
 
 
-def _check_names(
-    draws: PosteriorDraws,
-    coords: object,
-    dims: Mapping[str, Sequence[str]] | None,
-    constants: Mapping[str, object],
-) -> None:
-    for name, given in (("coords", coords), ("dims", dims)):
-        if given is not None and not isinstance(given, Mapping):
-            raise ValueError(f"{name} must be a dict or None, got {given!r}")
-    values: dict[str, Tensor] = {**draws, **draws.log_likelihood}
-    for site, found in (dims or {}).items():
-        if site in constants:
-            continue
-        if site not in values:
-            raise ValueError(f"dims names site '{site}', but the sites are {sorted(values)}")
-        depth, batch = values[site].dim() - 1, len(draws.dims.get(site, ()))
-        if isinstance(found, str) or len(found) not in (depth, depth - batch):
-            raise ValueError(
-                f"dims of site '{site}' must be a list of {depth - batch} names (of its dimensions "
-                f"behind the plates) or of {depth} (of all), got {found!r}"
-            )
-
-
-def _num_chains(num_samples: int, num_chains: int | None) -> int:
-    if num_chains is None:
-        return 4 if num_samples % 4 == 0 and num_samples >= 16 else 1
-    if isinstance(num_chains, bool) or not isinstance(num_chains, int):
-        raise ValueError(f"num_chains must be an int of at least 1, got {num_chains!r}")
-    if num_chains < 1 or num_samples % num_chains:
-        raise ValueError(
-            f"num_chains={num_chains} does not divide the {num_samples} draws: take another "
-            f"number of chains, or of samples"
-        )
-    return num_chains
-
-
-def _names(
-    draws: PosteriorDraws,
-    plates: Mapping[str, tuple[str, ...]],
-    shapes: Mapping[str, Tensor],
-    own: Mapping[str, Sequence[str]],
-    renamed: Mapping[str, str],
-) -> dict[str, list[str]]:
-    """The names of every variable's dimensions; ArviZ names those behind the plates itself."""
-    plates = {**plates, "log_weight": draws.plates, "acceptance_rate": draws.plates}
-    names = {n: [renamed.get(d, d) for d in found] for n, found in plates.items()}
-    for site, found in own.items():
-        batch = names.get(site, [])
-        missing = shapes[site].dim() - 1 - len(batch) if site in shapes else 0
-        names[site] = batch + list(found) if len(found) == missing else list(found)
-    return {n: found for n, found in names.items() if found}
-
-
-def _numpy(value: object) -> object:
+def _numpy(value: object) -> Any:
     return torch.as_tensor(value).detach().cpu().numpy()
+
+
+def _predict(
+    model: Program,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    draws: PosteriorDraws,
+    num_prior: int | None,
+    seed: int | None,
+    progress: bool | None,
+) -> dict[str, Site]:
+    """
+    Run a model once for each draw, with its latents, on the minibatch that they belong to.
+
+    :param num_prior: run it so often without latents instead.
+    :returns: its sites, whose values have the draws in front.
+    :raises ValueError: for a model that does not have the draws' sites, or not in each run.
+    """
+    count = draws.num_samples if num_prior is None else num_prior
+    runs: list[dict[str, Site]] = []
+
+    def run(values: Mapping[str, Tensor], handler: AbstractContextManager[object]) -> None:
+        with Recorder(Substitutes(_OfDraws(draws.coords), values)) as recorder, handler:
+            model(*args, **kwargs)
+        sites = recorder.trace.nodes.items()
+        runs[-1].update(
+            {
+                n: s
+                for n, s in sites
+                if (is_scored(s) or (s["type"] == "sample" and is_record(s)))
+                and (is_record(s) or n not in runs[-1])
+            }
+        )
+
+    text = "prior predictive" if num_prior else "posterior predictive"
+    with (
+        evaluation_mode(model, seed=seed),
+        torch.no_grad(),
+        Progress(text, progress, "draw") as bar,
+    ):
+        bar.expect(count)
+        for i in range(count):
+            values = {n: v[i] for n, v in draws.items()} if num_prior is None else {}
+            runs.append({})
+            run(values, Unconditioned())
+            if num_prior is None and any(map(is_record, runs[-1].values())):
+                # Of the posterior, what is computed from data is so from those that were seen.
+                run(values, nullcontext())
+            bar.step()
+    missing = [n for n in (*draws, *draws.observed) if n not in runs[0]]
+    if missing:
+        raise ValueError(
+            f"the model has no site '{missing[0]}', which the draws have: pass the model that was "
+            f"refined, with its arguments"
+        )
+    found = {}
+    for name, site in runs[0].items():
+        each = [other[name]["value"] for other in runs if name in other]
+        # What comes and goes has no common shape.
+        if len(each) == count and all(v.shape == each[0].shape for v in each):
+            found[name] = {**site, "value": torch.stack(each)}
+    return found  # type: ignore[return-value]
+
+
+class _OfDraws(Minibatch):
+    """The data that draws are of."""
+
+    def _check_whole(self, name: str, now: int) -> None:
+        raise ValueError(
+            f"plate '{name}' has size {now} with these arguments, and {self.sizes[name]} in the "
+            f"draws: pass the arguments that were refined; predictions for other data are those of "
+            f"pyro.infer.Predictive(model, posterior_samples=...), with draws of what they share"
+        )

@@ -14,21 +14,25 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import biject_to
 
 from pyro_mcvae.coordinates.whitened import WhitenedDensity
 from pyro_mcvae.evaluation.draws import site_values
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
-from pyro_mcvae.evaluation.simulation import guide_values
 from pyro_mcvae.evaluation.weights import WeightSummary
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.errors import first_line
+from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.plates import plate_frames, plate_key
-from pyro_mcvae.programs.sites import is_latent, known_support
+from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
 from pyro_mcvae.programs.types import Message, Site
+from pyro_mcvae.structure import dependencies
 from pyro_mcvae.training.generators import rng_state, set_rng_state
 
-__all__ = ["Labellings", "find_labellings", "joined"]
+__all__ = ["Labellings", "find_labellings", "guide_values"]
 
 _logger = logging.getLogger(__name__)
 
@@ -111,9 +115,7 @@ class Labellings:
         return f"exchangeable components, all of whose labellings count: {self.short}"
 
 
-def find_labellings(
-    sampler: ImportanceSampler, num_particles: int, ends: WeightedParticles | None = None
-) -> Labellings | None:
+def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labellings | None:
     """
     Find what is exchangeable, and what all labellings add to the evidence.
 
@@ -121,14 +123,13 @@ def find_labellings(
     several draws, to rounding.
 
     :param num_particles: how many weights the evidence has, which bounds the work of this.
-    :param ends: where chains have ended, that are not the sampler's.
     :returns: None where nothing is, and where the guide draws all labellings alike.
     """
     generators = rng_state()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _Search(sampler, num_particles).labellings(ends)
+            return _Search(sampler, num_particles).labellings()
     except Exception as error:
         # The guide has no density at given latents, or a program does not run there; the evidence
         # stands without.
@@ -159,7 +160,7 @@ class _Search:
             n: s for n, s in nodes.items() if is_latent(s) and n in drawn and n not in fixed
         }
 
-    def labellings(self, ends: WeightedParticles | None) -> Labellings | None:
+    def labellings(self) -> Labellings | None:
         axes = defaultdict[int, list[Axis]](list)
         for size, axis in self._axes():
             if 2 <= size <= _LARGEST:
@@ -173,9 +174,7 @@ class _Search:
             # A flow without an inverse, or latents that follow from draws in a way of their own:
             # the model is tested by the densities of its prior, and the guide's are not known.
             _logger.info("the guide has no density at given latents: %s", first_line(error))
-            prior = self.sampler.of_prior()
-            assert isinstance(prior, ImportanceSampler)
-            self.tester = prior
+            self.tester = self.sampler.of_prior()
         groups = [g for size, own in axes.items() for g in self._groups(size, own, draws)]
         if not groups:
             return None
@@ -189,7 +188,7 @@ class _Search:
             return found
         number = math.prod(map(math.factorial, sizes))
         complete = number <= _MOST
-        permutations = _permutations(groups) if complete else _swaps(groups)
+        permutations = _permutations(groups, complete)
         count = min(self.budget, max(_FEWEST, _EVALUATIONS // len(permutations)))
         own, log_weight = self._own_share(self._values(self.sampler.draw(count)), permutations)
         # A guide that draws labellings alike needs nothing added; of many, pairs tell.
@@ -197,18 +196,18 @@ class _Search:
         if bool(alike.all()):
             return None
         share = _least_share(own, log_weight)
-        if ends is not None or self.sampler.annealing is not None:
+        if self.sampler.annealing is not None:
             # Chains that reach other labellings by themselves weigh these, too.
-            weighted = self._ends() if ends is None else (ends, torch.zeros_like(ends.log_weight))
-            own, _ = self._own_share(self._values(weighted[0]), permutations)
-            share, complete = torch.minimum(share, _least_share(own, weighted[1])), False
+            ends, weights = self._ends()
+            own, _ = self._own_share(self._values(ends), permutations)
+            share, complete = torch.minimum(share, _least_share(own, weights)), False
         if bool((share >= _APART).all()):
             return replace(found, added=found.log_count + share.log())
         if not complete:
             return found
-        weights = WeightSummary(count)
-        weights.add(log_weight + own.log() + found.log_count)
-        return replace(found, weights=weights)
+        summary = WeightSummary(count)
+        summary.add(log_weight + own.log() + found.log_count)
+        return replace(found, weights=summary)
 
     def _axes(self) -> Iterator[tuple[int, Axis]]:
         """What may be permuted, and of how many entries."""
@@ -260,7 +259,7 @@ class _Search:
         if self._left < 0:
             return [False] * len(pairs)
         before = self._densities(draws)
-        moved = [_permuted(draws, axes, _transposition(*pair)) for pair in pairs]
+        moved = [_permuted(draws, axes, dict((pair, pair[::-1]))) for pair in pairs]
         after = self._densities({n: torch.cat([m[n] for m in moved]) for n in draws})
         found = []
         for turn, latents in enumerate(moved):
@@ -317,20 +316,6 @@ def _least_share(own: Tensor, log_weight: Tensor) -> Tensor:
 _Move = tuple[tuple[Axis, ...], Mapping[int, int]]
 
 
-def joined(
-    found: Sequence[Labellings | None], shapes: Sequence[Tensor], dim: int
-) -> Labellings | None:
-    """Those of batches side by side."""
-    first = next((f for f in found if f is not None), None)
-    if first is None or any(f is not None and f.added is None for f in found):
-        return None if first is None else replace(first, added=None, weights=None)
-    parts = [
-        torch.zeros_like(like) if f is None or f.added is None else f.added.to(like)
-        for f, like in zip(found, shapes, strict=True)
-    ]
-    return replace(first, added=torch.cat(parts, dim), weights=None)
-
-
 def _giving(values: Mapping[str, Tensor], rows: range, shared: frozenset[str]) -> SampleFn:
     """Gives the guide's sites their values, in runs of one row or of all."""
 
@@ -364,10 +349,6 @@ def _subsets(axes: Sequence[Axis]) -> Iterator[tuple[Axis, ...]]:
         sizes = [1, len(axes) - 1, len(axes)]
     for size in sizes:
         yield from itertools.combinations(axes, size)
-
-
-def _transposition(i: int, j: int) -> dict[int, int]:
-    return {i: j, j: i}
 
 
 def _permuted(
@@ -405,17 +386,76 @@ def _classes(size: int, linked: Sequence[tuple[int, int]]) -> list[tuple[int, ..
     return [entries for entries in classes if len(entries) > 1]
 
 
-def _permutations(groups: Sequence[Group]) -> list[list[_Move]]:
-    """All labellings, the identity first."""
-    each = [
-        [(g.axes, dict(zip(g.entries, p, strict=True))) for p in itertools.permutations(g.entries)]
-        for g in groups
-    ]
-    return [list(moves) for moves in itertools.product(*each)]
+def _permutations(groups: Sequence[Group], complete: bool) -> list[list[_Move]]:
+    """All labellings, the identity first; or the identity and those that exchange two entries."""
+    if complete:
+        each = [
+            [
+                (g.axes, dict(zip(g.entries, p, strict=True)))
+                for p in itertools.permutations(g.entries)
+            ]
+            for g in groups
+        ]
+        return [list(moves) for moves in itertools.product(*each)]
+    swaps: list[list[_Move]] = [[]]
+    for group in groups:
+        pairs = itertools.combinations(group.entries, 2)
+        swaps += [[(group.axes, {i: j, j: i})] for i, j in pairs]
+    return swaps
 
 
-def _swaps(groups: Sequence[Group]) -> list[list[_Move]]:
-    """The identity, and the labellings that exchange two entries."""
-    pairs = ((g.axes, pair) for g in groups for pair in itertools.combinations(g.entries, 2))
-    swaps: list[list[_Move]] = [[(axes, _transposition(*pair))] for axes, pair in pairs]
-    return [[], *swaps]
+def guide_values(
+    programs: Programs, reference: WeightedParticles, latents: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """
+    The values of the guide's random sites at which its latents are the given ones.
+
+    AutoGuides draw auxiliary sites, of which the latents are functions: a site is inverted where
+    it holds the unconstrained values of the latents that follow from it, side by side.
+
+    :param reference: an execution of both programs.
+    :raises ValueError: naming an auxiliary site that holds anything else.
+    """
+    run = reference.runs[0]
+    sites = {n: s for n, s in run.guide_trace.nodes.items() if is_latent(s)}
+    random = [n for n, s in sites.items() if is_random(s)]
+    found = {n: latents[n] for n in random if n in latents}
+    missing = [n for n in random if n not in latents]
+    if not missing:
+        return found
+    parents = dependencies.find_dependencies(
+        programs, frozenset(random), reference.subsamples
+    ).factors
+    for name in missing:
+        follow = [
+            n
+            for n, s in sites.items()
+            if is_delta(s["fn"]) and n in latents and name in parents.get(FactorKey("guide", n), ())
+        ]
+        shape = sites[name]["value"].shape
+        now = {n: run.guide_trace.nodes[n]["value"] for n in follow}
+        again = _unconstrained(run, follow, now, shape)
+        if again is None or not torch.allclose(again, sites[name]["value"], rtol=1e-3, atol=1e-4):
+            raise ValueError(
+                f"the guide's auxiliary site '{name}' is not the unconstrained form of the latents "
+                f"{follow} that follow from it, so no chain can begin at given latents: use a "
+                f"guide without auxiliary sites, AutoNormal or AutoMultivariateNormal"
+            )
+        value = _unconstrained(run, follow, latents, shape)
+        assert value is not None
+        found[name] = value
+    return found
+
+
+def _unconstrained(
+    run: Run, follow: list[str], values: dict[str, Tensor], shape: torch.Size
+) -> Tensor | None:
+    """What is unconstrained of the values, which may have any leading dims."""
+    nodes, parts, lead = run.model_trace.nodes, [], torch.Size()
+    for name in follow:
+        site, value = nodes[name], values[name]
+        lead = value.shape[: value.dim() - site["value"].dim()]
+        parts.append(biject_to(known_support(site["fn"])).inv(value).reshape(*lead, -1))
+    if sum(p.shape[-1] for p in parts) != shape.numel():
+        return None
+    return torch.cat(parts, -1).reshape(lead + shape)

@@ -4,86 +4,34 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import anneal_back
 from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, Annealing
-from pyro_mcvae.evaluation.arguments import check_function
+from pyro_mcvae.evaluation.arguments import Options, check_function, prepare
+from pyro_mcvae.evaluation.evidence import importance_sampler
 from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
-from pyro_mcvae.evaluation.options import Options, judge
+from pyro_mcvae.evaluation.labellings import guide_values
 from pyro_mcvae.evaluation.simulation import (
     Simulation,
     ToArgs,
     check_density,
     follows_data,
-    guide_values,
     simulate,
 )
-from pyro_mcvae.evaluation.state_weights import StateWeights, look_outside
-from pyro_mcvae.evaluation.weights_of import has_states, weights_of
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.importance import log_mean_exp
 from pyro_mcvae.programs.errors import NoCoordinateError
-from pyro_mcvae.programs.execution import Programs, is_messenger
+from pyro_mcvae.programs.execution import is_messenger
+from pyro_mcvae.programs.types import Program
 from pyro_mcvae.training.generators import rng_state, set_rng_state
-from pyro_mcvae.truncated.guide import new_posterior
 
-__all__ = ["Sandwich", "both_ways_of_states", "sandwich"]
-
-
-def both_ways_of_states(
-    user: StateWeights, options: Options, to_args: ToArgs | None, num_steps: int
-) -> tuple[Tensor, Tensor]:
-    """
-    Bounds on the log evidence of one simulated data set, ``[*plates]`` each, from below and above.
-
-    With weights w(z) of mean p(x) under r, the mean of K of them is a lower bound in expectation;
-    with one of them at a draw of r w / p(x), an upper one. An exact posterior draw is such a draw
-    if it lies outside of the states that are kept; where it is one of these, any draw of r is.
-
-    :param user: the weights on the user's data.
-    :param num_steps: of the search for the simulated data.
-    :raises ValueError: for a posterior of further latents.
-    """
-    if user.holds_draws:
-        raise ValueError(
-            "the TruncatedPosterior has a guide that draws other latents, of which a simulation "
-            "has an exact draw that this guide does not begin at: sandwich is for models all of "
-            "whose latents are searched; log_evidence estimates the evidence of the data"
-        )
-    simulation = simulate(user.programs, user.reference, frozenset(user.given), to_args)
-    near = _searched(user, simulation, options, num_steps)
-    count = options.num_particles
-    lower, upper = _weigh(near, count), _weigh(near, count)
-    given = {n: v.unsqueeze(0) for n, v in simulation.latents.items()}
-    bound = near.posterior.free_energy.unsqueeze(0)
-    _, outside, runs = look_outside(near.posterior, 1, given)
-    check_density(simulation, runs[0])
-    inside = outside.isneginf()
-    exact = torch.where(inside, upper[:1], torch.logaddexp(bound, outside))
-    return log_mean_exp(lower), log_mean_exp(torch.cat([exact, upper[1:]]))
-
-
-def _weigh(weights: StateWeights, num_particles: int) -> Tensor:
-    found = []
-    for count in weights.chunks(num_particles):
-        log_weight, runs, _ = weights.weigh(count)
-        weights.check(log_weight, runs)
-        found.append(log_weight)
-    return torch.cat(found)
-
-
-def _searched(
-    user: StateWeights, simulation: Simulation, options: Options, num_steps: int
-) -> StateWeights:
-    programs = simulation.programs
-    guide = new_posterior(user.guide, programs.model)
-    guide.fit(*programs.args, num_steps=num_steps, **programs.kwargs)
-    return StateWeights(replace(programs, guide=guide.eval()), options, user.progress)
-
+__all__ = ["Sandwich", "sandwich"]
 
 _WITHOUT_CHAINS = (
     "use log_evidence without schedule and kernel, whose importance sampling weighs them (both "
@@ -93,7 +41,7 @@ _UNMOVED = (
     "the guide draws the same latents for simulated data as for yours: it was trained on these "
     "alone, as AutoGuides are. The bounds hold, but their gap is that of chains which begin in the "
     "wrong place, and says nothing of the estimate on your data: use a guide that reads the data, "
-    "or judge this one by report"
+    "or evaluate this one by report"
 )
 
 
@@ -106,10 +54,10 @@ class Sandwich:
 
     :ivar lower: by chains from the guide's draws, shape ``[num_simulations, *plates]``.
     :ivar upper: by chains from the exact posterior draw that the data came from.
-    :ivar num_particles: chains (or weights) per datum in each direction.
+    :ivar num_particles: chains per datum in each direction.
     :ivar plates: the names of the plates.
     :ivar given: latents that were held; see :class:`LogEvidence`.
-    :ivar step_size: of the kernel; None without chains.
+    :ivar step_size: of the kernel.
     """
 
     lower: Tensor
@@ -117,7 +65,7 @@ class Sandwich:
     num_particles: int
     plates: tuple[str, ...]
     given: tuple[str, ...]
-    step_size: Tensor | None
+    step_size: Tensor
 
     @property
     def gap(self) -> Tensor:
@@ -138,23 +86,22 @@ class Sandwich:
 
     def __str__(self) -> str:
         given = f", given {', '.join(self.given)}" if self.given else ""
-        what = "weights" if self.step_size is None else "chains"
         return (
             f"log evidence of simulated data between {float(self.lower.mean()):.3f} and "
             f"{float(self.upper.mean()):.3f} nats per weight; gap {float(self.mean_gap):.3f} ± "
             f"{float(self.standard_error):.3f} ({self.gap.numel()} simulated, "
-            f"{self.num_particles} {what} each way{given})"
+            f"{self.num_particles} chains each way{given})"
         )
 
 
-@judge(num_particles=10)
 def sandwich(
-    programs: Programs,
-    options: Options,
-    *,
+    model: Program,
+    guide: Program,
+    *args: object,
     num_simulations: int = 1,
     to_args: ToArgs | None = None,
-    num_search_steps: int = 50,
+    model_kwargs: Mapping[str, object] | None = None,
+    **options: Any,
 ) -> Sandwich:
     r"""
     Bound the log evidence of data simulated from the model from both sides [1].
@@ -171,10 +118,6 @@ def sandwich(
     the model's. Global latents that the guide draws are simulated as well, and latents that it
     holds as point masses stay as they are.
 
-    A :class:`TruncatedPosterior` has no chains: its states are searched anew for the simulated
-    data, and both bounds are of the weights that :func:`log_evidence` takes, with :math:`z^*` among
-    them for the upper one. The gap is then also that of a search of ``num_search_steps``.
-
     How the simulated data reach the programs: observed sites are conditioned on them, and the
     arguments that hold an observed tensor (itself, views of it, or what it is a copy of or, as
     ``x[index]``, a plate's rows) hold the simulated one instead, so that an amortised guide sees
@@ -184,18 +127,14 @@ def sandwich(
 
     :param model: a Pyro model.
     :param guide: its guide.
-    :param args: their arguments, for the shapes of the data; keyword arguments likewise, see
-        ``model_kwargs``.
+    :param args: their arguments, for the shapes of the data.
     :param int num_simulations: data sets to simulate.
-    :param int num_particles: P, chains per datum in each direction.
-    :param schedule: a :class:`~pyro_mcvae.chains.schedules.Schedule`, a tensor from 0 to 1, or the
-        number of linear steps; by default 10.
-    :param Kernel kernel: an adjusted one; by default :class:`HMC` with 3 leapfrog steps.
     :param to_args: maps the simulated observations, a dict by site, to the programs' arguments (a
         tuple, a dict of keyword arguments, or the only argument).
-    :param int num_search_steps: E-steps of a :class:`TruncatedPosterior` for each simulated data
-        set.
-    {options}
+    :param model_kwargs: as in :func:`log_evidence`.
+    :param options: as in :func:`log_evidence`; ``num_particles=10`` are the chains per datum in
+        each direction, P, ``schedule`` is 10 linear steps by default, and the kernel an adjusted
+        one, :class:`HMC` with 3 leapfrog steps.
     :returns: a :class:`Sandwich`.
 
     Warns where the guide draws the same for simulated data as for the user's, and is not the prior.
@@ -220,42 +159,35 @@ def sandwich(
         >>> bool(0 < found.mean_gap < 0.1)
         True
     """
+    programs, given = prepare(sandwich, model, guide, args, model_kwargs, options, num_particles=10)
     num_simulations = check_count("num_simulations", num_simulations)
     check_function("to_args", to_args)
-    num_search_steps = check_count("num_search_steps", num_search_steps, 0)
     if is_messenger(programs):
         raise ValueError(
             f"the guide {type(programs.guide).__name__} runs its own model, which simulated "
             f"data do not reach: use the AutoGuide that it stands for, such as AutoNormal"
         )
-    with weights_of(programs, options, _annealing(programs, options)) as weights:
+    annealing = _annealing(given)
+    with importance_sampler(programs, given, annealing) as weights:
         pairs = []
         for turn in range(num_simulations):
-            if isinstance(weights, StateWeights):
-                pairs.append(both_ways_of_states(weights, options, to_args, num_search_steps))
-                continue
-            assert isinstance(weights, ImportanceSampler)
             simulation = simulate(weights.programs, weights.reference, weights.held, to_args)
             if not turn:
                 _warn(weights, simulation)
-            pairs.append(_both_ways(weights, simulation, options.num_particles))
+            pairs.append(_both_ways(weights, annealing, simulation, given.num_particles))
         lower, upper = zip(*pairs, strict=True)
-        annealing = weights.annealing
         return Sandwich(
             torch.stack(lower),
             torch.stack(upper),
-            options.num_particles,
+            given.num_particles,
             weights.reference.plate_names,
             weights.given,
-            None if annealing is None else annealing.kernel.step_size().detach().clone(),
+            annealing.kernel.step_size().detach().clone(),
         )
 
 
-def _annealing(programs: Programs, options: Options) -> Annealing | None:
-    """The chains; none of a guide of states, unless they were asked for."""
+def _annealing(options: Options) -> Annealing:
     if options.schedule is None and options.kernel is None:
-        if has_states(programs):
-            return None
         options = replace(options, schedule=DEFAULT_STEPS)
     annealing = options.annealing(_WITHOUT_CHAINS)
     assert annealing is not None
@@ -277,10 +209,9 @@ def _warn(sampler: ImportanceSampler, simulation: Simulation) -> None:
 
 
 def _both_ways(
-    user: ImportanceSampler, simulation: Simulation, num_particles: int
+    user: ImportanceSampler, annealing: Annealing, simulation: Simulation, num_particles: int
 ) -> tuple[Tensor, Tensor]:
-    sampler, annealing = user.on(simulation.programs), user.annealing
-    assert annealing is not None
+    sampler = user.on(simulation.programs)
     values = guide_values(simulation.programs, sampler.reference, simulation.latents)
     _choose_coordinates(sampler, annealing, values)
     lower, upper = [], []

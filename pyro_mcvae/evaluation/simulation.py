@@ -6,36 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from pyro import distributions as dist
 from pyro import poutine
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
-from torch.distributions import biject_to
 
 from pyro_mcvae.checks.masks import is_transported
 from pyro_mcvae.evaluation.arguments import as_arguments
 from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.masks import is_flat
 from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import (
     inner_scale,
-    is_delta,
+    is_factor,
     is_latent,
     is_random,
     is_scored,
-    known_support,
 )
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.programs.unconditioned import Unconditioned
-from pyro_mcvae.structure import dependencies
 
-__all__ = ["Simulation", "check_density", "follows_data", "guide_values", "simulate"]
+__all__ = ["Simulation", "check_density", "follows_data", "simulate"]
 
 ToArgs = Callable[[dict[str, Tensor]], object]
 
@@ -150,10 +145,7 @@ def _same(site: Site, other: Site) -> bool:
 
 
 def _check_generative(name: str, site: Site) -> None:
-    fn = site["fn"]
-    while not isinstance(fn, dist.Unit) and hasattr(fn, "base_dist"):
-        fn = fn.base_dist
-    if isinstance(fn, dist.Unit):
+    if is_factor(site["fn"]):
         raise ValueError(
             f"site '{name}' of the model is a pyro.factor, which no data can be drawn from: write "
             f"it as a distribution with obs="
@@ -170,60 +162,3 @@ def _check_generative(name: str, site: Site) -> None:
             f"site '{name}' of the model is scaled by poutine.scale, so that the model is no "
             f"distribution that data can be drawn from: leave the scale out"
         )
-
-
-def guide_values(
-    programs: Programs, reference: WeightedParticles, latents: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """
-    The values of the guide's random sites at which its latents are the given ones.
-
-    AutoGuides draw auxiliary sites, of which the latents are functions: a site is inverted where
-    it holds the unconstrained values of the latents that follow from it, side by side.
-
-    :param reference: an execution of both programs.
-    :raises ValueError: naming an auxiliary site that holds anything else.
-    """
-    run = reference.runs[0]
-    sites = {n: s for n, s in run.guide_trace.nodes.items() if is_latent(s)}
-    random = [n for n, s in sites.items() if is_random(s)]
-    found = {n: latents[n] for n in random if n in latents}
-    missing = [n for n in random if n not in latents]
-    if not missing:
-        return found
-    parents = dependencies.find_dependencies(
-        programs, frozenset(random), reference.subsamples
-    ).factors
-    for name in missing:
-        follow = [
-            n
-            for n, s in sites.items()
-            if is_delta(s["fn"]) and n in latents and name in parents.get(FactorKey("guide", n), ())
-        ]
-        shape = sites[name]["value"].shape
-        now = {n: run.guide_trace.nodes[n]["value"] for n in follow}
-        again = _unconstrained(run, follow, now, shape)
-        if again is None or not torch.allclose(again, sites[name]["value"], rtol=1e-3, atol=1e-4):
-            raise ValueError(
-                f"the guide's auxiliary site '{name}' is not the unconstrained form of the latents "
-                f"{follow} that follow from it, so no chain can begin at given latents: use a "
-                f"guide without auxiliary sites, AutoNormal or AutoMultivariateNormal"
-            )
-        value = _unconstrained(run, follow, latents, shape)
-        assert value is not None
-        found[name] = value
-    return found
-
-
-def _unconstrained(
-    run: Run, follow: list[str], values: dict[str, Tensor], shape: torch.Size
-) -> Tensor | None:
-    """What is unconstrained of the values, which may have any leading dims."""
-    nodes, parts, lead = run.model_trace.nodes, [], torch.Size()
-    for name in follow:
-        site, value = nodes[name], values[name]
-        lead = value.shape[: value.dim() - site["value"].dim()]
-        parts.append(biject_to(known_support(site["fn"])).inv(value).reshape(*lead, -1))
-    if sum(p.shape[-1] for p in parts) != shape.numel():
-        return None
-    return torch.cat(parts, -1).reshape(lead + shape)

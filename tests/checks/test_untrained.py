@@ -22,7 +22,6 @@ from pyro_mcvae import (
     TraceIWAE_ELBO,
     log_evidence,
     log_evidence_loader,
-    low_dimensional_evidence,
     refine,
     report,
     sandwich,
@@ -81,9 +80,6 @@ JUDGES = {
     "refine": lambda m, g, x: refine(m, g, x, num_samples=2, num_particles=1),
     "report": report,
     "sandwich": lambda m, g, x: sandwich(m, g, x, schedule=2, warmup=0),
-    "low_dimensional": lambda m, g, x: low_dimensional_evidence(
-        m, g, x, num_draws=2, num_transitions=2
-    ),
 }
 
 

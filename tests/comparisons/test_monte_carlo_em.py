@@ -17,7 +17,6 @@ from pyro_mcvae import (
     HMC,
     MALA,
     ULA,
-    AdaptiveStepSize,
     LearnedStepSize,
     MonteCarloEM,
     load_checkpoint,
@@ -235,21 +234,6 @@ def test_a_run_goes_on_from_a_checkpoint(tmp_path):
     load_checkpoint(tmp_path / "run.pt", {"svi": svi})
     assert [svi.step() for _ in range(3)] == then
     assert elbo.states.visited.any()
-
-
-def test_training_reaches_the_maximum_of_the_likelihood():
-    exact = Line(n=30)
-    elbo = MonteCarloEM(1, HMC(AdaptiveStepSize(0.3, 0.9), 3), 10, persistent=True, **QUICK)
-    optim = pyro.optim.ExponentialLR(
-        {"optimizer": torch.optim.Adam, "optim_args": {"lr": 0.1}, "gamma": 0.97}
-    )
-    svi = SVI(exact.model, exact.guide, optim, loss=elbo)
-    with pyro.validation_enabled(False):
-        for _ in range(110):
-            svi.step()
-            svi.optim.step()
-    assert abs(pyro.param("b") - exact.x.mean()) < 0.1
-    assert abs(pyro.param("w").abs() - (exact.x.var(correction=0) - 0.49).sqrt()) < 0.1
 
 
 # --- Several updates per draw ---------------------------------------------------------------------

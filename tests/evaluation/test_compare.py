@@ -21,7 +21,6 @@ from pyro_mcvae import (
     log_evidence,
 )
 from pyro_mcvae.elbos.estimate import Estimate
-from pyro_mcvae.evaluation.contestant import Contestant
 from tests.models import ConjugateGaussian
 
 LOSSES = {
@@ -35,16 +34,6 @@ SHORT = {"num_steps": 4, "num_checks": 2, "check_particles": 5, "num_particles":
 def functions():
     exact = ConjugateGaussian(N=6)
     return exact.model, exact.guide, ()
-
-
-def an_autoguide():
-    def model(x):
-        loc = pyro.param("loc", torch.zeros(()))
-        z = pyro.sample("z", dist.Normal(loc, 1.0))
-        with pyro.plate("data", len(x)):
-            pyro.sample("x", dist.Normal(z, 1.0), obs=x)
-
-    return model, AutoNormal(model), (torch.ones(3),)
 
 
 class Networks(nn.Module):
@@ -76,7 +65,7 @@ def run(programs, losses, **options):
     return compare(model, guide, *args, losses=losses, optim=Adam({"lr": 0.1}), **options)
 
 
-@pytest.mark.parametrize("make", [functions, an_autoguide, networks])
+@pytest.mark.parametrize("make", [functions, networks])
 def test_copies_know_nothing_of_each_other(make):
     """Each has the steps that it has alone, and the judgement of the values that it leaves."""
     programs = make()
@@ -88,7 +77,7 @@ def test_copies_know_nothing_of_each_other(make):
     alone = run(programs, {name: loss})
     assert alone[name].bounds == found[name].bounds
     assert torch.equal(alone[name].evidence.log_evidence, found[name].evidence.log_evidence)
-    for name in (*losses, *losses):
+    for name in (*losses, next(iter(losses))):
         found.use(name)
         model, guide, args = programs
         judged = log_evidence(model, guide, *args, num_particles=40, seed=1)
@@ -163,19 +152,6 @@ def test_an_epoch_is_a_pass_over_the_batches():
     assert len(alone.bounds) == 2
 
 
-def test_batches_are_moved_to_the_device():
-    both, seen = Networks(), []
-
-    def guide(x):
-        seen.append(x.device.type)
-        raise RuntimeError("a batch on a device that no machine lacks, and nothing can be read of")
-
-    options = {"batches": [torch.randn(4, 3)], "device": "meta"}
-    with pytest.raises(RuntimeError, match="on a device that no machine lacks"):
-        run((both.model, guide, (torch.randn(2, 3),)), {"ELBO": Trace_ELBO()}, **options)
-    assert seen == ["meta"]
-
-
 class Fails(TraceSGVB_ELBO):
     """At its third step, the warm-up's not counted, with a gradient left behind."""
 
@@ -212,7 +188,7 @@ def test_time_is_equal():
 def judged(evidence, error, k, learns, sizes=None):
     """A comparison by numbers: names, evidences per datum, k-hats, effective sample sizes."""
     template = log_evidence(*functions()[:2], num_particles=30)
-    copies, found = [], []
+    found = {}
     for name in evidence:
         one = replace(
             template,
@@ -221,9 +197,8 @@ def judged(evidence, error, k, learns, sizes=None):
             pareto_k=torch.full((3,), k.get(name, 0.3)),
             effective_sample_size=torch.full((3,), (sizes or {"a": 20.0}).get(name, 10.0)),
         )
-        copies.append(Contestant(name, *[None] * 5))
-        found.append(TrainedCopy([-1.0], 1.0, [1.0], {1: (1.0, one)}, one, one))
-    return Comparison(copies, found, learns)
+        found[name] = TrainedCopy([-1.0], 1.0, [1.0], {1: (1.0, one)}, one, one)
+    return Comparison(found, None, learns)
 
 
 EVIDENCES = {"a": [1.0, 5.0, 3.0], "b": [1.5, 5.6, 3.4], "c": [1.6, 5.4, 3.5]}
@@ -237,11 +212,10 @@ def test_the_verdict():
     assert "b and c cannot be told apart by log evidence" in found.verdict
     assert "Pareto" not in found.verdict
     doubtful = judged(EVIDENCES, 0.01, {"a": 0.9}, learns=True)
-    assert "The evidence of a is underestimated" in doubtful.verdict
+    assert "The evidence of a is too low" in doubtful.verdict
     assert "and may be the highest" in doubtful.verdict
     same = judged(EVIDENCES, 0.01, {}, learns=False)
     assert same.best == ["a"]
-    assert "one number for all" in same.verdict
 
 
 def test_it_prints_and_plots(tmp_path):
@@ -250,7 +224,7 @@ def test_it_prints_and_plots(tmp_path):
     text = str(found)
     for part in (
         "own bound, training",
-        "from ELBO on of the judged data",
+        "from ELBO on of the evaluated data",
         "over ELBO",
         "k > 0.7",
         "ESS",
@@ -280,11 +254,10 @@ def test_it_prints_and_plots(tmp_path):
         ({"seconds": 3.0, "num_steps": 5}, "pass seconds=3.0 or num_steps=5"),
         ({"num_steps": 5, "num_epochs": 2}, "pass num_steps=5 or num_epochs=2"),
         ({"num_steps": None, "num_epochs": 0}, "num_epochs must be an int of at least 1, got 0"),
-        ({"device": "tpu0"}, "device must be a torch.device"),
         ({"seconds": 0.0, "num_steps": None}, "seconds must be a positive number"),
         (
             {"batches": [{"y": torch.zeros(2)}]},
-            r"cannot be called with a batch.*\(y=Tensor\).*: \(batch,\)",
+            r"cannot be called with a batch.*\(Tensor\).*to_args=",
         ),
         ({"num_checks": 0}, "num_checks must be an int of at least 1"),
     ],
@@ -324,12 +297,12 @@ def test_a_few_effective_draws_evaluate_nothing():
     found = judged(EVIDENCES, 1.0, {}, learns=False, sizes=sizes)
     assert not found.evaluated
     assert set(found.best) == set(found)
-    assert "Not evaluated: effective sample sizes of 4 1 2 (of 30)" in found.verdict
-    assert "has the highest ELBO" in found.verdict
+    assert "Not evaluated: too few effective draws" in found.verdict
+    assert "The highest ELBO is that of" in found.verdict
     assert "± unknown" in str(found)
     learning = judged(EVIDENCES, 1.0, {}, learns=True, sizes=sizes)
     assert "Not evaluated" in learning.verdict
-    assert "chains (schedule=10)" in learning.verdict
+    assert "chains (schedule=10, or more)" in learning.verdict
     assert judged(EVIDENCES, 1.0, {}, learns=False).evaluated
 
 

@@ -85,26 +85,21 @@ def test_what_k_hat_allows_to_say():
     assert "a, b cannot be told apart" in near.verdict
     low = judged({"a": 0.0, "b": -3.0}, {"b": 0.9})
     assert low.best == ["a", "b"]
-    assert "it may be the highest" in low.verdict
+    assert "may be the highest" in low.verdict
     assert "a has the highest" not in low.verdict
-    assert "num_particles" not in low.verdict
     chance = judged({"a": 0.0, "b": -3.0}, {"b": 0.6})  # 0.16 is the error of k-hat
     assert chance.best == ["a", "b"]
-    assert "found for b is below 0.7, within its error: num_particles=10000 may" in chance.verdict
     few = judged({"a": 0.0, "b": -3.0}, {"b": math.nan})  # too few weights to know their tail
     assert few.best == ["a", "b"]
-    assert "num_particles" not in few.verdict
     lead = judged({"a": 0.0, "b": -3.0}, {"a": 0.9})
     assert lead.best == ["a"]
-    assert "its lead can only be larger" in lead.verdict
+    assert "a has the highest evidence. The evidence of a is a lower bound" in lead.verdict
     assert math.isclose(sum(lead.probabilities.values()), 1.0)
 
 
-def test_it_prints_and_plots(tmp_path):
-    pytest.importorskip("matplotlib")
+def test_it_prints_a_table():
     found = judged({"a": 0.0, "b": -3.0}, {"b": 0.9})
     assert "below a" in str(found)
-    found.plot().savefig(tmp_path / "models.png")
 
 
 def test_arguments():

@@ -11,7 +11,6 @@ from pyro_mcvae import (
     compare_models,
     log_evidence,
     log_evidence_loader,
-    low_dimensional_evidence,
     report,
 )
 
@@ -70,9 +69,9 @@ def test_three_components():
     assert float(found.pareto_k) > 0.5 or abs(float(found.total) - exact) < 0.2
 
 
-@pytest.mark.parametrize("distance", [0.3, 0.8, 1.4])
-def test_labellings_that_overlap_are_not_counted_twice(distance):
+def test_labellings_that_overlap_are_not_counted_twice():
     """The weights are those of the guide in both labellings: errors are as large as they say."""
+    distance = 0.8
     x = torch.cat([X[:4] * distance / 3, X[4:] * distance / 3])
     model, exact = mixture(2, x=x)
     errors = []
@@ -290,17 +289,6 @@ def test_a_report_knows_them_and_looks_from_the_prior():
     assert not found.misses
     assert "exchangeable" in str(found)
     assert "close to one labelling of the posterior" in found.advice or found.gap > 0.8
-
-
-def test_posterior_draws_of_one_labelling():
-    model, exact = mixture(2)
-    short = {"num_transitions": 20, "num_draws": 20, "num_chains": 40}
-    found = low_dimensional_evidence(model, normal(-2.8, 2.9), **short)
-    assert_exact(found, exact, 4.5)
-    # Chains that begin at the prior's draws are in both.
-    prior = normal(0.0, 0.0, scale=5.0)
-    found = low_dimensional_evidence(model, prior, **short)
-    assert float(found.total) < exact + 4 * float(found.total_standard_error) + 0.05
 
 
 def test_labellings_of_batches_lie_side_by_side():

@@ -50,7 +50,7 @@ def test_batches_of_every_form():
     }
     for batches, to_args in forms.values():
         found = log_evidence_loader(
-            model, guide, batches, to_args=to_args, num_particles=30, device="cpu", progress=False
+            model, guide, batches, to_args=to_args, num_particles=30, progress=False
         )
         assert found.log_evidence.shape == (5,)
 

@@ -1,6 +1,5 @@
 """The options of all judges, and the programs' arguments of the same names."""
 
-import inspect
 import math
 
 import pyro
@@ -12,15 +11,12 @@ from torch import nn
 from pyro_mcvae import (
     log_evidence,
     log_evidence_loader,
-    low_dimensional_evidence,
     refine,
     report,
     sandwich,
 )
-from pyro_mcvae.evaluation.options import Options
 
 X = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
-JUDGES = [log_evidence, log_evidence_loader, low_dimensional_evidence, refine, report, sandwich]
 
 
 def model(x, seed=0.0, *, num_particles=1.0):
@@ -61,9 +57,7 @@ def test_an_argument_that_is_given_by_position_is_no_option():
     assert torch.allclose(found.log_evidence, exact(0.7, 1.0))
 
 
-@pytest.mark.parametrize(
-    "judge", [log_evidence, refine, report, sandwich, low_dimensional_evidence]
-)
+@pytest.mark.parametrize("judge", [log_evidence, refine, report, sandwich])
 def test_a_name_that_both_have_is_refused(judge):
     message = rf"'seed' is an option of {judge.__name__} and an argument of the model: .*model_kwa"
     with pytest.raises(ValueError, match=message):
@@ -90,24 +84,9 @@ def test_other_keywords_are_the_programs():
     assert torch.allclose(found.log_evidence, exact(0.0, 1.0))
     with pytest.raises(TypeError, match="num_particels"):
         log_evidence(model, guide, X, num_particels=5)
-    with pytest.raises(TypeError, match="low_dimensional_evidence has no option 'warmup'"):
-        low_dimensional_evidence(lambda y, **_: model(y), lambda y, **_: guide(y), y=X, warmup=5)
     with pytest.raises(TypeError, match=r"log_evidence has no option 'y': .*model_kwargs"):
         log_evidence(model, guide, X, model_kwargs={}, y=5)
     with pytest.raises(ValueError, match=r"model_kwargs must be a dict .* got 3"):
         log_evidence(model, guide, X, model_kwargs=3)
     with pytest.raises(TypeError, match="log_evidence_loader has no option 'y'"):
         log_evidence_loader(model, guide, [X], y=5)
-
-
-@pytest.mark.parametrize("judge", JUDGES, ids=[f.__name__ for f in JUDGES])
-def test_options_are_seen_with_their_defaults(judge):
-    parameters = inspect.signature(judge).parameters
-    shared = {n: f.default for n, f in Options.__dataclass_fields__.items() if n in parameters}
-    assert {"joint", "seed", "kernel", "vectorize_particles", "max_plate_nesting"} <= set(shared)
-    for name, default in shared.items():
-        # Of these, a datum needs fewer for a draw, or for a bound from two sides.
-        few = name == "num_particles" and judge in (refine, sandwich)
-        assert parameters[name].default == (10 if few else default)
-        assert inspect.getdoc(judge).count(f" {name}:") == 1
-    assert "{options}" not in judge.__doc__

@@ -69,7 +69,6 @@ def test_an_earlier_guide_keeps_its_parameters(make: Any, evaluate: Any) -> None
 def test_parameters_that_a_later_guide_has_taken_over_are_named(make: Any) -> None:
     first = trained(make, 1.0)
     second = trained(make, 5.0)  # with the first one's parameters in the store
-    for pair in (first, second):
-        with pytest.warns(UserWarning, match=r"parameter '.*' of .* in another module.*") as found:
-            of_log_evidence(pair)
-        assert found[0].filename == __file__
+    of_log_evidence(first)
+    with pytest.warns(UserWarning, match=r"parameter '.*' of .* in another module.*"):
+        of_log_evidence(second)

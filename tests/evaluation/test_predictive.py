@@ -86,7 +86,7 @@ def its_guide(x=None):
 def test_deterministic_values_keep_their_shape(groups):
     x = torch.tensor([0.5, -1.0, 2.0])
     draws = refine(deterministic, its_guide, x, num_samples=40)
-    data = to_inference_data(draws, deterministic, x, num_prior=5, dims={"x": ["data"]})
+    data = to_inference_data(draws, deterministic, x, num_prior=5)
     for group, shape in (("posterior", (4, 10, 3)), ("prior", (1, 5, 3))):
         found = data.groups[group]
         assert found["theta"].shape == shape
@@ -201,20 +201,9 @@ def test_a_sandwich_on_a_model_with_deterministic_sites():
 def test_all_draws_have_names(groups):
     exact = NestedGaussian()
     draws = refine(exact.model, exact.guide, num_samples=12)
-    covariate = torch.zeros(4, 2)
-    data = to_inference_data(
-        draws,
-        exact.model,
-        num_prior=3,
-        constant_data={"w": covariate},
-        dims={"w": ["groups", "column"]},
-        coords={"column": ["a", "b"]},
-    )
+    data = to_inference_data(draws, exact.model, num_prior=3)
     assert data.groups["posterior_predictive"]["x"].shape == (1, 12, 3, 4)
     assert data.dims["x"] == ["individuals", "groups"]
-    assert data.dims["w"] == ["groups", "column"]
-    assert data.groups["constant_data"]["w"].shape == (4, 2)
-    assert data.coords["column"] == ["a", "b"]
 
 
 def test_discrete_draws_and_predictive_of_pyro(groups):
@@ -264,8 +253,8 @@ def test_arviz_plots_and_compares_what_is_written():
         matplotlib.use("Agg")
         exact = ConjugateGaussian(N=6)
         draws = refine(exact.model, exact.guide, num_samples=200)
-        data = to_inference_data(draws, exact.model, num_prior=100, constant_data={"x_": exact.x})
-        for name in ("posterior_predictive", "prior", "prior_predictive", "constant_data"):
+        data = to_inference_data(draws, exact.model, num_prior=100)
+        for name in ("posterior_predictive", "prior", "prior_predictive"):
             assert name in data.groups() if callable(data.groups) else name in data.children
         arviz.plot_forest(data)
         ppc = "plot_ppc" if hasattr(arviz, "plot_ppc") else "plot_ppc_dist"

@@ -8,6 +8,7 @@ import torch
 from pyro.distributions.transforms import affine_coupling
 
 from pyro_mcvae import log_evidence, refine
+from tests.cases import some_slow
 from tests.elbos.test_programs import FLOW, PROGRAMS
 from tests.estimates import called
 
@@ -19,7 +20,10 @@ REFUSED = {
 SHARED = {"hierarchy-subsampled", "hierarchy-loader", "auto-normal-subsampled"}
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+QUICK = {"ragged", "auto-delta", "hierarchy-loader", "mixture", "auto-normal"}
+
+
+@pytest.mark.parametrize("name", some_slow(PROGRAMS, *(PROGRAMS.keys() - QUICK)))
 def test_programs_are_judged_alike_looped_and_vectorized(name):
     pyro.set_rng_seed(3)
     FLOW[torch.get_default_dtype()] = affine_coupling(2, [8])

@@ -7,7 +7,7 @@ import torch
 from pyro.nn import PyroModule, PyroSample
 from torch import nn
 
-from pyro_mcvae import TraceIWAE_ELBO, log_evidence
+from pyro_mcvae import log_evidence
 
 X = torch.linspace(-1.0, 1.0, 16, dtype=torch.double).reshape(8, 2)
 Y = torch.tensor([0.3, -0.1, 0.4, 0.2, 0.9, 0.5, 1.2, 0.8], dtype=torch.double)
@@ -46,13 +46,6 @@ def test_a_layer_whose_weights_are_drawn_has_its_exact_evidence():
     assert abs(found.log_evidence - exact()) < 4 * found.standard_error
 
 
-@pytest.mark.parametrize("vectorize", [None, False])
-def test_a_layer_whose_weights_are_drawn_has_a_bound_below_its_evidence(vectorize):
-    elbo = TraceIWAE_ELBO(200, vectorize_particles=vectorize)
-    bound = -elbo.loss(Regression(), guide, X, Y)
-    assert exact() - 0.4 < bound < exact() + 0.4
-
-
 def test_a_recurrent_decoder_is_judged():
     class Decoder(nn.Module):
         def __init__(self):
@@ -85,7 +78,7 @@ def test_a_recurrent_decoder_is_judged():
 
 
 @pytest.mark.parametrize("asked", [4, 30])
-def test_a_warm_up_costs_no_more_than_what_was_asked_for(asked, caplog):
+def test_a_warm_up_costs_no_more_than_what_was_asked_for(asked):
     """Of 2,849 runs of a model that reads a value, 50 were for the particles."""
     runs = []
 
@@ -106,7 +99,4 @@ def test_a_warm_up_costs_no_more_than_what_was_asked_for(asked, caplog):
         return len(runs)
 
     alone = count(warmup=0)
-    with caplog.at_level("INFO", "pyro_mcvae"):
-        both = count()
-    assert both < 2.7 * alone + 10  # a warm-up's chains make one transition more
-    assert "the step size adapts on" in caplog.text
+    assert count() < 2.7 * alone + 10  # a warm-up's chains make one transition more

@@ -10,7 +10,6 @@ from pyro_mcvae import (
     compare_models,
     log_evidence,
     log_evidence_loader,
-    low_dimensional_evidence,
     refine,
     report,
     sandwich,
@@ -52,9 +51,6 @@ CALLS = {
     "report": lambda m, g, **o: report(m, g, num_particles=20, **o),
     "loader": lambda m, g, **o: log_evidence_loader(m, g, [()] * 2, num_particles=9, **o),
     "sandwich": lambda m, g, **o: sandwich(m, g, schedule=2, to_args=lambda data: (), **o),
-    "density": lambda m, g, **o: low_dimensional_evidence(
-        m, g, num_transitions=3, num_draws=2, **o
-    ),
     "draws of EM": lambda m, g, **o: MonteCarloEM(5, **o).loss_and_grads(m, g),
     "models": lambda m, g, **o: compare_models({"a": (m, g), "b": (m, g)}, num_particles=20, **o),
 }

@@ -78,10 +78,8 @@ def gaussian_evidence(x):
         (None, "noise"),
         (MALA(0.2), "latent"),
         (RandomWalk(0.4), "noise"),
-        (HMC(0.3, 2), "noise"),
-        (HMC(0.3, 2), "latent"),
     ],
-    ids=["default", "mala", "random-walk", "hmc", "hmc-latent"],
+    ids=["default", "mala", "random-walk"],
 )
 def test_the_evidence_lies_between(kernel, coordinates):
     seen = Seen(guide)
@@ -114,10 +112,10 @@ def test_the_backward_weight_is_unbiased():
 
     evaluate = evaluator(density, create_graph=False)
     for steps, kernel in ((1, MALA(0.1)), (3, MALA(0.5)), (3, HMC(0.6, 3)), (4, RandomWalk(0.7))):
-        start = evaluate(1.0 + 0.6 * torch.randn(40_000, 1))
+        start = evaluate(1.0 + 0.6 * torch.randn(4_000, 1))
         log_weight = anneal_back(start, LinearSchedule(steps)(), kernel, evaluate)
         ratio = (-log_weight.detach()).exp() * 3.0
-        assert abs(float(ratio.mean()) - 1) < 4.5 * float(ratio.std()) / 200
+        assert abs(float(ratio.mean()) - 1) < 4.5 * float(ratio.std()) / 4_000**0.5
 
 
 def test_more_steps_close_the_gap():
@@ -150,7 +148,7 @@ AUTO = {
 
 
 @pytest.mark.filterwarnings("ignore:the guide draws the same latents")
-@pytest.mark.parametrize("name", some_slow(AUTO, "AutoMultivariateNormal"))
+@pytest.mark.parametrize("name", some_slow(AUTO, *(AUTO.keys() - {"AutoIAF", "structured"})))
 def test_global_latents_and_auto_guides(name):
     seen = Seen(AUTO[name]())
     seen.program(torch.zeros(3))

@@ -1,4 +1,4 @@
-"""The evidence of truncated posteriors: exact on their states, unbiased over all others."""
+"""Truncated posteriors in the evaluators: exact on their states, a lower bound otherwise."""
 
 import itertools
 import math
@@ -7,16 +7,20 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoDelta, AutoLaplaceApproximation
 
 from pyro_mcvae import (
-    EvolutionaryUpdate,
+    PriorDraws,
+    TraceTruncated_ELBO,
     TruncatedPosterior,
+    compare,
     compare_models,
     log_evidence,
+    log_evidence_loader,
     refine,
     report,
+    sandwich,
 )
-from pyro_mcvae.evaluation.state_weights import draw_steps, log_step
 
 X = torch.tensor(
     [[0.3, 1.2, -0.4], [2.0, 0.1, 0.7], [-1.0, 0.4, 1.5], [0.2, 0.2, 0.2]], dtype=torch.float64
@@ -25,9 +29,6 @@ LOADING = torch.tensor(
     [[1.0, 0.2, -0.5], [0.3, 1.1, 0.2], [-0.7, 0.4, 0.9], [0.5, -0.6, 0.1], [0.2, 0.3, 1.0]],
     dtype=torch.float64,
 )
-
-
-COUNTED = torch.tensor([2.0, 5.0, 0.0])
 
 
 def binary(x=X):
@@ -66,80 +67,74 @@ def exact(model):
     return torch.stack(states).logsumexp(0)
 
 
-@pytest.mark.parametrize("model", [binary, mixed])
-@pytest.mark.parametrize("num_states", [1, 4])
-def test_the_evidence_is_that_of_all_states(model, num_states):
-    guide = TruncatedPosterior(model, num_states=num_states)
-    guide.fit(num_steps=2)
-    found = log_evidence(model, guide, num_particles=2000, chunk_size=1500)
-    difference = found.log_evidence - exact(model)
-    assert bool((difference.abs() < 4.5 * found.standard_error).all())
-    assert float(found.standard_error.max()) < 0.05
-    assert torch.equal(found.bound, guide.posterior().free_energy)
-    assert bool((found.bound < exact(model)).all())
-    assert bool((found.log_evidence > found.bound).all())
-    assert found.plates == ("data",)
-    assert float(found.total - exact(model).sum()) == pytest.approx(0.0, abs=0.2)
-
-
-def test_all_states_leave_nothing_to_draw():
-    guide = TruncatedPosterior(mixed, num_states=12)
-    found = log_evidence(mixed, guide, num_particles=50)
-    assert torch.allclose(found.log_evidence, exact(mixed))
-    assert torch.allclose(found.log_evidence, found.bound)
-    assert found.pareto_k.max() == -math.inf
-
-
-def counts(x=COUNTED):
+def shifted(x=X[:, 0]):
+    """A latent that all data share, and a discrete one of each."""
+    theta = pyro.sample("theta", dist.Normal(0.0, 1.0))
     with pyro.plate("data", len(x)):
-        n = pyro.sample("n", dist.Poisson(4.0))
-        b = pyro.sample("b", dist.Binomial(3, 0.4))
-        pyro.sample("x", dist.Normal(n + b, 2.0), obs=x)
+        z = pyro.sample("z", dist.Bernoulli(0.3))
+        pyro.sample("x", dist.Normal(theta + 2 * z, 1.0), obs=x)
 
 
-def test_counts_without_an_upper_bound_are_proposed_near_those_that_are_kept():
-    n, b = torch.arange(60.0)[:, None], torch.arange(4.0)[:, None, None]
-    near = dist.Normal(n + b, 2.0).log_prob(COUNTED)
-    joint = near + dist.Poisson(4.0).log_prob(n) + dist.Binomial(3, 0.4).log_prob(b)
-    evidence = joint.flatten(0, 1).logsumexp(0)
-    guide = TruncatedPosterior(counts, num_states=4)
-    guide.fit(num_steps=20)
-    found = log_evidence(counts, guide, num_particles=10_000)
-    # Of 65,536 values a uniform proposal saw none that counts, and knew no error of that.
-    assert float((evidence - found.bound).min()) > 0.3
-    assert float(found.standard_error.min()) > 0.002
-    assert float(found.standard_error.max()) < 0.05
-    assert bool(((found.log_evidence - evidence).abs() < 4 * found.standard_error).all())
+def draws_theta(x=X[:, 0]):
+    pyro.sample("theta", dist.Normal(0.2, 0.6))
 
 
-@pytest.mark.parametrize("ordinal", [True, False])
-@pytest.mark.parametrize("size", [2, 3, 7])
-def test_steps_have_the_probability_that_they_are_weighed_by(size, ordinal):
-    reached, count = torch.arange(size), 40_000
-    for begun in range(size):
-        values = torch.full((count, 1), begun)
-        drawn = draw_steps(values, torch.tensor([size]), torch.tensor([ordinal])).flatten()
-        chance = torch.as_tensor(log_step(torch.tensor(begun), reached, size, ordinal)).exp()
-        chance = chance.expand(size).masked_fill(reached == begun, 0.0)
-        assert float(chance.sum()) == pytest.approx(1.0, abs=1e-6)
-        often = torch.bincount(drawn, minlength=size) / count
-        error = (chance * (1 - chance) / count).sqrt()
-        assert bool(((often - chance).abs() <= 4.5 * error).all())
+def holds_theta(x=X[:, 0]):
+    pyro.sample("theta", dist.Delta(torch.tensor(0.4)))
+
+
+def fitted(model, num_states=4, num_steps=3, **options):
+    guide = TruncatedPosterior(model, num_states=num_states, **options)
+    guide.fit(num_steps=num_steps)
+    return guide
+
+
+@pytest.mark.parametrize("model", [binary, mixed])
+def test_the_evidence_is_that_of_the_states(model):
+    guide = fitted(model)
+    found = log_evidence(model, guide)
+    assert torch.equal(found.bound, guide.posterior().free_energy)
+    assert torch.allclose(found.log_evidence, found.bound)
+    assert bool((found.log_evidence < exact(model)).all())
+    assert bool(found.pareto_k.isnan().all())
+    assert bool(found.doubtful.all())
+    assert found.plates == ("data",)
+    everything = TruncatedPosterior(model, num_states=32 if model is binary else 12)
+    found = log_evidence(model, everything)
+    assert torch.allclose(found.log_evidence, exact(model))
+    assert found.pareto_k.max() == -math.inf
+    assert not bool(found.doubtful.any())
 
 
 def test_models_with_truncated_posteriors_compare():
-    guides = {m.__name__: (m, TruncatedPosterior(m, num_states=4)) for m in (binary, mixed)}
-    found = compare_models(guides, num_particles=2000)
-    value, error = found.difference("binary", "mixed")
-    assert abs(value - float((exact(binary) - exact(mixed)).sum())) < 4 * error
+    pairs = {"binary": (binary, 32), "mixed": (mixed, 12), "few": (mixed, 4)}
+    found = compare_models(
+        {n: (m, TruncatedPosterior(m, count)) for n, (m, count) in pairs.items()}
+    )
+    value, _ = found.difference("binary", "mixed")
+    assert value == pytest.approx(float((exact(binary) - exact(mixed)).sum()))
+    assert found.doubtful == ["few"]
 
 
 def test_what_cannot_be_estimated_is_refused():
     guide = TruncatedPosterior(binary, num_states=2)
-    with pytest.raises(ValueError, match="no chain moves them: leave out schedule and kernel"):
-        log_evidence(binary, guide, schedule=3)
-    with pytest.raises(ValueError, match="is of another model than the one that is judged"):
+    for judge in (log_evidence, report, refine, sandwich):
+        with pytest.raises(ValueError, match="no chain moves them: leave out schedule and kernel"):
+            judge(binary, guide, schedule=3)
+    with pytest.raises(ValueError, match="chains would move them: evaluate it by log_evidence"):
+        refine(binary, guide)
+    with pytest.raises(ValueError, match="is of another model than the one that is evaluated"):
         log_evidence(mixed, guide)
+    drawn = TruncatedPosterior(shifted, num_states=1, guide=draws_theta)
+    with pytest.raises(ValueError, match="draws site 'theta', and the evaluators take only its"):
+        log_evidence(shifted, drawn)
+    inner = fitted(binary)
+
+    def outer(x=X):
+        inner(x)
+
+    with pytest.raises(ValueError, match="site 'z' is drawn from a TruncatedPosterior inside of"):
+        log_evidence(binary, outer, X)
 
 
 def test_what_belongs_to_no_datum_is_shared():
@@ -147,38 +142,139 @@ def test_what_belongs_to_no_datum_is_shared():
         binary(x)
         pyro.sample("y", dist.Normal(0.0, 1.0), obs=torch.zeros(()))
 
-    found = log_evidence(outside, TruncatedPosterior(outside, num_states=32), num_particles=20)
+    found = log_evidence(outside, TruncatedPosterior(outside, num_states=32))
     assert torch.allclose(found.log_evidence, exact(binary))
-    assert torch.allclose(
-        found.total - exact(binary).sum(), dist.Normal(0.0, 1.0).log_prob(torch.zeros(()))
+    assert torch.allclose(found.shared, dist.Normal(0.0, 1.0).log_prob(torch.zeros(())))
+
+
+def test_a_report_of_states():
+    guide = fitted(binary)
+    found = report(binary, guide, num_particles=1000)
+    assert found.states == 4
+    assert "search on" in found.advice
+    assert not found.trusted
+    assert abs(found.prior.total - exact(binary).sum()) < 4 * found.prior.total_standard_error
+    assert found.misses == bool(found.prior.total - found.guide.total > 0.1)
+    enough = report(binary, TruncatedPosterior(binary, num_states=32), loss=TraceTruncated_ELBO())
+    assert "The 32 states of a datum are all of its posterior." in enough.advice
+    assert enough.trusted
+    assert not enough.misses
+    assert enough.trained.bound == pytest.approx(float(exact(binary).mean()))
+
+
+def test_a_mode_that_the_search_misses_is_found_from_the_prior():
+    def twins():
+        with pyro.plate("data", 3):
+            side = pyro.sample("side", dist.Bernoulli(0.5))
+            probs = (0.002 + 0.996 * side).unsqueeze(-1).expand(*side.shape, 30)
+            pyro.sample("z", dist.Bernoulli(probs).to_event(1))
+            pyro.sample("x", dist.Normal(0.0 * side, 1.0), obs=torch.zeros(3))
+
+    guide = TruncatedPosterior(twins, num_states=1)
+    guide.posterior()
+    guide.load_state_dict({n: torch.zeros_like(v) for n, v in guide.state_dict().items()})
+    found = report(twins, guide)
+    assert found.misses
+    assert "proposals=PriorDraws()" in found.advice
+    assert not report(twins, guide, look=False).misses
+
+
+def test_held_out_data_have_a_guide_of_their_own():
+    guide = fitted(binary, num_states=4)
+    before = {n: v.clone() for n, v in guide.state_dict().items()}
+    x = torch.tensor([[1.0, 1.0, -0.2]])
+    held = guide.for_data(x, num_steps=3)
+    assert not held.training
+    assert guide.training
+    assert all(torch.equal(v, before[n]) for n, v in guide.state_dict().items())
+    assert held.num_states == 4
+    assert held.evolution is guide.evolution
+    found = log_evidence(binary, held, x)
+    everything = TruncatedPosterior(binary, num_states=32).for_data(x, num_steps=0)
+    assert found.total < log_evidence(binary, everything, x).total
+    with pytest.raises(ValueError, match=r"make their guide by guide\.for_data"):
+        log_evidence(binary, guide, x)
+    other = x.expand(4, 3).clone()
+    with pytest.raises(ValueError, match=r"make their guide by guide\.for_data"):
+        log_evidence(binary, guide, other)
+
+
+def test_the_search_for_held_out_data_changes_no_statistics():
+    norm = torch.nn.BatchNorm1d(3)
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(3)).to_event(1))
+            pyro.sample("x", dist.Normal(norm(x) * 0 + z, 1.0).to_event(1), obs=x)
+
+    guide = TruncatedPosterior(model, num_states=2)
+    guide.for_data(X, num_steps=1)
+    assert int(norm.num_batches_tracked) == 0
+    assert norm.training
+
+
+def test_an_evaluation_leaves_no_states_behind():
+    guide = TruncatedPosterior(binary, num_states=3)
+    log_evidence(binary, guide, X[:2], num_particles=50)
+    assert not guide.has_states
+    guide.fit(X)
+
+
+def test_point_masses_that_all_data_share_are_given():
+    guide = fitted(shifted, num_states=2, guide=holds_theta)
+    found = log_evidence(shifted, guide)
+    on = math.log(0.3) + dist.Normal(2.4, 1.0).log_prob(X[:, 0])
+    off = math.log(0.7) + dist.Normal(0.4, 1.0).log_prob(X[:, 0])
+    assert found.given == ("theta",)
+    assert torch.allclose(found.log_evidence, torch.logaddexp(on, off))
+    assert torch.allclose(found.shared, dist.Normal(0.0, 1.0).log_prob(torch.tensor(0.4)))
+
+
+def test_batches_lie_side_by_side():
+    def model(x, index):
+        with pyro.plate("data", 4, subsample=index):
+            z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(5)).to_event(1))
+            pyro.sample("x", dist.Normal(z @ LOADING, 1.0).to_event(1), obs=x)
+
+    guide = TruncatedPosterior(model, num_states=32)
+    batches = [(X[i], i) for i in torch.arange(4).split(3)]
+    found = log_evidence_loader(model, guide, batches, num_particles=20, progress=False)
+    assert torch.allclose(found.log_evidence, exact(binary))
+
+
+def test_losses_of_states_compare():
+    weight = torch.nn.Parameter(0.1 * LOADING)
+
+    def model(x):
+        pyro.param("weight", weight)
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Bernoulli(0.3 * torch.ones(5)).to_event(1))
+            pyro.sample("x", dist.Normal(z @ weight, 1.0).to_event(1), obs=x)
+
+    losses = {"all": TraceTruncated_ELBO(), "two": TraceTruncated_ELBO(num_gradient_states=2)}
+    guide = TruncatedPosterior(model, num_states=4, proposals=PriorDraws(2))
+    adam = pyro.optim.Adam({"lr": 0.05})
+    found = compare(
+        model, guide, X, losses=losses, optim=adam, num_steps=3, num_checks=1, num_particles=50
     )
+    for copy in found.values():
+        assert not copy.failed
+        assert len(copy.bounds) == 3
+        assert float(copy.evidence.mean) >= float(copy.evidence.bound.mean())
 
 
-def test_draws_that_find_nothing_among_many_values_leave_doubt():
-    """Two of 3,000 clusters lie at the datum, and states hold one of them."""
-    centres = torch.full((3000,), 100.0)
-    centres[[5, 2005]] = 0.0
+@pytest.mark.parametrize("judge", [log_evidence, report, refine, sandwich])
+def test_a_point_mass_alone_is_no_bound_and_is_refused(judge):
+    def model(x=X[:, 0]):
+        w = pyro.sample("w", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("x", dist.Normal(w, 1.0), obs=x)
 
-    def model():
-        with pyro.plate("data", 1):
-            k = pyro.sample("k", dist.Categorical(torch.ones(3000)))
-            pyro.sample("x", dist.Normal(centres[k], 0.1), obs=torch.zeros(1))
-
-    def start(*args):
-        return {"k": torch.tensor([[5], [6], [7]])}
-
-    guide = TruncatedPosterior(model, 3, EvolutionaryUpdate(num_generations=0), proposals=start)
-    guide.fit()
-    found = log_evidence(model, guide, num_particles=50, seed=0)
-    assert found.standard_error == 0  # it has missed the other one
-    assert found.pareto_k.isnan()
-    assert found.doubtful.all()
-    told = report(model, guide, num_particles=50, seed=0, look=False)
-    assert not told.trusted
-    assert "hold nearly all" not in told.advice
-
-
-def test_draws_of_states_are_not_told_to_take_chains():
-    guide = TruncatedPosterior(counts, num_states=2)
-    with pytest.warns(UserWarning, match=r"num_states="):
-        refine(counts, guide, num_samples=20, num_particles=20, seed=0)
+    for guide in (AutoDelta(model), AutoLaplaceApproximation(model)):
+        guide(X[:, 0])
+        with pytest.raises(ValueError, match=r"no bound on log p\(x\). Use a guide that draws"):
+            judge(model, guide, X[:, 0])
+    near = guide.laplace_approximation(X[:, 0])
+    found = log_evidence(model, near, X[:, 0], num_particles=2000)
+    truth = dist.MultivariateNormal(torch.zeros(4), torch.eye(4) + 1.0).log_prob(X[:, 0])
+    assert abs(found.total - truth) < 4 * found.total_standard_error + 1e-6

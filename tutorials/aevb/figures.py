@@ -76,7 +76,6 @@ class Point:
     monte_carlo_error: float
     unreliable: float
     appendix_d: float
-    not_mixed: float
 
 
 def marks(first: float, last: float, count: int) -> list[int]:
