@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_mcvae.checks.angles import unwound
 from pyro_mcvae.checks.copied_parameters import collects_parameters, refuse_copied_parameters
+from pyro_mcvae.checks.masks import counted_by_guide_alone
 from pyro_mcvae.checks.scales import common_scale, scaled_latents
 from pyro_mcvae.checks.unweighed import check_unweighed
 from pyro_mcvae.ops.notices import WarnOnce
@@ -35,6 +36,12 @@ _BASELINE = (
     "infer={'baseline': ...} of the guide's site '%s' is for pyro.infer.TraceGraph_ELBO, and has "
     "no effect here: pass baseline= to TraceRaoBlackwell_ELBO, such as IndependentDraw() or "
     "NVIL(network)"
+)
+_UNLIMITED = (
+    "a mask takes entries of latent '%s' out of the model's density and not of the guide's, so "
+    "that their entropy counts and no prior limits it: the objective is no bound on log p(x), and "
+    "rises as long as the guide trains. Put the same poutine.mask around the site in the guide "
+    "(~mask for x_unobserved of obs_mask=mask), or mask the observations alone"
 )
 _OBSERVED = (
     "site '%s' of the guide is observed: its log density is added to the loss, as by Pyro, so that "
@@ -100,6 +107,8 @@ class Notices:
                 self._tell_scales(run)
         for why in (why for run in runs for why in unwound(run)):
             self._warn(why)
+        for name in (n for run in runs for n in counted_by_guide_alone(programs, run)):
+            self._warn(_UNLIMITED % name)
         for term in (t for run in runs for t in run.terms if t.in_guide):
             if term.site["infer"].get("baseline"):
                 self._warn(_BASELINE % term.key.name)
