@@ -19,7 +19,7 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.nesting import single_run
 from pyro_mcvae.programs.plates import is_subsampled, plate_frames
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.sites import is_latent, is_random
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.cache import Analyses
@@ -42,6 +42,11 @@ _UNLIMITED = (
     "that their entropy counts and no prior limits it: the objective is no bound on log p(x), and "
     "rises as long as the guide trains. Put the same poutine.mask around the site in the guide "
     "(~mask for x_unobserved of obs_mask=mask), or mask the observations alone"
+)
+_POINTS = (
+    "the guide draws no random latent (its site '%s' is a point mass): all particles are equal, "
+    "and the objective is log p(x, z) at the point, which is no bound on log p(x). TraceSGVB_ELBO "
+    "has the same value with one particle; for a bound use a guide that draws, such as AutoNormal"
 )
 _OBSERVED = (
     "site '%s' of the guide is observed: its log density is added to the loss, as by Pyro, so that "
@@ -99,6 +104,9 @@ class Notices:
         for run in runs:
             if not any(t.in_guide and weighs(t.site) for t in run.terms):
                 continue
+            drawn = [t for t in run.terms if t.in_guide and is_latent(t.site)]
+            if drawn and not any(is_random(t.site) for t in drawn):
+                self._warn(_POINTS % drawn[0].key.name)
             check_unweighed(programs, run, weighs)
             scale = common_scale(run.terms)
             if scale is not None:
