@@ -11,12 +11,19 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.programs.execution import Programs, is_messenger, run_model, with_changes
+from pyro_mcvae.programs.execution import (
+    Programs,
+    is_messenger,
+    run_model,
+    run_pair,
+    with_changes,
+)
 from pyro_mcvae.programs.leading import Leading
 from pyro_mcvae.programs.masks import counted_values, hides_masks, is_flat, with_mask
 from pyro_mcvae.programs.messengers import Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
-from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.probing import probing
+from pyro_mcvae.programs.run import Run, terms_of
 from pyro_mcvae.programs.sites import inner_scale, is_latent, is_random, is_scored, layers
 from pyro_mcvae.programs.state_sums import summed_terms
 from pyro_mcvae.programs.types import Site
@@ -66,6 +73,28 @@ def count_masked(programs: Programs, run: Run, other: Run) -> Programs:
         if _is_unread(run, _redrawn(programs, run, other, name))
     }
     return replace(programs, model=_Counted(counted)(programs.model)) if counted else programs
+
+
+def counted_by_guide_alone(programs: Programs, run: Run) -> list[str]:
+    """
+    Return the latents with entries that the guide counts, the model masks out, and nothing reads.
+
+    Their entropy is added to every bound, and no prior limits it. See :func:`count_masked`.
+
+    :param run: an execution of the programs, with any leading dims.
+    """
+    sites = run.model_trace.nodes.values()
+    if is_messenger(programs) or not _lost_latents(run) or any(map(is_transported, sites)):
+        return []
+    with probing(programs), torch.no_grad():
+        substitutes = Substitutes(Minibatch(run.subsamples))
+        leading = Leading(state_dim=run.state_dim)
+        first, other = (
+            replace(run, guide_trace=g, model_trace=m, terms=terms_of(g, m, run.state_dim))
+            for g, m in (run_pair(programs, substitutes, leading) for _ in range(2))
+        )
+        names = [*_lost_latents(first)]
+        return [n for n in names if _is_unread(first, _redrawn(programs, first, other, n))]
 
 
 def transported(programs: Programs, run: Run, other: Run) -> frozenset[str]:

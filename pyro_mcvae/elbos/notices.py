@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_mcvae.checks.angles import unwound
 from pyro_mcvae.checks.copied_parameters import collects_parameters, refuse_copied_parameters
+from pyro_mcvae.checks.masks import counted_by_guide_alone
 from pyro_mcvae.checks.scales import common_scale, scaled_latents
 from pyro_mcvae.checks.unweighed import check_unweighed
 from pyro_mcvae.ops.notices import WarnOnce
@@ -17,7 +18,7 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.nesting import single_run
 from pyro_mcvae.programs.plates import is_subsampled, plate_frames
 from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.sites import is_latent, is_random
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.cache import Analyses
@@ -31,6 +32,17 @@ _BASELINE = (
     "infer={'baseline': ...} of the guide's site '%s' is for pyro.infer.TraceGraph_ELBO, and has "
     "no effect here: pass baseline= to TraceRaoBlackwell_ELBO, such as IndependentDraw() or "
     "NVIL(network)"
+)
+_UNLIMITED = (
+    "a mask takes entries of latent '%s' out of the model's density and not of the guide's, so "
+    "that their entropy counts and no prior limits it: the objective is no bound on log p(x), and "
+    "rises as long as the guide trains. Put the same poutine.mask around the site in the guide "
+    "(~mask for x_unobserved of obs_mask=mask), or mask the observations alone"
+)
+_POINTS = (
+    "the guide draws no random latent (its site '%s' is a point mass): all particles are equal, "
+    "and the objective is log p(x, z) at the point, which is no bound on log p(x). TraceSGVB_ELBO "
+    "has the same value with one particle; for a bound use a guide that draws, such as AutoNormal"
 )
 _OBSERVED = (
     "site '%s' of the guide is observed: its log density is added to the loss, as by Pyro, so that "
@@ -88,6 +100,9 @@ class Notices:
         for run in runs:
             if not any(t.in_guide and weighs(t.site) for t in run.terms):
                 continue
+            drawn = [t for t in run.terms if t.in_guide and is_latent(t.site)]
+            if drawn and not any(is_random(t.site) for t in drawn):
+                self._warn(_POINTS % drawn[0].key.name)
             check_unweighed(programs, run, weighs)
             scale = common_scale(run.terms)
             if scale is not None:
@@ -96,6 +111,8 @@ class Notices:
                 self._tell_scales(run)
         for why in (why for run in runs for why in unwound(run)):
             self._warn(why)
+        for name in (n for run in runs for n in counted_by_guide_alone(programs, run)):
+            self._warn(_UNLIMITED % name)
         for term in (t for run in runs for t in run.terms if t.in_guide):
             if term.site["infer"].get("baseline"):
                 self._warn(_BASELINE % term.key.name)

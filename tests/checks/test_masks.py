@@ -1,5 +1,6 @@
 """Masks of a model and of its guide: the evidence is that of the observed entries, or refused."""
 
+import functools
 import math
 
 import pyro
@@ -16,7 +17,7 @@ from pyro.infer.autoguide import (
 )
 from pyro.infer.reparam import NeuTraReparam
 
-from pyro_mcvae import TraceIWAE_ELBO, log_evidence, refine, sandwich
+from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO, log_evidence, refine, sandwich
 from tests.estimates import called
 
 X = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
@@ -336,3 +337,36 @@ class TestTransportedLatents:
 def test_a_scaled_guide_is_refused():
     with pytest.raises(ValueError, match=r"'z' of the guide is scaled by .* \(0.5\)"):
         log_evidence(lambda: imputing(0.5), lambda: imputing_guide(~OBSERVED, 0.5))
+
+
+@pytest.mark.parametrize("make", [TraceSGVB_ELBO, lambda: TraceIWAE_ELBO(3)], ids=["sgvb", "iwae"])
+def test_an_entropy_that_no_prior_limits_is_logged_with_its_remedy(make, caplog):
+    """The bound lies above the evidence, until the guide has the mask as well."""
+    entropy = dist.Normal(X / 2, 1.5).entropy()[OBSERVED].sum()
+    values = []
+    for mask in (None, ~OBSERVED):
+        caplog.clear()
+        guide, loss = functools.partial(imputing_guide, mask), make()
+        values.append(torch.tensor([-loss.loss(imputing, guide) for _ in range(200)]).mean())
+        logged = [r.getMessage() for r in caplog.records if "'x_unobserved'" in r.getMessage()]
+        assert len(logged) == (mask is None)
+        assert all("Put the same poutine.mask around the site in the guide" in m for m in logged)
+    assert values[0] > EXACT.sum() > values[1]
+    if make is TraceSGVB_ELBO:
+        assert abs(values[0] - values[1] - entropy) < 0.4  # two noisy means, five errors
+
+
+def test_a_latent_whose_prior_is_a_factor_is_not_taken_for_padding(caplog):
+    def model():
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0).mask(False))
+            pyro.factor("prior", dist.Normal(0.0, 1.0).log_prob(z))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=X)
+
+    def guide():
+        with pyro.plate("data", 3):
+            pyro.sample("z", dist.Normal(X / 2, 0.5**0.5))
+
+    exact = dist.Normal(0.0, 2**0.5).log_prob(X).sum().item()
+    assert TraceIWAE_ELBO(2).loss(model, guide) == pytest.approx(-exact)
+    assert "no bound" not in caplog.text

@@ -156,3 +156,33 @@ def test_point_masses_are_no_exact_sum():
         mc.log_evidence(model, delta)
     with pytest.raises(ValueError, match="its site 'shift' is a point mass"):
         mc.TraceSIS_ELBO(2).loss(model, delta)
+
+
+@pytest.mark.parametrize("points", [("m", "z"), ("m",)], ids=["all", "global"])
+def test_particles_of_point_masses_are_named_as_no_bound(points, caplog):
+    """log p(x, z) at the mode lies above log p(x); a guide that draws as well is weighed."""
+
+    def model():
+        m = pyro.sample("m", dist.Normal(0.0, 0.05))
+        with pyro.plate("data", 3):
+            z = pyro.sample("z", dist.Normal(m, 0.05))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=X[:, 0])
+
+    def guide():
+        pyro.sample("m", dist.Delta(torch.zeros(())))
+        with pyro.plate("data", 3):
+            fn = dist.Delta(torch.zeros(3)) if "z" in points else dist.Normal(torch.zeros(3), 0.05)
+            pyro.sample("z", fn)
+
+    found = {}
+    for make in (mc.TraceSGVB_ELBO, lambda: mc.TraceIWAE_ELBO(1), lambda: mc.TraceIWAE_ELBO(4)):
+        caplog.clear()
+        loss = make()
+        found[type(loss).__name__, loss.num_particles] = loss.loss(model, guide)
+        named = "no bound on log p(x). TraceSGVB_ELBO" in caplog.text
+        assert named == (points == ("m", "z") and loss.num_particles > 1)
+    if "z" in points:
+        covariance = 0.0025 * torch.ones(3, 3) + 1.0025 * torch.eye(3)
+        exact = dist.MultivariateNormal(torch.zeros(3), covariance).log_prob(X[:, 0])
+        assert len({round(v, 9) for v in found.values()}) == 1
+        assert -found["TraceIWAE_ELBO", 4] > exact + 5
