@@ -160,12 +160,20 @@ def _uniform(fn: Distribution) -> Noise:
     inner = torch.nextafter(low, high), torch.nextafter(high, low)
 
     def transform(eps: Tensor) -> Tensor:
+        # From the nearer end, whose distance may be far below rounding of the other, as for Gumbel.
+        below, above = fn.low + width() * tail(-eps), fn.high - width() * tail(eps)
         # Rounding puts far noise on the interval's ends, where densities are infinite.
-        value = fn.low + (fn.high - fn.low) * torch.special.ndtr(eps)
-        return value.clamp(*inner)
+        return torch.where(eps < 0, below, above).clamp(*inner)
+
+    def width() -> Tensor:
+        return fn.high - fn.low
+
+    def tail(eps: Tensor) -> Tensor:
+        # torch.special.ndtr(-eps) is 0 from 5.5 on, in double precision from 8.3 on.
+        return 0.5 * torch.special.erfc(eps * math.sqrt(0.5))
 
     def inverse(value: Tensor) -> Tensor:
-        return torch.special.ndtri((value - fn.low) / (fn.high - fn.low))
+        return torch.special.ndtri((value - fn.low) / width())
 
     return Noise(standard, fn.event_shape, transform, inverse=inverse)
 

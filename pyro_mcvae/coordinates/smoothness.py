@@ -163,7 +163,10 @@ def _jumps(log_weight: LogWeight, v: Tensor) -> bool:
         high, last = torch.where(left, middle, high), torch.where(left, between, last)
         size = torch.maximum(size, between.abs())
         changes.append((last - first).abs())
-    rounding = torch.finfo(home.dtype).eps ** 0.35 * size
+    # A guide that is the posterior has a gradient of rounding alone, as large as that of log q.
+    position, eps = home.clone().requires_grad_(), torch.finfo(home.dtype).eps
+    base = (_gradient(log_weight(position).log_base, position) * v).abs().sum(-1).mean()
+    rounding = eps**0.35 * size + eps**0.75 * base
     stays = (changes[-1] > changes[-5] / 2) & (changes[-1] > rounding)
     return bool(stays.double().mean() > _RARE)
 

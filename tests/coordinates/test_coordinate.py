@@ -343,6 +343,22 @@ def test_far_noise_stays_strictly_inside_of_an_interval(low, high, dtype):
     assert torch.isfinite(torch.autograd.grad(value.sum(), at)[0]).all()
 
 
+@pytest.mark.parametrize(("dtype", "far"), [(torch.float32, 11.0), (torch.float64, 37.0)])
+@pytest.mark.parametrize("name", ["low end", "high end", "gumbel"])
+def test_far_noise_is_as_far_as_its_probability(name, dtype, far):
+    """P(draw < T(eps)) = P(noise < eps), also where 1 minus it is rounded to 1."""
+    zero, one = torch.zeros(6, dtype=dtype), torch.ones(6, dtype=dtype)
+    at = torch.tensor([-far, -far / 2, -5.6, -3.0, 0.0, 2.0], dtype=dtype)
+    expected = torch.special.log_ndtr(at)
+    if name == "gumbel":
+        found = -(-coordinate_of(dist.Gumbel(zero, one)).value(at)).exp()
+    elif name == "low end":
+        found = coordinate_of(dist.Uniform(zero, one)).value(at).log()
+    else:
+        found = (-coordinate_of(dist.Uniform(-one, zero)).value(-at)).log()
+    assert torch.allclose(found, expected, rtol=1e-5)
+
+
 @cases(DISCRETE)
 @pytest.mark.parametrize("kind", ["noise", "latent", "value"])
 def test_discrete_draws_are_their_own_coordinate(make, kind):

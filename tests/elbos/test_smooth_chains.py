@@ -314,6 +314,26 @@ def test_stiff_and_smooth_programs_are_not_warned_of(name, caplog):
     assert not told(caplog)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_rounding_of_a_gradient_of_zero_is_no_jump(dtype, caplog):
+    """The exact posterior has equal weights, and rounding does not get smaller by halving."""
+    torch.set_default_dtype(dtype)
+    x = torch.rand(50)
+
+    def model(x):
+        with pyro.plate("data", len(x)):
+            z = pyro.sample("z", dist.Normal(torch.zeros(len(x)), 1.0))
+            pyro.sample("x", dist.Normal(z, 0.7), obs=x)
+
+    def guide(x):
+        with pyro.plate("data", len(x)):
+            pyro.sample("z", dist.Normal(x / 1.49, (0.49 / 1.49) ** 0.5))
+
+    for elbo in (TraceSIS_ELBO(2), TraceAIS_ELBO(2, MALA(0.05), coordinates="latent")):
+        elbo.loss(model, guide, x)
+    assert not told(caplog)
+
+
 def test_a_kink_of_the_likelihood_is_smoothed(caplog):
     """That of a Laplace density, where its location meets the datum."""
     caplog.set_level(logging.WARNING)
