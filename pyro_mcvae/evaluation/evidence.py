@@ -441,7 +441,6 @@ def log_evidence_loader(
     batches: Iterable[object],
     *,
     to_args: Callable[[Any], object] | None = None,
-    progress: bool | None = None,
     plate: str | None = None,
     keep_log_weight: bool = False,
     **options: Any,
@@ -486,7 +485,7 @@ def log_evidence_loader(
     annealing = given.annealing()
     found = []
     with evaluation_mode(model, guide, seed=given.seed), torch.no_grad():
-        for batch in shown(batches, "log evidence", progress):
+        for batch in shown(batches, "log evidence", given.progress):
             args, kwargs = as_arguments(batch if to_args is None else to_args(batch))
             programs = Programs(model, guide, args, kwargs)
             check_call(programs)

@@ -172,10 +172,12 @@ def test_data_that_broadcast_over_their_plates(shape, groups):
         assert data.groups[group]["x"].shape == (*lead, 2, 3)
     assert (data.groups["observed_data"]["x"] == x.expand(2, 3).numpy()).all()
     if x.numel() == 6:
-        assert sandwich(model, guide, x, num_particles=5, schedule=3).lower.shape[-2:] == (2, 3)
+        assert sandwich(model, guide, x, num_particles=5, schedule=3, warmup=2).lower.shape[
+            -2:
+        ] == (2, 3)
         return
     with pytest.raises(ValueError, match=r"pass data in the shape of the plates \(\.expand"):
-        sandwich(model, guide, x, num_particles=5, schedule=3)
+        sandwich(model, guide, x, num_particles=5, schedule=3, warmup=2)
 
 
 def test_a_sandwich_of_data_without_a_plates_dim_of_size_one():
@@ -188,12 +190,14 @@ def test_a_sandwich_of_data_without_a_plates_dim_of_size_one():
         with pyro.plate("one", 1, dim=-2), pyro.plate("columns", 3, dim=-1):
             pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
 
-    found = sandwich(model, guide, torch.ones(3), num_particles=5, schedule=3)
+    found = sandwich(model, guide, torch.ones(3), num_particles=5, schedule=3, warmup=2)
     torch.testing.assert_close(found.lower, found.upper)  # the guide is the posterior
 
 
 def test_a_sandwich_on_a_model_with_deterministic_sites():
-    found = sandwich(deterministic, its_guide, torch.zeros(3), num_simulations=3, schedule=4)
+    found = sandwich(
+        deterministic, its_guide, torch.zeros(3), num_simulations=3, schedule=4, warmup=4
+    )
     assert found.lower.shape == (3,)
     assert float(found.mean_gap) < 1.0
 

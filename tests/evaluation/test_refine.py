@@ -92,7 +92,7 @@ def test_constrained_draws_are_in_their_own_space():
     exact = GammaPoisson(N=6)
     concentration, rate = exact.posterior()
     for options in (WAYS["resampled"], WAYS["ais"]):
-        draws = refine(exact.model, exact.guide, num_samples=2000, **options)
+        draws = refine(exact.model, exact.guide, num_samples=1000, **options)
         assert bool((draws["z"] > 0).all())
         assert_moments(draws["z"], concentration / rate, concentration / rate**2 * 1.0)
 
@@ -176,7 +176,7 @@ def test_chunks_have_the_law_of_the_whole():
 
 def test_globals_may_stay_the_guides():
     exact = HierarchicalGaussian(N=4)
-    draws = refine(exact.model, exact.guide, num_samples=400, num_particles=30, joint=False)
+    draws = refine(exact.model, exact.guide, num_samples=200, num_particles=30, joint=False)
     p = exact.params()
     assert_moments(draws["theta"], p["m"], (2 * p["log_s"]).exp())
     c0, c1, sz = exact.posterior_z()
@@ -238,9 +238,13 @@ def test_auto_guides_are_refined_in_the_models_space(auto):
 def test_nothing_is_trained():
     exact = ConjugateGaussian(N=5)
     kernel = HMC()
-    one = refine(exact.model, exact.guide, num_samples=5, kernel=kernel, seed=1)
+    one = refine(
+        exact.model, exact.guide, num_samples=5, kernel=kernel, schedule=2, warmup=2, seed=1
+    )
     assert float(kernel.step_size()) == pytest.approx(0.1)
-    again = refine(exact.model, exact.guide, num_samples=5, kernel=kernel, seed=1)
+    again = refine(
+        exact.model, exact.guide, num_samples=5, kernel=kernel, schedule=2, warmup=2, seed=1
+    )
     assert torch.equal(one["z"], again["z"])
     assert list(pyro.get_param_store().keys()) == []
     assert not one["z"].requires_grad
@@ -283,7 +287,7 @@ def arviz():
 @pytest.mark.clients
 def test_arviz_gets_every_group(arviz):
     exact = NestedGaussian()
-    draws = refine(exact.model, exact.guide, num_samples=100, schedule=3, kernel=MALA())
+    draws = refine(exact.model, exact.guide, num_samples=100, schedule=3, warmup=2, kernel=MALA())
     data = to_inference_data(draws)
     assert set(data.posterior.data_vars) == {"a", "b"}
     assert data.posterior["a"].dims == ("chain", "draw", "groups")
@@ -312,7 +316,9 @@ def test_arviz_of_the_next_major_version_gets_every_group(monkeypatch):
     arviz.__version__, arviz.from_dict = "1.0.0", base.from_dict
     monkeypatch.setitem(sys.modules, "arviz", arviz)
     exact = NestedGaussian()
-    data = to_inference_data(refine(exact.model, exact.guide, num_samples=100, schedule=2))
+    data = to_inference_data(
+        refine(exact.model, exact.guide, num_samples=100, schedule=2, warmup=2)
+    )
     assert data["posterior"]["b"].dims == ("chain", "draw", "individuals", "groups")
     assert data["posterior"]["b"].shape == (4, 25, 3, 4)
     assert data["log_likelihood"]["x"].dims == ("chain", "draw", "individuals", "groups")

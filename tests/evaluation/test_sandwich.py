@@ -120,7 +120,9 @@ def test_the_backward_weight_is_unbiased():
 
 def test_more_steps_close_the_gap():
     gaps = [
-        float(sandwich(model, guide, torch.zeros(300), schedule=k, num_particles=2).mean_gap)
+        float(
+            sandwich(model, guide, torch.zeros(300), schedule=k, warmup=6, num_particles=2).mean_gap
+        )
         for k in (2, 8)
     ]
     assert gaps[1] < 0.5 * gaps[0]
@@ -180,7 +182,7 @@ def test_point_masses_stay():
     auto.append(AutoNormal(pyro.poutine.block(hierarchical, expose=["z"]), init_scale=0.8))
     auto(torch.zeros(400))
     seen = Seen(auto)
-    found = sandwich(hierarchical, seen, torch.zeros(400), schedule=8, num_particles=2)
+    found = sandwich(hierarchical, seen, torch.zeros(400), schedule=8, warmup=6, num_particles=2)
     theta = auto[0].median()["theta"].detach()
     exact = dist.Normal(theta, math.sqrt(1.64)).log_prob(seen.data[-1])
     assert found.given == ("theta",)
@@ -211,7 +213,7 @@ def test_data_that_are_no_argument_are_given():
 
     with pytest.raises(ValueError, match=r"site 'x', .* in none of them: .*to_args=lambda data: a"):
         sandwich(own_model, own_guide)
-    found = sandwich(own_model, own_guide, to_args=lambda data: ())
+    found = sandwich(own_model, own_guide, to_args=lambda data: (), warmup=6)
     assert float(found.mean_gap) > 0
 
 
@@ -221,7 +223,7 @@ def test_keyword_arguments_and_nested_ones_are_replaced():
 
     seen = Seen(guide)
     batch = {"x": torch.zeros(200)}
-    found = sandwich(wrapped(model), wrapped(seen), batch=batch, schedule=8)
+    found = sandwich(wrapped(model), wrapped(seen), batch=batch, schedule=8, warmup=4)
     assert float(seen.data[-1].std()) > 0.5
     assert float(found.mean_gap) < 0.2
 
@@ -240,7 +242,7 @@ def test_minibatches_come_with_their_arguments():
             pyro.sample("z", dist.Normal(0.6 * x[index], 0.7))
 
     x = torch.zeros(200)
-    found = sandwich(sub_model, sub_guide, x, schedule=8)
+    found = sandwich(sub_model, sub_guide, x, schedule=8, warmup=4)
     assert found.lower.shape == (1, 50)
     assert 0 < float(found.mean_gap) < 0.3
     index, seen = used[-1]
@@ -251,7 +253,7 @@ def test_minibatches_come_with_their_arguments():
         return (torch.zeros(200).index_copy(0, used[0][0], data["x"]),)
 
     used.clear()
-    found = sandwich(sub_model, sub_guide, x, to_args=to_args, schedule=8)
+    found = sandwich(sub_model, sub_guide, x, to_args=to_args, schedule=8, warmup=4)
     assert 0 < float(found.mean_gap) < 0.3
 
 
@@ -270,7 +272,7 @@ def test_observations_that_are_views_are_replaced():
             pyro.sample("z", dist.Normal(0.5 * series.mean(0), 0.6))
 
     series = torch.zeros(2, 100)
-    found = sandwich(rows, rows_guide, series, schedule=8)
+    found = sandwich(rows, rows_guide, series, schedule=8, warmup=4)
     assert 0 < float(found.mean_gap) < 0.3
     assert float(seen[-1].std()) > 0.8
     assert not series.any()
@@ -283,7 +285,7 @@ def test_models_that_read_their_data_otherwise_are_refused():
             pyro.sample("x", dist.Normal(z + x.roll(1), 0.5), obs=x)
 
     with pytest.raises(ValueError, match=r"site 'x' of the model .* reads its data other than"):
-        sandwich(autoregressive, guide, torch.ones(10))
+        sandwich(autoregressive, guide, torch.ones(10), schedule=2, warmup=2)
 
 
 def test_models_that_are_no_distribution_are_refused():
@@ -331,13 +333,13 @@ def test_masked_data_have_no_gap():
     def masked(program):
         return pyro.poutine.mask(program, mask=mask)
 
-    found = sandwich(masked(model), masked(guide), torch.zeros(3))
+    found = sandwich(masked(model), masked(guide), torch.zeros(3), schedule=2, warmup=2)
     assert float(found.gap[0, 1]) == 0
     assert float(found.lower[0, 1]) == 0
 
 
 def test_it_prints_both_bounds():
-    text = str(sandwich(model, guide, torch.zeros(5)))
+    text = str(sandwich(model, guide, torch.zeros(5), schedule=2, warmup=2))
     assert "between" in text
     assert "gap" in text
     assert list(pyro.get_param_store().keys()) == []
@@ -352,11 +354,11 @@ def test_a_guide_that_stays_where_it_is_is_warned_of():
             pyro.sample("z", dist.Normal(torch.full((len(x),), 3.2), 0.4))
 
     with pytest.warns(UserWarning, match="draws the same latents for simulated data as for yours"):
-        sandwich(model, fixed, x, schedule=1)
+        sandwich(model, fixed, x, schedule=1, warmup=1)
 
     def prior(x):
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(torch.zeros(len(x)), 1.0))
 
-    sandwich(model, prior, x, schedule=1)
-    sandwich(model, guide, x, schedule=1)
+    sandwich(model, prior, x, schedule=1, warmup=1)
+    sandwich(model, guide, x, schedule=1, warmup=1)
