@@ -42,7 +42,8 @@ FLOORS = {
 # Downward, and yet forbidden: the judge stands beside the judged, on the floors below both.
 STRANGERS = {("evaluation", "elbos")}
 ON_FLOOR_0 = {*sys.stdlib_module_names, "torch"}
-CORE = {*sys.stdlib_module_names, "torch", "pyro"}  # what an installation without extras has
+# What an installation without extras has; torch needs the last one.
+CORE = {*sys.stdlib_module_names, "torch", "pyro", "typing_extensions"}
 
 
 @dataclass(frozen=True)

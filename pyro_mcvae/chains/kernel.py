@@ -261,7 +261,9 @@ class Kernel(nn.Module, ABC):
         :param Target target: the density to move in.
         :returns: the new state and an :class:`Info`.
         """
-        proposal = _checked(type(self).__name__, self.propose(state, target), state)
+        proposal = self.propose(state, target)
+        if not _is_of(proposal, state):
+            raise _no_proposal(type(self).__name__, proposal, state)
         if self.adjusted:
             return self._decide(proposal, state, target)
         with torch.no_grad():
@@ -289,26 +291,29 @@ class Kernel(nn.Module, ABC):
         return change.masked_fill(change.isnan(), -math.inf)
 
 
-def _checked(name: str, proposal: object, state: State) -> Proposal:
-    """
-    A proposal of a kernel of one's own.
+def _is_of(proposal: object, state: State) -> bool:
+    """Whether it is a proposal for such a state."""
+    return (
+        isinstance(proposal, Proposal)
+        and isinstance(proposal.state, State)
+        and proposal.state.position.shape == state.position.shape
+        and tuple(getattr(proposal.log_ratio, "shape", ())) in ((), state.log_weight.shape)
+    )
 
-    :raises ValueError: for what is none, or of another shape than the state.
-    """
+
+def _no_proposal(name: str, proposal: object, state: State) -> ValueError:
     if not (isinstance(proposal, Proposal) and isinstance(proposal.state, State)):
         found = type(getattr(proposal, "state", proposal)).__name__
-        raise ValueError(
+        return ValueError(
             f"{name}.propose must return a Proposal(state, log_ratio) with a state from "
             f"target.evaluate(position), got a {found}"
         )
-    position, ratio = (getattr(t, "shape", ()) for t in (proposal.state[0], proposal.log_ratio))
-    if position != state.position.shape or tuple(ratio) not in ((), state.log_weight.shape):
-        raise ValueError(
-            f"{name}.propose must return positions of shape {tuple(state.position.shape)} and a "
-            f"log ratio per chain, of shape {tuple(state.log_weight.shape)} (sum over coordinates, "
-            f".sum(-1)), got {tuple(position)} and {tuple(ratio)}"
-        )
-    return proposal
+    position, ratio = (tuple(getattr(t, "shape", ())) for t in (proposal.state[0], proposal[1]))
+    return ValueError(
+        f"{name}.propose must return positions of shape {tuple(state.position.shape)} and a "
+        f"log ratio per chain, of shape {tuple(state.log_weight.shape)} (sum over coordinates, "
+        f".sum(-1)), got {position} and {ratio}"
+    )
 
 
 def _select(accepted: Tensor, new: Tensor | None, old: Tensor | None) -> Tensor | None:

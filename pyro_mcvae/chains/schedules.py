@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from pyro_mcvae.chains.transitions import no_value
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.options import FixedOptions
 
@@ -51,11 +52,7 @@ class Schedule(FixedOptions, nn.Module, ABC):
         """
         betas = super().__call__()
         if not isinstance(betas, Tensor) or tuple(betas.shape) != (self.num_steps + 1,):
-            found = tuple(betas.shape) if isinstance(betas, Tensor) else repr(betas)
-            raise ValueError(
-                f"{type(self).__name__}.forward must return a tensor of shape [num_steps + 1] = "
-                f"[{self.num_steps + 1}], got {found}"
-            )
+            raise no_value(self, betas, f"of shape [num_steps + 1] = [{self.num_steps + 1}]")
         inner = betas[1:-1]
         return torch.cat([inner.new_zeros(1), inner, inner.new_ones(1)])
 

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor, nn
 
+from pyro_mcvae.chains.transitions import no_value
+
 
 class StepSize(nn.Module, ABC):
     """
@@ -49,11 +51,7 @@ class StepSize(nn.Module, ABC):
         value = super().__call__(*transition)
         if isinstance(value, Tensor) and value.dim() <= 1:
             return value
-        found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        raise ValueError(
-            f"{type(self).__name__}.forward must return a tensor without dims or of shape [D], got "
-            f"{found}"
-        )
+        raise no_value(self, value, "without dims or of shape [D]")
 
     def values(self) -> Tensor:
         """

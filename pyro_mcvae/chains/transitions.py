@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pyro_mcvae.ops.checks import check_count
 
@@ -43,3 +43,9 @@ def _too_few(name: str, num_transitions: int, made: str) -> ValueError:
         f"the {name} has num_transitions={num_transitions} values, one per transition, but the "
         f"chain makes {made}: give it num_transitions=num_steps"
     )
+
+
+def no_value(part: nn.Module, value: object, wanted: str) -> ValueError:
+    """The error of a module of one's own that returns something else than a tensor it should."""
+    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return ValueError(f"{type(part).__name__}.forward must return a tensor {wanted}, got {found}")

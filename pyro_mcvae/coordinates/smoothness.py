@@ -15,7 +15,7 @@ from pyro_mcvae.chains.kernel import Kernel
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.ops.recording import is_recording
-from pyro_mcvae.ops.smoothing import KinkFinder, Place, Widths, drifting
+from pyro_mcvae.ops.smoothing import KinkFinder, Place, drifting
 from pyro_mcvae.programs.execution import Programs, entered
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.modules import find_modules
@@ -71,11 +71,8 @@ class Smoothness:
         self._smooths, self._analyses = smooths, analyses
         self._warn = WarnOnce(_logger)
 
-    def widths(self, programs: Programs) -> Widths:
+    def widths(self, programs: Programs) -> _Kinks:
         """Return the widths of the kinks that were found in a model and guide."""
-        return self._kinks(programs)
-
-    def _kinks(self, programs: Programs) -> _Kinks:
         analysis, key = self._analyses.of(programs), ("kinks",)
         return analysis.once(key, lambda: dict(analysis.before(key) or {}))
 
@@ -92,7 +89,7 @@ class Smoothness:
     def _look(self, log_weight: LogWeight, kernel: Kernel) -> bool:
         log_weight.plan.looked.add(Smoothness)
         step = _length(kernel, log_weight)
-        known = self._kinks(log_weight.programs)
+        known = self.widths(log_weight.programs)
         before = dict(known)
         # Programs may fail at positions to which no chain goes: then nothing is found.
         unvalidated = isolated(log_weight.programs.owners), pyro.validation_enabled(False)

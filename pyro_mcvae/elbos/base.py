@@ -23,8 +23,7 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.ops.options import FixedOptions
 from pyro_mcvae.ops.recording import is_recording
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs, run_pair
-from pyro_mcvae.programs.messengers import Substitutes
+from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.precision import casts_with_gradients, without_autocast
 from pyro_mcvae.programs.types import Program, Site
 
@@ -208,9 +207,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         args: tuple[object, ...],
         kwargs: dict[str, object],
     ) -> tuple[Trace, Trace]:
-        # Pyro's hook for one particle, abstract in ELBO; its helpers may still call it.
-        guide_trace, model_trace = run_pair(Programs(model, guide, args, kwargs), Substitutes())
-        return model_trace, guide_trace
+        raise NotImplementedError("objectives of this package run model and guide together")
 
     def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
         """

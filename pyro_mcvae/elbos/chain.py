@@ -55,9 +55,9 @@ _OVERFLOW = (
     "has the present one and the acceptance), or let it adapt from a small one"
 )
 
-# In the order of creation, so that a program run again finds its parameters in the store.
 # Whether chains move the latents of the programs.
 _MOVES = ("moves",)
+# In the order of creation, so that a program run again finds its parameters in the store.
 _numbers = itertools.count()
 
 
@@ -184,9 +184,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             if wanted:
                 cost = partial(self._cost, density, chain, slots)
                 estimate.surrogate = slots.with_scores(estimate.surrogate, cost, programs)
-        finish = partial(self._adapt, chain) if wanted else None
+                estimate.finish = partial(self._adapt, chain)
         estimate.runs, estimate.overflow, estimate.causes = density.runs, _OVERFLOW, self._causes
-        return replace(estimate, finish=finish)
+        return estimate
 
     def _causes(self) -> list[str]:
         """What of the chain itself is not finite."""
@@ -225,9 +225,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             if self.slots is None:
                 log_weight, draws = make(None)[0], None
             else:
-                log_weight, draws = self.slots.begin(
-                    self.sampler.analyses, programs, self.sampler.num_particles, make
-                )
+                log_weight, draws = self.slots.begin(self.sampler, programs, make)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
         again = twice and self._smoothness.look(log_weight, self.kernel)

@@ -190,8 +190,10 @@ def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:
 
     :returns: its value, and a scalar with its gradient; 0 where there is none.
     """
-    if not any(run.guide_data for run in sample.runs):
-        return 0, 0
+    return _observed(sample) if any(run.guide_data for run in sample.runs) else (0, 0)
+
+
+def _observed(sample: WeightedParticles) -> tuple[Sum, Sum]:
     costs = []
     for run in sample.runs:
         scored = [Cost(t, 0, 0) for t in run.terms if isinstance(t.score, Tensor)]

@@ -9,7 +9,6 @@ from torch import Tensor
 
 __all__ = [
     "effective_sample_size",
-    "leave_one_out_bound",
     "leave_one_out_mean",
     "leave_one_out_signal",
     "log_mean_exp",
@@ -152,32 +151,11 @@ def leave_one_out_signal(log_weight: Tensor, substitute: Tensor | None = None) -
         tensor([0., 0., 0.])
     """
     log_weight = log_weight.detach()
-    baseline = leave_one_out_bound(log_weight, substitute)
-    baseline = torch.where(baseline.isneginf(), torch.zeros_like(baseline), baseline)
-    return log_mean_exp(log_weight) - baseline
-
-
-def leave_one_out_bound(log_weight: Tensor, substitute: Tensor | None = None) -> Tensor:
-    r"""
-    :math:`L_{-k}` of :func:`leave_one_out_signal`; minus infinity where all other weights are zero.
-
-    :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]``, K at least 2.
-    :param ~torch.Tensor substitute: another s.
-    :returns: detached, of the same shape.
-    :raises ValueError: for fewer than two particles.
-
-    Example::
-
-        >>> leave_one_out_bound(torch.tensor([0.0, -float("inf"), -float("inf")]))
-        tensor([   -inf, -1.0986, -1.0986])
-    """
-    log_weight = log_weight.detach()
     if substitute is None:
         substitute = leave_one_out_mean(log_weight)
-    num_particles = log_weight.shape[0]
     zero = log_weight.new_full((1, *log_weight.shape[1:]), -math.inf)
     before = torch.cat([zero, log_weight[:-1].logcumsumexp(0)])
     after = torch.cat([log_weight[1:].flip(0).logcumsumexp(0).flip(0), zero])
     others = torch.logaddexp(before, after)
-    baseline = torch.logaddexp(others, substitute.detach()) - math.log(num_particles)
-    return torch.where(others.isneginf(), others, baseline)
+    baseline = torch.logaddexp(others, substitute.detach()) - math.log(len(log_weight))
+    return log_mean_exp(log_weight) - torch.where(others.isneginf(), 0.0, baseline)

@@ -62,7 +62,7 @@ def product_slots(
 
     def draw(summed: Tensor, count: int) -> tuple[Tensor, Tensor]:
         mass = (1 - torch.where(summed, prob, 0.0).sum(-1)).clamp_min(0)
-        return _complement(exact, best, summed, count), mass
+        return _other_digits(exact, best, summed, count), mass
 
     def outside() -> Tensor:
         return (1 - prob.sum(-1)).clamp_min(0)
@@ -72,7 +72,7 @@ def product_slots(
     return slots._replace(weight=slots.weight.to(log_p.dtype))
 
 
-def _complement(log_p: Tensor, digits: Tensor, summed: Tensor, count: int) -> Tensor:
+def _other_digits(log_p: Tensor, digits: Tensor, summed: Tensor, count: int) -> Tensor:
     r"""
     Draws from the product given that they are none of the summed configurations.
 

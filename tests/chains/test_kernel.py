@@ -63,18 +63,6 @@ def test_one_transition_leaves_the_target_invariant(make, beta):
         assert_mean(moment(after) - moment(before), torch.tensor(0.0))
 
 
-@adjusted
-def test_detailed_balance(make):
-    """E f(z) g(z') is symmetric in f and g."""
-    target = bent_target(1.0)
-    state = target.evaluate(bent_draws(200_000, 1.0))
-    moved, _ = make().step(state, target)
-    before, after = state.position[:, 0].detach(), moved.position[:, 0].detach()
-    for f, g in [("mean", "cube"), ("mean", "sine"), ("square", "sine")]:
-        flow = MOMENTS[f](before) * MOMENTS[g](after) - MOMENTS[f](after) * MOMENTS[g](before)
-        assert_mean(flow, torch.tensor(0.0))
-
-
 @kernels
 def test_acceptance_is_the_metropolis_ratio(make):
     kernel, target = make(), bent_target(0.7)
@@ -212,23 +200,6 @@ def test_a_step_size_per_coordinate_is_a_change_of_scale(make, monkeypatch):
         results.append((state.position * unit, torch.stack([i.acceptance for i in infos])))
     assert torch.allclose(results[0][0], results[1][0])
     assert torch.allclose(results[0][1], results[1][1])
-
-
-@kernels
-def test_leading_dimensions_are_chains_of_their_own(make, monkeypatch):
-    noises, uniform = torch.randn(10, 3, 4, 2), torch.rand(3, 4)
-    start = torch.randn(3, 4, 2)
-
-    def moved(at):
-        draws = iter(noises[at] if at == slice(None) else noises[:, at[0], at[1]])
-        monkeypatch.setattr(torch, "randn_like", lambda like: next(draws))
-        monkeypatch.setattr(torch, "rand_like", lambda like: uniform[at])
-        target = Target(evaluator(correlated), torch.tensor(0.6))
-        return run(make(), target.evaluate(start[at]), target, 3)[0].position
-
-    together = moved(slice(None))
-    assert torch.allclose(together[1, 2], moved((1, 2)))
-    assert torch.allclose(together[2, 0], moved((2, 0)))
 
 
 def test_a_kernel_that_did_not_ask_for_gradients_is_told_so():

@@ -190,8 +190,8 @@ class Returning(Schedule):
     [
         ([0.0, 0.5, 0.6, 1.0], r"\[0.0, 0.5, 0.6, 1.0\]"),
         (None, "None"),
-        (torch.linspace(0, 1, 6), r"\(6,\)"),
-        (torch.linspace(0, 1, 4).unsqueeze(0), r"\(1, 4\)"),
+        (torch.linspace(0, 1, 6), r"shape \(6,\)"),
+        (torch.linspace(0, 1, 4).unsqueeze(0), r"shape \(1, 4\)"),
     ],
 )
 def test_what_a_schedule_returns_is_named(betas, found):

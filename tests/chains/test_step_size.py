@@ -131,13 +131,6 @@ def test_it_begins_as_narrow_as_the_guide(power):
     assert torch.equal(other(), saved["value"])
 
 
-@pytest.mark.parametrize("gradient", [0.0, 0.5, NAN, INF])
-def test_it_never_begins_with_more_than_it_was_given(gradient):
-    step_size = AdaptiveStepSize(0.01, per_coordinate=True)
-    step_size.begin(torch.full((1, 2), gradient))
-    assert step_size() == 0.01
-
-
 def test_noise_is_white_already_and_eval_freezes_the_beginning():
     for step_size in (
         AdaptiveStepSize(0.01, per_coordinate=False),

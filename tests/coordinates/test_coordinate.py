@@ -131,16 +131,6 @@ def cases(table):
 
 
 @cases(CONTINUOUS)
-def test_latent_coordinates_are_unconstrained_values_throughout(make):
-    fn = make()
-    coordinate = coordinate_of(fn, "latent")
-    assert isinstance(coordinate, UnconstrainedCoordinate)
-    at = coordinate.draw()
-    if make not in PUSHED.values():
-        assert torch.allclose(biject_to(fn.support).inv(coordinate.value(at)), at, atol=1e-6)
-
-
-@cases(CONTINUOUS)
 @pytest.mark.parametrize("kind", ["noise", "latent"])
 def test_wherever_a_coordinate_moves_it_is_a_value_that_could_be_drawn(make, kind):
     fn = make()
@@ -156,7 +146,7 @@ NOT_ONE_TO_ONE = {"HalfNormal", "HalfCauchy", "LowRankMultivariateNormal"}
 
 
 @cases({**CONTINUOUS, **DISCRETE})
-@pytest.mark.parametrize("kind", ["noise", "latent", "value"])
+@pytest.mark.parametrize("kind", ["noise", "latent"])
 def test_the_coordinate_of_a_value_makes_that_value(make, kind):
     fn = make()
     coordinate = coordinate_of(fn, kind)
@@ -175,7 +165,7 @@ def test_the_coordinate_of_a_value_makes_that_value(make, kind):
 
 
 @cases({**CONTINUOUS, **DISCRETE})
-@pytest.mark.parametrize("kind", ["noise", "latent", "value"])
+@pytest.mark.parametrize("kind", ["noise", "latent"])
 def test_shapes(make, kind):
     fn = make()
     coordinate = coordinate_of(fn, kind)
@@ -191,7 +181,7 @@ def test_shapes(make, kind):
 
 
 @cases({**CONTINUOUS, **DISCRETE})
-@pytest.mark.parametrize("kind", ["noise", "latent", "value"])
+@pytest.mark.parametrize("kind", ["noise", "latent"])
 def test_one_coordinate_serves_further_leading_dimensions(make, kind):
     fn = make()
     coordinate = coordinate_of(fn, kind)
@@ -234,18 +224,6 @@ def test_density_changes_by_the_jacobian(make, kind):
     log_base = coordinate.log_base(at, value)
     expected = log_base - torch.linalg.slogdet(jacobian).logabsdet
     assert torch.allclose(fn.log_prob(value.clone()), expected, rtol=1e-5, atol=1e-7)
-
-
-def test_low_rank_noise_has_one_number_more_per_factor():
-    fn = NOISE["low-rank"]()
-    coordinate = coordinate_of(fn)
-    assert coordinate.event_shape == (6,)
-    # Its map is linear: the covariance says that the values have the right density.
-    jacobian = torch.autograd.functional.jacobian(
-        lambda c: coordinate.value(c).sum(0), coordinate.draw()
-    ).transpose(0, 1)
-    assert torch.allclose(jacobian @ jacobian.mT, fn.covariance_matrix)
-    assert torch.allclose(coordinate.value(torch.zeros(3, 6)), fn.loc)
 
 
 @cases({**CONTINUOUS, **DISCRETE})
@@ -366,7 +344,7 @@ def test_far_noise_stays_strictly_inside_of_an_interval(low, high, dtype):
 
 
 @cases(DISCRETE)
-@pytest.mark.parametrize("kind", ["noise", "latent", "value"])
+@pytest.mark.parametrize("kind", ["noise", "latent"])
 def test_discrete_draws_are_their_own_coordinate(make, kind):
     fn = make()
     coordinate = coordinate_of(fn, kind)
@@ -467,17 +445,6 @@ def test_registered_noise_is_used_also_inside_of_other_distributions():
     fn = make()
     value = coordinate_of(fn).value(torch.tensor([-0.5, 0.1, 2.0]))
     assert torch.allclose(fn.cdf(value), dist.Normal(0.0, 1.0).cdf(torch.tensor([-0.5, 0.1, 2.0])))
-
-
-@pytest.mark.usefixtures("registry")
-def test_a_registered_function_may_decline():
-    @register_noise(dist.Normal)
-    def normal(fn):
-        return None
-
-    assert normal(dist.Normal(0.0, 1.0)) is None
-    assert isinstance(coordinate_of(NOISE["normal"]()), UnconstrainedCoordinate)
-    assert isinstance(coordinate_of(NOISE["lognormal"]()), UnconstrainedCoordinate)
 
 
 @pytest.mark.parametrize("wrap", ["plain", "event", "expanded", "masked"])

@@ -15,7 +15,6 @@ from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.errors import NoCoordinateError
 from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.sites import is_delta
 from tests.plain_traces import plain_traces, values_of
 from tests.zoo import EXAMPLES, data, flow
 
@@ -61,7 +60,7 @@ def alternating(names=None, shift=0):
 
 
 MODES = ("looped", "vectorized")
-COORDINATES = ["noise", "latent", "value"]
+COORDINATES = ["noise", "latent"]
 
 
 def values_in(evaluation, k):
@@ -149,8 +148,6 @@ def test_log_weights_are_those_of_plain_traces(name, vectorize, coordinates):
     again = log_weight(log_weight.coordinates)
     assert torch.allclose(again.log_weight, first.log_weight, atol=1e-7)
     assert torch.allclose(again.log_base, first.log_base, atol=1e-7)
-    if coordinates == "value":
-        return  # a value that moves may leave its support
     for count in (3, 2, 5):  # as many as at first, and another number
         at = moved(example, log_weight, count)
         evaluation = log_weight(at)
@@ -228,39 +225,6 @@ def test_base_density_is_that_of_the_coordinates_under_the_guide(name, vectorize
         assert torch.allclose(evaluation.log_base, torch.where(used, standard, 0.0).sum(-1))
 
 
-@alternating(shift=1)
-def test_base_density_of_values_is_the_guides(name, vectorize):
-    example = EXAMPLES[name]()
-    log_weight = example.log_weight(3, vectorize, "value")
-
-    def drawn(program, site):
-        # The user's scale changes the weight, not what is drawn; what is masked does not count.
-        mask = True if site["mask"] is None else site["mask"]
-        site["log_prob"] = torch.where(torch.as_tensor(mask), site["unscaled_log_prob"], 0.0)
-        return program == "guide" and not is_delta(site["fn"])
-
-    found = -log_weight.first.log_base
-    assert_by_hand(example, log_weight.first, found, pick=drawn, plate_scale=False)
-
-
-def test_base_density_of_unconstrained_values_by_hand():
-    example = EXAMPLES["implicit"]()
-    log_weight = example.log_weight(3)
-    at = moved(example, log_weight)
-    z = at[..., 0].exp()
-    transform = torch.distributions.biject_to(dist.constraints.simplex)
-    w = transform(at[..., 1:])
-    c, x = pyro.param("c").exp(), torch.tensor([0.0, 2.0, 1.0, 5.0])
-    log_q = dist.Gamma(c[0] + x, c[1]).log_prob(z)
-    log_q = log_q + dist.Dirichlet(1.0 + z.unsqueeze(-1) * c).log_prob(w)
-    log_det = at[..., 0] + transform.log_abs_det_jacobian(at[..., 1:], w)
-    found = log_weight(at)
-    assert torch.allclose(found.log_base, log_q + log_det)
-    log_p = dist.Gamma(2.0, 1.0).log_prob(z) + math.log(2.0)
-    rate = z * (w * pyro.param("rates").exp()).sum(-1)
-    assert torch.allclose(found.log_weight, log_p + dist.Poisson(rate).log_prob(x) - log_q)
-
-
 @alternating()
 def test_minibatch_and_global_latents_stay_fixed(name, vectorize):
     example = EXAMPLES[name]()
@@ -300,7 +264,7 @@ def test_a_step_within_another_has_its_minibatch_and_global_latents(name, vector
     assert torch.allclose(found(found.coordinates).log_weight, found.first.log_weight, atol=1e-8)
 
 
-@in_turn("coordinates", COORDINATES[:2], GAUSSIAN)
+@in_turn("coordinates", COORDINATES, GAUSSIAN)
 def test_a_step_may_begin_at_given_latents(name, vectorize, coordinates):
     example = EXAMPLES[name]()
     guide_trace = pyro.poutine.trace(example.guide).get_trace(*example.args)
@@ -521,14 +485,3 @@ def test_sites_that_come_and_go_are_refused():
     other = torch.full_like(log_weight.coordinates, -1.0 if present else 1.0)
     with pytest.raises(ValueError, match=message):
         log_weight(other)
-
-
-def test_branches_that_a_mean_field_guide_does_not_know_are_refused():
-    programs = Programs(comes_and_goes, comes_and_goes, (False,), {})
-    pyro.enable_validation(False)
-    while True:
-        log_weight = LogWeight(ParticleSampler(1, False, math.inf, joint=True), programs)
-        if log_weight.coordinates.shape[-1] == 1:
-            break
-    with pytest.raises(ValueError, match="'z' of the model is neither observed nor drawn"):
-        log_weight(torch.ones_like(log_weight.coordinates))

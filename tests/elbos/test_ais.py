@@ -22,7 +22,7 @@ from tests.elbos.chain_gradients import (
     learning,
     parameters_of,
 )
-from tests.estimates import assert_gradient, take_gradients
+from tests.estimates import take_gradients
 from tests.models import ConjugateGaussian
 from tests.zoo import EXAMPLES
 
@@ -89,12 +89,6 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(("name", "multi_sample"), [("plain", False), ("structured", True)])
-def test_gradient_of_longer_chains(name, multi_sample, monkeypatch):
-    options = {"multi_sample": multi_sample, "vectorize_particles": True}
-    check(EXAMPLES[name](), MALA(0.3), 3, monkeypatch, **options)
-
-
 @pytest.mark.parametrize(
     ("kernel", "vectorize", "multi_sample"),
     # Each kernel looped and vectorised, each with another weight; one of them with all four.
@@ -158,9 +152,3 @@ def test_one_step_is_the_elbo_or_iwae(multi_sample, vectorize, seed):
     assert found[0][0] == pytest.approx(found[1][0])
     for name in exact.values:
         assert torch.allclose(found[0][1][name], found[1][1][name])
-
-
-def test_mean_gradient_of_one_step_is_that_of_the_elbo():
-    exact = ConjugateGaussian(N=100)
-    elbo = TraceAIS_ELBO(1, num_particles=20, vectorize_particles=True, max_plate_nesting=1)
-    assert_gradient(elbo, exact, exact.grad(exact.elbo), 30)

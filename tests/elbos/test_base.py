@@ -204,26 +204,6 @@ def test_a_module_has_the_gradient_of_a_step(objective):
         torch.testing.assert_close(grad, by_step[name])
 
 
-@trained
-def test_modules_train_with_torch_optimizers(objective):
-    x = 2.0 + torch.randn(20)
-    model = Decoder()
-    guide = AutoNormal(model)
-    elbo = OBJECTIVES[objective]()(model, guide)
-    elbo(x)
-    optimizer = torch.optim.Adam(elbo.parameters(), lr=0.1)
-    losses = []
-    with pyro.validation_enabled(False):
-        for _ in range(60):
-            optimizer.zero_grad()
-            loss = elbo(x)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert sum(losses[-10:]) / 10 < sum(losses[:3]) / 3 - 5
-    assert model.w.grad is not None
-
-
 def test_retain_graph_lets_a_shared_graph_be_used_again():
     x = torch.zeros(3)
     weight = torch.nn.Parameter(torch.tensor(0.4))
@@ -441,16 +421,6 @@ def test_empty_minibatches_are_refused(objective, vectorize):
         r"plate 'data' has an empty minibatch \(0 of 5 data\)",
         vectorize_particles=vectorize,
     )
-
-
-@pytest.mark.parametrize("cls", [TraceSGVB_ELBO, TraceIWAE_ELBO])
-def test_a_deeper_model_is_looked_at_again(cls):
-    shallow, deep = ConjugateGaussian(N=3), NestedGaussian(G=3, M=2)
-    options = {"analytic_kl": False} if cls is TraceSGVB_ELBO else {}
-    elbo = cls(num_particles=3, vectorize_particles=True, **options)
-    for exact in (shallow, deep, shallow):
-        exact.set_guide("exact")  # the bound is the evidence then, whatever is drawn
-        assert abs(elbo.loss(exact.model, exact.guide) + exact.log_evidence()) < 1e-6
 
 
 @objectives

@@ -1,6 +1,5 @@
 """What SIS and AIS share: the ways to the same gradient, the record of a step, bad input."""
 
-import copy
 from functools import partial
 
 import pyro
@@ -51,16 +50,6 @@ def test_a_step_leaves_a_detached_record(chain):
     assert not any(
         t.requires_grad for t in (record.acceptance, record.step_size, record.log_weight)
     )
-
-
-def test_an_elbo_is_copied_with_its_state():
-    exact = ProbabilisticPCA()
-    elbo = TraceSIS_ELBO(kernel=ULA(), schedule=SigmoidSchedule(3))
-    elbo.loss_and_grads(exact.model, exact.guide)
-    other = copy.deepcopy(elbo)
-    assert other.kernel.step_size() == elbo.kernel.step_size()
-    other.load_state_dict(elbo.state_dict())
-    assert set(elbo.state_dict()) >= {"kernel.step_size.value", "schedule.log_slope"}
 
 
 class Once(torch.autograd.Function):

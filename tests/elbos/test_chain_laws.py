@@ -258,18 +258,6 @@ def test_a_few_lost_chains_shorten_an_unadjusted_step():
     assert elbo.loss(model, guide) < 0.01 * first
 
 
-@classes
-def test_a_step_size_per_coordinate_in_latent_coordinates(cls):
-    exact = ProbabilisticPCA(N=20, d=2, sigma=0.5)
-    elbo = cls(3, coordinates="latent")
-    for _ in range(5):
-        elbo.loss_and_grads(exact.model, exact.guide)
-    assert elbo.kernel.step_size().shape == (2,)
-    other = cls(3, coordinates="latent")
-    other.load_state_dict(elbo.state_dict())
-    assert torch.equal(other.kernel.step_size(), elbo.kernel.step_size())
-
-
 def learner(cls, schedule):
     kernel = ULA if cls is TraceSIS_ELBO else MALA
     return cls(kernel=kernel(LearnedStepSize(0.05)), schedule=schedule(3), num_particles=2)

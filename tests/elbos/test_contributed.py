@@ -201,17 +201,3 @@ def test_data_that_share_an_untraced_draw_share_a_weight(own):
         bounds = elbo.bounds(model, guide)
         assert bounds.plates == ()
         assert abs(bounds.total - exact) < 0.3
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_minibatches_that_share_an_untraced_draw_have_the_plain_elbo(own):
-    pair = shared_rate(2, own)
-    with torch.no_grad():
-        losses = [
-            torch.tensor([elbo.loss(*pair) for _ in range(200)])
-            for elbo in (TraceIWAE_ELBO(1), TraceIWAE_ELBO(8))
-        ]
-    error = (losses[0].var() + losses[1].var()).sqrt() / 200**0.5
-    assert abs(losses[0].mean() - losses[1].mean()) < 4 * error
-    with pytest.raises(ValueError, match="pass the full data"):
-        log_evidence(*pair, num_particles=10, joint=False)

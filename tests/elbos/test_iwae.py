@@ -152,18 +152,6 @@ def test_joint_bound_rises_above_that_of_a_single_global_draw():
     assert_mean(once, exact.global_bound(), sigmas=6)
 
 
-@wide
-def test_bound_rises_with_particles_and_stays_below_the_evidence(make):
-    exact, count = make(), 10
-    found = [values(TraceIWAE_ELBO(k, vectorize_particles=True), exact, count) for k in (1, 5, 50)]
-    means = [f.mean() for f in found]
-    errors = [f.std() / count**0.5 for f in found]
-    assert_mean(found[0], exact.elbo())
-    assert means[1] > means[0] + 3 * (errors[0] + errors[1])
-    assert means[2] > means[1]
-    assert means[2] < exact.log_evidence() + 3 * errors[2]
-
-
 @per_datum
 def test_one_particle_is_the_plain_elbo_in_value_and_gradient(make):
     exact = make()
@@ -178,21 +166,6 @@ def test_one_particle_is_the_plain_elbo_in_value_and_gradient(make):
         assert torch.allclose(grad, their_grads[name], atol=1e-9), name
 
 
-@pytest.mark.slow
-@wide
-def test_vectorized_and_looped_particles_agree_in_distribution(make):
-    exact = make()
-    count = 8
-    looped, vectorized = (
-        torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(count)])
-        for elbo in (TraceIWAE_ELBO(3, vectorize_particles=v) for v in (False, True))
-    )
-    error = ((looped.var(0) + vectorized.var(0)).sum() / count).sqrt()
-    assert abs((looped - vectorized).sum(1).mean()) < 4 * error
-    ratio = looped.var(0).mean() / vectorized.var(0).mean()
-    assert 0.5 < ratio < 2.0
-
-
 def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_falls():
     # Rainforth et al. (2018): the guide's gradient has signal-to-noise 1/sqrt(K) with reparam,
     # Tucker et al. (2019): sqrt(K) with dreg.
@@ -202,7 +175,7 @@ def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_
         grad = gradients(elbo, exact, 60)["a"]
         return (grad.mean() / grad.std()).abs()
 
-    ratios = {e: [signal_to_noise(e, k) for k in (5, 500)] for e in ("reparam", "dreg")}
+    ratios = {e: [signal_to_noise(e, k) for k in (5, 200)] for e in ("reparam", "dreg")}
     assert ratios["dreg"][1] > 3 * ratios["dreg"][0]
     assert ratios["reparam"][1] < ratios["reparam"][0] / 2
 

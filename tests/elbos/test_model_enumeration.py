@@ -18,7 +18,6 @@ from pyro_mcvae import (
     TraceIWAE_ELBO,
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
-    log_evidence,
     refine,
 )
 from pyro_mcvae.coordinates.gradient import GradientMode
@@ -138,30 +137,6 @@ BOUNDS = {
         4, MALA(0.3), num_particles=200, multi_sample=True, vectorize_particles=True
     ),
 }
-
-
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("bound", BOUNDS)
-def test_bounds_lie_between_the_elbo_and_the_evidence(name, bound):
-    model, guide, exact = EXACT[name]
-    exact = exact()
-    many = TraceSGVB_ELBO(2000, vectorize_particles=True).bounds(model, guide, X).per_datum
-    found = torch.stack([BOUNDS[bound]().bounds(model, guide, X).per_datum for _ in range(5)])
-    error = found.std(0) / 5**0.5
-    assert (found.mean(0) > many).all()
-    assert (found.mean(0) < exact + 4 * error).all()
-    # Of 200 particles inside of the logarithm: close.
-    assert ((found.mean(0) - exact).abs() < 0.1).all()
-
-
-@pytest.mark.parametrize("name", EXACT)
-def test_the_mean_weight_is_the_evidence(name):
-    model, guide, exact = EXACT[name]
-    found = log_evidence(model, guide, X, num_particles=4000)
-    assert ((found.log_evidence - exact()).abs() < 4.5 * found.standard_error).all()
-    assert (found.standard_error < 0.1).all()
-    chains = log_evidence(model, guide, X, num_particles=1000, schedule=4, kernel=MALA(0.3))
-    assert ((chains.log_evidence - exact()).abs() < 4.5 * chains.standard_error).all()
 
 
 def test_weights_are_those_of_each_datum():

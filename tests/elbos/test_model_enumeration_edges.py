@@ -240,12 +240,6 @@ def test_what_fails_on_the_dims_of_states_names_the_sites(expanded):
                 elbo.loss(model, guide, X)
 
 
-def test_the_marks_of_the_user_stay_as_they_are():
-    shared = {"enumerate": "parallel"}
-    TraceIWAE_ELBO(2).loss(lambda x: mixture(x, shared), guide, X)
-    assert shared == {"enumerate": "parallel"}
-
-
 def test_marks_at_sites_that_the_guide_draws_are_no_sums():
     def drawing(x):
         with pyro.plate("data", len(x)):
@@ -367,13 +361,3 @@ def test_what_a_messenger_leaves_out_the_model_sums(vectorize):
     prior, q = dist.Normal(0.0, 1.0), dist.Normal(messenger.locs.z, messenger.scales.z)
     expected = log_joint + prior.log_prob(z) - q.log_prob(z)
     assert torch.allclose(sample.log_weight, expected, rtol=1e-10)
-
-
-def test_judges_sum_what_a_messenger_leaves_out():
-    messenger = AutoNormalMessenger(poutine.block(mixture, hide=["y"]), init_scale=0.8)
-    messenger(X)
-    found = log_evidence(mixture, messenger, X, num_particles=2000)
-    wide = dist.Normal(torch.tensor([0.0, 2.0]), (1 + 0.8**2) ** 0.5)
-    prior = torch.tensor([0.3, 0.7])
-    exact = (prior.log() + wide.log_prob(X.unsqueeze(-1))).logsumexp(-1)
-    assert ((found.log_evidence - exact).abs() < 4.5 * found.standard_error).all()

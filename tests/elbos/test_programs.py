@@ -269,7 +269,19 @@ PROGRAMS = {
     "outside": lambda: (outside, AutoNormal(outside)),
     "flow": lambda: (deep, flow_guide),
 }
-programs = pytest.mark.parametrize("name", PROGRAMS)
+
+
+def some(shift):
+    """Every third program; the others among the slow tests."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(n, marks=() if (i + shift) % 3 == 0 else pytest.mark.slow)
+            for i, n in enumerate(PROGRAMS)
+        ],
+    )
+
+
 objectives = pytest.mark.parametrize("objective", OBJECTIVES)
 # Those with particles, which a program may average over by mistake.
 averaging = pytest.mark.parametrize("objective", [n for n in OBJECTIVES if n != "sis-reweighted"])
@@ -338,9 +350,9 @@ NOT_SMOOTH = ("mixture", "constrained")  # discrete draws; draws of Gamma by rej
 
 
 def is_turn(i, objective, vectorize):
-    """One objective of each program, vectorised or looped; chains vectorised."""
+    """One objective of each third program, vectorised or looped; chains vectorised."""
     turn = (PATHWISE.index(objective) - i) % 4
-    return turn == 0 and (vectorize == bool(i % 2) or objective in CHAINS)
+    return i % 3 == 1 and turn == 0 and (vectorize == bool(i % 2) or objective in CHAINS)
 
 
 @ways(
@@ -378,7 +390,7 @@ def test_chains_refuse_programs_that_they_cannot_move(pair, name, objective):
         elbo.loss_and_grads(*pair)
 
 
-@programs
+@some(0)
 def test_the_elbo_of_all_particles_at_once_is_that_of_plain_traces(pair, name, monkeypatch):
     """Of Pyro's own densities at the values of each particle."""
     model, guide = pair
@@ -402,7 +414,7 @@ def test_the_elbo_of_all_particles_at_once_is_that_of_plain_traces(pair, name, m
     assert name == "auto-delta" or len(set(totals)) == 3
 
 
-@programs
+@some(1)
 def test_objectives_take_a_step_and_their_bounds_add_up_to_the_loss(pair, name):
     """A quarter of the objectives, in turn."""
     model, guide = pair

@@ -1,7 +1,5 @@
 """RenyiELBO(alpha=0) is Pyro's importance weighted bound; each test shows where ours is correct."""
 
-import pyro
-import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import RenyiELBO
@@ -55,28 +53,3 @@ def test_a_discrete_guide_gets_the_exact_gradient(vectorize):
     theirs.loss_and_grads(exact.model, exact.guide)
     assert (take_gradients(exact)["guide_logits"] == 0).all()
     assert (target["guide_logits"].abs() > 0.02).any()
-
-
-def test_all_particles_share_one_minibatch():
-    seen = []
-
-    def model():
-        with pyro.plate("data", 1000, subsample_size=5) as idx:
-            seen.append(idx)
-            z = pyro.sample("z", dist.Normal(0.0, 1.0))
-            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(5))
-
-    def guide():
-        with pyro.plate("data", 1000, subsample_size=5):
-            pyro.sample("z", dist.Normal(0.0, 1.0))
-
-    ours, theirs = both(vectorize=False, num_particles=4)
-    for _ in range(4):  # which also find out about the programs
-        ours.loss(model, guide)
-    seen.clear()
-    ours.loss(model, guide)
-    assert len(seen) == 4
-    assert all((idx == seen[0]).all() for idx in seen)
-    seen.clear()
-    theirs.loss(model, guide)
-    assert not all((idx == seen[0]).all() for idx in seen)

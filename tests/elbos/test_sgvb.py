@@ -12,7 +12,7 @@ from torch.distributions import kl_divergence
 
 from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
 from pyro_mcvae.programs.execution import Programs
-from tests.estimates import assert_gradient, assert_mean, gradients, take_gradients, values
+from tests.estimates import assert_gradient, assert_mean, take_gradients, values
 from tests.models import (
     BetaBernoulli,
     ConjugateGaussian,
@@ -58,8 +58,15 @@ def averaged(particles, **options):
     return TraceSGVB_ELBO(num_particles=particles, vectorize_particles=True, **options)
 
 
-@exact_models
-@analytic
+@pytest.mark.parametrize(
+    ("name", "analytic_kl"),
+    # The other estimator of each model among the slow tests.
+    [
+        pytest.param(n, b, marks=() if (i + b) % 2 else pytest.mark.slow)
+        for i, n in enumerate(EXACT)
+        for b in (False, True)
+    ],
+)
 def test_value_and_gradient_are_those_of_the_exact_elbo(name, analytic_kl):
     exact = EXACT[name]()
     elbo = averaged(30, analytic_kl=analytic_kl)
@@ -107,15 +114,6 @@ def test_estimator_b_is_pyros_mean_field_elbo_step_by_step(name):
     assert abs(found[0][0] - found[1][0]) < 1e-8
     for key, grad in found[0][1].items():
         assert torch.allclose(grad, found[1][1][key], atol=1e-8), key
-
-
-@pytest.mark.parametrize("name", ["gaussian", "ppca", "gamma", "hierarchical", "chain"])
-def test_closed_form_kl_lowers_the_variance_of_the_gradient(name):
-    # Of the value only far from the posterior, where log p - log q do not cancel.
-    exact = EXACT[name]()
-    found = [gradients(TraceSGVB_ELBO(analytic_kl=kl), exact, 120) for kl in (False, True)]
-    a, b = (sum(grad.var(0).sum() for grad in grads.values()) for grads in found)
-    assert b < a
 
 
 def test_a_mean_field_guide_may_draw_in_any_order():
@@ -295,25 +293,13 @@ def test_annealed_kl(scale):
 
 @modes
 def test_per_datum_values_average_to_the_exact_elbo(vectorize):
-    for name in ("gaussian", "chain", "nested", "mixture"):
+    for name in ("chain", "mixture") if vectorize else ("nested",):
         pyro.clear_param_store()
         exact = EXACT[name]()
         elbo = TraceSGVB_ELBO(30 if vectorize else 2, vectorize_particles=vectorize)
-        bounds = [elbo.bounds(exact.model, exact.guide) for _ in range(40)]
+        bounds = [elbo.bounds(exact.model, exact.guide) for _ in range(25)]
         assert_mean(torch.stack([b.per_datum for b in bounds]), exact.elbo_per_datum())
         assert torch.allclose(bounds[0].total, bounds[0].per_datum.sum())
-
-
-def test_per_datum_values_leave_out_the_scale_of_minibatches():
-    exact = HierarchicalGaussian(N=6, subsample_size=2)
-    bounds = TraceSGVB_ELBO().bounds(exact.model, exact.guide)
-    assert bounds.scale == 3
-    assert bounds.plates == ("data",)
-    assert bounds.per_datum.shape == (2,)
-    assert torch.allclose(bounds.total, bounds.shared + 3 * bounds.per_datum.sum())
-    elbo = averaged(10)
-    found = [elbo.bounds(exact.model, exact.guide).total for _ in range(100)]
-    assert_mean(torch.stack(found), exact.elbo())
 
 
 @pytest.mark.parametrize("loss", [TraceSGVB_ELBO(), TraceIWAE_ELBO(1)], ids=["sgvb", "iwae"])

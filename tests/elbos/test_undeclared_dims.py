@@ -16,7 +16,6 @@ from pyro_mcvae import (
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
     log_evidence,
-    refine,
 )
 
 X = torch.tensor([[0.3, -1.0, 2.0], [1.1, 0.4, -0.7]], dtype=torch.float64)
@@ -121,14 +120,6 @@ def test_the_evidence_of_the_exact_posterior(program, options):
     assert abs(found.total - EXACT.sum()) < 5 * found.total_standard_error + 1e-3
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_draws_have_the_shape_of_the_latent(program):
-    draws = refine(
-        *pair(program, False), num_samples=4, num_transitions=1, kernel=MALA(0.1), seed=0
-    )
-    assert draws["z"].shape == (4, 2, 3)
-
-
 def test_the_slots_of_elements_in_no_plate_are_their_combinations():
     def program(is_model):
         y = pyro.sample("y", dist.Bernoulli(torch.full((3,), 0.3 if is_model else 0.4)))
@@ -163,8 +154,3 @@ def test_observations_in_no_plate_beside_an_enumerated_site(moves):
     else:
         exact = torch.stack(each).logsumexp(0).item()
         assert -TraceSGVB_ELBO().loss(model, lambda: None) == pytest.approx(exact)
-
-
-def test_validation_refuses_them_as_pyro_does():
-    with pyro.validation_enabled(True), pytest.raises(ValueError, match="invalid log_prob shape"):
-        TraceIWAE_ELBO(2).loss(*pair(no_plate, False))
