@@ -31,7 +31,7 @@ from pyro_mcvae.programs.score import is_rejection_sampled
 from pyro_mcvae.programs.sites import is_masked, is_straight_through, known_support, layers
 from pyro_mcvae.programs.types import Distribution
 
-Coordinates = Literal["noise", "latent", "value", "resting"]
+Coordinates = Literal["noise", "latent", "resting"]
 
 
 class Coordinate(ABC):
@@ -264,9 +264,8 @@ def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coord
     The coordinate of a guide site's draws.
 
     :param fn: the site's distribution.
-    :param coordinates: ``"noise"``; ``"latent"``, unconstrained values throughout; ``"value"``,
-        the values themselves; or, for draws that nothing moves, ``"resting"``: noise, and the
-        values where it is not known.
+    :param coordinates: ``"noise"``; ``"latent"``, unconstrained values throughout; or, for draws
+        that nothing moves, ``"resting"``: noise, and the values where it is not known.
     :raises NotImplementedError: where there is none.
     """
     if known_support(fn).is_discrete:
@@ -276,8 +275,6 @@ def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coord
 
 
 def _without_noise(fn: Distribution, coordinates: Coordinates) -> Coordinate:
-    if coordinates == "value":
-        return ValueCoordinate(fn)
     if is_straight_through(fn):
         # Their density is that of values that were never rounded: moving those leaves the
         # program, whose model sees 0 and 1 only.

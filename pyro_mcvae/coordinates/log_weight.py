@@ -57,7 +57,7 @@ class LogWeight:
 
     :param sampler: runs the programs.
     :param programs: model, guide and their arguments.
-    :param coordinates: ``"noise"``, ``"latent"``, ``"value"`` or ``"resting"``; see
+    :param coordinates: ``"noise"``, ``"latent"`` or ``"resting"``; see
         :func:`~pyro_mcvae.coordinates.coordinate.coordinate_of`.
     :param GradientMode gradient: what is differentiated. With any gradient the first coordinates
         are drawn such that :meth:`gradients` exist there, and, where they depend on the guide's

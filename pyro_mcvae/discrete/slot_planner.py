@@ -18,7 +18,6 @@ from pyro_mcvae.particles.weighted import WeightedParticles
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.isolation import isolated, rewindable
 from pyro_mcvae.programs.sites import is_scored
-from pyro_mcvae.structure.cache import Analyses
 
 __all__ = ["SlotPlanner"]
 
@@ -30,6 +29,11 @@ _PLAN, _CHANGING = ("slot plan",), ("slots change",)
 
 # How often a step is begun again when its discrete sites turn out to be others than assumed.
 _MAX_ATTEMPTS = 4
+_UNSTEADY = (
+    f"the guide shows other discrete sites in each of {_MAX_ATTEMPTS} runs, so that their values "
+    f"make no slots: draw them always, and mask them where they do not count, or weigh whole draws "
+    f"with TraceIWAE_ELBO"
+)
 
 T = TypeVar("T")
 
@@ -65,13 +69,13 @@ class SlotPlanner:
                 sample = sampler.sample(programs, draws.make_sample_fn, count=draws.count)
             return sample, sample
 
-        sample, draws = self.begin(sampler.analyses, programs, sampler.num_particles, make)
+        sample, draws = self.begin(sampler, programs, make)
         if draws is not None:
             _check_scores(sample, draws)
         return sample, draws
 
     def begin(
-        self, analyses: Analyses, programs: Programs, num_particles: int, make: Make[T]
+        self, sampler: ParticleSampler, programs: Programs, make: Make[T]
     ) -> tuple[T, SlotDraws | None]:
         """
         Begin a step; again, where its discrete sites are others than assumed.
@@ -79,12 +83,11 @@ class SlotPlanner:
         :returns: that, and its draws; None for programs without discrete local sites.
         :raises SlotError: naming a site that cannot have the slots that are asked for.
         """
-        analysis = analyses.of(programs)
+        analysis = sampler.analyses.of(programs)
         known, plan = analysis.get(_PLAN, False) is not False, analysis.get(_PLAN)
         with rewindable(not known or analysis.get(_CHANGING)) as rewind:
             for _ in range(_MAX_ATTEMPTS):
-                given = self.options, num_particles, self._tell
-                draws = None if plan is None else SlotDraws(plan, *given)
+                draws = plan and SlotDraws(plan, self.options, sampler.num_particles, self._tell)
                 try:
                     found, sample = make(draws)
                     if draws is not None and len(sample.runs) > 1:
@@ -98,12 +101,8 @@ class SlotPlanner:
                 analysis.put(_PLAN, plan := shown)
                 if not rewind():  # The next runs would have other minibatches, with other sites.
                     analysis.put(_CHANGING, True)
-                    return self.begin(analyses, programs, num_particles, make)
-        raise SlotError(
-            f"the guide shows other discrete sites in each of {_MAX_ATTEMPTS} runs, so that their "
-            f"values make no slots: draw them always, and mask them where they do not count, or "
-            f"weigh whole draws with TraceIWAE_ELBO"
-        )
+                    return self.begin(sampler, programs, make)
+        raise SlotError(_UNSTEADY)
 
     def _plan_of(self, programs: Programs, sample: WeightedParticles) -> SlotPlan | None:
         """The plan of a structure, which is made once."""

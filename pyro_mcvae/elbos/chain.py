@@ -225,9 +225,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             if self.slots is None:
                 log_weight, draws = make(None)[0], None
             else:
-                log_weight, draws = self.slots.begin(
-                    self.sampler.analyses, programs, self.sampler.num_particles, make
-                )
+                log_weight, draws = self.slots.begin(self.sampler, programs, make)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
         again = twice and self._smoothness.look(log_weight, self.kernel)

@@ -22,6 +22,7 @@ from pyro_mcvae import (
 )
 from tests.elbos.discrete_programs import ALL, PROGRAMS, Discrete, normal, param, randn, x
 
+SLOW = pytest.mark.slow
 programs = pytest.mark.parametrize("name", PROGRAMS)
 ESTIMATORS = {
     "k0": lambda: {"num_categories": 0},
@@ -60,12 +61,10 @@ def assert_means(program, elbo, steps=12, sigmas=6.5):
 
 
 @programs
-@pytest.mark.parametrize("k", [3, ALL])
-def test_k_of_all_values_is_the_exact_sum(name, k):
+def test_k_of_all_values_is_the_exact_sum(name):
     program = PROGRAMS[name]
     loss, exact = program.exact()
-    k = 4 if name == "binomial" and k == 3 else k
-    for vectorize in (False, True):
+    for k, vectorize in ((4 if name == "binomial" else 3, False), (ALL, True)):
         elbo = TraceRaoBlackwell_ELBO(k, num_particles=2, vectorize_particles=vectorize)
         assert math.isclose(elbo.loss_and_grads(program.model, program.guide), loss, rel_tol=1e-9)
         found = program.take_gradients()
@@ -106,14 +105,13 @@ class Prediction(torch.nn.Module):
         return self.value.expand(4, 1)
 
 
-@pytest.mark.parametrize("k", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["nvil", "relax", "rebar"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "k"),
     [
-        "single",
-        "dependent",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("one-hot", "masked", "scaled")),
+        pytest.param(n, k, marks=() if (n, k) in (("single", 0), ("dependent", 1)) else SLOW)
+        for n in ("single", "dependent", "one-hot", "masked", "scaled")
+        for k in (0, 1, 2)
     ],
 )
 def test_learned_control_variates_leave_the_mean(name, kind, k):
@@ -292,7 +290,10 @@ def vector_exact():
     return Discrete(model, guide).exact()
 
 
-@pytest.mark.parametrize("estimator", ["k0", "k1", "k2-n2", "budget2", "k1-loo", "k1-plus"])
+@pytest.mark.parametrize(
+    "estimator",
+    ["k1", "k1-loo", *(pytest.param(e, marks=SLOW) for e in ("k0", "k2-n2", "budget2", "k1-plus"))],
+)
 def test_a_vector_is_one_variable_over_the_product(estimator):
     class Vector(Discrete):
         def exact(self):
@@ -316,8 +317,12 @@ COUNTS = {
 
 @pytest.mark.parametrize(
     ("kind", "estimator"),
-    [(k, e) for k in ("poisson", "geometric") for e in ("k0", "k1", "k2-n2", "budget2", "k1-loo")]
-    + [pytest.param("negative-binomial", "k1", marks=pytest.mark.slow)],
+    [
+        *[("poisson", "k0"), ("geometric", "k1"), ("poisson", "k2-n2"), ("geometric", "budget2")],
+        *(pytest.param("poisson", e, marks=SLOW) for e in ("k1", "budget2", "k1-loo")),
+        *(pytest.param("geometric", e, marks=SLOW) for e in ("k0", "k2-n2", "k1-loo")),
+        pytest.param("negative-binomial", "k1", marks=SLOW),
+    ],
 )
 def test_countable_sites(kind, estimator):
     make = COUNTS[kind]
@@ -349,7 +354,14 @@ def test_countable_sites(kind, estimator):
     assert_means(Truncated(model, guide), elbo)
 
 
-@pytest.mark.parametrize("estimator", ["k1", "budget2", "k1-loo", "k1-plus", "k1-exact-entropy"])
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        "budget2",
+        "k1-plus",
+        *(pytest.param(e, marks=SLOW) for e in ("k1", "k1-loo", "k1-exact-entropy")),
+    ],
+)
 def test_vectors_with_too_many_values_to_list(estimator, monkeypatch):
     monkeypatch.setattr("pyro_mcvae.programs.supports._MAX_JOINT", 1)
 
