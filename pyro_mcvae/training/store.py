@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 __all__ = ["ParamStorePart", "Part", "PyroOptimPart", "Saved", "Undo", "store_names"]
 
-Undo: TypeAlias = Callable[[], None]
+Undo: TypeAlias = Callable[[], object]
 # What an object's own ``state_dict`` returns: tensors and plain values, however it has them.
 Saved: TypeAlias = Any
 
