@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TypedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +13,7 @@ from pyro_mcvae.ops.checks import check_count
 
 __all__ = ["RankBatches"]
 
-
-class BatchesState(TypedDict):
-    """Where an epoch stands, and what its order is made of."""
-
-    num_data: int
-    shuffle: bool
-    seed: int
-    epoch: int
-    position: int
+_STATE = "shuffle", "seed", "epoch", "position"
 
 
 class RankBatches:
@@ -107,17 +99,11 @@ class RankBatches:
         generator.manual_seed(int(drawn[-1]))
         return torch.randperm(self.num_data, generator=generator)
 
-    def state_dict(self) -> BatchesState:
+    def state_dict(self) -> dict[str, Any]:
         """Epoch, place, and what the order is made of."""
-        return BatchesState(
-            num_data=self.num_data,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            epoch=self.epoch,
-            position=self.position,
-        )
+        return {name: getattr(self, name) for name in ("num_data", *_STATE)}
 
-    def load_state_dict(self, state: BatchesState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
         Go on where another left off.
 
@@ -127,5 +113,5 @@ class RankBatches:
             raise ValueError(
                 f"the batches were of {state['num_data']} data, and are now of {self.num_data}"
             )
-        self.shuffle, self.seed = state["shuffle"], state["seed"]
-        self.epoch, self.position = state["epoch"], state["position"]
+        for name in _STATE:
+            setattr(self, name, state[name])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
 
 from torch import nn
 
@@ -14,7 +13,6 @@ from pyro_mcvae.training.checkpoint_file import (
     FORMAT,
     VERSION,
     Content,
-    RankState,
     read_content,
     write_content,
 )
@@ -83,20 +81,17 @@ def save_checkpoint(
     """
     found = as_parts(parts)
     modules = _modules(found)
-    own = RankState(
-        rng=rng_state(),
-        parts={name: part.save() for name, part in found.items() if part.by_rank},
-    )
-    content = Content(
-        format=FORMAT,
-        version=VERSION,
-        kinds={name: part.kind for name, part in found.items()},
-        parts={name: part.save() for name, part in found.items()},
-        store=ParamStorePart(modules).save(),
-        names=store_names(modules),
-        ranks=ranks.gather(own),
-        extra=extra,
-    )
+    own = {name: part.save() for name, part in found.items() if part.by_rank}
+    content: Content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kinds": {name: part.kind for name, part in found.items()},
+        "parts": {name: part.save() for name, part in found.items()},
+        "store": ParamStorePart(modules).save(),
+        "names": store_names(modules),
+        "ranks": ranks.gather({"rng": rng_state(), "parts": own}),
+        "extra": extra,
+    }
     ranks.first_alone(lambda: write_content(Path(path), content))
 
 
@@ -156,7 +151,7 @@ def load_checkpoint(
             restore()
         set_rng_state(rng)
         raise ValueError(f"'{name}' of {path} does not fit: {error}") from error
-    return content["extra"]
+    return dict(content["extra"])
 
 
 def _modules(parts: Mapping[str, Part]) -> dict[str, nn.Module]:
@@ -180,8 +175,7 @@ def _renamed(
     for name, part in parts.items():
         if isinstance(part, PyroOptimPart):
             states[name] = rename(states[name])
-    store = cast("dict[str, dict[str, Saved]]", content["store"])
-    states[_STORE] = {key: rename(value) for key, value in store.items()}
+    states[_STORE] = {key: rename(value) for key, value in content["store"].items()}
     return states
 
 

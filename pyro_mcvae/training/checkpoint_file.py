@@ -9,15 +9,12 @@ import uuid
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import Any, TypeAlias
 
 import torch
 from pyro.distributions import constraints
 
-from pyro_mcvae.training.generators import RNGState
-from pyro_mcvae.training.store import Saved, StoreState
-
-__all__ = ["FORMAT", "VERSION", "Content", "RankState", "read_content", "write_content"]
+__all__ = ["FORMAT", "VERSION", "Content", "read_content", "write_content"]
 
 
 FORMAT = "pyro_mcvae checkpoint"
@@ -26,24 +23,11 @@ FORMAT = "pyro_mcvae checkpoint"
 VERSION = 1
 
 
-class RankState(TypedDict):
-    """What each rank has for itself."""
-
-    rng: RNGState
-    parts: dict[str, Saved]
-
-
-class Content(TypedDict):
-    """What a file holds; parts by their names."""
-
-    format: str
-    version: int
-    kinds: dict[str, str]
-    parts: dict[str, Saved]
-    store: StoreState
-    names: dict[str, str]
-    ranks: list[RankState]
-    extra: dict[str, Saved]
+# By name: which class each part is of (``kinds``), their states (``parts``), the parameter store's
+# (``store``), the names in it of modules that number themselves (``names``), what each rank has for
+# itself (``ranks``: its generators and parts), and what the user adds (``extra``).
+Content: TypeAlias = dict[str, Any]
+_KEYS = {"format", "version", "kinds", "parts", "store", "names", "ranks", "extra"}
 
 
 def write_content(path: Path, content: Content) -> None:
@@ -98,9 +82,9 @@ def read_content(path: Path, weights_only: bool) -> Content:
             f"{path} has version {content['version']} of the checkpoint format, and this package "
             f"reads version {VERSION}"
         )
-    if content.keys() != Content.__required_keys__:
+    if content.keys() != _KEYS:
         raise ValueError(f"{path} is damaged: it has only {sorted(map(str, content))}")
-    return cast("Content", content)
+    return content
 
 
 def _check_bits(path: Path) -> None:

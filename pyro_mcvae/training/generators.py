@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any, TypeAlias
 
 import pyro
 import torch
-from torch import Tensor
 
 __all__ = ["RNGState", "rng_state", "seed_another", "set_rng_state"]
 
 
-class RNGState(TypedDict):
-    """The states of the generators, NumPy's with a list in the place of its array."""
-
-    torch: Tensor
-    random: tuple[object, ...]
-    numpy: tuple[object, ...]
-    cuda: list[Tensor]
+# The states of the generators by kind, of tensors and plain values.
+RNGState: TypeAlias = dict[str, Any]
 
 
 def rng_state() -> RNGState:
@@ -26,12 +20,7 @@ def rng_state() -> RNGState:
     name, keys, *rest = state["numpy"]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     # A list, where NumPy has an array, which safe loading refuses.
-    return RNGState(
-        torch=state["torch"],
-        random=state["random"],
-        numpy=(name, keys.tolist(), *rest),
-        cuda=cuda,
-    )
+    return {**state, "numpy": (name, keys.tolist(), *rest), "cuda": cuda}
 
 
 def set_rng_state(state: RNGState) -> None:

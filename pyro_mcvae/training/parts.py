@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TypeAlias, cast
 
@@ -77,9 +77,9 @@ def _as_part(name: str, value: object) -> Part:
         return _ClosedFormPart(value)
     for save, load in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         if callable(getattr(value, save, None)) and callable(getattr(value, load, None)):
-            return _ObjectPart(value, save, load)
+            return _ObjectPart(value, getattr(value, save), getattr(value, load))
     if isinstance(value, ELBO) or name.endswith(".loss"):
-        return _StatelessPart(value)
+        return _ObjectPart(value, lambda: None, lambda _: None)  # without parts of its own
     raise ValueError(
         f"part '{name}' ({type(value).__name__}) has neither state_dict and load_state_dict nor "
         f"get_state and set_state: leave it out, or pass a value by keyword, "
@@ -140,10 +140,12 @@ class ModulePart(Part):
 class _ObjectPart(Part):
     """Anything with a pair of methods: optimizers, schedules, generators, statistics."""
 
-    def __init__(self, value: object, get: str, set_: str) -> None:
+    def __init__(
+        self, value: object, get: Callable[[], Saved], set_: Callable[[Saved], object]
+    ) -> None:
         self.kind = _kind(value)
         self.by_rank = isinstance(value, torch.Generator)
-        self._get, self._set = getattr(value, get), getattr(value, set_)
+        self._get, self._set = get, set_
 
     def save(self) -> Saved:
         return self._get()
@@ -152,12 +154,16 @@ class _ObjectPart(Part):
         # Some keep what they are given, and change it later.
         self._set(copy.deepcopy(state))
 
+    def undo(self) -> Undo:
+        before = copy.deepcopy(self._get())
+        return lambda: self._set(before)
+
 
 class _ClosedFormPart(_ObjectPart):
     """Statistics of an epoch, which ranks have gathered apart."""
 
     def __init__(self, value: ClosedForm) -> None:
-        super().__init__(value, "state_dict", "load_state_dict")
+        super().__init__(value, value.state_dict, value.load_state_dict)
         self._value = value
 
     def save(self) -> Saved:
@@ -169,16 +175,3 @@ class _ClosedFormPart(_ObjectPart):
     def load(self, state: Saved) -> None:
         # They are summed over ranks again when they are used.
         super().load(state if rank() == 0 else {**state, "total": 0.0, "count": 0.0})
-
-
-class _StatelessPart(Part):
-    """An objective without parts of its own."""
-
-    def __init__(self, value: object) -> None:
-        self.kind = _kind(value)
-
-    def save(self) -> None:
-        return None
-
-    def load(self, state: Saved) -> None:
-        pass

@@ -5,36 +5,18 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias
 
 import pyro
 import torch
 from pyro.optim import PyroOptim
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch.distributions.constraints import Constraint
+__all__ = ["ParamStorePart", "Part", "PyroOptimPart", "Saved", "Undo", "store_names"]
 
-__all__ = ["ParamStorePart", "Part", "PyroOptimPart", "Saved", "StoreState", "Undo", "store_names"]
-
-Undo: TypeAlias = Callable[[], None]
+Undo: TypeAlias = Callable[[], object]
 # What an object's own ``state_dict`` returns: tensors and plain values, however it has them.
 Saved: TypeAlias = Any
-
-
-class StoreState(TypedDict):
-    """
-    What is saved of the parameter store, by names in it.
-
-    :ivar owners: part and name of the parameters that modules among the parts hold.
-    :ivar of_modules: those that other modules hold: these do not look for their values in the
-        store, so that what is put there would be trained by the optimizer and used by nobody.
-    """
-
-    owners: dict[str, str]
-    of_modules: dict[str, bool]
-    params: dict[str, Tensor]
-    constraints: dict[str, Constraint]
 
 
 class Part(ABC):
@@ -113,7 +95,13 @@ class ParamStorePart(Part):
             for name, value in module.named_parameters(remove_duplicate=False)
         }
 
-    def save(self) -> StoreState:
+    def save(self) -> dict[str, dict[str, Any]]:
+        """
+        Return everything by its name in the store: values, constraints, the part and the name there
+        of parameters that modules among the parts hold (``owners``), and which ones other modules
+        hold (``of_modules``). These do not look for their values in the store: what is put there
+        would be trained by the optimizer and used by nobody.
+        """
         keys: dict[int, str] = {}
         for key, value in self._owned().items():
             keys.setdefault(id(value), key)
@@ -126,7 +114,7 @@ class ParamStorePart(Part):
             "constraints": state["constraints"],
         }
 
-    def load(self, state: StoreState) -> None:
+    def load(self, state: Mapping[str, dict[str, Any]]) -> None:
         owned, params = self._owned(), self._store._params
         for name in list(params):
             if name not in state["params"]:

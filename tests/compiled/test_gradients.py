@@ -146,8 +146,15 @@ CHANGES += (freeze, unfreeze, hook, later_hook, hook_after, same_then_other)
 
 
 @pytest.mark.filterwarnings("ignore:weight was not registered in the param store")
-@pytest.mark.parametrize("how", [by_svi, by_module])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("change", "how"),
+    [  # hooks differ under SVI; of the other changes each is quick under one interface
+        pytest.param(change, how, marks=[pytest.mark.slow] * ((how is by_svi) != under_svi))
+        for change in CHANGES
+        for under_svi in [change in (thaw_in_the_store, hook, later_hook, hook_after)]
+        for how in (by_svi, by_module)
+    ],
+)
 def test_steps_are_the_plain_ones_whatever_changes(change: Any, how: Any) -> None:
     plain, _ = train(False, how, change)
     found, loss = train(True, how, change)

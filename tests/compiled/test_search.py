@@ -63,7 +63,11 @@ SEARCHES: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] 
 
 
 def trained(
-    model: Callable[..., None], options: dict[str, Any], loss: Any, rate: float = 0.05
+    model: Callable[..., None],
+    options: dict[str, Any],
+    loss: Any,
+    rate: float = 0.05,
+    steps: int = 10,
 ) -> tuple[list[float], list[Tensor]]:
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
@@ -72,7 +76,7 @@ def trained(
     svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": rate}), loss)
     order = torch.Generator().manual_seed(1)
     losses = []
-    for step in range(10):
+    for step in range(steps):
         guide.train(step != 8)
         losses.append(svi.step(x, torch.randperm(N, generator=order)[:4]))
     states = list(guide.buffers()) + list(pyro.get_param_store()._params.values())
@@ -105,9 +109,9 @@ def test_a_prior_that_takes_another_way_is_recorded_anew() -> None:
             pyro.sample("x", dist.Normal(z.sum(-1), 0.5), obs=x[index, 0].abs() + 4)
 
     options = {"evolution": EvolutionaryUpdate(2, 2, 1, mutation=UniformFlips())}
-    expected = trained(model, options, TraceTruncated_ELBO(), 0.06)
+    expected = trained(model, options, TraceTruncated_ELBO(), 0.06, 16)
     loss = CompiledELBO(TraceTruncated_ELBO(), backend="eager")
-    found = trained(model, options, loss, 0.06)
+    found = trained(model, options, loss, 0.06, 16)
     assert found[0] == expected[0]
     assert all(torch.equal(a, b) for a, b in zip(found[1], expected[1], strict=True))
     (case,) = loss._cases.values()
