@@ -320,10 +320,7 @@ class LeadingRun:
             if len(pairs) < 2:
                 continue
             if key in again and bool(far_apart(alone[0][key], again[key]).any()):
-                raise self._noise(
-                    f"site '{key.name}' of the {key.program} depends on random numbers",
-                    "with a generator that is not PyTorch's",
-                )
+                raise self._noise(key, "with a generator that is not PyTorch's")
             raise self._mismatch(
                 key,
                 f"has another log density with a leading dim than at the same latents without"
@@ -352,21 +349,29 @@ class LeadingRun:
 
     def _check_draws(self, values: Mapping[str, Tensor], drawn: Sequence[Draw]) -> None:
         """
-        Check that no random number is drawn outside sample sites for all particles.
+        Check that no density depends on what is drawn outside sample sites for all particles.
 
         :param values: the latents of one particle.
         :param drawn: what was drawn outside of sites for several.
         """
         with probing(self.programs, fixes=False) as noise:
             before = _host_state()
-            self._alone(values)
-            if _host_state() != before:
-                raise self._noise("the model or guide draws random numbers", "by NumPy or Python")
+            first = self._alone(values)
+            moved = _host_state() != before
         alone, shared = noise.draws, list(drawn)
         if len(alone) == len(drawn):  # else it is not known which of them are whose
             shared = [t for t, a in zip(drawn, alone, strict=True) if t.size == a.size]
-        for draw in shared[:1]:
-            raise self._noise("the model or guide draws random numbers", f"at {draw.line}")
+        wheres = [(True, f"at {draw.line}") for draw in shared[:1]]
+        for of_torch, where in [*wheres, *[(False, "by NumPy or Python")] * moved]:
+            with probing(self.programs, fixes=False):
+                state = torch.get_rng_state()
+                pyro.set_rng_seed((torch.initial_seed() + 1) % 2**31)
+                if not of_torch:
+                    torch.set_rng_state(state)
+                again = self._alone(values)
+            for key in first.keys() & again.keys():
+                if bool(differing(first[key], again[key], undefined=False).any()):
+                    raise self._noise(key, where)
 
     def _check_batches(self, values: Mapping[str, Tensor], together: Sequence[Batch]) -> None:
         """
@@ -389,11 +394,12 @@ class LeadingRun:
     def _refused(self, what: str, remedy: str, reason: str) -> LeadingDimsError:
         return LeadingDimsError(f"{what}. {self.name.remedy} {remedy}", reason=reason)
 
-    def _noise(self, what: str, where: str) -> LeadingDimsError:
+    def _noise(self, key: FactorKey, where: str) -> LeadingDimsError:
         return self._refused(
-            f"{what} outside sample sites {where}, which all {self.name.name} would share",
+            f"site '{key.name}' of the {key.program} depends on random numbers that are drawn "
+            f"outside sample sites {where}, which all {self.name.name} would share",
             "draw them by pyro.sample",
-            f"{what} outside sample sites, {where}",
+            f"site '{key.name}' of the {key.program} has draws outside sample sites, {where}",
         )
 
     def _mismatch(self, key: FactorKey, what: str) -> LeadingDimsError:

@@ -61,8 +61,9 @@ CALLS = {
 def test_work_ends_where_it_was_said_to(call, bars):
     exact = ConjugateGaussian(N=3)
     CALLS[call](exact.model, exact.guide, progress=True)
-    assert bars
-    for bar in bars:
+    seen = [bar for bar in bars if bar.options["disable"] is not True]
+    assert seen
+    for bar in seen:
         assert bar.closed
         assert bar.n == pytest.approx(bar.total)
         assert bar.n > 1

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pyro.poutine import runtime
 
-from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
+from pyro_mcvae import TraceIWAE_ELBO
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.execution import Programs
@@ -665,27 +665,3 @@ def test_a_gather_along_a_plate_is_told_how_to_index() -> None:
         elbo.loss(model, guide, lambda means: means[county])
     assert math.isfinite(elbo.loss(model, guide, lambda means: means[..., county]))
     assert math.isfinite(TraceIWAE_ELBO(2).loss(model, guide, lambda means: means[county]))
-
-
-@pytest.mark.parametrize("objective", [TraceSGVB_ELBO, TraceIWAE_ELBO])
-@pytest.mark.usefixtures("leading_dims_only")
-def test_particles_are_not_taken_for_groups_of_which_there_are_as_many(objective):
-    """With four of each, ``means[group]`` had a loss of 21.9 where 11.4 was right."""
-    group = torch.tensor([0, 0, 1, 1])
-
-    def model(right):
-        with pyro.plate("groups", 4):
-            means = pyro.sample("means", dist.Normal(0.0, 1.0))
-        with pyro.plate("data", 4):
-            loc = means[..., group] if right else means[group]
-            pyro.sample("x", dist.Normal(loc, 1.0), obs=torch.tensor([-2.0, -2.0, 2.0, 2.0]))
-
-    def guide(right):
-        with pyro.plate("groups", 4):
-            pyro.sample("means", dist.Normal(torch.tensor([-2.0, 2.0, 1.0, 0.0]), 0.3))
-
-    elbo = objective(4, vectorize_particles=True)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"\d vectorised.*index from the right"):
-            elbo.loss(model, guide, False)
-    assert math.isfinite(elbo.loss(model, guide, True))

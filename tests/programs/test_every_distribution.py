@@ -225,7 +225,11 @@ def statistic(z, fn):
     return (z * (1 + torch.arange(z.shape[-1]) / 2)).sum(-1)
 
 
-@pytest.mark.parametrize("name", sorted(MADE))
+# Its draws and its density are integrals, a second each.
+SLOW = {"StableWithLogProb": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, [])) for n in sorted(MADE)])
 def test_density_draws_and_pathwise_gradient_agree(name):
     pyro.set_rng_seed(0)
     with pyro.validation_enabled(False):

@@ -106,11 +106,11 @@ def gradient(outputs, inputs):
 
 
 WRAPPED = {
-    "plain": lambda fn: fn.expand([20_000]),
-    "event": lambda fn: fn.expand([20_000, 1]).to_event(1),
-    "masked": lambda fn: fn.expand([20_000]).mask(torch.tensor(True)),
+    "plain": lambda fn: fn.expand([5000]),
+    "event": lambda fn: fn.expand([5000, 1]).to_event(1),
+    "masked": lambda fn: fn.expand([5000]).mask(torch.tensor(True)),
     "moved": lambda fn: dist.TransformedDistribution(
-        fn.expand([20_000]), [dist.transforms.AffineTransform(0.0, 1.0)]
+        fn.expand([5000]), [dist.transforms.AffineTransform(0.0, 1.0)]
     ),
 }
 
