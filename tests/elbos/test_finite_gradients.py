@@ -29,6 +29,7 @@ CHAINS = {
     "sis latent": lambda: TraceSIS_ELBO(2, coordinates="latent"),
     "ais": lambda: TraceAIS_ELBO(2),
     "ais latent": lambda: TraceAIS_ELBO(2, coordinates="latent", multi_sample=True),
+    "sis, several": lambda: TraceSIS_ELBO(2, num_particles=2, multi_sample=True),
     "reweighted": lambda: TraceSIS_ELBO(2, gradient_estimator="reweighted"),
     "em": lambda: MonteCarloEM(2),
 }
