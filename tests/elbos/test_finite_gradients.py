@@ -170,6 +170,9 @@ def in_turn(rows, columns, shift):
 
 
 @pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
     ("name", "objective", "extreme"),
     [
         (name, objective, extreme)
@@ -177,8 +180,8 @@ def in_turn(rows, columns, shift):
         for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)[i % 2 :: 2]
     ],
 )
-def test_distributions_with_a_boundary(name, objective, extreme):
-    torch.set_default_dtype(torch.float32)
+def test_distributions_with_a_boundary(name, objective, extreme, dtype):
+    torch.set_default_dtype(dtype)
     make, prior = BOUNDED[name]
     c, s = EXTREMES[extreme]
     pair = programs(lambda: make(c, s), lambda: prior(s))
