@@ -29,6 +29,7 @@ CHAINS = {
     "sis latent": lambda: TraceSIS_ELBO(2, coordinates="latent"),
     "ais": lambda: TraceAIS_ELBO(2),
     "ais latent": lambda: TraceAIS_ELBO(2, coordinates="latent", multi_sample=True),
+    "sis, several": lambda: TraceSIS_ELBO(2, num_particles=2, multi_sample=True),
     "reweighted": lambda: TraceSIS_ELBO(2, gradient_estimator="reweighted"),
     "em": lambda: MonteCarloEM(2),
 }
@@ -169,6 +170,9 @@ def in_turn(rows, columns, shift):
 
 
 @pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
     ("name", "objective", "extreme"),
     [
         (name, objective, extreme)
@@ -176,8 +180,8 @@ def in_turn(rows, columns, shift):
         for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)[i % 2 :: 2]
     ],
 )
-def test_distributions_with_a_boundary(name, objective, extreme):
-    torch.set_default_dtype(torch.float32)
+def test_distributions_with_a_boundary(name, objective, extreme, dtype):
+    torch.set_default_dtype(dtype)
     make, prior = BOUNDED[name]
     c, s = EXTREMES[extreme]
     pair = programs(lambda: make(c, s), lambda: prior(s))
