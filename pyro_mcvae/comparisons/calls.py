@@ -10,8 +10,6 @@ from pyro_mcvae.programs.executed_code import ExecutedCode
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.outside_values import Dependencies
 
-__all__ = ["Call"]
-
 
 @dataclass
 class Call:

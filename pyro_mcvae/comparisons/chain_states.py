@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from pyro_mcvae.ops.ranks import concat_over_ranks
 from pyro_mcvae.particles.weighted import WeightedParticles
 
-__all__ = ["ChainStates"]
-
 
 class ChainStates(nn.Module):
     """

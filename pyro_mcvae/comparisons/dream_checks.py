@@ -23,8 +23,6 @@ from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.tracking import Escapes
 
-__all__ = ["check_factors", "check_reads"]
-
 
 def check_factors(programs: Programs, run: Run) -> None:
     """

@@ -16,8 +16,6 @@ from pyro_mcvae.programs.sites import is_delta, is_factor, is_latent, is_scored
 from pyro_mcvae.programs.terms import guide_terms
 from pyro_mcvae.programs.unconditioned import Unconditioned
 
-__all__ = ["dream", "dreamt_values", "recognize"]
-
 
 def dream(programs: Programs, subsamples: Minibatch) -> Trace:
     """

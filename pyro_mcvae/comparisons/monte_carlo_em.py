@@ -30,8 +30,6 @@ from pyro_mcvae.programs.progress import shown
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["MonteCarloEM"]
-
 
 @dataclass
 class _Draw:

@@ -24,7 +24,6 @@ from pyro_mcvae.programs.types import Program
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["WakeSleep"]
 
 # Programs may show other sites in every step, as sequential minibatches do.
 _MOST_CHECKS = 8

@@ -10,8 +10,6 @@ from torch.fx import GraphModule
 
 from pyro_mcvae.ops.generators import Generators
 
-__all__ = ["check_kernels", "differing", "is_due", "perturbed", "same_bits"]
-
 # A decision that rounding turns, of a Metropolis test say, makes other numbers now and then.
 _ATTEMPTS = 3
 # How many roundings of its largest entry an output may be off, and how many times what one rounding

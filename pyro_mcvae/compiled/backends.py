@@ -18,8 +18,6 @@ from pyro_mcvae.compiled.kernels import in_one_file
 from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.programs.errors import first_line
 
-__all__ = ["Backend", "Run", "quick"]
-
 _logger = logging.getLogger(__name__)
 
 Run = Callable[..., list[Tensor]]

@@ -23,8 +23,6 @@ from pyro_mcvae.programs.errors import first_line
 from pyro_mcvae.programs.executed_code import ExecutedCode
 from pyro_mcvae.programs.outside_values import Dependencies
 
-__all__ = ["Case"]
-
 _logger = logging.getLogger(__name__)
 
 # Programs make parameters and find out about themselves in their first steps.

@@ -18,8 +18,6 @@ from pyro_mcvae.ops.notices import WarnOnce
 from pyro_mcvae.ops.options import FixedOptions, options_of
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["CompiledELBO"]
-
 _logger = logging.getLogger(__name__)
 
 # Kinds of calls; beyond that a program is called in ever new ways, and recordings do not pay.

@@ -15,8 +15,6 @@ from torch.fx.node import Argument, map_arg
 
 from pyro_mcvae.compiled.guards import NotRecordable
 
-__all__ = ["Update", "as_function", "fold", "owns_outputs"]
-
 _aten = torch.ops.aten
 
 

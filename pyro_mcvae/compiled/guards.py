@@ -28,8 +28,6 @@ from pyro_mcvae.programs.messengers import Recorder, is_param_tracer
 from pyro_mcvae.programs.source_lines import is_library, program_line
 from pyro_mcvae.programs.types import TorchFunction
 
-__all__ = ["NotRecordable", "Reading", "ReadingMode", "said_by", "trace"]
-
 Function = Callable[..., object]
 _aten = torch.ops.aten
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["in_one_file"]
-
 # Two files are compiled at a time, where they are so long that their headers do not matter.
 _LONG = 100_000
 

@@ -33,8 +33,6 @@ from pyro_mcvae.programs.outside_values import (
     put_back,
 )
 
-__all__ = ["NotUsable", "Outcome", "Recording", "Surroundings", "gradients_of", "record"]
-
 # Stands for a tensor among the parts of what a step wrote.
 _TENSOR = object()
 

@@ -17,8 +17,6 @@ from pyro_mcvae.ops.trees import Tree
 from pyro_mcvae.programs.messengers import is_param_tracer
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["Args", "Call", "Kwargs"]
-
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = dict[str, object]
 

@@ -21,8 +21,6 @@ from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.programs.executed_code import ExecutedCode
 from pyro_mcvae.programs.outside_values import Dependencies
 
-__all__ = ["RecordedTransition"]
-
 _logger = logging.getLogger(__name__)
 
 # A recording costs some fifty transitions. Chains that make ever new ones, and use each for fewer,

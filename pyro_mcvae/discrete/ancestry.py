@@ -13,8 +13,6 @@ from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.independence import find_dependent_plates
 
-__all__ = ["CoupledSlotsError", "find_ancestors"]
-
 
 class CoupledSlotsError(ValueError):
     """Elements of a site meet in a factor, so that each of their combinations is a value."""

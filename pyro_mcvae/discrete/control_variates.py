@@ -13,17 +13,6 @@ from pyro_mcvae.discrete.score_function import leave_one_out_baseline, score_sur
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.support import Support
 
-__all__ = [
-    "NVIL",
-    "Baseline",
-    "IndependentDraw",
-    "LearnedBaseline",
-    "LeaveOneOut",
-    "SiteSignal",
-    "SummedMean",
-    "no_baseline",
-]
-
 _counter = itertools.count()
 
 

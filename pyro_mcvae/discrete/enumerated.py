@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_choice import SiteSlots
-from pyro_mcvae.discrete.slots import SLOTS
+from pyro_mcvae.discrete.slots import SLOTS_KEY
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.factors import FactorKey
 from pyro_mcvae.programs.run import Run
@@ -20,8 +20,6 @@ from pyro_mcvae.programs.state_sums import StateFactor, inside_sum, pack, sum_st
 from pyro_mcvae.programs.support import Choice
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
-
-__all__ = ["ScoredSite", "SlotCost", "SlotRun", "take_apart"]
 
 
 @dataclass
@@ -181,7 +179,7 @@ def _detached(path: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scored(term: Term, plates: frozenset[str]) -> ScoredSite:
     site, score = term.site, torch.as_tensor(term.score)
-    slots = site["infer"].get(SLOTS)
+    slots = site["infer"].get(SLOTS_KEY)
     if slots is None:
         one = torch.ones_like(score).unsqueeze(0)
         slots = SiteSlots(SiteOptions(0, 1), None, Choice(site["value"], one, one > 0))
@@ -202,7 +200,7 @@ def _slots_to(value: Tensor, dim: int) -> Tensor:
 
 
 def _exact_entropy(term: Term) -> Tensor | None:
-    slots: SiteSlots | None = term.site["infer"].get(SLOTS)
+    slots: SiteSlots | None = term.site["infer"].get(SLOTS_KEY)
     entropy = None if slots is None or term.left_out else slots.entropy(term.site["fn"])
     return None if entropy is None else sites.masked(term.site, entropy)
 

@@ -18,8 +18,6 @@ from pyro_mcvae.discrete.control_variates import (
 from pyro_mcvae.ops.gumbel import FLOOR, conditional_gumbel
 from pyro_mcvae.programs.supports import Categories
 
-__all__ = ["REBAR", "RELAX", "GumbelSoftmax"]
-
 
 class RELAX(LearnedBaseline):
     r"""

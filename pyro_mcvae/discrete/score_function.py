@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["leave_one_out_baseline", "score_surrogate"]
-
 
 def score_surrogate(signal: Tensor, score: Tensor) -> Tensor:
     r"""

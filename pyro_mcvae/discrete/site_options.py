@@ -11,8 +11,6 @@ from pyro_mcvae.programs.annotations import SLOT_OPTIONS, options_of
 from pyro_mcvae.programs.errors import SiteError
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["SiteOptions", "SlotError"]
-
 
 class SlotError(SiteError):
     """A site cannot have the slots that are asked for."""

@@ -27,8 +27,6 @@ from pyro_mcvae.programs.support import Choice, Support
 from pyro_mcvae.programs.supports import Categories, joined_plates, support_of
 from pyro_mcvae.programs.types import Distribution, Message, Site
 
-__all__ = ["SiteSlots", "check_num_slots", "choose", "is_discrete", "single"]
-
 # How many slots of a datum the slots of several sites may lead to.
 _MAX_SLOTS = 10_000
 _PLAINLY = "{'mcvae': {'num_categories': 0, 'num_samples': 1}}"

@@ -20,8 +20,6 @@ from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.sites import changed_draw, reparameterized
 from pyro_mcvae.programs.types import Message
 
-__all__ = ["SlotDraws", "SlotsChangedError"]
-
 # The number of one row, or of several.
 Row = TypeVar("Row", int, Tensor)
 

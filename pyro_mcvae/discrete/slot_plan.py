@@ -17,8 +17,6 @@ from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.structure.dependencies import find_dependencies
 
-__all__ = ["SlotPlan", "SlotSite", "make_plan"]
-
 
 @dataclass(frozen=True)
 class SlotSite:

@@ -19,8 +19,6 @@ from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.isolation import isolated, rewindable
 from pyro_mcvae.programs.sites import is_scored
 
-__all__ = ["SlotPlanner"]
-
 _logger = logging.getLogger(__name__)
 
 # The slots of the programs, and whether these change from one step to the next, as where data name

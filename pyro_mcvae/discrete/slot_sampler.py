@@ -25,8 +25,6 @@ from pyro_mcvae.programs.messengers import Recorder, Substitutes
 from pyro_mcvae.programs.minibatch import Minibatch
 from pyro_mcvae.programs.run import Run
 
-__all__ = ["SlotSampler"]
-
 _logger = logging.getLogger(__name__)
 
 # Whether the slots of the programs share a run.

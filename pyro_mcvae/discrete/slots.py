@@ -15,10 +15,8 @@ from pyro_mcvae.discrete.site_options import SiteOptions
 from pyro_mcvae.discrete.slot_choice import check_num_slots, choose
 from pyro_mcvae.programs.types import Constraint, Distribution, Message
 
-__all__ = ["SLOTS", "SlotMessenger"]
-
-# Where a guide site's slots are kept: site["infer"][SLOTS].
-SLOTS = "_mcvae_slots"
+# Where a guide site's slots are kept: site["infer"][SLOTS_KEY].
+SLOTS_KEY = "_mcvae_slots"
 
 
 class _StandIn(dist.TorchDistribution):
@@ -71,17 +69,17 @@ class SlotMessenger(EnumMessenger):
         if slots is None:
             super()._pyro_sample(msg)
             return
-        infer[SLOTS] = slots.spread(fn)
+        infer[SLOTS_KEY] = slots.spread(fn)
         if len(slots) == 1:
             # One slot takes no dim of its own: the site is a plain draw.
-            msg["value"] = infer[SLOTS].choice.value[0]
+            msg["value"] = infer[SLOTS_KEY].choice.value[0]
             super()._pyro_sample(msg)
             return
         self._check_nested(msg, len(slots))
         infer["enumerate"] = "parallel"
         # As the program asks, for operators such as cat that do not broadcast.
         expand = self.expand or infer.get("expand")
-        msg["fn"] = _StandIn(fn, (infer[SLOTS] if expand else slots).choice.value)
+        msg["fn"] = _StandIn(fn, (infer[SLOTS_KEY] if expand else slots).choice.value)
         super()._pyro_sample(msg)
         msg["fn"] = fn
         del infer["enumerate"]

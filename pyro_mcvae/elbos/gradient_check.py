@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_random, known_support
 
-__all__ = ["GradientCheck"]
-
 _REMEDY = (
     "their gradients are cleared, so that nothing is trained on them. Compute in double precision "
     "(torch.set_default_dtype(torch.float64)), keep latents and parameters off the ends of their "

@@ -33,8 +33,6 @@ from pyro_mcvae.programs.types import Site
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["TraceRaoBlackwell_ELBO"]
-
 
 class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     r"""

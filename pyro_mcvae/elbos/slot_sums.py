@@ -14,8 +14,6 @@ from pyro_mcvae.elbos.estimate import Sum, add_up, as_scalar, times
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.factors import FactorKey
 
-__all__ = ["SlotSums"]
-
 
 class _Key(NamedTuple):
     dims: frozenset[str]

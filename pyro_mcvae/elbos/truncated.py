@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from pyro_mcvae.elbos.base import ELBOOptions
 
-__all__ = ["TraceTruncated_ELBO"]
-
 
 class TraceTruncated_ELBO(MonteCarloELBO):
     r"""

@@ -23,18 +23,6 @@ from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
 
-__all__ = [
-    "DEFAULT_STEPS",
-    "LEAVE_OUT",
-    "MOVES",
-    "Annealing",
-    "Counted",
-    "EvaluatorCoordinates",
-    "make_annealing",
-    "population",
-    "whiten",
-]
-
 
 class Counted:
     """Transitions of chains, each of which is so much of the work."""

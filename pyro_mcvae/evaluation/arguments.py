@@ -22,15 +22,6 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.types import Program
 
-__all__ = [
-    "Options",
-    "as_arguments",
-    "check_call",
-    "check_function",
-    "make_options",
-    "prepare",
-]
-
 # How many numbers the draws of one chunk may have by default, over all sites.
 _CHUNK = 1 << 23
 

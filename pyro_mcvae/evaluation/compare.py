@@ -53,7 +53,6 @@ from pyro_mcvae.training.store import ParamStorePart, Part, Undo
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure
 
-__all__ = ["Batches", "Comparison", "TrainedCopy", "compare"]
 
 Batches = Iterable[object] | Callable[[], Iterable[object]]
 Curve: TypeAlias = dict[int, tuple[float, LogEvidence]]

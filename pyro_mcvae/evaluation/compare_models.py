@@ -16,8 +16,6 @@ from pyro_mcvae.ops.notices import each_once
 from pyro_mcvae.programs.execution import Programs
 from pyro_mcvae.programs.progress import Progress
 
-__all__ = ["ModelComparison", "compare_models"]
-
 # Differences within so many standard errors are none.
 _ERRORS = 2.0
 # Share of the weights whose k-hat may be too high, so that chance alone explains it.

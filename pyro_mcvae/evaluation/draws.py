@@ -16,8 +16,6 @@ from pyro_mcvae.programs.sites import is_factor, is_latent
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site
 
-__all__ = ["PosteriorDraws", "site_dims", "site_draws", "site_values"]
-
 
 class PosteriorDraws(dict[str, Tensor]):
     """

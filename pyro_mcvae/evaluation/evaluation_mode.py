@@ -21,8 +21,6 @@ from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.training.generators import rng_state, set_rng_state
 
-__all__ = ["check_own_parameters", "evaluation_mode"]
-
 # What Pyro's parameter store consists of.
 _TABLES = "_params", "_param_to_name", "_constraints"
 # By parameter, the modules that hold it, each with the parameter's name.

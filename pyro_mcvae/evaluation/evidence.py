@@ -36,19 +36,6 @@ from pyro_mcvae.programs.progress import Progress, shown
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.guide import TruncatedPosterior
 
-__all__ = [
-    "LogEvidence",
-    "estimate",
-    "guide_and_chains",
-    "has_light_tail",
-    "importance_sampler",
-    "log_evidence",
-    "log_evidence_loader",
-    "share",
-    "weights_of",
-    "with_error",
-]
-
 # ImportanceSampler, below which k-hat says little of their tail.
 _ENOUGH = 500
 

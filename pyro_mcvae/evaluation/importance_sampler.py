@@ -43,8 +43,6 @@ from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.truncated.draws import drawn_from_states
 
-__all__ = ["Density", "ImportanceSampler", "check_no_local_points", "shared_factors"]
-
 _logger = logging.getLogger(__name__)
 
 Density = ChainDensity | WhitenedDensity

@@ -19,8 +19,6 @@ from pyro_mcvae.programs.sites import is_record, is_scored
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.programs.unconditioned import Unconditioned
 
-__all__ = ["to_inference_data"]
-
 
 def to_inference_data(
     draws: PosteriorDraws,

@@ -32,8 +32,6 @@ from pyro_mcvae.programs.types import Message, Site
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.training.generators import rng_state, set_rng_state
 
-__all__ = ["Labellings", "find_labellings", "guide_values"]
-
 _logger = logging.getLogger(__name__)
 
 # Draws at which a density must not change, and units of rounding that are no change.

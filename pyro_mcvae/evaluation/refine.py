@@ -21,8 +21,6 @@ from pyro_mcvae.evaluation.weights import WeightSummary
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.types import Program
 
-__all__ = ["choose", "refine", "take_chosen"]
-
 
 def choose(log_weight: Tensor) -> Tensor:
     """The index of one candidate per draw and datum, ``[count, *plates]``."""

@@ -38,7 +38,6 @@ from pyro_mcvae.programs.types import Program
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Report", "TrainedLoss", "report"]
 
 _logger = logging.getLogger(__name__)
 

@@ -31,8 +31,6 @@ from pyro_mcvae.programs.execution import is_messenger
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.training.generators import rng_state, set_rng_state
 
-__all__ = ["Sandwich", "sandwich"]
-
 _WITHOUT_CHAINS = (
     "use log_evidence without schedule and kernel, whose importance sampling weighs them (both "
     "sides of a sandwich are chains)"

@@ -30,8 +30,6 @@ from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.programs.unconditioned import Unconditioned
 
-__all__ = ["Simulation", "check_density", "follows_data", "simulate"]
-
 ToArgs = Callable[[dict[str, Tensor]], object]
 
 

@@ -25,8 +25,6 @@ from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
 from pyro_mcvae.truncated.posterior import StatePosterior
 
-__all__ = ["StateWeights"]
-
 
 class StateWeights(ImportanceSampler):
     """

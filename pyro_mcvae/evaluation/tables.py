@@ -7,8 +7,6 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["filled", "number", "table"]
-
 
 def number(value: float, error: float) -> str:
     """

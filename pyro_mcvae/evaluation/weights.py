@@ -13,8 +13,6 @@ from pyro_mcvae.ops.pareto import pareto_k, tail_length
 if TYPE_CHECKING:
     from pyro_mcvae.programs.run import Run
 
-__all__ = ["Weighed", "WeightSummary"]
-
 
 class WeightSummary:
     r"""

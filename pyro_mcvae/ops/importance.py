@@ -7,15 +7,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = [
-    "effective_sample_size",
-    "leave_one_out_mean",
-    "leave_one_out_signal",
-    "log_mean_exp",
-    "normalized_weights",
-    "renyi_bound",
-]
-
 
 def log_mean_exp(log_weight: Tensor, dim: int = 0) -> Tensor:
     r"""

@@ -9,8 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Slots", "budget_slots", "fill_slots", "top_k_slots"]
-
 
 class Slots(NamedTuple):
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from torch import distributions as dist
+import torch
 
 from pyro_mcvae.programs.sites import bare, known_support
 from pyro_mcvae.programs.types import Constraint, Distribution, Site
@@ -35,7 +35,9 @@ def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
         fn = inner.pop()
         if fn not in seen:
             seen.add(fn)
-            inner += [d for d in vars(fn).values() if isinstance(d, dist.Distribution)]
+            inner += [
+                d for d in vars(fn).values() if isinstance(d, torch.distributions.Distribution)
+            ]
             # That of Independent is a property, which asks the distribution inside.
             if not isinstance(getattr(type(fn), "_validate_args", None), property):
                 own[fn] = vars(fn).get("_validate_args")

@@ -11,8 +11,6 @@ from torch import Tensor
 from pyro_mcvae.ops import ranks
 from pyro_mcvae.ops.checks import check_count
 
-__all__ = ["RankBatches"]
-
 _STATE = "shuffle", "seed", "epoch", "position"
 
 

@@ -26,8 +26,6 @@ from pyro_mcvae.training.store import (
     store_names,
 )
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
-
 _STORE = "pyro's parameter store"
 
 

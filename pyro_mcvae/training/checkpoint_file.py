@@ -14,9 +14,6 @@ from typing import Any, TypeAlias
 import torch
 from pyro.distributions import constraints
 
-__all__ = ["FORMAT", "VERSION", "Content", "read_content", "write_content"]
-
-
 FORMAT = "pyro_mcvae checkpoint"
 
 

@@ -7,9 +7,6 @@ from typing import Any, TypeAlias
 import pyro
 import torch
 
-__all__ = ["RNGState", "rng_state", "seed_another", "set_rng_state"]
-
-
 # The states of the generators by kind, of tensors and plain values.
 RNGState: TypeAlias = dict[str, Any]
 

@@ -19,8 +19,6 @@ from pyro_mcvae.ops.ranks import num_ranks, rank
 from pyro_mcvae.training.store import Part, PyroOptimPart, Saved, Undo
 from pyro_mcvae.truncated.closed_form import ClosedForm
 
-__all__ = ["ModulePart", "as_parts"]
-
 Spaces: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 

@@ -10,8 +10,6 @@ import torch
 
 from pyro_mcvae.ops.checks import check_count, check_positive
 
-__all__ = ["PlateauDetector"]
-
 # Batches of each quarter, whose means tell the error also where noise is correlated.
 _BATCHES = 10
 # Errors that the improvement must stay below the tolerance by, and how often it is tested: each

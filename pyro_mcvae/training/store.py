@@ -12,8 +12,6 @@ import torch
 from pyro.optim import PyroOptim
 from torch import Tensor, nn
 
-__all__ = ["ParamStorePart", "Part", "PyroOptimPart", "Saved", "Undo", "store_names"]
-
 Undo: TypeAlias = Callable[[], object]
 # What an object's own ``state_dict`` returns: tensors and plain values, however it has them.
 Saved: TypeAlias = Any

@@ -30,8 +30,6 @@ from pyro_mcvae.programs.sites import masked, unscaled_log_prob
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, Site
 
-__all__ = ["broadcast_log_prob", "broadcast_term"]
-
 
 def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:
     """

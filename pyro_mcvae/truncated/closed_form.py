@@ -15,8 +15,6 @@ from pyro_mcvae.programs.sites import bare, inner_scale, layers
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.posterior import StatePosterior
 
-__all__ = ["BernoulliPrior", "ClosedForm", "GaussianNoise"]
-
 # Subclasses may have another density.
 _BERNOULLI = (dist.Bernoulli, torch.distributions.Bernoulli)
 _NORMAL = (dist.Normal, torch.distributions.Normal)

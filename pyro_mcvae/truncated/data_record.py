@@ -14,8 +14,6 @@ from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.layout import StatesError
 from pyro_mcvae.truncated.searched_sites import Layouts
 
-__all__ = ["DataRecord"]
-
 # Two sums over the same observations differ by rounding, where a minibatch is computed otherwise.
 _TOLERANCE = 1e-6
 _GOLDEN = (math.sqrt(5) - 1) / 2

@@ -19,8 +19,6 @@ from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.posterior import StatePosterior
 from pyro_mcvae.truncated.searched_sites import GuideDraws
 
-__all__ = ["apart", "drawn_from_states", "sample_states"]
-
 _MARK = "_pyro_mcvae_states_of"
 
 # Given draws of the other guide, the posterior of the discrete sites.

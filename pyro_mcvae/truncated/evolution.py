@@ -21,15 +21,6 @@ from torch import Tensor
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.truncated.states import StateSpace
 
-__all__ = [
-    "EvolutionaryUpdate",
-    "FitnessProportional",
-    "InformedFlips",
-    "Mutation",
-    "Parents",
-    "UniformFlips",
-]
-
 # Chooses parents: log joint [E, S] and a number P to indices [E, P].
 Selection = Callable[[Tensor, int], Tensor]
 

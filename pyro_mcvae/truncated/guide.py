@@ -34,8 +34,6 @@ from pyro_mcvae.truncated.search import (
 from pyro_mcvae.truncated.searched_sites import GuideDraws, Layouts, find_layouts, run_guide
 from pyro_mcvae.truncated.states import StateSpace, distinct_states
 
-__all__ = ["EStep", "TruncatedPosterior", "new_posterior"]
-
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
 

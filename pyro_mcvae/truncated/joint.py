@@ -39,8 +39,6 @@ from pyro_mcvae.truncated.searched_sites import (
     with_searched,
 )
 
-__all__ = ["JointRuns", "Leaves"]
-
 # The values of a site in each run, as leaves of the graph.
 Leaves = dict[tuple[str, int], Tensor]
 

@@ -20,8 +20,6 @@ from pyro_mcvae.programs.sites import bare
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
 
-__all__ = ["DataIndex", "SiteSpec", "StateLayout", "StatesError", "find_data_index", "site_spec"]
-
 
 class StatesError(SiteError):
     """The program and the states kept for its data do not fit together."""

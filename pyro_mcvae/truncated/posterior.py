@@ -17,8 +17,6 @@ from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.joint import JointRuns
 from pyro_mcvae.truncated.search import Population
 
-__all__ = ["StatePosterior"]
-
 
 class StatePosterior:
     r"""

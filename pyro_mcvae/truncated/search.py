@@ -15,8 +15,6 @@ from pyro_mcvae.truncated.joint import JointRuns, Leaves
 from pyro_mcvae.truncated.layout import DataIndex, StatesError
 from pyro_mcvae.truncated.states import StateSpace, duplicates, keep_best, take_rows
 
-__all__ = ["Population", "PriorDraws", "Proposals", "evaluate", "evolve", "propose"]
-
 
 @dataclass(frozen=True)
 class PriorDraws:

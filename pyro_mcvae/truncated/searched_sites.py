@@ -30,17 +30,6 @@ from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.structure.blocks import Structure
 from pyro_mcvae.truncated.layout import DataIndex, StateLayout, StatesError, site_spec
 
-__all__ = [
-    "GuideDraws",
-    "Layouts",
-    "SearchMessenger",
-    "check_unmasked",
-    "find_layouts",
-    "run_guide",
-    "shared_by_data",
-    "with_searched",
-]
-
 
 class SearchMessenger(Messenger):
     """

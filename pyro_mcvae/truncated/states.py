@@ -9,8 +9,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-__all__ = ["COUNT_LIMIT", "StateSpace", "distinct_states", "duplicates", "keep_best", "take_rows"]
-
 # Counts without an upper bound are searched below this many values.
 COUNT_LIMIT = 1 << 16
 
