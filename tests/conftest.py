@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyro_mcvae.particles import runner
-from pyro_mcvae.programs.mapping import Way
+from pyro_mcvae.programs.vmap import Way
 
 # Examples that depend on the clock or on luck make a failure hard to see again.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)

@@ -5,7 +5,7 @@ from pyro.poutine.guide import GuideMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 
-from pyro_mcvae.programs.plates import LEADING
+from pyro_mcvae.programs.types import LEADING
 
 
 class Fix(Messenger):

@@ -16,7 +16,7 @@ from pyro.infer import autoguide
 
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
 
 
 def data(*shape, seed=0):

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pyro_mcvae.chains.kernel import Info, State, Target, finite, of_moving
-from pyro_mcvae.ops.importance import leave_one_out_mean, leave_one_out_signal
+from pyro_mcvae.chains.kernels import Info, State, Target, finite, of_moving
+from pyro_mcvae.ops.weights import leave_one_out_mean, leave_one_out_signal
 
 
 class Transition(Protocol):

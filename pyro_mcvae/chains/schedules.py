@@ -9,9 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from pyro_mcvae.chains.transitions import no_value
-from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.ops.options import FixedOptions
+from pyro_mcvae.chains.parameters import no_value
+from pyro_mcvae.ops.checks import FixedOptions, check_count
 
 
 class Schedule(FixedOptions, nn.Module, ABC):

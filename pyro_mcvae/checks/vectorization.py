@@ -1,20 +1,10 @@
-"""
-Whether what stands in leading dims is what a loop would run.
-
-A program that counts dims from the left (``softmax(1)``, ``h - h.mean(0)``, ``nn.BatchNorm1d`` with
-as many data as features) runs with a dim more in front, and is another program. Shapes need not
-change. So a few vectorized particles are run beside the same latents one at a time, and all values
-of enumerated sites beside one value of each:
-
-* where chosen latents are NaN, the same entries of each density must be NaN as alone, and no entry
-  of another particle, whatever the weights of the networks are;
-* each entry of each density must have the value that it has alone.
-"""
+"""What stands in the leading dims of runs, for errors, and what to do without it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,17 +14,12 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_mcvae.checks.leading_dims import LeadingDimsName, NotComparedError, not_vectorizable
-from pyro_mcvae.ops.shapes import as_shape
+from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.programs.contract import check_batch_dims
 from pyro_mcvae.programs.enumeration import is_state, support_of_state
-from pyro_mcvae.programs.errors import LeadingDimsError
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.fixed_noise import Draw
-from pyro_mcvae.programs.leading import Leading
-from pyro_mcvae.programs.mapping import Way, particle_plates
+from pyro_mcvae.programs.messengers import Leading
 from pyro_mcvae.programs.probing import (
+    Draw,
     Probe,
     ProgramError,
     perturbed,
@@ -42,12 +27,15 @@ from pyro_mcvae.programs.probing import (
     probe_model,
     probing,
 )
-from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import changed_draw, is_latent, is_random
 from pyro_mcvae.programs.terms import scored
-from pyro_mcvae.programs.types import Message, Site
+from pyro_mcvae.programs.types import FactorKey, LeadingDimsError, Message, Site
+from pyro_mcvae.programs.vmap import Way, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
-from pyro_mcvae.structure.interventions import (
+from pyro_mcvae.structure.cache import Analysis
+from pyro_mcvae.structure.dependencies import Batch, Reads, reads_of_latents
+from pyro_mcvae.structure.independence import (
     Values,
     another,
     differing,
@@ -55,7 +43,76 @@ from pyro_mcvae.structure.interventions import (
     other_draws,
     random_half,
 )
-from pyro_mcvae.structure.reads import Batch, Reads, reads_of_latents
+
+
+class LeadingDimsName(NamedTuple):
+    """
+    What stands in leading dims, for errors.
+
+    :ivar remedy: what to do without them, to be followed by another remedy.
+    :ivar sizes: what to do where sizes do not match.
+    """
+
+    name: str
+    remedy: str
+    sizes: str = ""
+
+
+_EXPAND = (
+    "Where labels are joined with data, infer={'enumerate': 'parallel', 'expand': True} at the "
+    "discrete site gives its values the sizes of the plates. "
+)
+PARTICLES = LeadingDimsName("vectorised particles", "Pass vectorize_particles=False, or")
+STATES = LeadingDimsName("states side by side", "Pass vectorize_particles=False, or")
+ENUMERATED = LeadingDimsName(
+    "all values of its enumerated sites",
+    "Remove infer={'enumerate': 'parallel'} and draw these in the guide, or",
+    _EXPAND,
+)
+SLOTS = LeadingDimsName(
+    "slots of discrete sites and vectorised particles",
+    "Pass num_categories=0, num_samples=1 and vectorize_particles=False, or",
+    _EXPAND,
+)
+
+
+def not_vectorizable(
+    name: LeadingDimsName, count: int | None, nesting: int, error: Exception
+) -> LeadingDimsError:
+    """What is wrong with programs that fail with leading dims only."""
+    several = f"{count} {name.name}" if count is not None else name.name
+    cause = str(error) if isinstance(error, ProgramError) else f"{type(error).__name__}: {error}"
+    return LeadingDimsError(
+        f"the model or the guide cannot be run with {several} in batch dim {-nesting - 1}, to the "
+        f"left of its plates, though it runs with one. {name.remedy} make it broadcast over "
+        f"leading dims: index from the right, as in z[..., 0], or means[..., group] in the place "
+        f"of means[group] (Vindex for tables). {name.sizes if 'must match' in cause else ''}"
+        f"The error was: {cause}",
+        reason=cause,
+    )
+
+
+class NotComparedError(LeadingDimsError):
+    """Programs run with leading dims, and cannot be compared with runs of one."""
+
+    def __init__(self, name: LeadingDimsName, error: Exception) -> None:
+        super().__init__(
+            f"the {name.name} cannot be compared with runs of one: {error}. {name.remedy} make the "
+            f"model and guide run at any latents",
+            reason=f"runs of one cannot be compared with: {error}",
+        )
+
+
+def not_settled(attempts: int, shared: frozenset[str]) -> LeadingDimsError:
+    """What is wrong with programs whose global sites are others in each run."""
+    return LeadingDimsError(
+        f"the programs show other global sites in each of {attempts} runs on the same minibatch "
+        f"(now {sorted(shared)}), so the particles cannot be vectorised: pass "
+        f"vectorize_particles=False"
+    )
+
+
+# Whether what stands in leading dims is what a loop would run.
 
 Densities = dict[FactorKey, Tensor]
 
@@ -531,3 +588,62 @@ def _state_mismatch(key: FactorKey, sums: str) -> RuntimeError:
         f"dim for another: index and reduce from the right, as in Vindex(means)[..., y] and "
         f"softmax(-1), and read no shape of an enumerated value; or draw these sites in the guide"
     )
+
+
+# The comparisons of runs: once for each structure and size of an analysis.
+
+_logger = logging.getLogger(__name__)
+
+# Programs of stochastic structure show ever new sizes: so many are compared at once, and of those
+# that follow one in so many.
+_AT_ONCE, _THEN_ONE_IN = 64, 16
+
+
+def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool) -> None:
+    """
+    Check that leading dims are what a loop would be.
+
+    :param bool trusted: whether the user says that the programs broadcast over leading dims; then
+        a warning tells if they cannot be compared with runs of one.
+    :raises LeadingDimsError: as :class:`LeadingRun`.
+    """
+    run = leading.run
+    for count in sorted(run.outer_sizes & run.inner_sizes):
+        leading.check_count(count)
+    # Not how many particles there are: they are compared in a number of their own.
+    key = "compared", run.signature, run.sizes, leading.shared, leading.way
+
+    def compare() -> None:
+        try:
+            leading.check(thorough=not analysis.before(key))
+        except NotComparedError as error:
+            if not (trusted and leading.ran):
+                raise
+            _logger.warning("%s (vectorize_particles=True is trusted)", error)
+
+    _once_of_many(analysis, key, compare, leading.name.name)
+
+
+def compare_states(analysis: Analysis, programs: Programs, run: Run) -> None:
+    """Check that a run whose states are summed has the densities of single states."""
+    key = "compared", "states", run.signature, run.sizes
+    _once_of_many(analysis, key, lambda: check_states(programs, run), "states")
+
+
+def _once_of_many(
+    analysis: Analysis, key: tuple[Hashable, ...], compare: Callable[[], None], name: str
+) -> None:
+    if analysis.get(key) is not None:
+        return
+    number = analysis.count("compared")
+    if number == _AT_ONCE:
+        _logger.warning(
+            "the programs have shown %d sets of sizes, each of which was compared with a loop "
+            "over its %s; of those to come, one in %d is",
+            _AT_ONCE,
+            name,
+            _THEN_ONE_IN,
+        )
+    if number < _AT_ONCE or number % _THEN_ONE_IN == 0:
+        compare()
+    analysis.put(key, True)

@@ -1,4 +1,4 @@
-"""Monte Carlo EM by Hamiltonian Monte Carlo per datum, for programs with continuous latents."""
+"""Where the chain of each datum stands, from one visit to the next."""
 
 from __future__ import annotations
 
@@ -6,29 +6,171 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.chains.annealing import Chain
-from pyro_mcvae.chains.hmc import HMC
-from pyro_mcvae.chains.kernel import Kernel, State, Target
-from pyro_mcvae.chains.step_size import AdaptiveStepSize
-from pyro_mcvae.comparisons.calls import Call
-from pyro_mcvae.comparisons.chain_states import ChainStates
+from pyro_mcvae.chains.kernels import HMC, Kernel, State, Target
+from pyro_mcvae.chains.parameters import AdaptiveStepSize
 from pyro_mcvae.coordinates.chain_density import ChainDensity
-from pyro_mcvae.elbos.base import ELBOOptions, check_options
-from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO
-from pyro_mcvae.elbos.chain_record import ChainRecord
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, as_scalar, check_options
+from pyro_mcvae.elbos.chain import ChainCoordinates, ChainELBO, ChainRecord
 from pyro_mcvae.elbos.elbo_terms import local_estimate
-from pyro_mcvae.elbos.estimate import Estimate, as_scalar
-from pyro_mcvae.elbos.slot_average import OneSlot
+from pyro_mcvae.elbos.rao_blackwell import OneSlot
 from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.executed_code import ExecutedCode
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.ops.distributed import concat_over_ranks
+from pyro_mcvae.particles.sampler import WeightedParticles
+from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.programs.progress import shown
+from pyro_mcvae.programs.run import Programs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class ChainStates(nn.Module):
+    """
+    One chain per datum, found again by the indices of its plates.
+
+    The buffers are made at the first visit, and are part of ``state_dict()``.
+
+    :ivar positions: shape ``[K, *full plates, D]``.
+    :ivar visited: which data have a chain, shape ``[*full plates]``.
+    """
+
+    positions: Tensor | None
+    visited: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", None)
+        self.register_buffer("visited", None)
+
+    def forget(self) -> None:
+        """Drop all positions, as if there had been no call."""
+        self.positions = self.visited = None
+
+    def resume(self, sample: WeightedParticles, drawn: Tensor) -> Tensor:
+        """
+        Where the minibatch's chains stand; data that come for the first time begin at ``drawn``.
+
+        :param drawn: positions, shape ``[K, *plates, D]``.
+        """
+        index = _index(sample)
+        if self.positions is None or self.visited is None:
+            sizes = _full_sizes(sample)
+            self.positions = drawn.new_zeros((drawn.shape[0], *sizes, drawn.shape[-1]))
+            self.visited = torch.zeros(sizes, dtype=torch.bool, device=drawn.device)
+        self._check(sample, drawn)
+        known = self.visited[index] if index else self.visited
+        kept = self.positions[_of_all_chains(index)]
+        return torch.where(known[..., None], kept.to(drawn), drawn)
+
+    @torch.no_grad()
+    def keep(self, sample: WeightedParticles, positions: Tensor) -> None:
+        """
+        Remember where the minibatch's chains have got to.
+
+        :param positions: shape ``[K, *plates, D]``.
+        """
+        assert self.positions is not None
+        assert self.visited is not None
+        at = torch.zeros((), dtype=torch.long, device=self.visited.device)
+        for index, size in zip(_index(sample), self.visited.shape, strict=True):
+            at = at * size + index.to(at.device)
+        chains, numbers = positions.shape[0], positions.shape[-1]
+        rows = positions.detach().to(self.positions).reshape(chains, -1, numbers).transpose(0, 1)
+        # In a distributed run every rank keeps the chains of all data.
+        at, rows = concat_over_ranks(at.flatten()), concat_over_ranks(rows)
+        self.positions.view(chains, -1, numbers)[:, at] = rows.transpose(0, 1)
+        self.visited.view(-1)[at] = True
+
+    def _check(self, sample: WeightedParticles, drawn: Tensor) -> None:
+        assert self.positions is not None
+        shape = drawn.shape[0], *_full_sizes(sample), drawn.shape[-1]
+        if self.positions.shape != shape:
+            raise ValueError(
+                f"the chains of an earlier step have shape {tuple(self.positions.shape)} "
+                f"[particles, *data, numbers per datum], but the programs now need {shape}: make a "
+                f"new MonteCarloEM for other data, or pass persistent=False"
+            )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *args: object
+    ) -> None:
+        # The chains saved may be those of data that this object has not seen.
+        for name in ("positions", "visited"):
+            saved = state_dict.get(prefix + name)
+            if saved is not None:
+                setattr(self, name, torch.empty_like(saved))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
+    """The indices of the minibatch in each plate, broadcast against each other."""
+    if len(sample.blocks) != 1 or len(sample.blocks[0].dims) != len(sample.blocks[0].plates):
+        raise ValueError(
+            "persistent=True finds the chains of a datum by the indices of its plates, but the "
+            "programs have several separate plates of data, or sequential ones: use one vectorised "
+            "plate, pyro.plate('data', N, dim=-1), or persistent=False"
+        )
+    frames = sample.frames[0]
+    count = len(frames)
+    return tuple(
+        sample.subsamples[f.name].reshape((-1,) + (1,) * (count - 1 - i))
+        for i, f in enumerate(frames)
+    )
+
+
+def _of_all_chains(index: tuple[Tensor, ...]) -> tuple[slice | Tensor, ...]:
+    return (slice(None), *index)
+
+
+def _full_sizes(sample: WeightedParticles) -> tuple[int, ...]:
+    return tuple(f.full_size or f.size for f in sample.frames[0])
+
+
+# What a step was called with, to tell whether the next one is of the same.
+
+
+@dataclass
+class Call:
+    """
+    The programs of a step, its arguments, and what the programs read besides these.
+
+    :param Programs programs: of the step.
+    :param executed: the functions that the step has executed.
+    """
+
+    programs: Programs
+    executed: ExecutedCode
+
+    def __post_init__(self) -> None:
+        self._leaves = _leaves(self.programs)
+        roots = (*self.programs.pair, *self._leaves)
+        self._read = Dependencies.of(*roots, executed=self.executed, contents=True)
+
+    def is_same(self, programs: Programs) -> bool:
+        """Whether another step has the same programs, on data that have not changed."""
+        if self._read.refused or programs.pair != self.programs.pair:
+            return False
+        leaves = _leaves(programs)
+        same = len(leaves) == len(self._leaves) and all(map(_same_leaf, leaves, self._leaves))
+        return same and self._read.changed() is None
+
+
+def _leaves(programs: Programs) -> list[object]:
+    leaves: list[object] = tree_leaves((programs.args, programs.kwargs))
+    return leaves
+
+
+def _same_leaf(a: object, b: object) -> bool:
+    if a is b:
+        return True
+    return type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b
+
+
+# Monte Carlo EM by Hamiltonian Monte Carlo per datum, for programs with continuous latents.
 
 
 @dataclass
@@ -97,7 +239,7 @@ class MonteCarloEM(ChainELBO):
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
     :ivar last_step: acceptance and step size of the last draw, a
-        :class:`~pyro_mcvae.elbos.chain_record.ChainRecord`; its ``log_weight`` is the guide's.
+        :class:`~pyro_mcvae.elbos.chain.ChainRecord`; its ``log_weight`` is the guide's.
     :ivar states: where persistent chains stand; None without.
     :raises ValueError: for counts below 1, an unadjusted kernel; at the first step for discrete
         latents, for programs in which no latent can be weighed by itself, and with ``persistent``

@@ -1,4 +1,4 @@
-"""The wake-sleep algorithm, for any Pyro program that can dream."""
+"""Data dreamt by a model: drawn from its joint density, and scored by the guide."""
 
 from __future__ import annotations
 
@@ -6,24 +6,226 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import pyro
 import torch
+from pyro.ops.provenance import ProvenanceTensor, detach_provenance, get_provenance
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pyro_mcvae.comparisons.dream_checks import check_factors, check_reads
-from pyro_mcvae.comparisons.dreams import dream, dreamt_values, recognize
-from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
+from pyro_mcvae.elbos.base import Bounds, ELBOOptions, Estimate, MonteCarloELBO, as_scalar
 from pyro_mcvae.elbos.elbo_terms import elbo_bounds, elbo_costs, total_cost
-from pyro_mcvae.elbos.estimate import Bounds, Estimate, as_scalar
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.contract import nesting_of
+from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes, Unconditioned
+from pyro_mcvae.programs.run import Programs, Run
+from pyro_mcvae.programs.sites import (
+    counted_values,
+    is_delta,
+    is_factor,
+    is_latent,
+    is_random,
+    is_scored,
+)
 from pyro_mcvae.programs.substitute import substitute
-from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.programs.terms import Term, guide_terms
+from pyro_mcvae.programs.types import FactorKey, Program, Site
+from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure.dependencies import Escapes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+
+def dream(programs: Programs, subsamples: Minibatch) -> Trace:
+    """
+    Draw latents and data from the model's joint density, on a given minibatch.
+
+    :param subsamples: the indices of each plate.
+    :raises ValueError: if the model cannot be drawn from.
+    """
+    try:
+        with Recorder(Substitutes(Minibatch(subsamples))) as recorder, Unconditioned():
+            programs.model(*programs.args, **programs.kwargs)
+    except NotImplementedError as error:
+        raise ValueError(
+            f"the model cannot dream, because one of its distributions cannot be drawn from "
+            f"({type(error).__name__}: {error}): give each site a proper distribution with sample()"
+        ) from error
+    return recorder.trace
+
+
+def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
+    """
+    The dream's data by site, with the model's own data where these are masked out.
+
+    :param model_trace: a run of the model on the data.
+    :raises ValueError: naming a site that was not dreamt, or in another shape than its data.
+    """
+    found = {}
+    for name, site in model_trace.nodes.items():
+        if not is_scored(site) or not site["is_observed"] or is_factor(site["fn"]):
+            continue
+        value = site["value"]
+        new = dreamt.nodes[name]["value"] if name in dreamt else None
+        if new is None or new.shape != torch.as_tensor(value).shape:
+            what = "nothing" if new is None else f"a value of shape {tuple(new.shape)}"
+            raise ValueError(
+                f"the model observes site '{name}' in shape {tuple(torch.as_tensor(value).shape)}, "
+                f"but drew {what} there when it dreamt: its plates and its distribution, expanded, "
+                f"must give the data's shape, whatever the latents"
+            )
+        counted = counted_values(site)
+        if counted is not None:
+            new = torch.where(counted, new, value)
+        found[name] = new.detach()
+    return found
+
+
+def recognize(programs: Programs, dreamt: Trace, subsamples: Minibatch) -> Run:
+    """
+    Run the guide on a dream: its terms are log q of the dreamt latents.
+
+    :param programs: with arguments that hold the dreamt data.
+    :raises ValueError: naming a site that the guide cannot recognize.
+    """
+    with Recorder(Substitutes(Minibatch(subsamples)), dreamt) as recorder:
+        programs.guide(*programs.args, **programs.kwargs)
+    guide_trace = recorder.trace
+    _check(guide_trace, dreamt)
+    terms = tuple(guide_terms(guide_trace))
+    return Run(guide_trace, dreamt, terms, nesting_of(guide_trace, dreamt), None)
+
+
+def _check(guide_trace: Trace, dreamt: Trace) -> None:
+    for name, site in guide_trace.nodes.items():
+        if not is_latent(site):
+            continue
+        if name not in dreamt:
+            raise ValueError(
+                f"the guide draws site '{name}', of which the model's dream has no value, so that "
+                f"the guide's density there is not known: the sleep phase needs guides whose sites "
+                f"are the model's own (no auxiliary sites, as AutoGuides and EasyGuide have)"
+            )
+        if is_delta(site["fn"]):
+            raise ValueError(
+                f"site '{name}' of the guide is a point mass, which gives a dreamt value no "
+                f"density: give it a distribution that is spread out"
+            )
+
+
+# Whether a model can dream: what it says of factors, and of data read from its arguments.
+
+
+def check_factors(programs: Programs, run: Run) -> None:
+    """
+    Check that no factor of the model depends on a latent: a dream could not take account of it.
+
+    :raises ValueError: naming the factor.
+    """
+    factors = [n for n, s in run.model_trace.nodes.items() if _is_scored_factor(s)]
+    if not factors:
+        return
+    tracked = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
+    found = dependencies.find_dependencies(programs, tracked, run.subsamples).factors
+    for name in factors:
+        parents = found.get(FactorKey("model", name), tracked)
+        if parents:
+            raise ValueError(
+                f"the model's factor '{name}' depends on {', '.join(map(repr, sorted(parents)))}, "
+                f"so that the model's density is not the one that it draws from, and it cannot "
+                f"dream: write the factor as a distribution of an observed site, or train with "
+                f"another objective, such as TraceSGVB_ELBO"
+            )
+
+
+def check_reads(programs: Programs, run: Run) -> None:
+    """
+    Check that only the guide reads the observed values from the arguments, and that it does.
+
+    A dream would mix with the data in a model that reads them, beside ``obs=``; a guide that does
+    not read them sees the data elsewhere, where no dream comes. Found by running both once
+    more, with the observed tensors among the arguments tracked.
+
+    :raises ValueError: naming a site of the model whose distribution depends on observed values, or
+        saying that the guide's do not.
+    """
+    with isolated(programs.owners), torch.no_grad():
+        dreamt = dream(programs, run.subsamples)
+        values = dreamt_values(run.model_trace, dreamt)
+        if not values:
+            return
+        changed = substitute(programs, run.model_trace.nodes, values, run.subsamples)
+        marked = _Marked(programs, changed)
+        read = marked.readers(lambda p: dream(p, run.subsamples))
+        seen = marked.readers(lambda p: recognize(p, dreamt, run.subsamples).guide_trace)
+    if read:
+        raise ValueError(
+            f"the distribution of site '{read[0]}' of the model depends on observed values that "
+            f"the model reads from its arguments, so that in a dream it would mix with the data: "
+            f"use the values that pyro.sample returns, pass covariates as other tensors than the "
+            f"observed ones, or make the guide's arguments by dream_args"
+        )
+    if seen == []:
+        raise ValueError(
+            f"the guide reads the data of {', '.join(map(repr, sorted(values)))} from none of the "
+            f"arguments in which the model observes them, so that it would not see a dream: read "
+            f"them there, or say by dream_args how the guide's arguments follow from the dream"
+        )
+
+
+def _is_scored_factor(site: Site) -> bool:
+    return is_scored(site) and site["is_observed"] and is_factor(site["fn"])
+
+
+class _Marked:
+    """
+    The arguments of a call with marks on the tensors that a dream changes.
+
+    Two kinds of marks, because each is blind somewhere: provenance in custom autograd functions,
+    gradients at integers.
+    """
+
+    def __init__(self, programs: Programs, changed: Programs) -> None:
+        old, new = (tree_leaves((p.args, p.kwargs)) for p in (programs, changed))
+        leaves = {id(a): a.detach().clone() for a, b in zip(old, new, strict=True) if a is not b}
+        for leaf in leaves.values():
+            leaf.requires_grad_(leaf.is_floating_point())
+        self._ids = frozenset(map(id, leaves.values()))
+        marks = {i: ProvenanceTensor(t, frozenset({"data"})) for i, t in leaves.items()}
+        call = (programs.args, programs.kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda t: marks.get(id(t), t), call)
+        self._programs = replace(programs, args=args, kwargs=kwargs)
+
+    def readers(self, run: Callable[[Programs], Trace]) -> list[str] | None:
+        """
+        The sites whose distribution was computed from marked tensors; None if that is not known.
+        """
+        try:
+            with torch.enable_grad(), pyro.validation_enabled(False):
+                with Escapes() as escapes:
+                    trace = run(self._programs)
+                found = [n for n, s in trace.nodes.items() if self._reads(s)]
+        except Exception:
+            # Operators that refuse tracked tensors: such programs cannot be looked at.
+            return None
+        # What became of data that turned into Python numbers is not known.
+        return found if found or not escapes.names else None
+
+    def _reads(self, site: Site) -> bool:
+        if not is_scored(site) or is_factor(site["fn"]):
+            return False
+        log_prob = site["fn"].log_prob(detach_provenance(site["value"]).detach())
+        if get_provenance(log_prob):
+            return True
+        log_prob = detach_provenance(log_prob)
+        return log_prob.requires_grad and not self._ids.isdisjoint(
+            dependencies.leaves_behind(log_prob)
+        )
+
+
+# The wake-sleep algorithm, for any Pyro program that can dream.
 
 # Programs may show other sites in every step, as sequential minibatches do.
 _MOST_CHECKS = 8

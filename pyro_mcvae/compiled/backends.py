@@ -1,22 +1,253 @@
-"""Run a recorded graph, compiled or as it is."""
+"""Whether two ways to compute a step have the same numbers."""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from pyro_mcvae.compiled.agreement import check_kernels
 from pyro_mcvae.compiled.graph import owns_outputs
-from pyro_mcvae.compiled.kernels import in_one_file
-from pyro_mcvae.ops.generators import Generators
-from pyro_mcvae.programs.errors import first_line
+from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.programs.types import first_line
+
+# A decision that rounding turns, of a Metropolis test say, makes other numbers now and then.
+_ATTEMPTS = 3
+# How many roundings of its largest entry an output may be off, and how many times what one rounding
+# of every parameter changes in it: a long chain magnifies errors, a sum near zero has large terms.
+_ROUNDINGS, _MAGNIFIED = 32, 64
+_EVERY = 1024
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+
+
+def is_due(uses: int) -> bool:
+    """
+    Whether a comparison is made at this use: at 1, 2, 4, ... 1024, then at every 1024th.
+
+    Example::
+
+        >>> from pyro_mcvae.compiled.backends import is_due
+        >>> [uses for uses in range(1, 3000) if is_due(uses)]
+        [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+    """
+    return uses % _EVERY == 0 or (uses < _EVERY and uses & (uses - 1) == 0)
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal, with NaN at the same entries."""
+    return _is_close(found, expected, torch.zeros(()))
+
+
+def differing(pairs: Pairs, graph: GraphModule, moved: Callable[[], list[Tensor]]) -> list[int]:
+    """
+    Find the outputs of a graph that another way to compute them does not share, but for rounding.
+
+    :param pairs: each output of the graph, and the other's.
+    :param moved: computes the graph's outputs once more, with every parameter rounded otherwise.
+    """
+    eps = _coarsest(graph)
+    allowed = [_ROUNDINGS * eps * _largest(expected) for expected, _ in pairs]
+    off = [i for i, (a, b) in enumerate(pairs) if not _is_close(b, a, allowed[i])]
+    again = moved() if off else []
+    for i in off:
+        change = again[i].detach().double() - pairs[i][0].detach().double()
+        allowed[i] = _MAGNIFIED * _largest(change)
+    return [i for i in off if not _is_close(*pairs[i], allowed[i])]
+
+
+def perturbed(inputs: list[Tensor], graph: GraphModule) -> list[Tensor]:
+    """Return the inputs with a rounding error in each parameter; in each input if none is one."""
+    known = any(t.requires_grad for t in inputs)
+    eps, found = _coarsest(graph), []
+    for t in inputs:
+        if t.is_floating_point() and (t.requires_grad or not known):
+            # The same signs each time, and no random numbers.
+            signs = torch.arange(t.numel(), device=t.device).reshape(t.shape).sin().sign()
+            t = t.detach() * (1 + eps * signs).to(t.dtype)
+        found.append(t)
+    return found
+
+
+def check_kernels(
+    run: Callable[..., list[Tensor]], graph: GraphModule, example: list[Tensor]
+) -> None:
+    """
+    Compare compiled kernels with the graph that they were made of, at a few draws.
+
+    :raises RuntimeError: if their numbers are others at each of them.
+    """
+    begin = Generators()
+    for _ in range(_ATTEMPTS):
+        again = Generators()
+        found = run(*example)
+        again.put_back()
+        pairs = list(zip(graph(*example), found, strict=True))
+        after = Generators()
+
+        def moved(again: Generators = again) -> list[Tensor]:
+            again.put_back()
+            outputs: list[Tensor] = graph(*perturbed(example, graph))
+            return outputs
+
+        wrong = differing(pairs, graph, moved)
+        after.put_back()
+        if not wrong:
+            begin.put_back()
+            return
+    raise RuntimeError(
+        f"its kernels compute other numbers than the recording, at output {wrong[0]} of "
+        f"{len(pairs)}"
+    )
+
+
+def _is_close(found: Tensor, expected: Tensor, allowed: Tensor) -> bool:
+    """Whether no entry is off by more than allowed; NaN and infinity are at the same entries."""
+    if found.shape != expected.shape:
+        return False
+    found, expected = found.detach().to(expected.dtype), expected.detach()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    if expected.is_floating_point() and not bool(same.all()):
+        same |= (found - expected).abs() <= allowed
+    return bool(same.all())
+
+
+def _largest(values: Tensor) -> Tensor:
+    """The largest finite entry, by which the others are measured."""
+    values = values.detach().double().abs()
+    values = values.where(values.isfinite(), 0)
+    return values.amax() if values.numel() else values.new_zeros(())
+
+
+def _coarsest(graph: GraphModule) -> float:
+    metas = [node.meta.get("tensor_meta") for node in graph.graph.nodes]
+    types = {m.dtype for m in metas if isinstance(getattr(m, "dtype", None), torch.dtype)}
+    return max((torch.finfo(t).eps for t in types if t.is_floating_point), default=1e-16)
+
+
+# The kernels of a compiled graph in one file for the C++ compiler, or in one for each processor.
+
+# Two files are compiled at a time, where they are so long that their headers do not matter.
+_LONG = 100_000
+
+_INCLUDES = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <cerrno>
+#include <cstdlib>
+#include <sstream>
+"""
+# Each in a namespace of its own; the name that Inductor gives all of them is made another.
+_PART = """
+namespace part_{i} {{
+#define kernel kernel_{i}
+{source}
+#undef kernel
+{binding}
+}}
+"""
+
+
+class _Kernel:
+    """A kernel that is not compiled yet; if it is called, it is compiled alone."""
+
+    def __init__(self, cache: Any, types: list[str], source: str) -> None:
+        self.cache, self.types, self.source = cache, types, source
+        self.run: Callable[..., None] | None = None
+
+    def __call__(self, *args: object) -> None:
+        if self.run is None:
+            self.run = self.cache.load_pybinding(self.types, self.source)
+        self.run(*args)
+
+
+@contextmanager
+def in_one_file() -> Iterator[None]:
+    """
+    Compile the kernels of graphs that are compiled within at the end, together.
+
+    Where this version of PyTorch does not have what it takes, or the file cannot be compiled,
+    kernels are compiled one by one, as Inductor does.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    if "{entry_func}" not in getattr(Cache, "suffix_template", ""):
+        yield
+        return
+    load, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
+    scopes: list[dict[str, Any]] = []
+
+    def load_later(self: AsyncCompile, argtypes: list[str], source_code: str) -> _Kernel:
+        return _Kernel(Cache, argtypes, source_code)
+
+    def wait_for_others(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        scopes.append(scope)
+        wait(self, scope)
+
+    AsyncCompile.cpp_pybinding, AsyncCompile.wait = load_later, wait_for_others  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding, AsyncCompile.wait = load, wait  # type: ignore[method-assign]
+    kernels = [k for scope in scopes for k in scope.values() if isinstance(k, _Kernel)]
+    if len(kernels) < 2:
+        return
+    try:
+        _compile(kernels)
+    except Exception:
+        return  # each by itself, when it is called
+    for scope in scopes:
+        scope.update((n, k.run) for n, k in list(scope.items()) if isinstance(k, _Kernel))
+
+
+def _compile(kernels: list[_Kernel]) -> None:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    class First(Cache):
+        entry_function = "kernel_0"
+
+    long = sum(len(k.source) for k in kernels) > _LONG and (os.cpu_count() or 1) > 1
+    files = [kernels[::2], kernels[1::2]] if long else [kernels]
+    loads = [First.load_async(_source(file, Cache.suffix_template), "cpu") for file in files]
+    with ThreadPoolExecutor(len(files)) as threads:  # the compiler is another process
+        libraries = list(threads.map(lambda load: load(), loads))
+    for library, file in zip(libraries, files, strict=True):
+        for i, kernel in enumerate(file):
+            # One file has the modules of all of them, each with its own function that makes it.
+            name = f"{library.__name__.rpartition('.')[0]}.kernel_{i}"
+            spec: Any = importlib.util.spec_from_file_location(name, library.__file__)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            kernel.run = getattr(module, f"kernel_{i}")
+
+
+def _source(kernels: list[_Kernel], template: str) -> str:
+    parts = [_INCLUDES]
+    for i, kernel in enumerate(kernels):
+        types = enumerate(t.replace("const ", "") for t in kernel.types)
+        arguments = ", ".join(f"parse_arg<{t}>(args, {n})" for n, t in types)
+        binding = template.format(
+            arg_len=len(kernel.types),
+            call_entry_func=f"kernel_{i}({arguments}); Py_RETURN_NONE;",
+            entry_func=f"kernel_{i}",
+            extra_parse_arg="",
+        )
+        parts.append(_PART.format(i=i, source=kernel.source, binding=binding))
+    return "".join(parts)
+
+
+# Run a recorded graph, compiled or as it is.
 
 _logger = logging.getLogger(__name__)
 

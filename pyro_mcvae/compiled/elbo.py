@@ -1,24 +1,297 @@
-"""A loss recorded once, and replayed."""
+"""One kind of call of a loss: when it is recorded, replayed, compared, and given up."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Hashable
-from typing import Any, cast
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, cast
 
+import pyro
+import torch
 from pyro.infer.elbo import ELBO
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor, nn
 
-from pyro_mcvae.compiled.backends import Backend
-from pyro_mcvae.compiled.case import Case
+from pyro_mcvae.compiled.backends import Backend, Run, check_kernels, differing, is_due, perturbed
 from pyro_mcvae.compiled.guards import NotRecordable
-from pyro_mcvae.compiled.signature import Args, Call, Kwargs
-from pyro_mcvae.ops.notices import WarnOnce
-from pyro_mcvae.ops.options import FixedOptions, options_of
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.compiled.recording import (
+    Args,
+    Call,
+    Kwargs,
+    NotUsable,
+    Outcome,
+    Recording,
+    gradients_of,
+    record,
+)
+from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, options_of
+from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
+from pyro_mcvae.programs.types import Program, first_line
 
 _logger = logging.getLogger(__name__)
+
+# Programs make parameters and find out about themselves in their first steps.
+_PLAIN_STEPS = 2
+# A recording takes as long as so many steps; from so many seconds on it is announced. Each that
+# served for less lets the next one wait twice as long, at most for so many steps.
+_COST, _LONG, _MAX_WAIT = 100, 20, 1024
+# From so many steps between attempts on the log names what changes.
+_OFTEN = 64
+# How many recordings of one kind of call are kept: of training and of evaluation mode, say.
+_MAX_RECORDINGS = 4
+# After so many comparisons that failed it is given up.
+_MAX_FAILURES = 3
+# A recording is compiled at its third use: one that serves once or twice is not worth it.
+_COMPILED_FROM = 3
+
+_MISSED = object()
+
+
+class Case:
+    """
+    Calls that differ in their tensors' values only.
+
+    :param loss: whose calls they are.
+    :param tell: logs why they cannot be recorded.
+    """
+
+    def __init__(self, loss: object, backend: Backend, tell: Callable[[str], object]) -> None:
+        self._loss, self._backend, self._tell = loss, backend, tell
+        self._recordings: list[Recording] = []
+        # Plain steps since the last attempt to record one, and how many there are before the next.
+        self._plain_steps, self._wait = 0, _PLAIN_STEPS
+        self._failures = self._uses = self._made = 0
+        self._changed, self._seconds = "", 0.0
+        self._seen: Dependencies | None = None
+        self._executed, self._more = ExecutedCode(), ExecutedCode()
+        self.refused = ""
+
+    def take(self, call: Call) -> object:
+        """Take one step."""
+        if self.refused:
+            return self._plain(call)
+        for recording in tuple(self._recordings):
+            if changed := recording.changed():
+                self._changed = changed
+            elif (found := self._replayed(recording, call)) is not _MISSED:
+                return found
+        if self._plain_steps >= self._wait and self._is_stable():
+            return self._recorded(call)
+        return self._watched(call)
+
+    def _is_stable(self) -> bool:
+        """Whether nothing has changed since the last plain step."""
+        if self._seen is None:
+            return False
+        if (entry := self._seen.changed()) is None:
+            return True
+        self._changed = entry.name
+        self._wait_longer()
+        return False
+
+    def _wait_longer(self) -> None:
+        self._plain_steps = 0
+        self._wait = min(2 * self._wait, _MAX_WAIT)
+        if self._wait == _OFTEN and self._changed:
+            _logger.warning(
+                "most steps run uncompiled, since %s changes again and again (arguments of the "
+                "programs may change at each step, if they are floats or tensors)",
+                self._changed,
+            )
+
+    def _plain(self, call: Call) -> object:
+        """Take the uncompiled step."""
+        return getattr(self._loss, call.function)(call.model, call.guide, *call.args, **call.kwargs)
+
+    def _watched(self, call: Call) -> object:
+        """Take the uncompiled step; before an attempt also notice what it executes and reads."""
+        self._plain_steps += 1
+        if self._plain_steps < self._wait:
+            return self._plain(call)
+        begin = time.perf_counter()
+        with ExecutedCode() as self._executed:
+            found = self._plain(call)
+        self._seconds = time.perf_counter() - begin
+        self._executed.add(self._more)
+        self._seen = Dependencies.of(call.model, call.guide, executed=self._executed)
+        return found
+
+    def _recorded(self, call: Call) -> object:
+        generators = Generators()
+        if self._uses >= _COST * self._made:
+            self._wait, self._plain_steps = _PLAIN_STEPS, 0
+        else:
+            self._wait_longer()
+        self._made += 1
+        if (seconds := _COST * self._seconds) > _LONG:
+            _logger.warning("recording a step once, which takes about %.0f s", seconds)
+        try:
+            recording, outcome = record(self._loss, call, self._executed)
+        except NotRecordable as reason:
+            generators.put_back()
+            if isinstance(reason, NotUsable):
+                self._more.add(self._executed)
+            else:
+                self._refuse(str(reason))
+            return self._plain(call)
+        self._recordings = [recording, *self._recordings[: _MAX_RECORDINGS - 1]]
+        return self._handed(call, recording, outcome)
+
+    def _replayed(self, recording: Recording, call: Call) -> object:
+        recording.uses += 1
+        self._uses += 1
+        generators = Generators()
+        compared = is_due(recording.uses)
+        try:
+            inputs = recording.inputs(call)
+            run = recording.graph if compared else self._run(recording, inputs)
+            outcome = recording.replay(run, inputs)
+        except RuntimeError as error:
+            generators.put_back()
+            self._failed(recording, f"its replay failed ({first_line(error)})")
+            return _MISSED
+        if compared:
+            generators.put_back()
+            return self._compared(recording, outcome, call, generators)
+        if not outcome.is_usable():
+            # It takes another way than the recorded one, or is not finite.
+            generators.put_back()
+            recording.misses += 1
+            if recording.misses > 8 + recording.uses // 2:
+                self._recordings.remove(recording)
+            return _MISSED
+        self._recordings.sort(key=lambda r: r is not recording)  # the first one to try next time
+        recording.commit(outcome)
+        return self._handed(call, recording, outcome)
+
+    def _run(self, recording: Recording, inputs: list[Tensor]) -> Run:
+        if recording.run is None:
+            if recording.uses < _COMPILED_FROM and not self._backend.replays:
+                return recording.graph
+            recording.run = self._backend.compile(recording.graph, inputs)
+        return recording.run
+
+    def _compared(
+        self, recording: Recording, outcome: Outcome, call: Call, begin: Generators
+    ) -> object:
+        """Take the uncompiled step, and compare the replayed one with it."""
+        found, loss, gradients = self._observed(call, recording)
+        after = Generators()
+        if all(map(bool, outcome.assumed)) and bool(loss.isfinite()):
+
+            def moved() -> list[Tensor]:
+                begin.put_back()
+                inputs = perturbed(recording.inputs(call), recording.graph)
+                again = recording.replay(recording.graph, inputs)
+                new = [new[-1] for *_, new in recording.updated(again)]
+                return [again.loss, *again.gradients, *new]
+
+            pairs = [
+                (outcome.loss, loss),
+                *zip(outcome.gradients, gradients, strict=True),
+                *(update.done(held, new) for update, held, new in recording.updated(outcome)),
+            ]
+            if differing(pairs, recording.graph, moved):
+                self._failed(recording, "its numbers have changed")
+            elif recording.run is not None:
+                try:
+                    with torch.no_grad():
+                        check_kernels(recording.run, recording.graph, recording.inputs(call))
+                except RuntimeError as error:
+                    why = "the step is replayed without a compiler from now on: %s"
+                    _logger.warning(why, error)
+                    recording.run = recording.graph
+            after.put_back()
+        return found
+
+    def _failed(self, recording: Recording, why: str) -> None:
+        self._recordings.remove(recording)
+        self._failures += 1
+        if self._failures >= _MAX_FAILURES:
+            self._refuse(f"{why}, for the {self._failures}rd time: it depends on what is not seen")
+        else:
+            _logger.warning("a step is recorded again, since %s", why)
+
+    def _refuse(self, reason: str) -> None:
+        self._recordings, self._seen, self.refused = [], None, reason
+        self._tell(reason)
+
+    # The three functions of a loss: how a recorded step returns what the plain one does.
+
+    def _observed(self, call: Call, recording: Recording) -> tuple[Any, Tensor, list[Tensor]]:
+        """Take the uncompiled step; return also its loss and its gradients, to be compared."""
+        leaves, adds = recording.leaves, call.function == "loss_and_grads"
+        before = [p.grad for p in leaves]
+        gradients: Sequence[Tensor | None] = []
+        for p in leaves if adds else ():
+            p.grad = None
+        try:
+            found: Any = self._plain(call)
+            if adds:
+                gradients = [p.grad for p in leaves]
+        finally:
+            # To gradients of zero those that were there are added.
+            for p, old in zip(leaves, before, strict=True):
+                if adds and old is not None:
+                    p.grad = old if p.grad is None else old + p.grad
+        if call.function == "differentiable_loss" and found.requires_grad:
+            gradients = gradients_of(found, leaves)  # once more than they are used
+        loss = (
+            found.detach() if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.double)
+        )
+        zeros = zip(gradients, leaves, strict=False)
+        return found, loss, [torch.zeros_like(p) if g is None else g for g, p in zeros]
+
+    def _handed(self, call: Call, recording: Recording, outcome: Outcome) -> object:
+        """Return what a recorded step computed, as the uncompiled one does."""
+        if call.function == "loss_and_grads":
+            for p, gradient in zip(recording.leaves, outcome.gradients, strict=True):
+                if p.grad is None:
+                    p.grad = gradient
+                else:
+                    p.grad += gradient
+        store = pyro.get_param_store()
+        for handler in _PYRO_STACK:
+            # SVI learns what to optimise by it. To call pyro.param takes three times as long.
+            assert isinstance(handler, TraceMessenger)
+            for name, site in recording.param_sites.items():
+                handler.trace.add_node(name, **{**site, "value": store[name]})
+        if call.function != "differentiable_loss":
+            return outcome.loss.item()
+        if not recording.leaves or not torch.is_grad_enabled():
+            return outcome.loss
+        return _WithGradients.apply(outcome.loss, outcome.gradients, *recording.leaves)
+
+
+class _Context(Protocol):
+    """Where the backward pass finds what the forward pass has left."""
+
+    gradients: list[Tensor]
+
+
+class _WithGradients(torch.autograd.Function):
+    """A loss whose gradients are already there."""
+
+    @staticmethod
+    def forward(ctx: _Context, loss: Tensor, gradients: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: _Context, scale: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a recorded loss has first derivatives only, and create_graph=True asks for more: "
+                "use the loss that CompiledELBO was made of, CompiledELBO(loss).plain"
+            )
+        return (None, None, *(g * scale.to(g.dtype) for g in ctx.gradients))
+
+
+# A loss recorded once, and replayed.
 
 # Kinds of calls; beyond that a program is called in ever new ways, and recordings do not pay.
 _MAX_CASES = 16

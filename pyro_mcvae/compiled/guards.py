@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pyro_mcvae.ops.gumbel import one_hot
-from pyro_mcvae.ops.recording import assume
+from pyro_mcvae.ops.slots import one_hot
+from pyro_mcvae.ops.tensors import assume
 from pyro_mcvae.programs.messengers import Recorder, is_param_tracer
 from pyro_mcvae.programs.source_lines import is_library, program_line
 from pyro_mcvae.programs.types import TorchFunction

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from pyro_mcvae.chains.kernel import Info, Kernel, State, Target
-from pyro_mcvae.compiled.agreement import is_due, same_bits
-from pyro_mcvae.compiled.backends import quick
+from pyro_mcvae.chains.kernels import Info, Kernel, State, Target
+from pyro_mcvae.compiled.backends import is_due, quick, same_bits
 from pyro_mcvae.compiled.graph import as_function, fold
 from pyro_mcvae.compiled.guards import NotRecordable, ReadingMode, trace
 from pyro_mcvae.compiled.recording import NotUsable, Surroundings
-from pyro_mcvae.ops.generators import Generators
-from pyro_mcvae.programs.executed_code import ExecutedCode
-from pyro_mcvae.programs.outside_values import Dependencies
+from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 
 _logger = logging.getLogger(__name__)
 

@@ -1,23 +1,107 @@
-"""The log weight of a pair of programs as a density that chains move in."""
+"""What chains ask of a guide's draws, looked at once for each structure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from pyro_mcvae.chains.kernel import State, finite
-from pyro_mcvae.coordinates.gradient import GradientMode
-from pyro_mcvae.coordinates.log_weight import Evaluation, LogWeight
-from pyro_mcvae.ops.recording import holds
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.run import Run
+from pyro_mcvae.chains.kernels import State, finite
+from pyro_mcvae.checks.faults import refuse_large_scales
+from pyro_mcvae.coordinates.log_weight import Evaluation, GradientMode, LogWeight
+from pyro_mcvae.ops.tensors import holds
+from pyro_mcvae.programs.run import Programs, Run
+from pyro_mcvae.programs.sites import bare, without_autocast
+from pyro_mcvae.programs.terms import Term
+
+
+def check_chain(log_weight: LogWeight, objective: str) -> None:
+    """
+    Check that chains can move from the first draw, and differentiate it where a bound's gradient
+    goes through it.
+
+    :raises ValueError: naming the site.
+    """
+    # Scales may change from step to step. Those that are numbers can be compared in each.
+    refuse_large_scales(_moving_terms(log_weight), objective, reads=False)
+    key = check_chain, objective, log_weight.gradient
+    if key not in log_weight.plan.looked:
+        _check_chain(log_weight, objective)
+        log_weight.plan.looked.add(key)
+
+
+def _check_chain(log_weight: LogWeight, objective: str) -> None:
+    check_continuous(log_weight, objective)
+    refuse_large_scales(_moving_terms(log_weight), objective, reads=True)
+    if log_weight.gradient.keeps_graph:
+        _check_reparameterized(log_weight, objective)
+        _check_factors(log_weight, objective)
+
+
+def _moving_terms(log_weight: LogWeight) -> list[Term]:
+    """The local factors, without those of discrete draws, which chains leave where they are."""
+    sample, moving = log_weight.first.sample, log_weight.plan.moving
+    guide = sample.runs[0].guide_trace.nodes
+    terms = [t for t in sample.runs[0].terms if sample.is_local(t)]
+    return [t for t in terms if t.key.name not in guide or t.key.name in moving]
+
+
+def _check_reparameterized(log_weight: LogWeight, objective: str) -> None:
+    rough = log_weight.unreparameterized
+    if rough:
+        nodes = log_weight.first.sample.runs[0].guide_trace.nodes
+        kinds = ", ".join(type(bare(nodes[n]["fn"])).__name__ for n in rough)
+        raise ValueError(
+            f"{objective} needs draws with a gradient to the guide's parameters, but the "
+            f"guide's site{named(rough)} not reparameterized ({kinds}): use a distribution "
+            f"with rsample and without rejections, or TraceIWAE_ELBO, which scores such "
+            f"sites"
+        )
+
+
+def _check_factors(log_weight: LogWeight, objective: str) -> None:
+    hidden = [
+        t.key.name
+        for t in log_weight.first.sample.runs[0].terms
+        if t.in_guide and t.site["is_observed"] and isinstance(t.score, Tensor)
+    ]
+    if hidden:
+        raise ValueError(
+            f"{objective} follows draws along gradients, but the guide's factor '{hidden[0]}' "
+            f"says has_rsample=False, that it comes with draws that have none: pass "
+            f"has_rsample=True if it is a function of reparameterized draws and parameters, or "
+            f"use TraceIWAE_ELBO, which scores it"
+        )
+
+
+def check_continuous(log_weight: LogWeight, objective: str) -> None:
+    """
+    Check that every latent can be moved along gradients.
+
+    :raises ValueError: naming the discrete sites.
+    """
+    if log_weight.plan.discrete:
+        raise ValueError(
+            f"{objective} moves latents along gradients, but the guide's site"
+            f"{named(log_weight.plan.discrete)} discrete: sum discrete sites with "
+            f"TraceRaoBlackwell_ELBO, weigh them with TraceIWAE_ELBO, or marginalise them "
+            f"in the model"
+        )
+
+
+def named(names: tuple[str, ...]) -> str:
+    """Sites and their verb, as in "s 'a', 'b' are", to follow "site"."""
+    quoted = ", ".join(f"'{n}'" for n in names)
+    return f" {quoted} is" if len(names) == 1 else f"s {quoted} are"
+
+
+# The log weight of a pair of programs as a density that chains move in.
 
 # A chain that diverges gets no further than this: programs there raise errors of their own (an
 # infinite mean, say) for all data at once. Such a state has weight zero, so that it is rejected by
@@ -162,3 +246,136 @@ def outside_inference_mode(programs: Programs) -> Iterator[Programs]:
 def _copied(programs: Programs) -> Programs:
     args, kwargs = tree_map_only(Tensor, Tensor.clone, (programs.args, programs.kwargs))
     return replace(programs, args=args, kwargs=kwargs)
+
+
+# Coordinates in which a posterior is about a standard normal: an affine map of each weight's.
+
+
+@dataclass(frozen=True)
+class Whitening:
+    r"""
+    The map :math:`z = \mu + L u` from white coordinates u.
+
+    :ivar mean: :math:`\mu`, shape ``[*plates, D]``.
+    :ivar factor: L, lower triangular, shape ``[*plates, D, D]``; or its diagonal alone, shape
+        ``[*plates, D]``.
+    :ivar movable: 1 for the coordinates that move, likewise; 0 for those that stay as they are and
+        have no density. None if all move.
+    """
+
+    mean: Tensor
+    factor: Tensor
+    movable: Tensor | None = None
+
+    @classmethod
+    def none(cls, position: Tensor, movable: Tensor | None, dense: bool) -> Whitening:
+        """The identity, for positions of shape ``[K, *plates, D]``."""
+        mean, ones = torch.zeros_like(position[0]), torch.ones_like(position[0])
+        still = None if movable is None else movable.expand_as(position)[0]
+        return cls(mean, ones.diag_embed() if dense else ones, still)
+
+    @property
+    def dense(self) -> bool:
+        """Whether it knows of correlations."""
+        return self.factor.dim() > self.mean.dim()
+
+    @property
+    def log_det(self) -> Tensor:
+        """Of L, shape ``[*plates]``."""
+        diagonal = self.factor.diagonal(dim1=-2, dim2=-1) if self.dense else self.factor
+        return diagonal.log().sum(-1)
+
+    def position(self, white: Tensor) -> Tensor:
+        """z at u, shape ``[K, *plates, D]``."""
+        return self.mean + self._times(self.factor, white)
+
+    def white(self, position: Tensor) -> Tensor:
+        """u at z."""
+        moved = position - self.mean
+        if not self.dense:
+            return moved / self.factor
+        with without_autocast():
+            columns = moved.unsqueeze(-1)
+            return torch.linalg.solve_triangular(self.factor, columns, upper=False)[..., 0]
+
+    def pulled(self, gradient: Tensor) -> Tensor:
+        """The gradient with respect to u, of that with respect to z."""
+        return self._times(self.factor.mT if self.dense else self.factor, gradient)
+
+    def log_normal(self, white: Tensor) -> Tensor:
+        """The density of u, shape ``[K, *plates]``."""
+        density = -0.5 * (white.square() + math.log(2 * math.pi))
+        return (density if self.movable is None else density * self.movable).sum(-1)
+
+    def refined(self, white: Tensor) -> Whitening:
+        r"""
+        The map to coordinates in which draws, given as u, have mean zero and about unit covariance:
+        a share :math:`1 - a` of theirs and a of the present one,
+        :math:`a = D / (K + D)`, or :math:`1 / (K + 1)` without correlations.
+
+        :param white: shape ``[K, *plates, D]``.
+        """
+        count, dim = white.shape[0], white.shape[-1] if self.dense else 1
+        share = dim / (count + dim)
+        moves = torch.ones_like(self.mean) if self.movable is None else self.movable
+        mean = white.mean(0) * moves
+        apart = (white - mean) * moves
+        kept = torch.where(moves > 0, share, 1.0)
+        if not self.dense:
+            scale = ((1 - share) * apart.square().mean(0) + kept).sqrt()
+            return replace(self, mean=self.position(mean), factor=self.factor * scale)
+        with without_autocast():
+            covariance = torch.einsum("k...i,k...j->...ij", apart, apart) / count
+            step = torch.linalg.cholesky((1 - share) * covariance + kept.diag_embed())
+            return replace(self, mean=self.position(mean), factor=self.factor @ step)
+
+    def _times(self, factor: Tensor, vector: Tensor) -> Tensor:
+        if not self.dense:
+            return factor * vector
+        with without_autocast():
+            return torch.einsum("...ij,...j->...i", factor, vector)
+
+
+class WhitenedDensity:
+    r"""
+    The density that chains move in, seen from white coordinates: the base is the normal density
+    :math:`q'(z) = N(z; \mu, L L^\top)` in the place of the guide's, and
+
+    .. math:: \log w'(u) = \log \text{base}(z) + \log w(z) - \log q'(z), \qquad z = \mu + L u .
+
+    Its normalizing constant is the same, whatever map was fixed before.
+
+    :param ChainDensity density: in the coordinates of the guide.
+    :param bool at_given: begin where the density does, and not at draws of :math:`q'`.
+    """
+
+    def __init__(self, density: ChainDensity, whitening: Whitening, at_given: bool = False) -> None:
+        self._density, self.whitening, self._at_given = density, whitening, at_given
+
+    @property
+    def log_weight(self) -> LogWeight:
+        """In the coordinates of the guide."""
+        return self._density.log_weight
+
+    @property
+    def runs(self) -> list[Run]:
+        """As those of the density."""
+        return self._density.runs
+
+    def start(self) -> State:
+        """A draw of the base, but for what does not move."""
+        given = self.whitening.white(self.log_weight.coordinates.detach())
+        if self._at_given:
+            return self(given)
+        noise, movable = torch.randn_like(given), self.whitening.movable
+        return self(noise if movable is None else torch.where(movable > 0, noise, given))
+
+    def __call__(self, white: Tensor) -> State:
+        state = self._density(self.whitening.position(white))
+        log_base = self.whitening.log_normal(white)
+        log_joint = state.log_base + state.log_weight + self.whitening.log_det
+        gradient = state.grad_joint
+        if gradient is None:
+            return State(white, log_base, log_joint - log_base)
+        joint = self.whitening.pulled(gradient)
+        return State(white, log_base, log_joint - log_base, -white, joint + white)

@@ -1,35 +1,164 @@
-r"""
-Coordinates of a guide's draws: what a chain moves, a search changes, or a sum enumerates.
-
-A reparameterized distribution draws :math:`z = T(\epsilon)` from noise with a fixed density. In
-*noise* coordinates the noise is the state: its density is known, it is unconstrained, and it is
-whitened by the guide. Distributions whose noise is not explicit (Gamma, Dirichlet) use
-*unconstrained* values instead, and discrete ones the *value* itself.
-"""
+"""Between the real numbers and where a distribution's values lie."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import ComposeTransform, biject_to, constraints, gamma
 
-from pyro_mcvae.checks.angles import is_circular
-from pyro_mcvae.coordinates.bijection import bijection_of
-from pyro_mcvae.coordinates.logarithmic_draws import logarithmic_draw
+from pyro_mcvae.checks.faults import is_circular
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
-from pyro_mcvae.programs.errors import NoCoordinateError
-from pyro_mcvae.programs.known_logs import knowing, known_logs, positive
-from pyro_mcvae.programs.masks import with_mask
-from pyro_mcvae.programs.moving_supports import elementwise
-from pyro_mcvae.programs.precision import without_autocast
-from pyro_mcvae.programs.score import is_rejection_sampled
-from pyro_mcvae.programs.sites import is_masked, is_straight_through, known_support, layers
-from pyro_mcvae.programs.types import Distribution
+from pyro_mcvae.programs.distributions import elementwise, is_elementary, is_pushed_forward
+from pyro_mcvae.programs.known_logs import Logs, knowing, known_logs, positive, with_logs
+from pyro_mcvae.programs.sites import (
+    bare,
+    is_masked,
+    is_straight_through,
+    known_support,
+    layers,
+    with_mask,
+    without_autocast,
+)
+from pyro_mcvae.programs.terms import is_rejection_sampled
+from pyro_mcvae.programs.types import (
+    Constraint,
+    Distribution,
+    Message,
+    NoCoordinateError,
+    Transform,
+)
+
+
+def bijection_of(fn: Distribution) -> Transform:
+    """
+    From the real numbers to the values that a distribution draws.
+
+    PyTorch takes the last transform's codomain for the support, whatever comes in: it has the real
+    numbers for ``TransformedDistribution(Beta(2.0, 2.0), AffineTransform(0.0, 10.0))`` and for its
+    own ``biject_to(constraints.positive)``, which ends in a shift by zero. So where less comes in
+    than a transform could take, the bijection of what comes in goes through it.
+
+    Example::
+
+        >>> scaled = dist.TransformedDistribution(
+        ...     dist.Beta(2.0, 2.0), [dist.transforms.AffineTransform(0.0, 10.0)]
+        ... )
+        >>> scaled.support, bijection_of(scaled)(torch.tensor(0.0))
+        (Real(), tensor(5.))
+    """
+    image, pushed = _reach(bare(fn))
+    return ComposeTransform([biject_to(image), *pushed]) if pushed else biject_to(_support(fn))
+
+
+def _reach(fn: Distribution) -> tuple[Constraint, list[Transform]]:
+    """What constrains values up to the transform that takes less than it could, and those on."""
+    if not is_pushed_forward(fn):
+        return _support(fn), []
+    image, pushed = _reach(bare(fn.base_dist))
+    for transform in _flat(fn.transforms):
+        if pushed or not _same(image, transform.domain):
+            pushed.append(transform)
+        else:
+            image = transform.codomain
+    return image, pushed
+
+
+def _flat(transforms: list[Transform]) -> list[Transform]:
+    parts = ((t.parts if isinstance(t, ComposeTransform) else [t]) for t in transforms)
+    return [part for inner in parts for part in inner]
+
+
+def _same(image: Constraint, domain: Constraint) -> bool:
+    """Whether all that a transform could take comes in."""
+    image, domain = elementwise(image), elementwise(domain)
+    if type(image) is not type(domain):
+        return False
+    ends = [(vars(image)[name], end) for name, end in vars(domain).items()]
+    return all(a is b or (not isinstance(a, Tensor | list) and a == b) for a, b in ends)
+
+
+def _support(fn: Distribution) -> Constraint:
+    """The support, of a mixture that of its components."""
+    support = fn.support
+    # Newer versions of torch check a mixture's values by a constraint that has no bijection.
+    mixture = getattr(constraints, "MixtureSameFamilyConstraint", ())
+    return support.base_constraint if isinstance(support, mixture) else support
+
+
+# Draws by their logarithms, where these reach further than the numbers.
+
+_TRANSFORMED = torch.distributions.TransformedDistribution
+
+
+def logarithmic_draw(fn: Distribution) -> Tensor:
+    """
+    Return a reparameterized draw, with its logarithms known where it lies near a boundary.
+
+    A draw of ``Gamma(0.05, 1)`` is below the least number of single precision once in 80, and one
+    of ``Beta(0.05, 0.05)`` is rounded to 1 once in 5: PyTorch moves them there, where their density
+    is another. Draws of Gamma in double precision have logarithms of usual size. Beta, Dirichlet
+    and their transforms follow. Call it within
+    :class:`~pyro_mcvae.programs.known_logs.KnownLogs`.
+    """
+    found = _draw(fn)
+    return fn() if found is None else found  # called, as by Pyro: Zuko's have no other draw
+
+
+def _draw(fn: Any) -> Tensor | None:
+    if isinstance(fn, torch.distributions.Independent):
+        return _draw(fn.base_dist)
+    draw = _DRAWS.get(type(fn).__name__)
+    if draw is not None and type(fn).__module__.startswith(("torch.", "pyro.")):
+        return draw(fn)
+    own = getattr(type(fn), "rsample", None) is _TRANSFORMED.rsample
+    if not (own and all(map(is_elementary, fn.transforms))):
+        return None
+    value = _draw(fn.base_dist)
+    if value is None:
+        return None
+    for transform in fn.transforms:
+        value = transform(value)
+    return value
+
+
+def _log_gamma(concentration: Tensor) -> Tensor:
+    """The logarithm of a draw of Gamma(concentration, 1)."""
+    # In double precision less than one in 1e12 is below the least number down to 0.04.
+    return gamma._standard_gamma(concentration.double()).log().to(concentration.dtype)
+
+
+def _gamma(fn: Any) -> Tensor:
+    return (_log_gamma(fn.concentration) - fn.rate.log()).exp()
+
+
+def _exponential(fn: Any) -> Tensor:
+    value = fn.rsample().clamp_min(torch.finfo(fn.rate.dtype).tiny)
+    return with_logs(value, Logs(value.log))
+
+
+def _relaxed(fn: Any) -> Tensor:
+    value: Tensor = fn.rsample()
+    return value
+
+
+_DRAWS: dict[str, Callable[[Any], Tensor]] = {
+    "Gamma": _gamma,
+    "Chi2": _gamma,
+    "Beta": lambda fn: (_log_gamma(fn.concentration1) - _log_gamma(fn.concentration0)).sigmoid(),
+    "Dirichlet": lambda fn: _log_gamma(fn.concentration).softmax(-1),
+    "Exponential": _exponential,
+    "ExpRelaxedCategorical": _relaxed,
+    "LogitRelaxedBernoulli": _relaxed,
+}
+
+
+# Coordinates of a guide's draws: what a chain moves, a search changes, or a sum enumerates.
 
 Coordinates = Literal["noise", "latent", "resting"]
 
@@ -282,3 +411,55 @@ def _without_noise(fn: Distribution, coordinates: Coordinates) -> Coordinate:
     if coordinates == "resting":
         return ValueCoordinate(fn)
     return CircularCoordinate(fn) if is_circular(fn) else UnconstrainedCoordinate(fn)
+
+
+# Where the local sites of a guide begin: at draws of its own, or at what is given.
+
+
+class Beginning:
+    """
+    Where the sites of a guide begin in each of a step's leading rows: at draws of the guide's.
+
+    :ivar count: how many rows there are; None for as many as there are particles.
+    :ivar held: the discrete sites that stay where they begin.
+    """
+
+    count: int | None = None
+    held: frozenset[str] = frozenset()
+
+    def begin(self, msg: Message, rows: range, coordinate: Coordinate) -> Tensor:
+        """The coordinate of a site in some rows of the first run."""
+        return coordinate.draw()
+
+    def again(self, msg: Message, rows: range) -> Tensor | None:
+        """The coordinate of a held site, for a further run; None for another site."""
+        return None
+
+
+class GivenLatents(Beginning):
+    """
+    Given values, the same in all rows, and draws of other sites.
+
+    :param values: by site, in the shape of a run without particles.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = values
+
+    def begin(self, msg: Message, rows: range, coordinate: Coordinate) -> Tensor:
+        """
+        :raises NoCoordinateError: naming a site at which the coordinate of a value is not known.
+        """
+        value = self._values.get(msg["name"])
+        return coordinate.draw() if value is None else _given_at(msg, coordinate, value)
+
+
+def _given_at(msg: Message, coordinate: Coordinate, value: Tensor) -> Tensor:
+    try:
+        at = coordinate.at(value.expand(msg["fn"].shape()))
+    except NoCoordinateError as error:
+        raise NoCoordinateError(
+            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) cannot begin at a given "
+            f"value in these coordinates ({error}): use coordinates='latent'"
+        ) from error
+    return at.detach().expand(tuple(msg["fn"].batch_shape) + coordinate.event_shape).clone()

@@ -1,43 +1,189 @@
-"""The log weight of a pair of programs as a function of its local latents."""
+"""What a log weight is differentiated with respect to, and what keeps its graph."""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from pyro_mcvae.coordinates.beginning import Beginning
-from pyro_mcvae.coordinates.coordinate import Coordinates, UnconstrainedCoordinate
-from pyro_mcvae.coordinates.derivatives import (
-    base_gradient,
-    coordinate_gradient,
-    gradients_at_latents,
-    guide_elbo,
-)
-from pyro_mcvae.coordinates.evaluation import Evaluation, evaluate
-from pyro_mcvae.coordinates.gradient import GradientMode
-from pyro_mcvae.coordinates.masks import coordinates_that_count
-from pyro_mcvae.coordinates.placing import (
+from pyro_mcvae.coordinates.coordinate import Beginning, Coordinates, UnconstrainedCoordinate
+from pyro_mcvae.coordinates.layout import (
+    Packing,
     Placed,
+    Plan,
     Record,
+    check_names,
     coordinate_at,
+    coordinates_that_count,
     latents_at,
     placing_at,
+    plan_of,
     value_at,
 )
-from pyro_mcvae.coordinates.plan import check_names, plan_of
-from pyro_mcvae.ops.attention import math_attention
-from pyro_mcvae.ops.generators import Generators
-from pyro_mcvae.ops.shapes import as_shape
-from pyro_mcvae.ops.smoothing import Widths, smoothed
-from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Programs, entered
+from pyro_mcvae.coordinates.noise import sum_event
+from pyro_mcvae.ops.smoothing import Widths, drifting, math_attention, smoothed
+from pyro_mcvae.ops.tensors import Generators, as_shape
+from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.known_logs import knowing
 from pyro_mcvae.programs.messengers import SampleFn
+from pyro_mcvae.programs.run import Programs, entered
+from pyro_mcvae.programs.sites import masked_entries, without_autocast
+from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, Message
+
+
+class GradientMode(enum.Flag):
+    """
+    Which gradients of a log weight are needed; ``|`` joins them.
+
+    * ``NONE``: none; graphs are kept where gradients are enabled around it.
+    * ``COORDINATES``: at each evaluation, with respect to the coordinates, as kernels ask for.
+    * ``FIRST``: the first draw keeps its graph, its latents detached from the guide, so that guide
+      and model get gradients of their own; later evaluations keep none.
+    * ``CHAIN``: every evaluation keeps its graph, back to the first draw.
+    """
+
+    NONE = 0
+    COORDINATES = 1
+    FIRST = 2
+    CHAIN = 4
+
+    @classmethod
+    def of_kernel(cls, needs_gradient: bool) -> GradientMode:
+        """What moves of a kernel need, whose chain nobody differentiates."""
+        return cls.COORDINATES if needs_gradient else cls.NONE
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether some evaluation keeps its graph, for the gradient of a bound."""
+        return bool(self & (GradientMode.FIRST | GradientMode.CHAIN))
+
+
+# The log weight at given coordinates.
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    r"""
+    The log weight at given coordinates of the local latents.
+
+    :ivar log_weight: :math:`\log p(x, z) - \log q(z \mid x)`, shape ``[*leading, *plates]``.
+    :ivar log_base: the coordinates' density under the guide, of the same shape; coordinates that
+        a mask takes out of the guide are left out, unless their density follows others.
+    :ivar sample: the execution behind them.
+    :ivar records: for each of its runs, where each site stands.
+    """
+
+    log_weight: Tensor
+    log_base: Tensor
+    sample: WeightedParticles
+    records: list[Record]
+
+    def with_lead(self, lead: torch.Size) -> Evaluation:
+        """With other leading dims."""
+        shape = lead + self.log_weight.shape[1:]
+        log_weight, log_base = self.log_weight.reshape(shape), self.log_base.reshape(shape)
+        return replace(self, log_weight=log_weight, log_base=log_base)
+
+
+def evaluate(sample: WeightedParticles, records: list[Record]) -> Evaluation:
+    """The log weight of a sample, and the density of its coordinates, also of those held."""
+
+    def log_base(term: Term, i: int) -> Tensor | int:
+        placed = records[i].get(term.key.name) if term.in_guide else None
+        if placed is None:  # a point mass, or the model's
+            return 0
+        density = placed.coordinate.log_base(placed.at, term.site["value"])
+        mask = masked_entries(term.site)
+        if mask is None:
+            return density
+        counted = ~density.isnan() if placed.coordinate.follows else mask
+        return torch.where(counted, density, 0.0)
+
+    return Evaluation(sample.log_weight, sample.local_sum(log_base), sample, records)
+
+
+# The gradients of a log weight: with respect to its coordinates, and of guide and model apart.
+
+
+def base_gradient(plan: Plan, at: Evaluation, create_graph: bool) -> Tensor:
+    """The gradient of the coordinates' own density: ``[*leading, *plates, D]``."""
+    packing = plan.packing
+    if not plan.normal:
+        return coordinate_gradient(packing, at.records, at.log_base, create_graph, True)
+    base = packing.pack_runs([{n: -record[n].at for n in packing.sites} for record in at.records])
+    return as_shape(base, at.log_base.shape + base.shape[-1:])
+
+
+def coordinate_gradient(
+    packing: Packing, records: list[Record], value: Tensor, create_graph: bool, reused: bool
+) -> Tensor:
+    """
+    The gradient of a value per datum with respect to the coordinates: ``[*leading, *plates, D]``.
+
+    It moves chains, and is smoothed at the kinks of programs that ran with their widths.
+
+    :param value: shape ``[*leading, *plates]``.
+    :param bool create_graph: whether it can be differentiated again.
+    :param bool reused: whether the graph is still needed for other gradients.
+    """
+    names = list(packing.sites)
+    inputs = [record[n].at for record in records for n in names]
+    moving = [i for i in inputs if i.requires_grad]  # discrete values do not
+    found: Sequence[Tensor | None] = ()
+    if value.requires_grad:
+        # The backward pass of an operator computes in the precision that its forward pass had.
+        with without_autocast(), drifting():
+            ones, kept = torch.ones_like(value), reused or create_graph
+            found = torch.autograd.grad(value, moving, ones, kept, create_graph, allow_unused=True)
+    grads = {id(i): g for i, g in zip(moving, found, strict=False) if g is not None}
+    full = (grads[id(i)] if id(i) in grads else torch.zeros_like(i) for i in inputs)
+    packed = packing.pack_runs([{n: next(full) for n in names} for _ in records])
+    return as_shape(packed, value.shape + packed.shape[-1:])
+
+
+def gradients_at_latents(sample: WeightedParticles) -> list[dict[str, Tensor]]:
+    """For each run the gradient of log p at the local draws, which are leaves of their graph."""
+    leaves = []
+    for run, block_of in zip(sample.runs, sample.block_of, strict=True):
+        names = [t.key.name for t in run.terms if t.in_guide and block_of[t.key] is not None]
+        nodes = run.model_trace.nodes
+        leaves.append({n: nodes[n]["value"] for n in names if n in nodes})
+    inputs = [v for found in leaves for v in found.values() if v.requires_grad]
+    log_prob = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+    found = torch.autograd.grad(log_prob.sum(), inputs, allow_unused=True) if inputs else ()
+    grads = iter(found)
+    return [
+        {n: g for n, v in found.items() if v.requires_grad and (g := next(grads)) is not None}
+        for found in leaves
+    ]
+
+
+def guide_elbo(sample: WeightedParticles, at_latents: list[dict[str, Tensor]]) -> Tensor:
+    r"""
+    :math:`z \cdot \nabla_z \log p(x, z) - \log q(z \mid x)` of local latents, ``[K, *plates]``.
+
+    :param at_latents: by :func:`gradients_at_latents`.
+    """
+
+    def pick(term: Term, i: int) -> Tensor | int:
+        if not term.in_guide:
+            return 0
+        found, site = at_latents[i].get(term.key.name), term.site
+        if found is None:
+            return -term.log_prob
+        # A constant where the guide has no parameters: then nothing is to be learned.
+        return sum_event(found * site["value"], site["fn"].event_dim) - term.log_prob
+
+    return sample.local_sum(pick)
+
+
+# The log weight of a pair of programs as a function of its local latents.
 
 
 class LogWeight:

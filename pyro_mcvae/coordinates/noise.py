@@ -17,8 +17,7 @@ from pyro.contrib.zuko import ZukoToPyro
 from pyro.ops.tensor_utils import safe_normalize
 from torch import Tensor
 
-from pyro_mcvae.programs.errors import NoCoordinateError
-from pyro_mcvae.programs.types import Distribution
+from pyro_mcvae.programs.types import Distribution, NoCoordinateError
 
 
 class Noise(NamedTuple):

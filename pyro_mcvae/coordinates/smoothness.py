@@ -11,14 +11,13 @@ import pyro
 import torch
 from torch import Tensor, nn
 
-from pyro_mcvae.chains.kernel import Kernel
+from pyro_mcvae.chains.kernels import Kernel
 from pyro_mcvae.coordinates.log_weight import LogWeight
-from pyro_mcvae.ops.notices import WarnOnce
-from pyro_mcvae.ops.recording import is_recording
+from pyro_mcvae.ops.checks import WarnOnce
 from pyro_mcvae.ops.smoothing import KinkFinder, Place, drifting
-from pyro_mcvae.programs.execution import Programs, entered
-from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.modules import find_modules
+from pyro_mcvae.ops.tensors import is_recording
+from pyro_mcvae.programs.isolation import find_modules, isolated
+from pyro_mcvae.programs.run import Programs, entered
 from pyro_mcvae.structure.cache import Analyses
 
 _logger = logging.getLogger(__name__)

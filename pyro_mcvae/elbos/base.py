@@ -1,12 +1,14 @@
-"""What every objective shares: Pyro's interface around one estimate of a bound."""
+"""What one step of an objective comes to: its value, its gradient, and its value per datum."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import TypedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from pyro.infer.elbo import ELBO
@@ -14,18 +16,378 @@ from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
 
+from pyro_mcvae.checks.faults import (
+    collects_parameters,
+    common_scale,
+    refuse_copied_parameters,
+    scaled_latents,
+    unwound,
+)
+from pyro_mcvae.checks.masks import check_unweighed, counted_by_guide_alone
 from pyro_mcvae.coordinates.chain_density import costs_nothing_to_read
-from pyro_mcvae.elbos.estimate import Bounds, Estimate, finite_loss
-from pyro_mcvae.elbos.gradient_check import GradientCheck
-from pyro_mcvae.elbos.notices import Notices, refuse_scores
-from pyro_mcvae.ops.autograd import after_backward, with_gradient_of
-from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.ops.options import FixedOptions
-from pyro_mcvae.ops.recording import is_recording
+from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
+from pyro_mcvae.ops.tensors import after_backward, is_recording, with_gradient_of
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.precision import casts_with_gradients, without_autocast
-from pyro_mcvae.programs.types import Program, Site
+from pyro_mcvae.programs.contract import nonfinite_sites, single_run
+from pyro_mcvae.programs.run import Programs, Run
+from pyro_mcvae.programs.sites import (
+    casts_with_gradients,
+    is_latent,
+    is_random,
+    known_support,
+    without_autocast,
+)
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Program, Site, is_subsampled, plate_frames
+from pyro_mcvae.structure.cache import Analyses
+
+# A sum of tensors, or a number where it had no summands.
+Sum: TypeAlias = Tensor | float
+
+
+class Bounds(NamedTuple):
+    r"""
+    An objective's value before it is summed: ``total = shared + (scale * per_datum).sum()``.
+
+    :ivar ~torch.Tensor per_datum: the bound on log p(x_n) of each datum of the minibatch, in nats,
+        not scaled by N/B; shape ``[*plates]``, or ``[elements]`` for programs with several
+        separate plates.
+    :ivar scale: N/B of the subsampled plates: a number, or a tensor like ``per_datum``.
+    :ivar ~torch.Tensor shared: what belongs to no single datum: the global latents'
+        log p - log q and the factors outside of the data's plates, scaled; a scalar.
+    :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
+
+    Example::
+
+        >>> def model(x):
+        ...     with pyro.plate("data", 6, subsample=torch.tensor([1, 4])):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     with pyro.plate("data", 6, subsample=torch.tensor([1, 4])):
+        ...         pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+        >>> bounds = TraceIWAE_ELBO(2).bounds(model, guide, torch.zeros(2))
+        >>> bounds.per_datum, bounds.scale, bounds.plates
+        (tensor([-1.2655, -1.2655]), 3.0, ('data',))
+    """
+
+    per_datum: Tensor
+    scale: float | Tensor
+    shared: Tensor
+    plates: tuple[str, ...]
+
+    @property
+    def total(self) -> Tensor:
+        """The bound on the log evidence of the full data set, in nats: minus the loss."""
+        return self.shared + (self.scale * self.per_datum).sum()
+
+
+@dataclass(slots=True)
+class Estimate:
+    """
+    One step's value and gradient. :class:`MonteCarloELBO` has an example.
+
+    :ivar value: the bound, a detached scalar.
+    :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
+    :ivar runs: the executions behind it, to name a site where the value is not finite.
+    :ivar scored: whether the surrogate has the score-function terms of draws without
+        reparameterization; a training step with such draws is refused otherwise.
+    :ivar averaged: whether latents that were to be weighed are averaged over, as in the plain ELBO.
+    :ivar overflow: what to say where the value is not finite though every site is.
+    :ivar causes: finds what made it so before any site is looked at, a line each.
+    :ivar remedy: what to add where it is not finite.
+    :ivar finish: what to do after a training step that succeeded, such as adapting.
+    :ivar bounds: returns the value per datum; None where an objective has no such value.
+    """
+
+    value: Tensor
+    surrogate: Tensor
+    runs: list[Run]
+    scored: bool = False
+    averaged: bool = False
+    overflow: str = "every site is finite: their sum overflows"
+    causes: Callable[[], list[str]] = list
+    remedy: str = ""
+    finish: Callable[[], None] | None = None
+    bounds: Callable[[], Bounds] | None = None
+
+
+def add_up(summands: Iterable[Sum]) -> Sum:
+    """Their sum, without the operations that adding the number of no summands would cost."""
+    tensors = [s for s in summands if isinstance(s, Tensor)]
+    return sum(tensors[1:], tensors[0]) if tensors else 0.0
+
+
+def times(value: Tensor, factor: float | Tensor) -> Tensor:
+    """Their product, without an operation where the factor is the number 1."""
+    return value if not isinstance(factor, Tensor) and factor == 1 else value * factor
+
+
+def as_scalar(value: Sum) -> Tensor:
+    """A sum as a tensor, also where it had no summands."""
+    return value if isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def finite_loss(estimate: Estimate) -> float:
+    """
+    Minus the bound, in nats.
+
+    :raises ValueError: naming the sites where a log density is not finite.
+    """
+    loss = -estimate.value.item()
+    if not math.isfinite(loss):
+        raise _nonfinite(estimate, loss)
+    return loss
+
+
+def _nonfinite(estimate: Estimate, loss: float) -> ValueError:
+    lines = estimate.causes() or nonfinite_sites(estimate.runs) or [estimate.overflow]
+    if estimate.remedy:
+        lines.append(estimate.remedy)
+    return ValueError(f"the loss is {loss}, because of\n  " + "\n  ".join(lines))
+
+
+# Whether the gradients of a step are finite, where its loss is.
+
+_REMEDY = (
+    "their gradients are cleared, so that nothing is trained on them. Compute in double precision "
+    "(torch.set_default_dtype(torch.float64)), keep latents and parameters off the ends of their "
+    "supports, and keep square roots, norms and divisions off 0, also in the branch of "
+    "torch.where that is not taken; torch.autograd.set_detect_anomaly(True) names the operation"
+)
+
+
+class GradientCheck:
+    """
+    Finds gradients that are not finite after a backward pass.
+
+    :param runs: the executions of the step, whose parameters are checked.
+    :param loss: the objective, whose own parameters are checked too.
+    """
+
+    def __init__(self, runs: list[Run], loss: object) -> None:
+        self._runs, self._loss = runs, loss
+
+    def total(self) -> Tensor | None:
+        """A number that is finite only if all gradients are; None where there is none."""
+        found = [g for p in self._trained() if (g := p.grad) is not None]
+        sums = [(g._values() if g.is_sparse else g).sum() for g in found]
+        if not sums:
+            return None
+        like = sums[0]
+        return torch.stack([s if s.dtype == like.dtype else s.to(like) for s in sums]).sum()
+
+    def clear(self) -> None:
+        """Set the gradients to None."""
+        for param in self._trained():
+            param.grad = None
+
+    def raise_if_not_finite(self, loss: float | None = None) -> None:
+        """
+        :raises ValueError: naming the parameters, and the latents that are near a boundary.
+        """
+        bad = [
+            name
+            for name, p in self._by_name().items()
+            if p.grad is not None and not bool(_entries(p.grad).isfinite().all())
+        ]
+        if not bad:
+            return  # their sum overflows
+        names = ", ".join(f"'{n}'" for n in bad[:3]) + (" and others" if len(bad) > 3 else "")
+        value = "finite" if loss is None else f"{loss:.6g}"
+        near = "".join(f"\n  {line}" for line in self._near_boundaries())
+        self.clear()
+        raise ValueError(
+            f"the gradient of {names} is not finite, though the loss is {value}: {_REMEDY}{near}"
+        )
+
+    def _trained(self) -> Iterator[Tensor]:
+        return iter({id(p): p for p in self._by_name().values()}.values())
+
+    def _by_name(self) -> dict[str, Tensor]:
+        """The parameters of the step by name: leaves of the graph, as an optimizer has them."""
+        found: dict[str, Any] = {}
+        traces = {id(t): t for run in self._runs for t in (run.guide_trace, run.model_trace)}
+        for trace in traces.values():
+            for name, site in trace.nodes.items():
+                if site["type"] == "param" and name not in found:
+                    own = getattr(site["value"], "unconstrained", None)
+                    found[name] = site["value"] if own is None else own()
+        if isinstance(self._loss, nn.Module):
+            found.update(self._loss.named_parameters())
+        return {n: p for n, p in found.items() if isinstance(p, Tensor) and p.is_leaf}
+
+    def _near_boundaries(self) -> Iterator[str]:
+        """A line for each latent of the guide whose values are rounded to an end, or nearly."""
+        for name, site in self._runs[-1].guide_trace.nodes.items():
+            if (
+                site["type"] != "sample"
+                or not is_random(site)
+                or known_support(site["fn"]).is_discrete
+            ):
+                continue
+            value, info = site["value"].detach(), torch.finfo(site["value"].dtype)
+            # Jacobians of powers have squares and cubes of the values.
+            small, large = value.abs() < info.tiny**0.5, value.abs() > info.max ** (1 / 3)
+            near_one = (1 - value).abs() < 2 * info.eps
+            count = int((small | near_one | large).sum())
+            if count:
+                kind = type(site["fn"]).__name__
+                found = f"{count} of {value.numel()} entries are almost 0, 1 or infinite"
+                yield f"site '{name}' of the guide ({kind}): {found}"
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+# What an objective says of a pair of programs, once, or refuses.
+
+_logger = logging.getLogger(__name__)
+
+Weighs = Callable[[Site], bool]
+
+
+_BASELINE = (
+    "infer={'baseline': ...} of the guide's site '%s' is for pyro.infer.TraceGraph_ELBO, and has "
+    "no effect here: pass baseline= to TraceRaoBlackwell_ELBO, such as IndependentDraw() or "
+    "NVIL(network)"
+)
+_UNLIMITED = (
+    "a mask takes entries of latent '%s' out of the model's density and not of the guide's, so "
+    "that their entropy counts and no prior limits it: the objective is no bound on log p(x), and "
+    "rises as long as the guide trains. Put the same poutine.mask around the site in the guide "
+    "(~mask for x_unobserved of obs_mask=mask), or mask the observations alone"
+)
+_POINTS = (
+    "the guide draws no random latent (its site '%s' is a point mass): all particles are equal, "
+    "and the objective is log p(x, z) at the point, which is no bound on log p(x). TraceSGVB_ELBO "
+    "has the same value with one particle; for a bound use a guide that draws, such as AutoNormal"
+)
+_OBSERVED = (
+    "site '%s' of the guide is observed: its log density is added to the loss, as by Pyro, so that "
+    "training lowers it, and is in no weight and no evidence. To train a network that predicts it, "
+    "subtract its log_prob from differentiable_loss instead"
+)
+_TEMPERED = (
+    "poutine.scale multiplies all sites in plates by %g, inside of the weights, which it tempers: "
+    "the objective is %s bound on %g log p(x) then. Multiply the loss instead; a minibatch is "
+    "pyro.plate(name, size, subsample_size=...), whose N/B stays outside of the weights"
+)
+_AVERAGED = (
+    "no latent is weighed per datum, because %s: the particles are averaged as in the plain ELBO, "
+    "which is a bound too. For weights pass the full data, or put the latents into the data's plate"
+)
+_SCALED = (
+    "poutine.scale multiplies the log density of latent '%s' by %g in the model and %g in the "
+    "guide, inside of the weights: the loss is no bound on the log evidence, but one on the "
+    "logarithm of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It bounds the evidence "
+    "once the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
+    "beta-VAE; scaling the observations by 1 / beta instead has a bound for every beta"
+)
+
+
+class Notices:
+    """What is logged once of the guides of one objective."""
+
+    def __init__(self, analyses: Analyses) -> None:
+        self._analyses = analyses
+        self._warn = WarnOnce(_logger)
+        self._scaled: set[tuple[str, bool]] = set()
+
+    def look(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
+        """
+        Log, or refuse, what of programs has another effect than their user may think.
+
+        Masks and scales may change, so each analysis of the programs checks them again.
+
+        :param runs: of the step; none where its caller has none, as of bounds per datum.
+        :param weighs: whether a site of the guide is part of a weight, of which the objective is
+            more than a mean of logarithms.
+        """
+        if is_recording():
+            return  # the plain steps before were looked at
+        collected = collects_parameters()
+
+        def look() -> None:
+            self._look(programs, runs[:1] or [single_run(programs)], collected, weighs)
+
+        self._analyses.of(programs).once(("notices", collected), look)
+
+    def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
+        for run in runs if collected else ():
+            refuse_copied_parameters(programs, run)
+        for run in runs:
+            if not any(t.in_guide and weighs(t.site) for t in run.terms):
+                continue
+            drawn = [t for t in run.terms if t.in_guide and is_latent(t.site)]
+            if drawn and not any(is_random(t.site) for t in drawn):
+                self._warn(_POINTS % drawn[0].key.name)
+            check_unweighed(programs, run, weighs)
+            scale = common_scale(run.terms)
+            if scale is not None:
+                self._warn(_TEMPERED % (scale, "no" if scale > 1 else "a loose", scale))
+            else:
+                self._tell_scales(run)
+        for why in (why for run in runs for why in unwound(run)):
+            self._warn(why)
+        for name in (n for run in runs for n in counted_by_guide_alone(programs, run)):
+            self._warn(_UNLIMITED % name)
+        for term in (t for run in runs for t in run.terms if t.in_guide):
+            if term.site["infer"].get("baseline"):
+                self._warn(_BASELINE % term.key.name)
+        for term in (t for run in runs for t in run.guide_data):
+            self._warn(_OBSERVED % term.key.name)
+
+    def tell_averaged(self, programs: Programs, run: Run, weighs: Weighs) -> None:
+        """Warn once for a pair of programs that no latent is weighed, and name the cause."""
+        drawn = {t.key.name: t for t in run.terms if t.in_guide and is_random(t.site)}
+        if is_recording() or not any(weighs(t.site) for t in drawn.values()):
+            return
+        self._analyses.of(programs).once(
+            ("averaged",), lambda: self._warn(_AVERAGED % _why_averaged(run, drawn))
+        )
+
+    def _tell_scales(self, run: Run) -> None:
+        """Warn of each latent that is scaled inside of the weights, and again above 1."""
+        plated = any(plate_frames(t.site) for t in run.terms if t.in_guide)
+        local = [t for t in run.terms if plate_frames(t.site) or not plated]
+        for name, scales in scaled_latents(local).items():
+            key = name, any(s > 1 for s in scales)
+            if key not in self._scaled:
+                self._scaled.add(key)
+                what = "exists for few models only" if key[1] else "is that of another prior"
+                _logger.warning(_SCALED, name, *scales, *scales, what)
+
+
+def _why_averaged(run: Run, drawn: Mapping[str, Term]) -> str:
+    plates = {f: None for t in run.terms for f in plate_frames(t.site) if is_subsampled(f)}
+    for plate in plates:
+        what = f"the subsampled plate '{plate.name}' ({plate.size} of {plate.full_size})"
+        outside = [n for n, t in drawn.items() if plate not in plate_frames(t.site)]
+        if outside:
+            return f"data of {what} depend on the guide's {', '.join(map(repr, outside))} outside"
+    return "elements of a subsampled plate depend on each other's latents"
+
+
+def refuse_scores(objective: str, runs: list[Run]) -> None:
+    """
+    Refuse draws without reparameterization.
+
+    A score-function term that is left out is a wrong gradient, which nothing else would show.
+
+    :raises ValueError: naming such a draw.
+    """
+    for term in (t for run in runs for t in run.terms if isinstance(t.score, Tensor)):
+        raise ValueError(
+            f"the guide's draws of site '{term.key.name}' are not reparameterized "
+            f"({type(term.site['fn']).__name__}), and the estimate of {objective} "
+            f"does not say that its gradient has their score function: make it by local_estimate "
+            f"or elbo_estimate, or add the terms and pass Estimate(..., scored=True)"
+        )
+
+
+# What every objective shares: Pyro's interface around one estimate of a bound.
 
 
 class ELBOOptions(TypedDict, total=False):

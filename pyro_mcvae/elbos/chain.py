@@ -1,10 +1,11 @@
-"""What SIS and AIS share: the programs as a density to anneal, and a record of each step."""
+"""Defensive mixtures: a chain that is lost counts as its first draw."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, get_args
 
@@ -14,35 +15,108 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from pyro_mcvae.chains.annealing import Chain, accept_score, anneal
-from pyro_mcvae.chains.kernel import Kernel, of_moving
+from pyro_mcvae.chains.kernels import HMC, ULA, Kernel, UnderdampedLangevin, of_moving
+from pyro_mcvae.chains.parameters import AdaptiveStepSize, StepSize
 from pyro_mcvae.chains.schedules import LearnedSchedule, LinearSchedule, Schedule, as_schedule
-from pyro_mcvae.chains.step_size import AdaptiveStepSize
-from pyro_mcvae.chains.step_size_base import StepSize
-from pyro_mcvae.coordinates.chain_checks import check_chain
-from pyro_mcvae.coordinates.chain_density import ChainDensity, outside_inference_mode
-from pyro_mcvae.coordinates.gradient import GradientMode
-from pyro_mcvae.coordinates.log_weight import LogWeight
+from pyro_mcvae.coordinates.chain_density import ChainDensity, check_chain, outside_inference_mode
+from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
 from pyro_mcvae.coordinates.smoothness import Smoothness
-from pyro_mcvae.discrete.control_variates import Baseline
-from pyro_mcvae.discrete.site_options import SiteOptions
-from pyro_mcvae.discrete.slot_choice import is_discrete
-from pyro_mcvae.discrete.slot_draws import SlotDraws
-from pyro_mcvae.discrete.slot_planner import SlotPlanner
-from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
-from pyro_mcvae.elbos.chain_record import ChainRecord
+from pyro_mcvae.discrete.baselines import Baseline
+from pyro_mcvae.discrete.site_slots import SiteOptions, is_discrete
+from pyro_mcvae.discrete.slot_rows import SlotDraws, SlotPlanner
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
 from pyro_mcvae.elbos.elbo_terms import local_estimate, weighted_estimate
-from pyro_mcvae.elbos.estimate import Estimate
-from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
+from pyro_mcvae.elbos.rao_blackwell import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
-from pyro_mcvae.ops.importance import log_mean_exp
-from pyro_mcvae.ops.ranks import concat_over_ranks, mean_over_ranks, num_ranks
-from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.errors import NothingToMoveError
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.ops.distributed import concat_over_ranks, mean_over_ranks, num_ranks
+from pyro_mcvae.ops.weights import effective_sample_size, log_mean_exp
+from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.isolation import rewindable
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_random
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.types import NothingToMoveError, Site
 from pyro_mcvae.structure.finder import StructureFinder
+
+# Costs a bound of good chains 0.01 nats; a lost one costs log(100) = 4.6 nats over a plain draw.
+_BY_DEFAULT = 0.01
+
+
+def defensive_share(given: float | None, trained: bool, reweighted: bool) -> float:
+    """
+    The share of the first draw in each weight.
+
+    :param given: by the user; None for the default of a chain that is ours, and trained.
+    :param bool reweighted: whether the gradient is the reweighted one.
+    :raises ValueError: for what is no share, or where no chain decides a step.
+    """
+    if given is None:
+        return _BY_DEFAULT if trained else 0.0
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1:
+        raise ValueError(f"defensive must be a number from 0 to below 1, got {given!r}")
+    if given and reweighted:
+        raise ValueError(
+            f"defensive={given} keeps lost chains from deciding a step, which those of "
+            f"gradient_estimator='reweighted' do not: leave it out"
+        )
+    return float(given)
+
+
+def defended(chain: Chain, share: float) -> Tensor:
+    r"""
+    The log weight of a mixture of an unadjusted chain and its beginning.
+
+    .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big)
+
+    :param float share: :math:`\alpha`, between 0 and 1.
+    :returns: shape ``[*batch]``; W where that is not finite.
+    """
+    usable, first = chain.log_weight.isfinite(), chain.start.log_weight
+    own = torch.where(usable, chain.log_weight, 0.0) + math.log1p(-share)
+    first = torch.where(first.isfinite(), first, -math.inf) + math.log(share)
+    return torch.where(usable, torch.logaddexp(own, first), chain.log_weight)
+
+
+# What the chains of one step did.
+
+
+@dataclass(frozen=True, slots=True)
+class ChainRecord:
+    r"""
+    What the chains of one step did; nothing of it carries a graph, or has left the device.
+
+    :ivar ~torch.Tensor acceptance: the mean acceptance probability of each transition, shape
+        ``[transitions]``; for unadjusted kernels the one that their moves would have had.
+    :ivar ~torch.Tensor step_size: the step size that was used, a scalar or shape ``[D]``; one row
+        for each transition where they differ.
+    :ivar ~torch.Tensor betas: the schedule, shape ``[num_steps + 1]``.
+    :ivar ~torch.Tensor log_weight: the chains' log weights W, shape ``[num_particles, *plates]``;
+        of guides with discrete sites ``[num_particles, slots, *plates]``.
+    :ivar slot_weight: of these the weight of each slot, of the same shape; None elsewhere.
+    """
+
+    acceptance: Tensor
+    step_size: Tensor
+    betas: Tensor
+    log_weight: Tensor
+    slot_weight: Tensor | None = None
+
+    @classmethod
+    def of(cls, chain: Chain, step_size: Tensor, betas: Tensor, slots: OneSlot) -> ChainRecord:
+        """The record of a chain."""
+        log_weight = slots.fold(chain.log_weight.detach())
+        means = [chain.mean(info.acceptance) for info in chain.infos]
+        acceptance = torch.stack(means) if means else log_weight.new_zeros(0)
+        return cls(acceptance, step_size, betas, log_weight, slots.weight)
+
+    @property
+    def effective_sample_size(self) -> Tensor:
+        """Kish's effective number of chains per datum, shape ``[*plates]``."""
+        if self.slot_weight is None:
+            return effective_sample_size(self.log_weight)
+        return effective_sample_size((self.log_weight + self.slot_weight.log()).flatten(0, 1))
+
+
+# What SIS and AIS share: the programs as a density to anneal, and a record of each step.
 
 ChainCoordinates = Literal["noise", "latent"]
 ChainGradient = Literal["auto", "full", "reweighted"]
@@ -352,3 +426,283 @@ def _not_twice(error: Exception) -> str:
         f"needs ({type(error).__name__}: {error}). Use another operator, "
         f"gradient_estimator='reweighted', or a kernel without gradients (RandomWalk)"
     )
+
+
+# The annealed Langevin bound (L-MCVAE) for any Pyro program.
+
+
+class TraceSIS_ELBO(ChainELBO):
+    r"""
+    Sequential importance sampling with unadjusted Langevin moves: L-MCVAE of Thin et al. [1].
+
+    The guide's draw :math:`z_0` is moved K times along
+    :math:`\log \gamma_\beta = (1 - \beta) \log q(z \mid x) + \beta \log p(x, z)` towards the
+    posterior, and weighed by what the moves did:
+
+    .. math::
+        W = -\log q(z_0 \mid x) + \sum_{k=1}^K
+              \log \frac{m_k(z_k \to z_{k-1})}{m_k(z_{k-1} \to z_k)} + \log p(x, z_K),
+        \qquad L = E[W] \le \log p(x),
+
+    where :math:`m_k` moves with respect to :math:`\gamma_{\beta_k}`. :math:`E[\exp W] = p(x)` for
+    any kernel, step size and schedule, so L is a lower bound, per datum, with N/B outside of it
+    and global latents around it as in :class:`TraceIWAE_ELBO`. Everything is reparameterized: one
+    backward pass differentiates the whole chain, gradients of the model included.
+
+    * **Cost**: K + 1 evaluations of the model with its gradient; the guide is run once where its
+      sites do not depend on each other, and with the model otherwise.
+    * **Coordinates**: chains move the noise :math:`\epsilon` of the guide's draws
+      :math:`z = T(\epsilon)` by default, with
+      :math:`\log \gamma_\beta(\epsilon) = \log \text{base}(\epsilon) + \beta \log w(T(\epsilon))`.
+      The guide has whitened it, so that one step size serves all, and any support, AutoGuide or
+      flow is treated alike. ``"latent"`` moves the latents (unconstrained ones, where their
+      support is constrained), as the paper does. Sites whose noise is not explicit (Gamma, Beta,
+      Dirichlet) move as unconstrained latents in either case.
+    * **Transitions**: each has a step size and a momentum of its own
+      (:meth:`UnderdampedLangevin.trained`), which train with the bound, as the schedule does: they
+      are parameters of the objective, in Pyro's store under SVI and in ``elbo(model,
+      guide).parameters()``. Step sizes start small and adapt for 100 training steps before they
+      learn; where no optimizer takes them, they go on adapting. ``eval()`` freezes what adapts.
+      With a kernel that is given the schedule is linear and nothing defends the weights, unless
+      these are given too: ``kernel=ULA()`` is the paper's.
+    * **Lost chains**: nothing rejects an unadjusted step that is too long, and its weight and
+      gradient may be of any size, which ruins a model that has just begun to train. So each weight
+      is a defensive mixture [2] with that of the chain's beginning, a plain importance weight,
+
+      .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big),
+          \qquad E[e^{W'}] = p(x),
+
+      with :math:`\alpha` = ``defensive``, 0.01 by default: a lost chain counts as its first draw,
+      with the gradient of that, and a good one pays 0.01 nats.
+    * Coordinates that a mask takes out of the guide do not move.
+    * **Discrete sites** of the guide are held. Each slot of their values has its own chain, and
+
+      .. math:: L = \sum_y q(y) E[W_y], \qquad
+          W_y = \log \frac{\gamma_1(z_K, y)}{\gamma_0(z_0, y)}
+              + \sum_k \log \frac{m_k(z_k \to z_{k-1})}{m_k(z_{k-1} \to z_k)},
+
+      with :math:`\gamma_0 = q(z, y)`, sums over the most probable ones and samples the rest, as
+      :class:`TraceRaoBlackwell_ELBO` does; its gradient has the score functions of q(y).
+
+    The gradient differentiates :math:`\nabla \log p`, along which the chain moves, once more.
+    Where that jumps, as through ReLU, autograd's second derivative leaves the jumps out, and the
+    gradient of L would be biased. ``gradient_estimator="auto"`` finds such operations, names them
+    in a log line, and smooths them where they move the chain, and nowhere else: there
+    :math:`\max(d, 0)` has the derivative :math:`\text{sigmoid}(d / \tau)`, where :math:`\tau` is a
+    fifth of the spread of d. Chains may move along any function of their position, so
+    :math:`E[\exp W] = p(x)` still holds, and the gradient is that of L. ``"full"`` smooths nothing.
+    Jumps that cannot be smoothed (``torch.where``, sorting, max pooling, functions of one's own)
+    are named as well.
+
+    ``gradient_estimator="reweighted"`` runs the chain without a graph: about half the cost, and
+    memory that does not grow with K, also for models without double backward. The
+    model's parameters follow :math:`\sum_i \tilde w_i \nabla \log p(x, z_K^i)` with normalised
+    weights of the chains' ends, the guide's follow the plain ELBO. It is biased for finitely many
+    particles (it is not the gradient of L, which is still the value reported), as reweighted
+    wake-sleep is.
+
+    :param int num_steps: K; 5 if neither it nor a schedule is given.
+    :param Kernel kernel: an unadjusted one, :class:`UnderdampedLangevin` (trained transitions by
+        default; :class:`ULA` with the ``"reweighted"`` gradient, which trains none), :class:`ULA`,
+        or one's own.
+    :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1; by default
+        :class:`LearnedSchedule`, or :class:`LinearSchedule` where a kernel is given or nothing
+        trains.
+    :param int num_particles: independent chains, whose W are averaged.
+    :param bool multi_sample: average :math:`\exp W` inside of the logarithm instead, which is
+        tighter for several particles.
+    :param float defensive: :math:`\alpha`, from 0 to below 1; 0.01 by default, and 0 where a kernel
+        is given, or ``"reweighted"``.
+    :param str coordinates: ``"noise"`` or ``"latent"``.
+    :param str gradient_estimator: ``"auto"``, ``"full"`` or ``"reweighted"``.
+    :param bool joint: move and weigh global latents together with local ones, one weight over
+        everything; without subsampled plates only.
+    :param num_categories: the most probable values of each discrete site of the guide, to be
+        summed; 1 by default, ``math.inf`` for all.
+    :param int num_samples: draws from the others; 1 by default.
+    :param budget: instead of both, as of :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
+    :param baseline: a :class:`~pyro_mcvae.Baseline` of the discrete sites, or None.
+    :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
+        and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
+    :ivar last_step: acceptance, step size and log weights of the last step, a
+        :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
+    :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
+        an adjusted kernel, counts out of range; at the first step for programs in which no
+        latent can be weighed by itself, and for discrete sites that cannot have slots.
+    :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
+
+    [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational
+    Auto-Encoders*.
+    [2] Hesterberg (1995), *Weighted Average Importance Sampling and Defensive Mixture
+    Distributions*.
+
+    Example::
+
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro.infer import SVI
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     slope = pyro.param("slope", torch.tensor(0.1))
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(slope * x, 0.7))
+        >>> elbo = TraceSIS_ELBO(num_steps=5)
+        >>> svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.05}), loss=elbo)
+        >>> losses = [svi.step(torch.tensor([-2.0, 0.0, 2.0])) for _ in range(100)]
+        >>> bool(abs(pyro.param("slope") - 0.5) < 0.2)
+        True
+        >>> elbo.last_step.acceptance.shape
+        torch.Size([5])
+    """
+
+    _adjusted = False
+
+    def __init__(
+        self,
+        num_steps: int | None = None,
+        kernel: Kernel | None = None,
+        schedule: Schedule | Tensor | None = None,
+        num_particles: int = 1,
+        multi_sample: bool = False,
+        defensive: float | None = None,
+        **options: Unpack[ChainOptions],
+    ) -> None:
+        super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
+        reweighted = self.gradient_estimator == "reweighted"
+        self.defensive = defensive_share(defensive, kernel is None and not reweighted, reweighted)
+
+    def _log_weight(self, chain: Chain) -> Tensor:
+        return defended(chain, self.defensive) if self.defensive else chain.log_weight
+
+    def _default_kernel(self, trained: bool) -> Kernel:
+        return UnderdampedLangevin.trained(self.num_steps) if trained else ULA()
+
+    def _wrong_kernel(self, name: str) -> str:
+        return (
+            f"TraceSIS_ELBO weighs every move by its density, which the rejections of {name} do "
+            f"not have: use ULA or UnderdampedLangevin, or TraceAIS_ELBO for {name}"
+        )
+
+
+# The annealed importance sampling bound (A-MCVAE) for any Pyro program.
+
+
+class TraceAIS_ELBO(ChainELBO):
+    r"""
+    Annealed importance sampling with Metropolis-adjusted moves: A-MCVAE of Thin et al. [1].
+
+    The guide's draw :math:`z_0` is moved along
+    :math:`\log \gamma_\beta = (1 - \beta) \log q(z \mid x) + \beta \log p(x, z)` by kernels that
+    leave :math:`\gamma_{\beta_k}` invariant, and
+
+    .. math::
+        W = \sum_{k=1}^K (\beta_k - \beta_{k-1}) \log \frac{p(x, z_{k-1})}{q(z_{k-1} \mid x)},
+        \qquad L = E[W] \le \log p(x),
+
+    per datum: each datum's moves are accepted and weighed by themselves, N/B and global latents
+    stay outside as in :class:`TraceIWAE_ELBO`. Gradients pass through the draws, the moves and the
+    densities; the accept bits :math:`a_k` are not reparameterized and add the score-function term
+
+    .. math::
+        \sum_k (R_k - b_k)\, \nabla \log \Pr(a_k), \qquad
+        R_k = \sum_{j > k} (\beta_{j+1} - \beta_j) \log w(z_j),
+
+    with the mean of the other particles' :math:`R_k` as the baseline :math:`b_k`. It differs from
+    the paper's estimator (the whole W as signal) in :math:`R_k`, what comes after the decision,
+    and in leaving out the last move, on which W does not depend: the same expectation, with less
+    noise the more moves are rejected. W needs 2K - 1 evaluations of the model with its gradient
+    (K with :class:`MALA`, one less than :class:`TraceSIS_ELBO`).
+
+    A move is two leapfrog steps of :class:`HMC` by default, along a schedule that is learned with
+    the bound. One move in 33 is rejected whatever it is, which bounds the score of a rejection.
+    The step size starts small and adapts after each training step; ``eval()`` freezes it.
+    ``kernel=MALA()`` is the paper's, with a linear schedule unless it is given too.
+
+    Coordinates, masks, discrete sites, kinks of the model such as those of ReLU, and the
+    ``"reweighted"`` gradient (which makes the last move too, and takes one particle) are those of
+    :class:`TraceSIS_ELBO`.
+
+    :param int num_steps: K; 5 if neither it nor a schedule is given.
+    :param Kernel kernel: an adjusted one, :class:`HMC` (two leapfrog steps by default),
+        :class:`MALA` or :class:`RandomWalk`, or one's own.
+    :param schedule: a :class:`~pyro_mcvae.Schedule` or a tensor from 0 to 1; by default
+        :class:`LearnedSchedule`, or :class:`LinearSchedule` where a kernel is given or with the
+        ``"reweighted"`` gradient.
+    :param int num_particles: independent chains, whose W are averaged; at least 2 for the
+        baseline, unless K is 1.
+    :param bool multi_sample: average :math:`\exp W` inside of the logarithm instead, which is
+        tighter for several particles; the signal is then VIMCO's.
+    :param str coordinates: ``"noise"`` or ``"latent"``.
+    :param str gradient_estimator: ``"auto"``, ``"full"`` or ``"reweighted"``.
+    :param bool joint: move and weigh global latents together with local ones, one weight over
+        everything; without subsampled plates only.
+    :param num_categories: the most probable values of each discrete site of the guide, to be
+        summed; 1 by default, ``math.inf`` for all.
+    :param int num_samples: draws from the others; 1 by default.
+    :param budget: instead of both, as of :class:`~pyro_mcvae.TraceRaoBlackwell_ELBO`.
+    :param baseline: a :class:`~pyro_mcvae.Baseline` of the discrete sites, or None.
+    :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
+        and ``retain_graph``, as in Pyro; see :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
+    :ivar last_step: acceptance, step size and log weights of the last step, a
+        :class:`~pyro_mcvae.elbos.chain.ChainRecord`.
+    :raises ValueError: for ``num_steps`` below 1, a schedule that does not increase from 0 to 1,
+        an unadjusted kernel, one particle with the full gradient, counts out of range; at the first
+        step for programs in which no latent can be weighed by itself, and for discrete sites that
+        cannot have slots.
+    :raises RuntimeError: from ``loss_and_grads``, if the model cannot be differentiated twice.
+
+    [1] Thin, Kotelevskii, Doucet, Durmus, Moulines, Panov (2021), *Monte Carlo Variational
+    Auto-Encoders*.
+
+    Example::
+
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> from pyro_mcvae import MALA
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(0.0, 1.0))
+        >>> x = torch.tensor([-1.0, 0.0, 1.0])
+        >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
+        >>> elbo = TraceAIS_ELBO(20, MALA(0.3), num_particles=100)
+        >>> bool(abs(elbo.loss(model, guide, x) + exact) < 0.15)
+        True
+    """
+
+    _adjusted = True
+
+    def __init__(
+        self,
+        num_steps: int | None = None,
+        kernel: Kernel | None = None,
+        schedule: Schedule | Tensor | None = None,
+        num_particles: int = 2,
+        multi_sample: bool = False,
+        **options: Unpack[ChainOptions],
+    ) -> None:
+        super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
+
+    def _use_particles(self, num_particles: int) -> None:
+        if num_particles < 2 and self.num_steps > 1 and self.gradient_estimator != "reweighted":
+            raise ValueError(
+                f"the score-function terms of TraceAIS_ELBO take the other particles as their "
+                f"baseline and need num_particles >= 2, got {num_particles}; for one particle use "
+                f"TraceSIS_ELBO, or gradient_estimator='reweighted'"
+            )
+        super()._use_particles(num_particles)
+
+    def _default_kernel(self, trained: bool) -> Kernel:
+        return HMC(num_leapfrog=2, laziness=0.03)
+
+    def _wrong_kernel(self, name: str) -> str:
+        return (
+            f"TraceAIS_ELBO needs kernels that leave their target invariant, which {name} does "
+            f"not: use MALA, HMC or RandomWalk, or TraceSIS_ELBO for {name}"
+        )

@@ -16,12 +16,11 @@ from pyro.infer.util import MultiFrameTensor
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
-from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, add_up, as_scalar, times
-from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.plates import PlateKey, plate_key
+from pyro_mcvae.elbos.base import Bounds, Estimate, Sum, add_up, as_scalar, times
+from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import FactorKey, PlateKey, plate_key
 
 _NONE: Mapping[FactorKey, frozenset[PlateKey]] = MappingProxyType({})
 

@@ -1,24 +1,284 @@
-"""The importance weighted bound, per datum, for any Pyro program."""
+"""Which mixture of the plain and the doubly reparameterized gradient has the least noise."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
-from pyro_mcvae.elbos.elbo_terms import averaged_estimate, weighted_estimate
-from pyro_mcvae.elbos.estimate import Estimate
-from pyro_mcvae.elbos.path_gradient import PathGradient
+from pyro_mcvae.elbos.base import ELBOOptions, Estimate, MonteCarloELBO
+from pyro_mcvae.elbos.elbo_terms import Cost, averaged_estimate, elbo_costs, weighted_estimate
 from pyro_mcvae.ops.checks import check_choice
-from pyro_mcvae.ops.importance import leave_one_out_signal, renyi_bound
-from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.ops.tensors import as_shape
+from pyro_mcvae.ops.weights import leave_one_out_signal, normalized_weights, renyi_bound
+from pyro_mcvae.particles.sampler import WeightedParticles
+from pyro_mcvae.programs.distributions import (
+    is_elementary,
+    moves_support,
+    transforms_of,
+    unvalidated,
+)
 from pyro_mcvae.programs.messengers import score_function_draws
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.sites import (
+    inner_scale,
+    is_masked,
+    is_random,
+    is_straight_through,
+    layers,
+    masked,
+    unscaled_log_prob,
+)
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import Distribution, FactorKey, Site
 from pyro_mcvae.structure.finder import StructureFinder
+
+# A slope has to be so many of its standard errors away from 0 to count.
+_STANDARD_ERRORS = 2
+
+
+def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
+    r"""
+    The share of the doubly reparameterized gradient, for each draw.
+
+    Where a guide is narrow, the plain gradient of a location is nearly without noise, and that of
+    the doubly reparameterized one is large; where a guide is nearly exact, it is the other way
+    around. Take a Gaussian guide with noise :math:`\epsilon`, and let b be the slope of
+    :math:`\log p` on :math:`\log q` over its draws: 1 where it is exact, and 0 where it is
+    narrow. To first order the noise of the two gradients is
+
+    .. math::
+        -\frac{b}{\sigma} \bar\epsilon \qquad \text{and} \qquad
+        \frac{(1 - b) f}{\sigma} \bar\epsilon ,
+
+    with f the mean factor that the doubly reparameterized one puts on a draw's gradient (one over
+    the effective number of particles, for alpha = 0), so that the mixture with the share
+    :math:`\lambda = b / (b + (1 - b) f)` has none of it.
+
+    Every share that does not depend on the draw itself leaves the gradient unbiased. So that of
+    the even data comes from the odd ones and vice versa; where there is one datum, that of the
+    even particles from the odd ones. A slope that may be noise is shrunk towards 0, the plain
+    gradient, as Stein's estimator does, and is 0 within two standard errors. Of several processes
+    each takes its own data: another share than that of their union, and the same mean.
+
+    :param ~torch.Tensor log_weight: log p - log q of all sites, shape ``[K, *plates]``, detached.
+    :param ~torch.Tensor log_q: of the sites whose gradient is mixed, of that shape, detached.
+    :param float alpha: the order of the Rényi bound whose gradient it is.
+    :returns: :math:`\lambda` between 0 and 1, shape ``[*plates]``; ``[K, *plates]`` for one datum.
+    """
+    shape, num_particles = log_weight.shape, log_weight.shape[0]
+    count = math.prod(shape[1:])
+    q, w = _in_columns(log_q, count), _in_columns(log_weight, count)
+    rows, columns = w.shape
+    # Of the points of every second column, a mean of each and one slope are spent.
+    freedom = columns // 2 * (rows - 1) - 1
+    if freedom < 1:
+        return torch.zeros(shape[1:], dtype=log_q.dtype, device=log_q.device)
+    # Exactly 0 where the density is constant, and NaN where a weight is zero: such a datum has no
+    # slope, and is left out of the sums.
+    q = torch.add(q - q[0], w, alpha=0)
+    weight = (w if alpha == 0 else (1 - alpha) * w).softmax(0)
+    variances = torch.stack([q, w, q + w, weight]).var(1).nan_to_num(0.0)
+    # Over the odd columns, for the even ones, and the other way around.
+    qq, ww, pp, spread = variances.reshape(4, -1, 2).sum(1).flip(1).unbind()
+    # Twice the covariance of log q and log p. A slope b = pq / 2 qq has the squared relative error
+    # (4 pp qq / pq^2 - 1) / freedom, of which it loses four times as much; all in units of b.
+    pq, noise = (qq + pp - ww).clamp(min=0), _STANDARD_ERRORS**2 / freedom
+    one = 2 / (1 + noise)
+    slope = torch.addcdiv(pq / qq, pp, pq, value=-2 * noise * one).clamp(0, one)
+    # The mean factor is alpha + (1 - alpha) sum_k w_k^2 over all K, and the sum over the weights of
+    # a column is (rows - 1) of their variances and 1 / rows.
+    unit = (1 - alpha) * rows * (rows - 1) / (num_particles * (columns // 2))
+    factor = spread + (alpha + (1 - alpha) / num_particles) / unit
+    share = (slope / torch.addcmul(slope, one - slope, factor, value=unit)).nan_to_num(0.0)
+    if alpha < 0:  # f may be negative, and the mixture of least noise far from both
+        share = share.clamp(0, 1)
+    length = num_particles if count == 1 else count
+    share = share.repeat((length + 1) // 2)
+    return as_shape(share[:length] if length % 2 else share, shape if count == 1 else shape[1:])
+
+
+def _in_columns(value: Tensor, count: int) -> Tensor:
+    """An even number of columns: the data, or the even particles and the odd ones of one datum."""
+    if count == 1:
+        return value.flatten()[: len(value) // 2 * 2].reshape(-1, 2)
+    return value.flatten(1)[:, :-1] if count % 2 else value.flatten(1)
+
+
+# Pathwise gradient estimators of importance weighted bounds: reparam, stl and dreg.
+
+_LIBRARIES = "torch.distributions.", "pyro.distributions."
+
+
+class PathGradient:
+    r"""
+    The gradient of :math:`\frac{1}{1 - \alpha} \log \frac{1}{K} \sum_k w_k^{1 - \alpha}` through
+    the guide's draws; of the importance weighted bound for :math:`\alpha = 0`.
+
+    With :math:`\tilde w_k = w_k^{1 - \alpha} / \sum_j w_j^{1 - \alpha}` held fixed, the gradients
+    with respect to a guide's parameters :math:`\phi` are
+
+    .. math::
+        \text{reparam:} \quad & \sum_k \tilde w_k \Big(
+            \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi}
+            - \frac{\partial \log q_\phi(z_k)}{\partial \phi} \Big) \\
+        \text{stl:} \quad & \sum_k \tilde w_k
+            \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi} \\
+        \text{dreg:} \quad & \sum_k \tilde w_k \big(1 - (1 - \alpha)(1 - \tilde w_k)\big)
+            \frac{\partial \log w_k}{\partial z_k} \frac{d z_k}{d \phi} \\
+        \text{auto:} \quad & \lambda \, \text{dreg} + (1 - \lambda) \, \text{reparam}
+
+    and for all other parameters :math:`\sum_k \tilde w_k \nabla \log w_k`. The score term is
+    taken out by adding log q at the detached draw; the second factor of dreg
+    (:math:`\tilde w_k` for :math:`\alpha = 0`) acts on the gradient that arrives at the draw on its
+    way back. One backward pass serves all parameters. Where log q enters the weight with a factor c
+    (the user's scale, or a mask's zero), so does its score term, and the second factor is
+    :math:`1 - c (1 - \alpha)(1 - \tilde w_k)`. What the share :math:`\lambda` is
+    :func:`~pyro_mcvae.elbos.iwae.dreg_share` says.
+    """
+
+    def __init__(self, estimator: str, num_particles: int, alpha: float = 0.0) -> None:
+        self.estimator, self.alpha = estimator, alpha
+        # K = 1 makes them agree in expectation; reparam is then exactly the ELBO's gradient.
+        if estimator == "vimco" or (estimator == "auto" and num_particles == 1):
+            self.estimator = "reparam"
+        self.needs_roots = self.estimator != "reparam"
+
+    def costs(self, sample: WeightedParticles) -> list[list[Cost]]:
+        """The plain ELBO's costs of each run, for one particle, where every weight is 1."""
+        return [
+            [
+                Cost(c.term, c.value, -_path_log_q(c.term))
+                if self._applies(sample, c.term, i)
+                else c
+                for c in elbo_costs(run.summands)
+            ]
+            for i, run in enumerate(sample.runs)
+        ]
+
+    def surrogate(self, sample: WeightedParticles) -> Tensor:
+        """Per datum, a tensor with the estimator's gradient: ``[*plates]``."""
+        chosen = [
+            {t.key for t in run.terms if self._applies(sample, t, i)}
+            for i, run in enumerate(sample.runs)
+        ]
+        fixed = sample.log_weight.detach()
+        if not any(chosen):
+            return renyi_bound(sample.log_weight, self.alpha)
+        weight = normalized_weights(fixed if self.alpha == 0 else (1 - self.alpha) * fixed)
+        factor = weight if self.alpha == 0 else 1 - (1 - self.alpha) * (1 - weight)
+
+        score = sample.local_sum(lambda t, i: _score(t) if t.key in chosen[i] else 0)
+        if self.estimator == "auto":
+            share = dreg_share(fixed, score.detach(), self.alpha)
+            factor, score = torch.addcmul(1 - share, share, factor), share * score
+        if self.estimator != "stl":
+            self._reparameterize_again(sample, chosen, factor)
+        log_weight = _log_weight(sample, chosen) + score
+        # A weight of zero would otherwise meet a log weight of minus infinity: 0 * inf is NaN.
+        return (weight * log_weight.masked_fill(weight == 0, 0.0)).sum(0)
+
+    def _applies(self, sample: WeightedParticles, term: Term, i: int) -> bool:
+        return (
+            self.needs_roots
+            and term.in_guide
+            and is_random(term.site)
+            and not isinstance(term.score, Tensor)
+            and not term.left_out
+            and sample.block_of[i][term.key] is not None
+            and term.key.name in sample.structure.roots
+            and term.site["value"].requires_grad
+            and not is_masked(term.site["fn"])
+            and not is_straight_through(term.site["fn"])
+            and not moves_support(term.site["fn"])
+            and (self.estimator != "auto" or not _is_flow(term.site["fn"]))
+        )
+
+    @staticmethod
+    def _reparameterize_again(
+        sample: WeightedParticles, chosen: list[set[FactorKey]], factor: Tensor
+    ) -> None:
+        parts = sample.split(factor)
+        for i, run in enumerate(sample.runs):
+            for term in run.terms:
+                if term.key in chosen[i]:
+                    b = sample.block_of[i][term.key]
+                    assert b is not None
+                    scaled = _second_factor(term, sample.align(parts[b], term, i))
+                    term.site["value"].register_hook(lambda grad, w=scaled: grad * w.to(grad))
+
+
+def _path_log_q(term: Term) -> Tensor:
+    """log q(z), up to its value, with a gradient through z alone."""
+    return _log_q(term) - _score(term)
+
+
+def _log_weight(sample: WeightedParticles, chosen: list[set[FactorKey]]) -> Tensor:
+    """The log weight, whose gradient with respect to the draws of the chosen sites is whole."""
+    pairs = zip(sample.runs, chosen, strict=True)
+    terms = (t for run, keys in pairs for t in run.terms if t.key in keys)
+    if not any(_may_cache(t.site["fn"]) for t in terms):
+        return sample.log_weight
+
+    def summand(term: Term, i: int) -> Tensor:
+        if not term.in_guide:
+            return term.log_prob
+        return -_log_q(term) if term.key in chosen[i] else -term.log_prob
+
+    return sample.local_sum(summand)
+
+
+def _log_q(term: Term) -> Tensor:
+    """log q(z), with its gradient through z and through the parameters."""
+    value = term.site["value"]
+    if not _may_cache(term.site["fn"]):
+        return term.log_prob
+    # What is cached is of the tensor that was drawn, to which it has no path.
+    return masked(term.site, unscaled_log_prob(term.site, "guide", value.view_as(value)))
+
+
+def _score(term: Term) -> Tensor:
+    """log q(z), with its gradient through the distribution's parameters alone."""
+    value, scale = term.site["value"].detach(), term.site["scale"]
+    if isinstance(scale, Tensor):
+        scale = scale.detach()  # whose own gradient has log q itself, and is no score
+    with unvalidated([term.site["fn"]]):  # which the term has been
+        log_q = unscaled_log_prob(term.site, "guide", value)
+    return masked({**term.site, "scale": scale}, log_q)
+
+
+def _second_factor(term: Term, weight: Tensor) -> Tensor:
+    """1 - c (1 - w), aligned with the site's value like ``weight``."""
+    scale, mask = inner_scale(term.site), term.site["mask"]
+    if mask is None and not isinstance(scale, Tensor) and scale == 1.0:
+        return weight
+    factor = torch.ones_like(term.log_prob)
+    factor = masked(term.site, factor)
+    event_dim = term.site["fn"].event_dim
+    return 1 - factor.reshape(factor.shape + (1,) * event_dim) * (1 - weight)
+
+
+def _may_cache(fn: Distribution) -> bool:
+    """
+    Whether a density may come from what its draw has left behind: the inverse that transforms keep,
+    or all of it, as of Zuko's flows and of other distributions with a ``log_prob`` of their own.
+    """
+    return any(transforms_of(fn)) or _has_own_density(fn)
+
+
+def _has_own_density(fn: Distribution) -> bool:
+    return not all(type(f).log_prob.__module__.startswith(_LIBRARIES) for f in layers(fn))
+
+
+def _is_flow(fn: Distribution) -> bool:
+    """Whether a density may cost much: one of transforms beyond torch's, or of one's own."""
+    return any(not is_elementary(t) for t in transforms_of(fn)) or _has_own_density(fn)
+
+
+# The importance weighted bound, per datum, for any Pyro program.
 
 GradientEstimator = Literal["auto", "reparam", "stl", "dreg", "vimco"]
 
@@ -167,3 +427,71 @@ class TraceIWAE_ELBO(MonteCarloELBO):
             signal = leave_one_out_signal(order * sample.log_weight) / order
             surrogate = surrogate + (signal * score).sum(0)
         return surrogate
+
+
+# The variational Rényi bound of any order, per datum, for any Pyro program.
+
+
+class TraceRenyi_ELBO(TraceIWAE_ELBO):
+    r"""
+    The variational Rényi bound of order alpha of Li and Turner [1], one weight per datum:
+
+    .. math::
+        L_\alpha = \log p(\theta) - \log q(\theta)
+            + \frac{N}{B} \sum_n \frac{1}{1 - \alpha} \log \frac{1}{K} \sum_{k=1}^K \Big(
+              \frac{p(x_n, z_{nk} \mid \theta)}{q(z_{nk} \mid x_n)} \Big)^{1 - \alpha}, \qquad
+        z_{nk} \sim q(z \mid x_n).
+
+    For alpha from 0 to 1 it lies between the importance weighted bound and the ELBO, and is a lower
+    bound on the log evidence for every K. A larger alpha seeks a mode more, a smaller one covers
+    more; a negative one tends to an upper bound as K grows, and is no bound for a finite K.
+
+    Plates, minibatches, global latents, scales and masks are treated as in
+    :class:`TraceIWAE_ELBO`, which it is for ``alpha=0``; so are the gradient estimators, with
+    :math:`w_k^{1 - \alpha}` in the place of :math:`w_k` in normalised weights, and ``"dreg"`` and
+    VIMCO as they follow for the order alpha. It replaces ``RenyiELBO(alpha)``, which multiplies N/B
+    into the weights.
+
+    :param float alpha: the order, other than 1.
+    :param int num_particles: K, the draws inside of the logarithm.
+    :param str gradient_estimator: as in :class:`TraceIWAE_ELBO`.
+    :param bool joint: one weight over everything, as in :class:`TraceIWAE_ELBO`.
+    :param options: Pyro's own; see :class:`MonteCarloELBO`.
+    :raises ValueError: for an alpha that is 1 or not finite, and as :class:`TraceIWAE_ELBO`.
+
+    [1] Li, Turner (2016), *Rényi Divergence Variational Inference*.
+
+    Example::
+
+        >>> import pyro, torch
+        >>> import pyro.distributions as dist
+        >>> def model(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        ...         pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+        >>> def guide(x):
+        ...     with pyro.plate("data", len(x)):
+        ...         pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+        >>> elbo = TraceRenyi_ELBO(alpha=0.5, num_particles=10)
+        >>> x = torch.tensor([-1.0, 0.0, 1.0])
+        >>> log_evidence = dist.Normal(0.0, 2**0.5).log_prob(x).sum()  # the guide is exact
+        >>> bool(abs(elbo.loss(model, guide, x) + log_evidence) < 1e-4)
+        True
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.0,
+        num_particles: int = 2,
+        gradient_estimator: GradientEstimator = "auto",
+        joint: bool = False,
+        **options: Unpack[ELBOOptions],
+    ) -> None:
+        alpha = float(alpha)
+        if alpha == 1 or not math.isfinite(alpha):
+            raise ValueError(
+                f"alpha must be a finite number other than 1, got {alpha}: the bound of order 1 is "
+                f"the ELBO, TraceSGVB_ELBO(num_particles={num_particles})"
+            )
+        self.alpha = alpha
+        super().__init__(num_particles, gradient_estimator, joint, **options)

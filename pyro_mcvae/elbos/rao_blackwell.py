@@ -1,19 +1,30 @@
-"""Rao-Blackwellized gradients for discrete sites: summed where it matters, sampled elsewhere."""
+"""Averages over the slots of a guide's discrete sites, and the score functions of these sites."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+from pyro.ops import packed
 from torch import Tensor
 
-from pyro_mcvae.discrete.control_variates import Baseline
-from pyro_mcvae.discrete.enumerated import SlotRun
-from pyro_mcvae.discrete.site_options import SiteOptions
-from pyro_mcvae.discrete.slot_choice import is_discrete
-from pyro_mcvae.discrete.slot_planner import SlotPlanner
-from pyro_mcvae.discrete.slot_sampler import SlotSampler
-from pyro_mcvae.elbos.base import ELBOOptions, MonteCarloELBO
+from pyro_mcvae.chains.annealing import Chain
+from pyro_mcvae.discrete.baselines import Baseline
+from pyro_mcvae.discrete.site_slots import SiteOptions, is_discrete
+from pyro_mcvae.discrete.slot_dims import ScoredSite, SlotCost, SlotRun, SlotSampler
+from pyro_mcvae.discrete.slot_rows import SlotDraws, SlotPlanner
+from pyro_mcvae.elbos.base import (
+    Bounds,
+    ELBOOptions,
+    Estimate,
+    MonteCarloELBO,
+    Sum,
+    add_up,
+    as_scalar,
+    times,
+)
 from pyro_mcvae.elbos.elbo_terms import (
     Cost,
     averaged_bounds,
@@ -22,16 +33,420 @@ from pyro_mcvae.elbos.elbo_terms import (
     weighted_bounds,
     weighted_estimate,
 )
-from pyro_mcvae.elbos.estimate import Bounds, Estimate, Sum, add_up, as_scalar, times
-from pyro_mcvae.elbos.slot_average import OneSlot, SlotAverage
-from pyro_mcvae.elbos.slot_sums import SlotSums
-from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.execution import Programs, is_messenger
-from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.ops.weights import normalized_weights
+from pyro_mcvae.particles.sampler import WeightedParticles
+from pyro_mcvae.programs.run import Programs, is_messenger
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import FactorKey, Site
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+class OneSlot:
+    """
+    The average over the rows of a sample without slots, in the place of :class:`SlotAverage`.
+
+    :ivar weight: the weight of each slot, ``[P, S, *plates]``; None here.
+    :ivar row_weight: the same for each row, ``[rows, *plates]``.
+    """
+
+    weight: Tensor | None = None
+    row_weight: Tensor | None = None
+
+    def fold(self, value: Tensor) -> Tensor:
+        """``[rows, *plates]`` as ``[P, S, *plates]``; without slots as it is."""
+        return value
+
+    def each(self, value: Tensor) -> Tensor:
+        """``[rows, *plates]`` to be averaged over the first dim, and then given to :meth:`sum`."""
+        return value
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The average of each slot, ``[S, *plates]``, summed over them: ``[*plates]``."""
+        return value
+
+    def mean(self, value: Tensor) -> Tensor:
+        """``[rows, *plates]`` averaged over slots and particles: ``[*plates]``."""
+        return self.sum(self.each(value).mean(0))
+
+    def chain(self, chain: Chain) -> Chain:
+        """The chains of each slot side by side, with what they are worth as of :meth:`each`."""
+        return chain
+
+    def normalized(self, log_weight: Tensor) -> Tensor:
+        """The weights of all rows of a datum, to sum to one: ``[rows, *plates]``."""
+        return normalized_weights(log_weight)
+
+    def without_entropy(self, surrogate: Tensor) -> Tensor:
+        """
+        A surrogate, ``[*plates]``, without the gradient that log q of the discrete draws has inside
+        of the weights, whose mean is zero.
+        """
+        return surrogate
+
+    def with_scores(
+        self, surrogate: Tensor, cost: Callable[[], Tensor], programs: Programs
+    ) -> Tensor:
+        """
+        A scalar surrogate, and the score-function part of the gradient.
+
+        :param cost: gives :math:`L_s`, detached: ``[rows, *plates]``, or where particles share the
+            slots ``[S, *plates]``.
+        """
+        return surrogate
+
+
+class SlotAverage(OneSlot):
+    r"""
+    The sum over slots of what the rows of a sample are worth:
+
+    .. math:: L = \sum_s w_s L_s, \qquad w_s = q(y_s) \text{ or } q(\text{rest}) / n,
+
+    where :math:`y_s` are the discrete values of slot s. With
+
+    .. math:: \sum_s w_s \{\nabla L_s + (L_s - b_s) \nabla \log q(y_s)\}
+
+    its gradient has the mean of that of :math:`\sum_y q(y) L(y)`.
+
+    :param sample: whose rows are slots times particles, those of one slot side by side.
+    :param SlotDraws draws: what they are.
+    :param common: whether particles share the slots: then they may be averaged in another way than
+        by their mean before the sum.
+    """
+
+    weight: Tensor
+    row_weight: Tensor
+
+    def __init__(self, sample: WeightedParticles, draws: SlotDraws, common: bool) -> None:
+        self._sample, self._draws, self._is_common = sample, draws, common
+        self._plan = draws.plan
+        self._weights = {n: self._made(n, "weight") for n in self._plan.sites}
+        blocks = range(len(sample.blocks))
+        self.row_weight = sample.join([self._block_weight(b) for b in blocks])
+        self.weight = self.fold(self.row_weight)
+
+    @staticmethod
+    def of(sample: WeightedParticles, draws: SlotDraws | None, common: bool) -> OneSlot:
+        """The average of a sample; ``draws`` is None for one without slots."""
+        return OneSlot() if draws is None else SlotAverage(sample, draws, common)
+
+    def fold(self, value: Tensor) -> Tensor:
+        return value.unflatten(0, (-1, self._draws.num_particles)).transpose(0, 1)
+
+    def each(self, value: Tensor) -> Tensor:
+        folded = self.fold(value)
+        return folded if self._is_common else _times(self.weight, folded)
+
+    def sum(self, value: Tensor) -> Tensor:
+        return (_times(self.weight[0], value) if self._is_common else value).sum(0)
+
+    def chain(self, chain: Chain) -> Chain:
+        infos = [
+            i if i.log_prob is None else i._replace(log_prob=self.fold(i.log_prob))
+            for i in chain.infos
+        ]
+        rest, past = ([self.each(r) for r in parts] for parts in (chain.rest, chain.past))
+        log_weight = self.each(chain.log_weight)
+        return replace(chain, log_weight=log_weight, infos=infos, rest=rest, past=past)
+
+    def normalized(self, log_weight: Tensor) -> Tensor:
+        return normalized_weights(log_weight + self.row_weight.log())
+
+    def without_entropy(self, surrogate: Tensor) -> Tensor:
+        names = self._draws.held
+        log_q = self._sample.local_sum(
+            lambda t, i: t.log_prob if t.in_guide and t.key.name in names else 0
+        )
+        return surrogate + self.mean(log_q)
+
+    def with_scores(
+        self, surrogate: Tensor, cost: Callable[[], Tensor], programs: Programs
+    ) -> Tensor:
+        folded = cost().unsqueeze(0) if self._is_common else self.fold(cost())
+        parts = self._sample.split(folded * self._sample.scale)
+        sites = self._plan.sites.items()
+        scores = (self._surrogate(name, parts[site.block], programs) for name, site in sites)
+        return surrogate + add_up(scores) / len(folded)
+
+    def _surrogate(self, name: str, cost: Tensor, programs: Programs) -> Tensor:
+        """
+        Of a site's distribution. Shapes are ``[slots, P, slots of sites before, *plates]``.
+
+        :param cost: of the site's block, ``[P, S, *plates]``.
+        """
+        plan, site = self._plan, self._plan.sites[name]
+        beside = [n for n, other in plan.sites.items() if other.block == site.block and n != name]
+        others = self._product([self._weights[n] for n in beside], cost)
+        upstream = self._product([self._weights[n] for n in site.before], cost)
+        weight, sampled = self._weights[name], self._made(name, "sampled")
+        score = self._of_block(name, lambda t, i: torch.as_tensor(t.score))
+        node = self._sample.runs[0].guide_trace.nodes[name]
+        return self._draws.made(name)[0].surrogate(
+            node,
+            programs,
+            weight=self._by_slot(name, self._few(weight))[:, :, 0],
+            sampled=self._by_slot(name, self._few(sampled))[:, :, 0] > 0,
+            score=self._by_slot(name, self._few(score))[:, :, 0],
+            cost=self._by_slot(name, _times(others, cost)).sum(2),
+            upstream=self._by_slot(name, upstream)[:1, :, 0],
+            value=self._by_slot(name, self._few(self._values(name)))[:, :, 0],
+        )
+
+    def _values(self, name: str) -> Tensor:
+        """``[rows, *batch, *event]``."""
+        values = [m.choice.value for m in self._draws.made(name).values()]
+        return values[0] if self._sample.runs[0].leading is not None else torch.stack(values)
+
+    def _made(self, name: str, field: str) -> Tensor:
+        """The weights of a site, or which are draws: of its block, ``[rows, *plates]``."""
+        made = self._draws.made(name)
+        return self._of_block(
+            name, lambda t, i: getattr(made[i].choice, field).to(t.log_prob.dtype)
+        )
+
+    def _of_block(self, name: str, pick: Callable[[Term, int], Tensor]) -> Tensor:
+        key = FactorKey("guide", name)
+        total = self._sample.local_sum(lambda t, i: pick(t, i) if t.key == key else 0)
+        return self._sample.split(total)[self._plan.sites[name].block]
+
+    def _block_weight(self, block: int) -> Tensor:
+        """The weights of a block, zero for slots that it does not have: ``[rows, *plates]``."""
+        like = self._sample.split(self._sample.log_weight.detach())[block]
+        slot = torch.arange(len(like), device=like.device) // self._draws.num_particles
+        has = (slot < self._plan.size(block)).to(like.dtype)
+        weight = has.reshape(-1, *[1] * (like.dim() - 1)).expand(like.shape)
+        for name, own in self._weights.items():
+            if self._plan.sites[name].block == block:
+                weight = weight * own
+        return weight
+
+    def _few(self, value: Tensor) -> Tensor:
+        """``[rows, ...]`` as ``[P, S, ...]``, one particle where they are all alike."""
+        folded = self.fold(value)
+        return folded[:1] if self._is_common else folded
+
+    def _product(self, weights: list[Tensor], like: Tensor) -> Tensor:
+        total = torch.ones_like(like)
+        for weight in weights:
+            total = total * self._few(weight)
+        return total
+
+    def _by_slot(self, name: str, value: Tensor) -> Tensor:
+        """``[P, S, ...]`` as ``[slots, P, slots of sites behind, slots of sites before, ...]``."""
+        size = self._plan.size(self._plan.sites[name].block)
+        shape = -1, self._plan.counts[name], self._plan.stride(name)
+        return value[:, :size].unflatten(1, shape).movedim(2, 0)
+
+
+def _times(weight: Tensor, value: Tensor) -> Tensor:
+    """A product that is zero where the weight is, whatever the value."""
+    return torch.where(weight > 0, weight * torch.where(weight > 0, value, 0.0), 0.0)
+
+
+# Expected costs over the slots of discrete sites, and their gradients.
+
+
+class _Key(NamedTuple):
+    dims: frozenset[str]
+    members: frozenset[str]
+    plates: frozenset[str]
+
+
+class SlotSums:
+    r"""
+    The expectation over the slots of a run, :math:`V = \sum_c \sum_s \prod_{i \in R(c)} w_i c`.
+
+    R(c) holds the sites that cost c depends on, and those that these depend on, and no others:
+    the weights of the others sum to one, but their gradients are noise. V is linear in each weight
+    and in each cost, so one backward pass through it gives the expected cost behind every slot
+    and the weight of every cost.
+
+    :param SlotRun slot_run: an execution.
+    :param ancestors: for each factor the guide sites that it depends on, directly or not.
+    """
+
+    def __init__(self, slot_run: SlotRun, ancestors: Mapping[FactorKey, frozenset[str]]) -> None:
+        self._scored = slot_run.scored
+        self._ancestors = ancestors
+        self._owner = {s.symbol: s.name for s in slot_run.scored.values() if s.symbol}
+        self._leaves = {n: _named(s.weight.clone(), s.order) for n, s in self._scored.items()}
+        self._keys = [self._key(cost) for cost in slot_run.costs]
+        self._costs = slot_run.costs
+        self._cache: dict[Hashable, Tensor] = {}
+
+    def value(self) -> Tensor:
+        """V, detached."""
+        with torch.no_grad():
+            return self._sum(self._masses())
+
+    def expected(self) -> list[Tensor]:
+        """The expectation of each cost over the slots, in the layout of its site's plates."""
+        found = []
+        with torch.no_grad():
+            masses = self._masses()
+            for cost, key in zip(self._costs, self._keys, strict=True):
+                total = masses[key] * _known(cost, masses[key])
+                dims = sorted(cost.dims)
+                slots = [i for i, d in enumerate(dims) if d not in cost.plates]
+                total = total.sum(slots) if slots else total
+                kept = "".join(d for d in dims if d in cost.plates)
+                symbols = cost.term.site["infer"]["_dim_to_symbol"].items()
+                found.append(packed.unpack(_named(total, kept), {s: d for d, s in symbols}))
+        return found
+
+    def differentiate(self, programs: Programs) -> tuple[Tensor, Sum]:
+        """V, and a scalar with the gradient of the costs and of all sites' distributions."""
+        leaves = list(self._leaves.values())
+        with torch.enable_grad():
+            for leaf in leaves:
+                leaf.requires_grad_()
+            masses = self._masses()
+            value = self._sum(masses)
+        path = add_up(
+            _path(c, masses[k].detach())
+            for c, k in zip(self._costs, self._keys, strict=True)
+            if isinstance(c.path, Tensor)
+        )
+        if not (value.requires_grad and leaves):
+            return value, path
+        behind = torch.autograd.grad(value, leaves, allow_unused=True)
+        scores = [
+            self._surrogate(self._scored[name], leaf.detach(), grad, programs)
+            for (name, leaf), grad in zip(self._leaves.items(), behind, strict=True)
+        ]
+        return value.detach(), add_up((path, *scores))
+
+    def _surrogate(
+        self, site: ScoredSite, weight: Tensor, cost: Tensor | None, programs: Programs
+    ) -> Tensor:
+        """Of a site's distribution; ``cost`` is what its slots' weights multiply."""
+        cost = torch.zeros_like(weight) if cost is None else cost
+        with torch.no_grad():
+            upstream = self._upstream(site)
+        return site.slots.surrogate(
+            site.site,
+            programs,
+            weight=site.slots_first(_named(weight, site.order)),
+            sampled=site.sampled(),
+            score=site.first(site.score),
+            cost=site.slots_first(_named(cost, site.order)),
+            upstream=site.slots_first(upstream),
+            value=site.values(),
+        )
+
+    def _key(self, cost: SlotCost) -> _Key:
+        """Costs of the same dims, sites and plates share the weights that multiply them."""
+        every = self._scored.keys()
+        ancestors = set().union(*(self._ancestors.get(k, every) for k in cost.keys))
+        plain = {n for n in ancestors & every if self._scored[n].symbol is None}
+        members = self._closure(plain, cost.dims)
+        return _Key(cost.dims, members, cost.plates)
+
+    def _closure(self, names: Iterable[str], dims: Iterable[str]) -> frozenset[str]:
+        """Sites, the owners of dims, and the owners of the dims of their weights."""
+        found = set(names)
+        waiting = [*dims, *(d for name in found for d in self._scored[name].dims)]
+        while waiting:
+            name = self._owner.get(waiting.pop())
+            if name is not None and name not in found:
+                found.add(name)
+                waiting.extend(self._scored[name].dims)
+        return frozenset(found)
+
+    def _masses(self) -> dict[_Key, Tensor]:
+        self._cache.clear()  # of products without gradients, or of another step
+        found = {}
+        for cost, key in zip(self._costs, self._keys, strict=True):
+            if key not in found:
+                mass = self._marginal(key.members, key.dims, key.plates)
+                found[key] = _aligned(cost.value.new_ones(()) if mass is None else mass, key.dims)
+        return found
+
+    def _marginal(
+        self, members: frozenset[str], dims: frozenset[str], plates: frozenset[str]
+    ) -> Tensor | None:
+        """
+        The product of some sites' weights, summed over all dims but ``dims``.
+
+        One site after the other, in the guide's order; a dim is summed as soon as no site that
+        follows has it. Costs along a chain share all steps but their last.
+        """
+        names = [name for name in self._scored if name in members]
+        total: Tensor | None = None
+        for i, name in enumerate(names):
+            later = dims.union(*(self._scored[n].dims for n in names[i + 1 :]))
+            own = self._weight(name, plates)
+            have = frozenset(own._pyro_dims)  # type: ignore[attr-defined]
+            if total is not None:
+                have |= frozenset(total._pyro_dims)  # type: ignore[attr-defined]
+            kept = "".join(sorted(have & later))
+            # The previous product, by its identity: the cache keeps it alive.
+            key = id(total), name, own._pyro_dims, kept  # type: ignore[attr-defined]
+            if key not in self._cache:
+                self._cache[key] = _product(total, own, kept)
+            total = self._cache[key]
+        return total
+
+    def _weight(self, name: str, plates: frozenset[str]) -> Tensor:
+        leaf, site = self._leaves[name], self._scored[name]
+        outside = [i for i, d in enumerate(site.order) if d in site.plates - plates]
+        if site.symbol is not None or not outside:
+            return leaf
+        # Many draws inside of a plate before one cost outside: each has all of it for its cost.
+        kept = "".join(d for d in site.order if d not in site.plates - plates)
+        return _named(1 + (leaf - 1).sum(outside), kept)
+
+    def _upstream(self, site: ScoredSite) -> Tensor:
+        dims = site.dims - {site.symbol}
+        members = self._closure((), dims) - {site.name}
+        found = self._marginal(members, dims, site.plates)
+        return _named(site.weight.new_ones(()), "") if found is None else found
+
+    def _sum(self, masses: dict[_Key, Tensor]) -> Tensor:
+        pairs = ((c, masses[k]) for c, k in zip(self._costs, self._keys, strict=True))
+        return as_scalar(
+            add_up(times((mass * _known(c, mass)).sum(), c.scale) for c, mass in pairs)
+        )
+
+
+def _product(left: Tensor | None, right: Tensor, kept: str) -> Tensor:
+    """Two packed tensors multiplied, and summed over all dims but ``kept``."""
+    pair = [t for t in (left, right) if t is not None]
+    names = [t._pyro_dims for t in pair]  # type: ignore[attr-defined]
+    number = {d: i for i, d in enumerate(dict.fromkeys("".join(names)))}
+    operands = [
+        part for t, n in zip(pair, names, strict=True) for part in (t, [number[d] for d in n])
+    ]
+    return _named(torch.einsum(*operands, [number[d] for d in kept]), kept)
+
+
+def _named(value: Tensor, dims: str) -> Tensor:
+    """A packed tensor, whose dims have names."""
+    value._pyro_dims = dims  # type: ignore[attr-defined]
+    return value
+
+
+def _aligned(value: Tensor, dims: Iterable[str]) -> Tensor:
+    """A packed tensor with its dims sorted, and one of size 1 for each that it has not."""
+    own, target = getattr(value, "_pyro_dims", ""), sorted(dims)
+    order = [own.index(d) for d in target if d in own]
+    sizes = [value.shape[own.index(d)] if d in own else 1 for d in target]
+    return value.permute(order).reshape(sizes)
+
+
+def _known(cost: SlotCost, mass: Tensor) -> Tensor:
+    """A cost's value, zero where it is infinite but has no weight (0 * inf is NaN)."""
+    value = _aligned(cost.value, cost.dims)
+    return torch.where(value.isfinite() | (mass > 0), value, 0.0)
+
+
+def _path(cost: SlotCost, mass: Tensor) -> Tensor:
+    path = _aligned(cost.path, cost.dims)
+    return times((mass * torch.where(mass > 0, path, 0.0)).sum(), cost.scale)
+
+
+# Rao-Blackwellized gradients for discrete sites: summed where it matters, sampled elsewhere.
 
 
 class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):

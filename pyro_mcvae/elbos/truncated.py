@@ -10,12 +10,11 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_mcvae.coordinates import chain_density
-from pyro_mcvae.elbos.base import MonteCarloELBO, check_options
+from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO, check_options
 from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
-from pyro_mcvae.elbos.estimate import Bounds, Estimate
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.ops.importance import normalized_weights
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.ops.weights import normalized_weights
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program, Site
 from pyro_mcvae.truncated.guide import EStep, TruncatedPosterior
 from pyro_mcvae.truncated.joint import JointRuns

@@ -20,35 +20,40 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from pyro_mcvae.evaluation.arguments import (
+from pyro_mcvae.evaluation.evidence import (
+    LogEvidence,
+    estimate,
+    filled,
+    guide_and_chains,
+    number,
+    share,
+    table,
+    weights_of,
+    with_error,
+)
+from pyro_mcvae.evaluation.options import (
     Options,
     as_arguments,
     check_call,
     check_function,
     prepare,
 )
-from pyro_mcvae.evaluation.evidence import (
-    LogEvidence,
-    estimate,
-    guide_and_chains,
-    share,
-    weights_of,
-    with_error,
-)
-from pyro_mcvae.evaluation.tables import filled, number, table
-from pyro_mcvae.ops.checks import check_count, check_positive
-from pyro_mcvae.ops.notices import each_once
-from pyro_mcvae.ops.trees import Tree
+from pyro_mcvae.ops.checks import check_count, check_positive, each_once
+from pyro_mcvae.ops.tensors import Tree
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.errors import first_line
-from pyro_mcvae.programs.execution import Programs, run_pair
+from pyro_mcvae.programs.isolation import evaluation_modules, find_modules
 from pyro_mcvae.programs.messengers import Substitutes
-from pyro_mcvae.programs.modules import evaluation_modules, find_modules
 from pyro_mcvae.programs.progress import Progress
-from pyro_mcvae.programs.types import Program
-from pyro_mcvae.training.generators import rng_state, set_rng_state
-from pyro_mcvae.training.parts import ModulePart
-from pyro_mcvae.training.store import ParamStorePart, Part, Undo
+from pyro_mcvae.programs.run import Programs, run_pair
+from pyro_mcvae.programs.types import Program, first_line
+from pyro_mcvae.training.checkpoint import (
+    ModulePart,
+    ParamStorePart,
+    Part,
+    Undo,
+    rng_state,
+    set_rng_state,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, SubFigure

@@ -8,13 +8,19 @@ from typing import Any
 
 import torch
 
-from pyro_mcvae.evaluation.arguments import make_options
-from pyro_mcvae.evaluation.evaluation_mode import check_own_parameters
-from pyro_mcvae.evaluation.evidence import LogEvidence, guide_and_chains, has_light_tail, share
-from pyro_mcvae.evaluation.tables import filled, number, table
-from pyro_mcvae.ops.notices import each_once
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.evaluation.evidence import (
+    LogEvidence,
+    filled,
+    guide_and_chains,
+    has_light_tail,
+    number,
+    share,
+    table,
+)
+from pyro_mcvae.evaluation.options import check_own_parameters, make_options
+from pyro_mcvae.ops.checks import each_once
 from pyro_mcvae.programs.progress import Progress
+from pyro_mcvae.programs.run import Programs
 
 # Differences within so many standard errors are none.
 _ERRORS = 2.0

@@ -16,21 +16,16 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to
 
-from pyro_mcvae.coordinates.whitened import WhitenedDensity
+from pyro_mcvae.coordinates.chain_density import WhitenedDensity
 from pyro_mcvae.evaluation.draws import site_values
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
-from pyro_mcvae.evaluation.weights import WeightSummary
-from pyro_mcvae.particles.weighted import WeightedParticles
-from pyro_mcvae.programs.errors import first_line
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.factors import FactorKey
+from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary
+from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.messengers import SampleFn
-from pyro_mcvae.programs.plates import plate_frames, plate_key
-from pyro_mcvae.programs.run import Run
+from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support
-from pyro_mcvae.programs.types import Message, Site
+from pyro_mcvae.programs.types import FactorKey, Message, Site, first_line, plate_frames, plate_key
 from pyro_mcvae.structure import dependencies
-from pyro_mcvae.training.generators import rng_state, set_rng_state
+from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
 
 _logger = logging.getLogger(__name__)
 

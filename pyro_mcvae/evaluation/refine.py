@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_mcvae.chains.kernel import Target
-from pyro_mcvae.coordinates.whitened import WhitenedDensity
-from pyro_mcvae.evaluation.annealing import LEAVE_OUT
-from pyro_mcvae.evaluation.arguments import prepare
+from pyro_mcvae.chains.kernels import Target
+from pyro_mcvae.coordinates.chain_density import WhitenedDensity
 from pyro_mcvae.evaluation.draws import PosteriorDraws, site_draws
 from pyro_mcvae.evaluation.evidence import importance_sampler
-from pyro_mcvae.evaluation.importance_sampler import Density, ImportanceSampler
-from pyro_mcvae.evaluation.weights import WeightSummary
+from pyro_mcvae.evaluation.options import LEAVE_OUT, prepare
+from pyro_mcvae.evaluation.weights import Density, ImportanceSampler, WeightSummary
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.programs.types import Program
 

@@ -13,27 +13,32 @@ import torch
 from pyro.infer import RenyiELBO
 from torch import Tensor
 
-from pyro_mcvae.chains.hmc import HMC
-from pyro_mcvae.chains.step_size import AdaptiveStepSize
+from pyro_mcvae.chains.kernels import HMC
+from pyro_mcvae.chains.parameters import AdaptiveStepSize
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.elbos.chain import ChainELBO
 from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
-from pyro_mcvae.evaluation.annealing import DEFAULT_STEPS, EvaluatorCoordinates, make_annealing
-from pyro_mcvae.evaluation.arguments import Options, prepare
 from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     estimate,
+    filled,
     has_light_tail,
+    number,
     share,
+    table,
     weights_of,
     with_error,
 )
-from pyro_mcvae.evaluation.importance_sampler import ImportanceSampler
-from pyro_mcvae.evaluation.state_weights import StateWeights
-from pyro_mcvae.evaluation.tables import filled, number, table
+from pyro_mcvae.evaluation.options import (
+    DEFAULT_STEPS,
+    EvaluatorCoordinates,
+    Options,
+    make_annealing,
+    prepare,
+)
+from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights
 from pyro_mcvae.ops.checks import check_count, check_flag
-from pyro_mcvae.programs.errors import first_line
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.programs.types import Program, first_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
+from pyro import poutine
+from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_mcvae.ops.pareto import pareto_k, tail_length
-
-if TYPE_CHECKING:
-    from pyro_mcvae.programs.run import Run
+from pyro_mcvae.chains.annealing import Chain, anneal
+from pyro_mcvae.checks.faults import check_angles, check_not_collapsed, untrained_guide
+from pyro_mcvae.checks.masks import (
+    check_masks,
+    check_unweighed,
+    count_masked,
+    masks_latents,
+    transported,
+)
+from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
+from pyro_mcvae.coordinates.coordinate import Coordinates, GivenLatents
+from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
+from pyro_mcvae.evaluation.options import MOVES, Annealing, Counted, Options, population, whiten
+from pyro_mcvae.ops.weights import pareto_k, tail_length
+from pyro_mcvae.particles.sampler import (
+    MakeSampleFn,
+    ParticleSampler,
+    WeightedParticles,
+    with_drawn_states,
+)
+from pyro_mcvae.programs.contract import nonfinite_sites
+from pyro_mcvae.programs.distributions import with_impossible_data
+from pyro_mcvae.programs.progress import Progress
+from pyro_mcvae.programs.run import Programs, Run
+from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
+from pyro_mcvae.programs.terms import scored
+from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
+from pyro_mcvae.structure import dependencies
+from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
+from pyro_mcvae.truncated.posterior import StatePosterior, drawn_from_states
 
 
 class WeightSummary:
@@ -90,7 +122,7 @@ class WeightSummary:
 
     @property
     def pareto_k(self) -> Tensor:
-        """The shape of the weights' tail, see :func:`~pyro_mcvae.ops.pareto.pareto_k`."""
+        """The shape of the weights' tail, see :func:`~pyro_mcvae.ops.weights.pareto_k`."""
         return pareto_k(self._top, self.count)
 
 
@@ -104,3 +136,513 @@ class Weighed(NamedTuple):
     log_weight: Tensor
     runs: list[Run]
     acceptance: Tensor | None = None
+
+
+# Draws log weights of a pair of programs again and again, on one minibatch, in bounded memory.
+
+_logger = logging.getLogger(__name__)
+
+Density = ChainDensity | WhitenedDensity
+
+
+class ImportanceSampler:
+    """
+    The weights of one minibatch.
+
+    Runs the programs once to find out what is weighed: the *reference*, whose minibatch (and,
+    without ``joint``, whose global latents) every chunk shares.
+
+    :ivar programs: those that are weighed; see :func:`count_masked`.
+    :param annealing: chains instead of plain importance sampling.
+    :ivar given: latents whose values are held: point masses, and globals that were drawn once.
+    :ivar held: the same as the model's sites have them.
+    :cvar remedy: what helps where the weights' tails are heavy.
+    :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
+    """
+
+    remedy = "Use chains (schedule=10, and more), or num_transitions"
+
+    def __init__(
+        self,
+        programs: Programs,
+        options: Options,
+        progress: Progress,
+        annealing: Annealing | None = None,
+    ) -> None:
+        self.programs, self.progress, self.annealing = programs, progress, annealing
+        self._options, self._joint = options, bool(options.joint)
+        self._samplers: dict[int, ParticleSampler] = {}
+        with untrained_guide(programs.guide) as check:
+            self.reference = self._sampler(1).sample(programs)
+            check(self.reference.runs[0].guide_trace)
+        check_not_collapsed(self.reference.structure)
+        run = self.reference.runs[0]
+        points = find_points(programs, run)
+        check_observed(run)
+        check_draws(run, points)
+        self._count_alike(points)
+        check_points(self.reference, points)
+        drawn = tuple(sorted(self.reference.structure.global_sites.guide - points))
+        if options.joint is None and drawn:
+            check_no_minibatch(self.reference.runs[0], drawn)
+            self._joint, self._samplers = True, {}
+            self.reference, drawn = self._sampler(1).sample(self.programs), ()
+        check_blocks(self.reference)
+        self.given = tuple(sorted(points)) + drawn
+        self._drawn = drawn
+        self.held = points | frozenset(drawn)
+
+    @property
+    def chunk_size(self) -> int:
+        """How many particles fit one chunk."""
+        return self._options.chunk(self._numbers())
+
+    def weigh(self, count: int) -> Weighed:
+        if self.annealing is None:
+            sample = self.draw(count)
+            return Weighed(sample.log_weight, sample.runs)
+        chain, density = self.chain(count)
+        rates = [info.acceptance.mean() for info in chain.infos]
+        return Weighed(chain.log_weight, density.runs, torch.stack(rates) if rates else None)
+
+    def draw(self, count: int, make_sample_fn: MakeSampleFn | None = None) -> WeightedParticles:
+        """
+        Independent draws of the guide, without gradients.
+
+        :param make_sample_fn: gives its sites other values; see :class:`ParticleSampler`.
+        """
+        sampler = self._sampler(count)
+        return sampler.resample(self.programs, self.reference, count, make_sample_fn)
+
+    def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
+        """
+        The same for other data: the plates' minibatch and the latents that are held stay.
+
+        :param joint: weigh everything together, also where this one does not.
+        """
+        other = copy.copy(self)
+        other.programs, other._samplers = programs, {}
+        other._joint = self._joint or joint
+        reference = self.reference
+        other.reference = other._sampler(1).single(
+            programs, reference.subsamples, reference.global_values()
+        )
+        return other
+
+    def annealed(self, annealing: Annealing) -> ImportanceSampler:
+        """The same, by chains."""
+        other = self.on(self.programs)
+        other.annealing = annealing
+        return other
+
+    def of_prior(self) -> ImportanceSampler:
+        """Those of the model's own prior, which sums what the guide leaves to be summed."""
+        run = self.reference.runs[0]
+        nodes = run.model_trace.nodes
+        drawn = frozenset(n for n, s in nodes.items() if is_latent(s) and n in run.guide_trace)
+
+        def is_hidden(site: Site) -> bool:
+            kept = site["type"] != "sample" or site_is_subsample(site) or site["name"] in drawn
+            return not kept
+
+        prior = poutine.block(self.programs.model, hide_fn=is_hidden)
+        return self.on(replace(self.programs, guide=prior), joint=self.elements == 1)
+
+    def renew(self) -> None:
+        """Draw the global latents that are held anew, on the same minibatch."""
+        self.reference = self._sampler(1).single(self.programs, self.reference.subsamples)
+
+    @property
+    def holds_draws(self) -> bool:
+        """Whether global latents were drawn once."""
+        return bool(self._drawn)
+
+    def log_weight(
+        self,
+        count: int,
+        *,
+        gradient: GradientMode = GradientMode.NONE,
+        coordinates: Coordinates = "noise",
+        latents: dict[str, Tensor] | None = None,
+    ) -> LogWeight:
+        """The log weight as a function of coordinates, begun at ``count`` new draws."""
+        return LogWeight(
+            self._sampler(count),
+            self.programs,
+            within=self.reference,
+            gradient=gradient,
+            coordinates=coordinates,
+            begin=None if latents is None else GivenLatents(latents),
+        )
+
+    def with_drawn_states(self, sample: WeightedParticles) -> WeightedParticles:
+        """The same latents, and each enumerated site of the model drawn given these."""
+        return with_drawn_states(self.programs, sample)
+
+    def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
+        """The density that the chains move in, begun at new draws or at given latents."""
+        assert self.annealing is not None
+        gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
+        with torch.set_grad_enabled(bool(gradient)):
+            log_weight = self.log_weight(
+                count,
+                gradient=gradient,
+                coordinates=self.annealing.coordinates,
+                latents=latents,
+            )
+        if log_weight.plan.discrete and not log_weight.plan.moving:
+            raise ValueError(
+                f"chains move latents along gradients, but the guide's site"
+                f"{named(log_weight.plan.discrete)} discrete: {self.annealing.without}, or "
+                f"marginalise them in the model"
+            )
+        density = ChainDensity(log_weight)
+        whitening = self.annealing.whitening
+        return density if whitening is None else WhitenedDensity(density, whitening, bool(latents))
+
+    def chain(self, count: int, last_transition: bool = False) -> tuple[Chain, Density]:
+        """
+        Chains from the guide's draws along the schedule; the step size, and white coordinates, are
+        found first.
+        """
+        self.warm_up()
+        return self._chain(count, last_transition)
+
+    def warm_up(self) -> None:
+        """Adapt the step size on chains of its own, then freeze it."""
+        annealing = self.annealing
+        if annealing is None:
+            return
+        if annealing.whitens and annealing.whitening is None:
+            annealing.whitening = self._whitened(annealing)
+        elif annealing.adapts and annealing.num_steps > 0:
+            # The acceptance is a mean over chains: some hundred are enough.
+            count = min(math.ceil(100 / max(1, self.elements)), self.chunk_size)
+            if self.loops:  # no more chains than were asked for
+                annealing.warmup = min(annealing.warmup, self._options.num_particles)
+                count = min(count, max(1, self._options.num_particles // annealing.warmup))
+            self.progress.expect(count * annealing.warmup)
+            for turn in range(annealing.warmup):
+                chain, _ = self._chain(count, True)
+                if not chain.infos:
+                    break  # nothing can move
+                annealing.adapt(turn, chain.mean_acceptance, chain.gradient)
+        annealing.freeze()
+
+    @property
+    def loops(self) -> bool:
+        """Whether each particle is a run of its own."""
+        return not self._sampler(2).vectorizes(self.programs, 2)
+
+    def _whitened(self, annealing: Annealing) -> Whitening:
+        dim = self.density(1).log_weight.coordinates.shape[-1]
+        count = min(population(dim), self.chunk_size)
+        density = self.density(count)
+        assert isinstance(density, ChainDensity)
+        self.progress.expect(count * annealing.warmup)
+        return whiten(density, annealing, Counted(annealing.kernel, self.progress, count / MOVES))
+
+    def _chain(self, count: int, last_transition: bool) -> tuple[Chain, Density]:
+        assert self.annealing is not None
+        density = self.density(count)
+        start = density.start()
+        moves = self.annealing.num_steps if last_transition else self.annealing.num_steps - 1
+        transition = self.annealing.transition(self.programs)
+        chain = anneal(
+            start,
+            self.annealing.betas.to(start.log_weight.device),
+            Counted(transition, self.progress, count / max(1, moves)),
+            density,
+            density.log_weight.movable,
+            last_transition,
+        )
+        return chain, density
+
+    def shared(self) -> Tensor:
+        """What belongs to no single datum: the factors outside of the blocks, without the draws."""
+        return shared_factors(self.reference, self._drawn)
+
+    def bound(self, summary: WeightSummary) -> Tensor:
+        """The guide's bound on the log evidence, after these weights were drawn."""
+        return summary.mean_log.to(self.reference.log_weight.dtype)
+
+    def pareto_k(self, summary: WeightSummary) -> Tensor:
+        """The tail of the weights, NaN where they say nothing of it."""
+        return summary.pareto_k
+
+    @property
+    def discrete(self) -> tuple[str, ...]:
+        """The guide's discrete sites."""
+        sites = (t.site for t in self.reference.runs[0].terms if t.in_guide and is_random(t.site))
+        return tuple(s["name"] for s in sites if known_support(s["fn"]).is_discrete)
+
+    @property
+    def elements(self) -> int:
+        """How many weights one particle has."""
+        return math.prod(self.reference.log_weight.shape[1:])
+
+    def chunks(self, count: int) -> Iterator[int]:
+        """The sizes of the chunks that ``count`` particles are drawn in."""
+        self.progress.expect(count)
+        while count > 0:
+            size = min(self.chunk_size, count)
+            yield size
+            if self.annealing is None:  # whose transitions are counted
+                self.progress.step(size)
+            count -= size
+
+    def check(self, log_weight: Tensor, runs: list[Run]) -> None:
+        """
+        :raises ValueError: naming the sites, where a log weight is NaN or plus infinity.
+        """
+        if bool((log_weight.isnan() | log_weight.isposinf()).any()):
+            lines = nonfinite_sites(runs) or ["every site is finite: their sum overflows"]
+            raise ValueError("a log weight is not a number, because of\n  " + "\n  ".join(lines))
+
+    def _sampler(self, count: int) -> ParticleSampler:
+        if count not in self._samplers:
+            sampler = ParticleSampler(
+                count,
+                self._options.vectorize_particles,
+                self._options.max_plate_nesting,
+                joint=self._joint,
+                strict_enumeration=self._options.strict_enumeration_warning,
+                find_roots=True,
+            )
+            for other in self._samplers.values():
+                sampler.structures, sampler.runner = other.structures, other.runner
+            self._samplers[count] = sampler
+        return self._samplers[count]
+
+    def _numbers(self) -> int:
+        traces = (t for r in self.reference.runs for t in (r.guide_trace, r.model_trace))
+        values = (s["value"] for t in traces for s in t.nodes.values() if s["type"] == "sample")
+        return 2 * sum(v.numel() for v in values if isinstance(v, Tensor))
+
+    def _count_alike(self, points: frozenset[str]) -> None:
+        """Let both programs count the same entries of each latent, or refuse them."""
+        apart = points
+        if masks_latents(self.reference.runs[0]):
+            sampler, subsamples = self._sampler(1), self.reference.subsamples
+            pair = self.reference.runs[0], sampler.single(self.programs, subsamples).runs[0]
+            apart = points | transported(self.programs, *pair)
+            self.programs = count_masked(self.programs, *pair)
+            self.reference = sampler.single(self.programs, subsamples)
+        check_masks(self.reference.runs[0], apart)
+        check_unweighed(self.programs, self.reference.runs[0], is_random)
+        check_angles(self.reference.runs[0])
+
+
+def find_points(programs: Programs, run: Run) -> frozenset[str]:
+    """The guide's point masses, but for those that follow from a random draw of the guide."""
+    sites = [t.site for t in run.terms if t.in_guide and is_latent(t.site)]
+    points = {s["name"] for s in sites if is_delta(s["fn"])}
+    names = frozenset(s["name"] for s in sites if is_random(s))
+    if points and names:
+        found = dependencies.find_dependencies(programs, names, run.subsamples)
+        points = {n for n in points if not found.factors.get(FactorKey("guide", n), names)}
+    return frozenset(points)
+
+
+def check_observed(run: Run) -> None:
+    """
+    Log that a model observes nothing.
+
+    :raises ValueError: where the guide does, as with model and guide exchanged.
+    """
+    factors = (t for term in run.terms if not term.in_guide for t in term.sites)
+    if any(t.site["is_observed"] for t in factors):
+        return
+    nodes = run.guide_trace.nodes
+    observed = [n for n, s in nodes.items() if is_scored(s) and s["is_observed"]]
+    if observed:
+        raise ValueError(
+            f"the model observes nothing, and the guide observes site '{observed[0]}': pass "
+            f"the model first and the guide second"
+        )
+    _logger.warning(
+        "the model observes nothing, so that its log evidence is 0: pass obs= to pyro.sample, "
+        "or use poutine.condition"
+    )
+
+
+def check_draws(run: Run, points: frozenset[str]) -> None:
+    """
+    :raises ValueError: for a guide of point masses alone. One that draws nothing is exact: the
+        model has no latents but those that are summed. And for one that draws from a part of the
+        posterior, whose weights would be equal and say nothing of the rest.
+    """
+    sites = [t.site for t in run.terms if t.in_guide]
+    if points and not any(map(is_random, sites)):
+        what = f" (its site{named(tuple(sorted(points)))} a point mass)"
+        raise ValueError(
+            f"the guide draws no random latent{what}, and importance sampling from a single "
+            f"point says nothing about the evidence: log p(x, z) at the point, which AutoDelta "
+            f"maximises, is no bound on log p(x). Use a guide that draws, such as AutoNormal, or "
+            f"AutoLaplaceApproximation(model).laplace_approximation(...) around that point"
+        )
+    for name in (n for site in sites for n in drawn_from_states(site)):
+        raise ValueError(
+            f"site '{name}' is drawn from a TruncatedPosterior inside of another guide, of whose "
+            f"states alone the weights would tell: pass the TruncatedPosterior as the guide, and "
+            f"what draws the other latents as its guide="
+        )
+
+
+def check_points(reference: WeightedParticles, points: frozenset[str]) -> None:
+    """
+    :raises ValueError: for a point mass that each datum has.
+    """
+    structure = reference.structure
+    blocks = {n: structure.block_of.get(FactorKey("guide", n)) for n in points}
+    check_no_local_points(
+        {n for n, b in blocks.items() if b is not None and structure.blocks[b].plates}
+    )
+
+
+def check_no_local_points(points: Collection[str]) -> None:
+    """
+    :raises ValueError: for any point mass inside of the data's plates.
+    """
+    for name in sorted(points):
+        raise ValueError(
+            f"site '{name}' of the guide is a point mass inside of the data's plates: "
+            f"importance sampling never sees any other value of it. Give it a "
+            f"distribution, or observe it in the model"
+        )
+
+
+def check_no_minibatch(run: Run, drawn: tuple[str, ...]) -> None:
+    """
+    :raises ValueError: for a part of the data, which all share the latents ``drawn``.
+    """
+    for term in run.terms:
+        for frame in term.site["cond_indep_stack"]:
+            if is_subsampled(frame):
+                raise ValueError(
+                    f"the guide's site{named(drawn)} shared by data of several minibatches, so "
+                    f"that all data have one evidence together, but plate '{frame.name}' is "
+                    f"subsampled ({frame.size} of {frame.full_size}). Pass the full data; or "
+                    f"joint=False, for the evidence of each datum given one draw of "
+                    f"{', '.join(map(repr, drawn))}"
+                )
+
+
+def check_blocks(reference: WeightedParticles) -> None:
+    """
+    :raises ValueError: where no latent can be weighed by itself.
+    """
+    if not reference.blocks:
+        terms = reference.runs[0].terms
+        plate = next(f for t in terms for f in t.site["cond_indep_stack"] if is_subsampled(f))
+        raise ValueError(
+            f"no latent of the guide can be weighed by itself, because the subsampled plate "
+            f"'{plate.name}' ({plate.size} of {plate.full_size}) does not enclose them: pass "
+            f"the full data"
+        )
+
+
+def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tensor:
+    """The factors outside of the blocks, but for those of some sites."""
+    total = sample.log_weight.new_zeros(())
+    for term in sample.global_terms():
+        if term.key.name not in without:
+            sign = -1.0 if term.in_guide else 1.0
+            total = total + sign * torch.as_tensor(term.log_prob).sum() * term.plate_scale
+    return total
+
+
+# The evidence of a truncated posterior: the part of its states, exactly.
+
+
+class StateWeights(ImportanceSampler):
+    """
+    The states of a truncated posterior, whose weights are all their part of :math:`p(x_n)`.
+
+    Other states are not drawn: the evidence is a lower bound, and its Pareto k is not known, unless
+    all states are kept.
+
+    :ivar guide: the truncated posterior.
+    :ivar posterior: its states.
+    :raises ValueError: for a truncated posterior of another model, and for one whose own ``guide``
+        draws further latents.
+    """
+
+    remedy = "Search on (guide.fit(..., num_steps=100)), or keep more states (num_states=)"
+
+    def __init__(self, programs: Programs, options: Options, progress: Progress) -> None:
+        self.guide = _with_states(programs)
+        self.programs = replace(programs, model=with_impossible_data(programs.model))
+        self.progress, self._options, self.annealing = progress, options, None
+        self.posterior = self.guide.posterior(*programs.args, **programs.kwargs)
+        self.reference = self.posterior.particles
+        self.given = _points(self.posterior)
+
+    loops = False
+
+    @property
+    def chunk_size(self) -> int:
+        return self._options.chunk(self.posterior.free_energy.numel())
+
+    def weigh(self, count: int) -> Weighed:
+        bound = self.posterior.free_energy
+        return Weighed(bound.expand(count, *bound.shape), [])
+
+    def bound(self, summary: WeightSummary) -> Tensor:
+        """The exact part."""
+        return self.posterior.free_energy
+
+    def pareto_k(self, summary: WeightSummary) -> Tensor:
+        all_kept = self.posterior.population.space.cardinality == self.guide.num_states
+        return summary.pareto_k if all_kept else torch.full_like(summary.pareto_k, math.nan)
+
+    def shared(self) -> Tensor:
+        return shared_factors(self.reference, ())
+
+    def annealed(self, annealing: Annealing) -> ImportanceSampler:
+        raise ValueError(
+            "the states of a TruncatedPosterior are discrete, and no chain moves them: leave out "
+            "schedule and kernel"
+        )
+
+    def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
+        options = replace(self._options, joint=joint or self._options.joint)
+        found = ImportanceSampler(programs, options, self.progress)
+        mine, theirs = self.reference.subsamples, found.reference.subsamples
+        for name in mine.keys() & theirs.keys():
+            if not torch.equal(mine[name], theirs[name]):
+                raise ValueError(f"plate '{name}' draws a minibatch of its own")
+        return found
+
+
+def _with_states(programs: Programs) -> TruncatedPosterior:
+    """The guide, or one like it for any data if it has no states yet."""
+    guide = poutine.unwrap(programs.guide)
+    assert isinstance(guide, TruncatedPosterior)
+    if programs.model != guide.model:
+        raise ValueError(
+            "the TruncatedPosterior is of another model than the one that is evaluated: pass the "
+            "model that it was made with"
+        )
+    return guide if guide.has_states else new_posterior(guide, guide.model).eval()
+
+
+def _points(posterior: StatePosterior) -> tuple[str, ...]:
+    """
+    The point masses of the posterior's own ``guide``.
+
+    :raises ValueError: for latents that it draws, and for point masses in the data's plates.
+    """
+    sites = [s for s in scored(posterior.runs.guide_trace) if is_latent(s)]
+    for site in sites:
+        if not is_delta(site["fn"]):
+            raise ValueError(
+                f"the guide= of the TruncatedPosterior draws site '{site['name']}', and the "
+                f"evaluators take only its states: average guide.posterior(...).free_energy over "
+                f"such draws for a lower bound, or make the site a point mass"
+            )
+    sample = posterior.particles
+    local = {t.key.name for t in sample.runs[0].terms if t.in_guide and sample.is_local(t)}
+    points = tuple(sorted(s["name"] for s in sites))
+    check_no_local_points(local.intersection(points))
+    return points

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_mcvae.ops.shapes import as_shape
+from pyro_mcvae.ops.tensors import as_shape
 
 _functorch = torch._C._functorch
 

@@ -1,22 +1,145 @@
-"""Runs of a model and guide beside a step, which leave nothing behind."""
+"""The modules that programs are made of."""
 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from inspect import signature
 from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm, instance_norm
+from torch.overrides import TorchFunctionMode
 
-from pyro_mcvae.ops.generators import Generators
 from pyro_mcvae.ops.lanes import is_mapped
-from pyro_mcvae.programs.batch_norm import FixedStatistics
-from pyro_mcvae.programs.modules import closure_of, find_modules
-from pyro_mcvae.programs.types import Program
+from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.programs.types import Program, TorchFunction
+
+# How far a program's closures, attributes and lists are followed to the modules that it uses.
+_DEPTH = 4
+_LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch))
+
+
+def find_modules(*programs: Program) -> list[nn.Module]:
+    """The modules that programs are, or reach through closures, globals that they name, bound
+    objects, attributes and containers."""
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+
+    def visit(value: object, depth: int) -> None:
+        if id(value) in seen or depth > _DEPTH:
+            return
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found[id(value)] = value
+        for part in _parts(value):
+            visit(part, depth + 1)
+
+    for program in programs:
+        visit(program, 0)
+        visit(poutine.unwrap(program), 0)
+    return list(found.values())
+
+
+def _parts(value: object) -> Iterator[object]:
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, list | tuple):
+        yield from (item for item in value if not isinstance(item, _LEAVES))
+    elif isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, _LEAVES):
+        return
+    yield from (*globals_of(value).values(), *closure_of(value).values())
+    yield from (getattr(value, name, None) for name in ("__self__", "__func__", "__wrapped__"))
+    if type(value).__module__ not in ("builtins", "types"):
+        yield from vars(value).values() if hasattr(value, "__dict__") else ()
+
+
+def globals_of(function: object) -> dict[str, object]:
+    """The globals that a function names."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    scope = getattr(function, "__globals__", {})
+    return {name: scope[name] for name in names if name in scope}
+
+
+def closure_of(function: object) -> dict[str, object]:
+    """The variables that a function closes over."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    found = {}
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with suppress(ValueError):  # not filled yet
+            found[name] = cell.cell_contents
+    return found
+
+
+@contextmanager
+def evaluation_modules(roots: list[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode inside, and as they were afterwards."""
+    modes = [(m, m.training) for root in roots for m in root.modules()]
+    try:
+        for root in roots:
+            root.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+# Batch and instance normalisation with fixed statistics, for runs beside a step.
+
+
+class FixedStatistics(TorchFunctionMode):
+    """
+    Batch normalisation by fixed statistics, which stay as they are.
+
+    Each channel has a mean of its own, so that a dim which is taken for the channels changes the
+    result, also in a layer whose statistics are those that it began with.
+    """
+
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        if func not in (batch_norm, instance_norm):
+            return func(*args, **(kwargs or {}))
+        call = _bound(func, args, kwargs or {})
+        if func is instance_norm:
+            if call["use_input_stats"]:
+                # By each instance's own statistics, of which none are kept.
+                call |= {"running_mean": None, "running_var": None}
+            return func(**call)
+        call["training"] = False
+        x = call["input"]
+        mean, variance = call["running_mean"], call["running_var"]
+        like = x if mean is None else mean
+        shift = torch.linspace(-0.5, 0.5, x.shape[1], dtype=like.dtype, device=like.device)
+        call["running_mean"] = shift if mean is None else mean + shift
+        call["running_var"] = like.new_ones(x.shape[1]) if variance is None else variance
+        return func(**call)
+
+
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return of how many numbers a call of ``batch_norm`` takes its statistics, 0 if none."""
+    call = _bound(batch_norm, args, kwargs)
+    return int(call["input"].numel()) if call["training"] else 0
+
+
+def _bound(func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    bound = signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+# Runs of a model and guide beside a step, which leave nothing behind.
 
 # Larger tensors that a program keeps as plain attributes are data, and are not copied.
 _MAX_COPIED = 2**22

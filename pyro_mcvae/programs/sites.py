@@ -1,10 +1,13 @@
-"""Facts about one site of a Pyro trace: what it is, its plates, its scale, its log density."""
+"""Densities in full precision, whatever precision the networks behind them compute in."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import reduce
+from typing import Any
 
 import torch
 from pyro import distributions as dist
@@ -14,12 +17,204 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.programs.annotations import noted
 from pyro_mcvae.programs.known_logs import keep_logs, known_logs
-from pyro_mcvae.programs.plates import subsampling_scale
-from pyro_mcvae.programs.precision import without_autocast
-from pyro_mcvae.programs.relaxed import relaxed_log_prob
-from pyro_mcvae.programs.types import Constraint, Distribution, Site
+from pyro_mcvae.programs.supports import relaxed_log_prob
+from pyro_mcvae.programs.types import (
+    Constraint,
+    Distribution,
+    Message,
+    Site,
+    noted,
+    subsampling_scale,
+)
+
+_DISTRIBUTION = torch.distributions.Distribution
+_NOTHING = nullcontext()
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def full_precision(fn: Distribution) -> Distribution:
+    """
+    A distribution whose half-precision parameters, as autocast networks return them, are cast to
+    single precision; others are returned as they are.
+
+    bfloat16 has 8 bits: a log density of -500 nats that is summed in it is off by a nat. (A
+    Categorical has rounded its normalised logits by then; cast a network's output to avoid it.)
+
+    Example::
+
+        >>> fn = dist.Normal(torch.zeros(3, dtype=torch.bfloat16), 1.0).to_event(1)
+        >>> full_precision(fn).log_prob(torch.zeros(3)).dtype
+        torch.float32
+    """
+    changed = {}
+    for name, value in vars(fn).items():
+        if isinstance(value, Tensor) and value.dtype in _HALF:
+            changed[name] = value.float()
+        elif isinstance(value, _DISTRIBUTION) and (wide := full_precision(value)) is not value:
+            changed[name] = wide
+    return _changed(fn, changed) if changed else fn
+
+
+def site_in_full_precision(msg: Message) -> None:
+    """
+    Draw and score a site in single precision, whatever the precision of its distribution.
+
+    The program gets its draw in the precision that it would have drawn it in: networks in bfloat16
+    throughout take no other. Densities, and the trace, have the draw as it is.
+    """
+    fn = msg["fn"]
+    msg["fn"] = full_precision(fn)
+    if msg["fn"] is not fn and not msg["is_observed"]:
+        _keep_precision(msg, fn)
+
+
+def _keep_precision(msg: Message, fn: Distribution) -> None:
+    dtypes = set(_float_dtypes(fn))
+    if len(dtypes) == 1:
+        # Handlers have taken down what they keep by the time this is called.
+        msg["continuation"] = functools.partial(_in_precision, dtypes.pop())
+
+
+def _float_dtypes(fn: Distribution) -> Iterator[torch.dtype]:
+    for value in vars(fn).values():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            yield value.dtype
+        elif isinstance(value, _DISTRIBUTION):
+            yield from _float_dtypes(value)
+
+
+def _in_precision(dtype: torch.dtype, msg: Message) -> None:
+    if msg["value"].is_floating_point():
+        msg["value"] = msg["value"].to(dtype)
+
+
+def _changed(fn: Distribution, changed: dict[str, Any]) -> Distribution:
+    """A copy with other parameters."""
+    if isinstance(fn, torch.distributions.Categorical):
+        # It has normalised them in half precision: without this it would be no density.
+        if "logits" in changed:
+            changed["logits"] = changed["logits"].log_softmax(-1)
+        if "probs" in changed:
+            changed["probs"] = changed["probs"] / changed["probs"].sum(-1, keepdim=True)
+        changed["_param"] = changed["logits" if "logits" in changed else "probs"]
+    wide = copy.copy(fn)
+    vars(wide).update(changed)
+    return wide
+
+
+@contextmanager
+def _casts_anew() -> Iterator[None]:
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+# Autocast casts weights at each use. An older PyTorch keeps those that it has cast, also without
+# gradients, as for a search: they would have none in the rest of the step.
+casts_with_gradients = _casts_anew if torch.__version__ < "2.13" else nullcontext
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """Turns autocast off where it is on: a density's own products would be rounded."""
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return _switched_off(on) if on else _NOTHING
+
+
+def _switched_off(on: list[str]) -> ExitStack:
+    stack = ExitStack()
+    for device in on:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+# Masks wherever a program writes them: around a site, around its event, or inside of the event.
+
+# What a mask goes through: the density of the whole is a sum over its entries.
+_SUMS = torch.distributions.Independent, ExpandedDistribution, MaskedDistribution
+
+
+def counted_values(site: Site) -> Tensor | None:
+    """
+    Which entries of a site's value its masks leave in the density.
+
+    A mask of ``Normal(...).mask(m).to_event(1)`` has an entry for each entry of the event; one
+    around the event has one for all of them.
+
+    :returns: a boolean tensor that broadcasts to the value's shape, with its last dims for the
+        event; None without a mask.
+    """
+    value = site["value"]  # None in a message that is not drawn yet
+    device = getattr(value, "device", None)
+    found = [
+        _as_event(torch.as_tensor(mask, device=device), event_dim)
+        for mask, event_dim in _masks(site)
+        if mask is not None and mask is not True
+    ]
+    return reduce(torch.logical_and, found) if found else None
+
+
+def hides_masks(fn: Distribution) -> bool:
+    """Whether a mask inside of a transform or a mixture takes out a part of the density alone."""
+    if isinstance(fn, _SUMS):
+        return hides_masks(fn.base_dist)
+    inside = [part for part in vars(fn).values() if _is_distribution(part)]
+    return any(isinstance(part, MaskedDistribution) or hides_masks(part) for part in inside)
+
+
+def is_flat(fn: Distribution) -> bool:
+    """Whether a distribution says ``.mask(False)``: of it a program wants the support alone."""
+    own = isinstance(fn, MaskedDistribution) and fn._mask is False
+    return own or (isinstance(fn, _SUMS) and is_flat(fn.base_dist))
+
+
+def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
+    """
+    A distribution with other masks than its own.
+
+    :param counted: as of :func:`counted_values`; None for no mask.
+    :returns: None where an event whose entries have one density together is to count in parts.
+    """
+    if isinstance(fn, MaskedDistribution):
+        return with_mask(fn.base_dist, counted)
+    if isinstance(fn, torch.distributions.Independent):
+        base = with_mask(fn.base_dist, counted)
+        return None if base is None else dist.Independent(base, fn.reinterpreted_batch_ndims)
+    if isinstance(fn, ExpandedDistribution):
+        base = with_mask(fn.base_dist, None)
+        fn = fn if base is None else base.expand(fn.batch_shape)
+    if counted is None:
+        return fn
+    if fn.event_dim:
+        entries = counted.flatten(max(0, counted.dim() - fn.event_dim))
+        if bool((entries.any(-1) != entries.all(-1)).any()):
+            return None
+        counted = entries.all(-1)
+    return fn.mask(counted)
+
+
+def _masks(site: Site) -> Iterator[tuple[bool | Tensor | None, int]]:
+    """Each mask with the number of dims that an entry of it stands for, the outermost first."""
+    fn = site["fn"]
+    yield site["mask"], fn.event_dim
+    while isinstance(fn, _SUMS):
+        if isinstance(fn, MaskedDistribution):
+            yield fn._mask, fn.event_dim
+        fn = fn.base_dist
+
+
+def _as_event(mask: Tensor, event_dim: int) -> Tensor:
+    return mask.reshape(mask.shape + (1,) * event_dim)
+
+
+def _is_distribution(value: object) -> bool:
+    return isinstance(value, torch.distributions.Distribution)
+
+
+# Facts about one site of a Pyro trace: what it is, its plates, its scale, its log density.
 
 # Marks sites whose value is a relaxation of a discrete one.
 RELAXED = "_mcvae_relaxed"

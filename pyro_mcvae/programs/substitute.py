@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Site
 
 _DREAM_ARGS = "say by dream_args how the guide's arguments follow from the dream"

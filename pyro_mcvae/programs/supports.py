@@ -1,22 +1,158 @@
-"""The categories of discrete distributions: their log probabilities, and values by number."""
+"""The possible values of a discrete distribution, and those that a site's slots take."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from pyro import distributions as dist
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, softplus
 
-from pyro_mcvae.ops.countable import CountLaw, count_slots
-from pyro_mcvae.ops.gumbel import one_hot
-from pyro_mcvae.ops.product import product_slots
-from pyro_mcvae.ops.top_k import Slots, budget_slots, top_k_slots
-from pyro_mcvae.programs.counts import count_law
-from pyro_mcvae.programs.support import Choice, Support
+from pyro_mcvae.ops.slots import (
+    CountLaw,
+    Slots,
+    betainc,
+    budget_slots,
+    count_slots,
+    gumbel,
+    one_hot,
+    product_slots,
+    straight_through,
+    top_k_slots,
+)
 from pyro_mcvae.programs.types import Distribution
+
+
+class Choice(NamedTuple):
+    """
+    The values of a site's slots.
+
+    :ivar value: shape ``[S, *batch, *event]``, or ``[S, 1, ..., 1, *event]`` where every batch
+        element has the same slots, as in an exact sum.
+    :ivar weight: shape ``[S, *batch]``; sums to one over the slots.
+    :ivar sampled: where the value is a draw, of the same shape.
+    """
+
+    value: Tensor
+    weight: Tensor
+    sampled: Tensor
+
+
+class Support(ABC):
+    """
+    The possible values of a discrete distribution.
+
+    :ivar fn: the distribution, without masks.
+    :ivar size: how many values there are; infinite for countable supports.
+    """
+
+    fn: Distribution
+    size: float
+
+    @property
+    def too_many(self) -> str:
+        """What there is where all values cannot be listed, for an error."""
+        return "too many values to list"
+
+    @abstractmethod
+    def top_k(self, num_categories: int, num_samples: int) -> Choice:
+        """The most probable values and draws from the rest; ``num_categories < size``."""
+
+    @abstractmethod
+    def budget(self, budget: int, min_samples: int) -> Choice:
+        """As many slots as the budget, divided by Prop. 2 of Liu et al.; ``budget < size``."""
+
+    def all_values(self) -> Choice:
+        """Every value, for finite supports."""
+        raise NotImplementedError
+
+    def entropy(self) -> Tensor | None:
+        r""":math:`-\sum_z q(z) \log q(z)` with its gradient, batch-shaped; None if not known."""
+        return None
+
+    def draw(self) -> Tensor:
+        """An independent draw, ``[1, *batch, *event]``."""
+        with torch.no_grad():
+            return self.fn.sample().unsqueeze(0)
+
+
+# The supports of countable distributions: Poisson, Geometric and NegativeBinomial.
+
+
+def count_law(fn: Distribution) -> CountLaw | None:
+    """
+    What the slots of a countable distribution need; None for others.
+
+    :param fn: Poisson, Geometric or NegativeBinomial, not wrapped.
+    """
+    if isinstance(fn, dist.Poisson):
+        return _poisson(fn)
+    if isinstance(fn, dist.Geometric):
+        return _geometric(fn)
+    if isinstance(fn, dist.NegativeBinomial):
+        return _negative_binomial(fn)
+    return None
+
+
+def _poisson(fn: Distribution) -> CountLaw:
+    rate = fn.rate.detach()
+
+    def cdf(x: Tensor) -> Tensor:
+        return torch.where(x < 0, 0.0, torch.special.gammaincc(x.clamp_min(0) + 1, rate))
+
+    def tail(x: Tensor) -> Tensor:
+        return torch.where(x < 0, 1.0, torch.special.gammainc(x.clamp_min(0) + 1, rate))
+
+    return CountLaw(fn.log_prob, cdf, tail, _either(cdf, tail), rate.floor())
+
+
+def _either(
+    cdf: Callable[[Tensor], Tensor], tail: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda x, left: torch.where(left, cdf(x), tail(x))
+
+
+def _geometric(fn: Distribution) -> CountLaw:
+    log_failure = torch.log1p(-fn.probs.detach())
+
+    def log_tail(x: Tensor) -> Tensor:
+        return (x + 1) * log_failure
+
+    def cdf(x: Tensor) -> Tensor:
+        return torch.where(x < 0, 0.0, -torch.expm1(log_tail(x)))
+
+    def tail(x: Tensor) -> Tensor:
+        return torch.where(x < 0, 1.0, log_tail(x).exp())
+
+    return CountLaw(fn.log_prob, cdf, tail, _either(cdf, tail), torch.zeros_like(log_failure))
+
+
+def _negative_binomial(fn: Distribution) -> CountLaw:
+    failures, success = fn.total_count.detach(), fn.probs.detach()
+    failures = failures.to(success.dtype)
+
+    def tail(x: Tensor) -> Tensor:
+        return torch.where(x < 0, 1.0, betainc(x.clamp_min(0) + 1, failures, success))
+
+    def cdf(x: Tensor) -> Tensor:
+        return torch.where(x < 0, 0.0, betainc(failures, x.clamp_min(0) + 1, 1 - success))
+
+    def side(x: Tensor, left: Tensor) -> Tensor:
+        count = x.clamp_min(0) + 1
+        first, second = torch.where(left, failures, count), torch.where(left, count, failures)
+        found = betainc(first, second, torch.where(left, 1 - success, success))
+        return torch.where(x < 0, torch.where(left, 0.0, 1.0), found)
+
+    mode = (success * (failures - 1) / (1 - success)).floor().clamp_min(0)
+    return CountLaw(fn.log_prob, cdf, tail, side, mode)
+
+
+# The categories of discrete distributions: their log probabilities, and values by number.
 
 # Independent variables are flattened to one variable up to this many categories.
 _MAX_JOINT = 1024
@@ -309,3 +445,47 @@ def _independent(fn: Distribution) -> Support | None:
     if parts.size**count <= _MAX_JOINT:
         return _Joint(plain, parts)
     return Product(plain, parts, [*range(len(plain.batch_shape), parts.log_q.dim() - 1)], False)
+
+
+# Discrete distributions extended to relaxed values, which the gradient passes through.
+
+
+def relaxed_sample(fn: Distribution, temperature: float, hard: bool) -> Tensor | None:
+    """
+    A draw of the Gumbel-softmax relaxation; None for distributions without one.
+
+    :param fn: OneHotCategorical, Bernoulli, or a vector of independent ones.
+    :param bool hard: one-hot (or binary) values, with the gradient of the soft ones.
+    """
+    fn = unmasked(fn)
+    if isinstance(fn, torch.distributions.Independent):
+        return relaxed_sample(fn.base_dist, temperature, hard)
+    if isinstance(fn, dist.OneHotCategorical):
+        soft = (gumbel(fn.logits) / temperature).softmax(-1)
+        return straight_through(soft) if hard else soft
+    if isinstance(fn, dist.Bernoulli):
+        pair = torch.stack([torch.zeros_like(fn.logits), fn.logits], -1)
+        soft = (gumbel(pair) / temperature).softmax(-1)
+        return (straight_through(soft) if hard else soft)[..., 1]
+    return None
+
+
+def relaxed_log_prob(fn: Distribution, value: Tensor) -> Tensor:
+    r"""
+    The log density, linear in the value: :math:`\sum_k z_k \log q_k`.
+
+    :raises NotImplementedError: for distributions without a relaxation.
+    """
+    if unmasked(fn) is not fn:
+        return torch.where(fn._mask, relaxed_log_prob(unmasked(fn), value), 0.0)
+    if isinstance(fn, torch.distributions.Independent):
+        each = relaxed_log_prob(fn.base_dist, value)
+        count = fn.reinterpreted_batch_ndims
+        return each.sum(tuple(range(-count, 0))) if count else each
+    if isinstance(fn, dist.OneHotCategorical):
+        return (value * fn.logits.clamp_min(-1e4)).sum(-1)
+    if isinstance(fn, dist.Bernoulli):
+        return value * fn.logits - softplus(fn.logits)
+    raise NotImplementedError(
+        f"{type(fn).__name__} has no density at relaxed values: use OneHotCategorical or Bernoulli"
+    )

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 
-from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.plates import PlateKey, is_subsampled, plate_key
+from pyro_mcvae.programs.types import FactorKey, PlateKey, is_subsampled, plate_key
 
 Frames = frozenset[CondIndepStackFrame]
 

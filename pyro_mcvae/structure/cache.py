@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar, cast
 
-from pyro_mcvae.ops.recording import is_recording
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.ops.tensors import is_recording
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 
 _logger = logging.getLogger(__name__)

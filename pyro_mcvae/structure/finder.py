@@ -1,25 +1,24 @@
-"""Finds the structure of a pair of programs from their runs, once for each structure they show."""
+"""Guide sites whose draws reach no data, which see the guide's parameters instead."""
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.ops.checks import check_flag
-from pyro_mcvae.ops.notices import WarnOnce
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.leading import Leading
-from pyro_mcvae.programs.mapping import particle_plates
-from pyro_mcvae.programs.nesting import checked_run
-from pyro_mcvae.programs.plates import PlateKey, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.ops.checks import WarnOnce, check_flag
+from pyro_mcvae.programs.contract import checked_run
+from pyro_mcvae.programs.messengers import Leading
 from pyro_mcvae.programs.probing import ProgramError
-from pyro_mcvae.programs.run import Run
-from pyro_mcvae.programs.sites import is_delta, is_latent, reparameterized
+from pyro_mcvae.programs.run import Programs, Run
+from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, known_support, reparameterized
 from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import FactorKey, PlateKey, is_subsampled, plate_frames, plate_key
+from pyro_mcvae.programs.vmap import particle_plates
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.blocks import (
     Factor,
@@ -30,9 +29,109 @@ from pyro_mcvae.structure.blocks import (
     weigh_together,
 )
 from pyro_mcvae.structure.cache import Analyses, Analysis
-from pyro_mcvae.structure.collapsed import find_collapsed
-from pyro_mcvae.structure.independence import find_dependent_plates
-from pyro_mcvae.structure.untraced import find_shared_noise
+from pyro_mcvae.structure.dependencies import Dependencies, dependencies_of
+from pyro_mcvae.structure.independence import find_dependent_plates, find_shared_noise
+
+
+def find_collapsed(
+    programs: Programs, run: Run, names: frozenset[str], known: Dependencies | None = None
+) -> tuple[str, str] | None:
+    """
+    A guide site that reaches no data, and an observed site that has its parameters instead.
+
+    :param names: the guide's random sites.
+    :param known: what has been found out about them already.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # programs that cannot be tracked tell nothing
+        found = known or dependencies_of(programs, names, run)
+    observed = {
+        t.key
+        for t in run.terms
+        if not t.in_guide and any(factor.site["is_observed"] for factor in t.sites)
+    }
+    lost = names - _reaching(found, observed)
+    if not lost:
+        return None
+    own = {n: found.parameters.get(FactorKey("guide", n), frozenset()) for n in names}
+    # What a draw that reaches data has too says nothing: networks of several sites, tied weights.
+    others = frozenset().union(*(own[n] for n in names - lost))
+    for key in observed:
+        for name in sorted(lost):
+            if (own[name] - others) & found.parameters.get(key, frozenset()):
+                return name, key.name
+    return None
+
+
+def _reaching(found: Dependencies, observed: set[FactorKey]) -> set[str]:
+    """The draws that some data depend on, if through others in the model."""
+    factors: Mapping[FactorKey, frozenset[str]] = found.factors
+    reached = {name for key in observed for name in factors.get(key, frozenset())}
+    before = -1
+    while len(reached) != before:
+        before = len(reached)
+        for parents in factors.values():
+            if parents & reached:
+                reached |= parents
+    return reached
+
+
+# Draws of a guide that the model does not have: whether their density is one of its latents.
+
+
+def without_auxiliary(programs: Programs, run: Run, analysis: Analysis) -> Run:
+    r"""
+    A run without the density of auxiliary draws that are no latents.
+
+    AutoGuides draw u and make :math:`z = f(u)` of it, a point mass with the logarithm of f's
+    Jacobian: log q(u) is part of log q(z). But a guide that draws u, and then z from q(z | u), has
+    the marginal :math:`\int q(u) q(z \mid u)\, du`. With log q(u) in the weight each u would count
+    for the latents once more: a mixture of M components would have M times the evidence. Without
+    it, the weight p(x, z) / q(z | u) has the mean p(x) for every u whose q(z | u) reaches all z.
+    """
+    drawn = tuple(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
+    left_out = frozenset(drawn) - _latents(run.model_trace)
+    points = tuple(_points(run)) if left_out else ()
+    if points:
+        left_out -= analysis.once(
+            ("auxiliary", drawn, points), lambda: _behind(programs, run, frozenset(drawn), points)
+        )
+    if not left_out:
+        return run
+    terms = (t.without_density() if t.in_guide and t.key.name in left_out else t for t in run.terms)
+    return replace(run, terms=tuple(terms))
+
+
+def _latents(trace: Trace) -> set[str]:
+    return {name for name, site in trace.nodes.items() if is_latent(site)}
+
+
+def _points(run: Run) -> Iterator[str]:
+    latents = _latents(run.model_trace)
+    for term in run.terms:
+        point = term.in_guide and is_latent(term.site) and is_delta(term.site["fn"])
+        if point and term.key.name in latents:
+            yield term.key.name
+
+
+def _behind(
+    programs: Programs, run: Run, drawn: frozenset[str], points: tuple[str, ...]
+) -> frozenset[str]:
+    """The draws from which point masses of their own kind, discrete or not, were computed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nothing changes where it cannot be traced
+        found = dependencies_of(programs, drawn, run)
+    guide, model = run.guide_trace.nodes, run.model_trace.nodes
+    behind: set[str] = set()
+    for point in points:
+        # A label that only chooses among maps of another draw is no part of a density in z.
+        discrete = known_support(model[point]["fn"]).is_discrete
+        parents = found.factors.get(FactorKey("guide", point), drawn)
+        behind |= {n for n in parents if known_support(guide[n]["fn"]).is_discrete == discrete}
+    return frozenset(behind)
+
+
+# Finds the structure of a pair of programs from their runs, once for each structure they show.
 
 _logger = logging.getLogger(__name__)
 

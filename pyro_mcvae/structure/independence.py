@@ -1,49 +1,210 @@
 """
-Plates whose elements depend on each other's latents.
+Interventions: which densities change when chosen latents do.
 
-A plate says that its elements are independent, and Pyro does not enforce it: a random walk drawn as
-``z.cumsum(-1)`` in a plate of steps, or neighbours that meet in ``z[1:] - z[:-1]``, are trained by
-the plain ELBO all the same. A weight per element would be no weight, and its bound no bound.
-
-So some of a plate's elements get other latents, and the densities of the others must stay as they
-are. The subsets separate every pair of elements. A value that Python code reads may decide
-anything: what it was computed from shares one weight.
+NaN needs no tolerance and no particular weights: 0 times NaN is NaN, so a layer that is zero at
+first, or a coefficient that begins at zero, hides nothing. Where a latent cannot be NaN (integers,
+programs that branch on its value) it gets another value of its support.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import pyro
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
+from torch.distributions import constraints
 
-from pyro_mcvae.programs.execution import Programs, is_messenger
-from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.leading import ALONE, Leading
-from pyro_mcvae.programs.plates import PlateKey, plate_frames, plate_key
-from pyro_mcvae.programs.probing import (
-    Probe,
-    ProgramError,
-    perturbed,
-    probe,
-    probe_model,
-    probing,
-)
-from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.messengers import ALONE, Leading
+from pyro_mcvae.programs.probing import Probe, ProgramError, perturbed, probe, probe_model, probing
+from pyro_mcvae.programs.run import Programs, Run, is_messenger
+from pyro_mcvae.programs.sites import changed_draw, is_delta, is_random, is_record, known_support
 from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.programs.types import Site
-from pyro_mcvae.structure.interventions import (
-    Values,
-    another,
-    differing,
-    intervene,
-    other_draws,
-    random_halves,
-    separating_subsets,
-)
-from pyro_mcvae.structure.reads import Read, Reads, reads_of_latents
+from pyro_mcvae.programs.types import FactorKey, Message, PlateKey, Site, plate_frames, plate_key
+from pyro_mcvae.structure.dependencies import Read, Reads, reads_of_latents
+
+Values = dict[str, Tensor]
+
+
+def separating_subsets(size: int) -> Iterator[Tensor]:
+    """
+    Yield subsets of ``range(size)`` such that for each ordered pair one has the first alone.
+
+    Each element is in half of the subsets, and no two are in the same half (Sperner): the fewest
+    subsets that do, 9 for 100 elements. Shape of each: ``[size]``, booleans.
+    """
+    count = next(r for r in itertools.count(2) if math.comb(r, r // 2) >= size)
+    codes = itertools.islice(itertools.combinations(range(count), count // 2), size)
+    member = torch.zeros(count, size, dtype=torch.bool)
+    for element, code in enumerate(codes):
+        member[list(code), element] = True
+    yield from member
+
+
+def random_halves(size: int) -> Iterator[Tensor]:
+    """Yield a random half of ``range(size)`` and the other half, of at least one element each."""
+    half = random_half((size,))
+    yield half
+    yield ~half
+
+
+def random_half(shape: tuple[int, ...]) -> Tensor:
+    """Return a random half of the entries of a shape, at least one: booleans."""
+    size = math.prod(shape)
+    half = torch.zeros(size, dtype=torch.bool)
+    half[_random().sample(range(size), max(1, size // 2))] = True
+    return half.reshape(shape)
+
+
+def _random() -> random.Random:
+    """Random numbers of the step's state, of which none is taken from PyTorch's generators."""
+    with torch._C.DisableTorchFunction():
+        return random.Random(torch.get_rng_state().numpy().tobytes())
+
+
+@contextmanager
+def other_draws() -> Iterator[None]:
+    """Let draws be others than those of a run that began with the same random state."""
+    with isolated():
+        torch.manual_seed(_random().getrandbits(31))
+        yield
+
+
+def another(site: Site) -> Tensor:
+    """Return another value for each element: a second draw, or the next value where discrete."""
+    value, support = site["value"], known_support(site["fn"])
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    if support is constraints.boolean:
+        return value.logical_not().to(value.dtype)
+    if support is constraints.one_hot:
+        return value.roll(1, -1)
+    if isinstance(support, _INTERVAL):
+        low, size = support.lower_bound, support.upper_bound - support.lower_bound + 1
+        return (low + (value - low + 1) % size).to(value.dtype)
+    if isinstance(support, _COUNTS):
+        return value + 1
+    try:
+        drawn: Tensor = site["fn"](*site["args"], **site["kwargs"])
+    except NotImplementedError:
+        return value  # a handler gave it to a distribution that cannot draw
+    return drawn
+
+
+_INTERVAL = type(constraints.integer_interval(0, 1))
+_COUNTS = type(constraints.nonnegative_integer)
+
+
+def intervene(
+    sites: Mapping[str, Site],
+    values: Mapping[str, Tensor],
+    others: Mapping[str, Tensor],
+    where: Mapping[str, Tensor],
+    undefined: bool,
+) -> Values:
+    """
+    Change some entries of latents.
+
+    :param values: each latent's value.
+    :param others: another value of each.
+    :param where: which entries of each, to broadcast with the batch dims of its value.
+    :param bool undefined: whether floating-point entries become NaN, instead of another value.
+    """
+    found = dict(values)
+    for name, chosen in where.items():
+        value, other = values[name], others[name]
+        if undefined and value.is_floating_point():
+            other = changed_draw(lambda v: torch.full_like(v, math.nan), value)
+        if value.shape != other.shape:
+            continue
+        events = sites[name]["fn"].event_dim
+        at = chosen.to(value.device).reshape(chosen.shape + (1,) * events)
+        found[name] = changed_draw(lambda a, b, at=at: torch.where(at, a, b), other, value)
+    return found
+
+
+# Rounding of entries beside others that are NaN: vectorised functions treat whole blocks specially.
+_ROUNDING = 2**10
+
+
+def differing(before: Tensor, after: Tensor, undefined: bool) -> Tensor:
+    """
+    Return which entries of a log density have changed; all of them if the shape has.
+
+    :param bool undefined: whether entries were made NaN, beside which others may be rounded in
+        another way. Otherwise the comparison is bitwise: kernels and shapes are the same.
+    """
+    if before.shape != after.shape:
+        return torch.ones_like(before, dtype=torch.bool)
+    changed = before.isnan() != after.isnan()
+    if not undefined:
+        return changed | ((before != after) & ~before.isnan())
+    allowed = _ROUNDING * torch.finfo(before.dtype).eps * before.abs().clamp(min=1.0)
+    far = (before != after) & ~((before - after).abs() <= allowed)
+    return changed | (far & ~before.isnan())
+
+
+# Draws of a model that leave no trace, and the data that share one of them.
+
+
+class _Untraced(Messenger):
+    """Notes the draws that leave no trace, with their plates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: dict[str, frozenset[CondIndepStackFrame]] = {}
+
+    def _pyro_post_sample(self, msg: Message) -> None:
+        if msg["infer"].get("_do_not_trace") and is_random(msg):
+            self.frames[msg["name"]] = plate_frames(msg)
+
+
+def find_shared_noise(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
+    """
+    For each factor that depends on an untraced draw, the plates of which elements share the draw.
+
+    :param run: of the programs; without a computed value that is scored there is nothing to find.
+    """
+    if not any(_is_computed(t.site) for t in run.terms if not t.in_guide):
+        return {}
+    try:
+        return programs.once(("noise", run.signature), lambda: _find(programs, run))
+    except ProgramError:
+        return {}
+
+
+def _is_computed(site: Site) -> bool:
+    return bool(site["is_observed"] and is_delta(site["fn"]) and not is_record(site))
+
+
+def _find(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
+    with probing(programs), _Untraced() as noise:
+        first = probe(programs, run.subsamples)
+    if not noise.frames:
+        return {}
+    latents = {n: s["value"] for n, s in first.guide_trace.nodes.items() if is_random(s)}
+    # The same latents and another stream of random numbers: the draws alone are others.
+    with probing(programs):
+        pyro.set_rng_seed(int(torch.randint(2**31, ())))  # normals of the old one are cached
+        again = probe(programs, first.subsamples, latents)
+    around: frozenset[CondIndepStackFrame] = frozenset.intersection(*noise.frames.values())
+    before, after = first.log_probs, again.log_probs
+    return {
+        key: frozenset(plate_key(f) for f in plate_frames(first.terms[key].site) - around)
+        for key, old in before.items()
+        if key.program == "model" and key in after and not torch.equal(old, after[key])
+    }
+
+
+# Plates whose elements depend on each other's latents.
 
 Found = dict[FactorKey, frozenset[PlateKey]]
 

@@ -24,11 +24,9 @@ from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import mse_loss, softplus
 
 from pyro_mcvae.coordinates import chain_density
-from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.precision import without_autocast
-from pyro_mcvae.programs.sites import masked, unscaled_log_prob
+from pyro_mcvae.programs.sites import masked, unscaled_log_prob, without_autocast
 from pyro_mcvae.programs.terms import Term
-from pyro_mcvae.programs.types import Distribution, Site
+from pyro_mcvae.programs.types import Distribution, FactorKey, Site
 
 
 def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:

@@ -10,7 +10,7 @@ from pyro import distributions as dist
 from pyro.distributions.torch_distribution import MaskedDistribution
 from torch import Tensor
 
-from pyro_mcvae.ops.ranks import num_ranks, sum_over_ranks
+from pyro_mcvae.ops.distributed import num_ranks, sum_over_ranks
 from pyro_mcvae.programs.sites import bare, inner_scale, layers
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.truncated.posterior import StatePosterior

@@ -12,12 +12,10 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.coordinates.packing import Packing, SiteShape
-from pyro_mcvae.ops.gumbel import one_hot
-from pyro_mcvae.programs.errors import SiteError
-from pyro_mcvae.programs.plates import PlateKey, plate_key
+from pyro_mcvae.coordinates.layout import Packing, SiteShape
+from pyro_mcvae.ops.slots import one_hot
 from pyro_mcvae.programs.sites import bare
-from pyro_mcvae.programs.types import Site
+from pyro_mcvae.programs.types import PlateKey, Site, SiteError, plate_key
 from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae.ops.checks import check_count
-from pyro_mcvae.particles.weighted import WeightedParticles
+from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.truncated.evolution import EvolutionaryUpdate, Parents
 from pyro_mcvae.truncated.joint import JointRuns, Leaves
 from pyro_mcvae.truncated.layout import DataIndex, StatesError

@@ -16,7 +16,7 @@ import torch
 
 from pyro_mcvae import MALA, ULA, LinearSchedule, UnderdampedLangevin
 from pyro_mcvae.chains.annealing import accept_score, anneal, evaluator
-from pyro_mcvae.ops.importance import leave_one_out_mean
+from pyro_mcvae.ops.weights import leave_one_out_mean
 from tests.models import ProbabilisticPCA
 
 GUIDE = ("W", "c", "log_s")

@@ -35,7 +35,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
-from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize
+from pyro_mcvae.chains.parameters import AdaptiveStepSize, LearnedStepSize
 from tests.models import ProbabilisticPCA
 
 TARGETS = (0.6, 0.7, 0.8, 0.9, 0.95)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from pyro_mcvae import TraceIWAE_ELBO
 from pyro_mcvae.particles import runner
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.mapping import Way
+from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.vmap import Way
 
 Program = Callable[..., None]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_mcvae import HMC, log_evidence
-from pyro_mcvae.evaluation import annealing
+from pyro_mcvae.evaluation import options as annealing
 
 KERNELS = {
     "HMC(), which adapts first": HMC(),

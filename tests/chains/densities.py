@@ -5,7 +5,7 @@ import math
 import torch
 
 from pyro_mcvae.chains.annealing import evaluator
-from pyro_mcvae.chains.kernel import Target
+from pyro_mcvae.chains.kernels import Target
 
 
 def standard_normal(z):

@@ -17,8 +17,8 @@ from pyro_mcvae import (
     UnderdampedLangevin,
 )
 from pyro_mcvae.chains.annealing import accept_score, anneal, evaluator
-from pyro_mcvae.chains.step_size import LearnedStepSize
-from pyro_mcvae.ops.importance import log_mean_exp
+from pyro_mcvae.chains.parameters import LearnedStepSize
+from pyro_mcvae.ops.weights import log_mean_exp
 from tests.chains.densities import LOG_EVIDENCE, correlated, standard_normal
 from tests.estimates import assert_mean
 

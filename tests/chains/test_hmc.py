@@ -7,7 +7,7 @@ import torch
 
 from pyro_mcvae import HMC, MALA
 from pyro_mcvae.chains.annealing import evaluator
-from pyro_mcvae.chains.kernel import Target
+from pyro_mcvae.chains.kernels import Target
 from tests.chains.densities import correlated, frozen
 
 

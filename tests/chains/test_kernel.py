@@ -7,9 +7,8 @@ import torch
 
 from pyro_mcvae import HMC, MALA, ULA, RandomWalk, UnderdampedLangevin
 from pyro_mcvae.chains.annealing import evaluator
-from pyro_mcvae.chains.kernel import Kernel, Proposal, State, Target
-from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize
-from pyro_mcvae.chains.step_size_base import FixedStepSize
+from pyro_mcvae.chains.kernels import Kernel, Proposal, State, Target
+from pyro_mcvae.chains.parameters import AdaptiveStepSize, FixedStepSize, LearnedStepSize
 from tests.chains.densities import (
     bent_draws,
     bent_target,

@@ -6,7 +6,7 @@ import torch
 
 from pyro_mcvae import MALA, ULA
 from pyro_mcvae.chains.annealing import evaluator
-from pyro_mcvae.chains.kernel import Target
+from pyro_mcvae.chains.kernels import Target
 from tests.chains.densities import bent, correlated, frozen
 
 ETAS = [0.05, 0.4, torch.tensor([0.1, 0.6], dtype=torch.float64)]

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from pyro_mcvae.chains.annealing import evaluator
-from pyro_mcvae.chains.kernel import Target
-from pyro_mcvae.chains.leapfrog import leapfrog, log_momentum
+from pyro_mcvae.chains.kernels import Target, leapfrog, log_momentum
 from tests.chains.densities import bent, correlated
 
 densities = pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import torch
 
 from pyro_mcvae import RandomWalk
-from pyro_mcvae.chains.kernel import State, Target
+from pyro_mcvae.chains.kernels import State, Target
 from tests.chains.densities import correlated, frozen
 
 

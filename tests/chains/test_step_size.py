@@ -10,9 +10,14 @@ import torch
 from hypothesis import given
 
 from pyro_mcvae import MALA, ULA, TraceAIS_ELBO, TraceSIS_ELBO, UnderdampedLangevin
-from pyro_mcvae.chains.kernel import of_moving
-from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize, as_step_size
-from pyro_mcvae.chains.step_size_base import FixedStepSize, StepSize
+from pyro_mcvae.chains.kernels import of_moving
+from pyro_mcvae.chains.parameters import (
+    AdaptiveStepSize,
+    FixedStepSize,
+    LearnedStepSize,
+    StepSize,
+    as_step_size,
+)
 
 NAN, INF = math.nan, math.inf
 

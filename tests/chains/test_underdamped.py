@@ -7,8 +7,7 @@ import torch
 
 from pyro_mcvae import ULA, UnderdampedLangevin
 from pyro_mcvae.chains.annealing import evaluator
-from pyro_mcvae.chains.kernel import Target
-from pyro_mcvae.chains.leapfrog import leapfrog, log_momentum
+from pyro_mcvae.chains.kernels import Target, leapfrog, log_momentum
 from tests.chains.densities import correlated, frozen
 
 

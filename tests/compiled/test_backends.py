@@ -18,8 +18,9 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
-from pyro_mcvae.compiled import backends, kernels
-from pyro_mcvae.compiled.agreement import check_kernels
+from pyro_mcvae.compiled import backends
+from pyro_mcvae.compiled import backends as kernels
+from pyro_mcvae.compiled.backends import check_kernels
 from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.guards import trace
 from tests.compiled.programs import Net, batches, make, train

@@ -18,7 +18,7 @@ from pyro.infer import SVI, Trace_ELBO
 from torch import Tensor, nn
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
-from pyro_mcvae.compiled.agreement import is_due
+from pyro_mcvae.compiled.backends import is_due
 from tests.compiled.programs import batches, make, reasons, train, uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)

@@ -13,9 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO
 from pyro_mcvae.compiled.graph import as_function, owns_outputs
 from pyro_mcvae.compiled.guards import trace
-from pyro_mcvae.compiled.recording import record
-from pyro_mcvae.compiled.signature import Call
-from pyro_mcvae.programs.executed_code import ExecutedCode
+from pyro_mcvae.compiled.recording import Call, record
+from pyro_mcvae.programs.outside_values import ExecutedCode
 from tests.compiled.programs import uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)

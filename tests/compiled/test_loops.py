@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pyro_mcvae import ULA, CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae.elbos import chain
-from pyro_mcvae.ops import ranks
+from pyro_mcvae.ops import distributed as ranks
 from tests.compiled.programs import batches, make, reasons, train, uses
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from pyro_mcvae.chains.annealing import anneal, evaluator
 from pyro_mcvae.compiled.graph import as_function, fold
 from pyro_mcvae.compiled.guards import trace
 from pyro_mcvae.compiled.transition import RecordedTransition
-from pyro_mcvae.evaluation import annealing
+from pyro_mcvae.evaluation import options as annealing
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 

@@ -19,9 +19,8 @@ from pyro_mcvae.coordinates.coordinate import (
     coordinate_of,
 )
 from pyro_mcvae.coordinates.noise import register_noise
-from pyro_mcvae.programs.errors import NoCoordinateError
-from pyro_mcvae.programs.masks import with_mask
-from pyro_mcvae.programs.sites import is_masked
+from pyro_mcvae.programs.sites import is_masked, with_mask
+from pyro_mcvae.programs.types import NoCoordinateError
 
 
 def seeded(*shape, seed=0):

@@ -10,11 +10,11 @@ import torch
 from pyro.infer.autoguide import AutoDelta
 from pyro.poutine.util import site_is_subsample
 
-from pyro_mcvae.coordinates.beginning import GivenLatents
+from pyro_mcvae.coordinates.coordinate import GivenLatents
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.errors import NoCoordinateError
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.types import NoCoordinateError
 from tests.plain_traces import plain_traces, values_of
 from tests.zoo import EXAMPLES, data, flow
 

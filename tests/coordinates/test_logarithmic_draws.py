@@ -5,8 +5,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae.coordinates.coordinate import coordinate_of
-from pyro_mcvae.coordinates.logarithmic_draws import logarithmic_draw
+from pyro_mcvae.coordinates.coordinate import coordinate_of, logarithmic_draw
 from pyro_mcvae.programs.known_logs import KnownLogs
 from tests.estimates import assert_mean
 

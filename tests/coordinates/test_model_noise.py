@@ -21,7 +21,7 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
 from tests.compiled.programs import reasons
 from tests.estimates import assert_mean
 

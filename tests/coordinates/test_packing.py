@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from pyro_mcvae.coordinates.packing import Packing, SiteShape
+from pyro_mcvae.coordinates.layout import Packing, SiteShape
 
 DTYPES = [torch.float32, torch.float64, torch.int64]
 

@@ -7,12 +7,10 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae.coordinates.chain_density import ChainDensity
-from pyro_mcvae.coordinates.gradient import GradientMode
-from pyro_mcvae.coordinates.log_weight import LogWeight
-from pyro_mcvae.coordinates.whitened import WhitenedDensity, Whitening
+from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening
+from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
 
 MOVABLE = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
 

@@ -6,7 +6,7 @@ import pyro
 import torch
 
 from pyro_mcvae import LearnedSchedule
-from pyro_mcvae.chains.step_size import LearnedStepSize
+from pyro_mcvae.chains.parameters import LearnedStepSize
 
 STEP = 1e-5
 

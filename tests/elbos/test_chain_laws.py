@@ -18,7 +18,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
-from pyro_mcvae.chains.step_size import AdaptiveStepSize, LearnedStepSize
+from pyro_mcvae.chains.parameters import AdaptiveStepSize, LearnedStepSize
 from tests.estimates import assert_mean
 from tests.models import (
     ConjugateGaussian,

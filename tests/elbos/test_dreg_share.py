@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyro_mcvae import TraceIWAE_ELBO
-from pyro_mcvae.elbos.dreg_share import dreg_share
+from pyro_mcvae.elbos.iwae import dreg_share
 from tests.estimates import assert_mean, gradients
 from tests.models import ConjugateGaussian
 

@@ -11,8 +11,8 @@ import torch
 from pyro.infer import Trace_ELBO
 
 from pyro_mcvae import TraceIWAE_ELBO, TraceRenyi_ELBO
-from pyro_mcvae.ops.importance import log_mean_exp
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.ops.weights import log_mean_exp
+from pyro_mcvae.programs.run import Programs
 from tests.estimates import assert_gradient, assert_mean, gradients, take_gradients, values
 from tests.models import (
     BetaBernoulli,

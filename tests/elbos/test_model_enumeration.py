@@ -20,9 +20,9 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     refine,
 )
-from pyro_mcvae.coordinates.gradient import GradientMode
+from pyro_mcvae.coordinates.log_weight import GradientMode
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_latent
 from tests.elbos.enumerated_programs import PROGRAMS, brute_force
 

@@ -30,7 +30,7 @@ from pyro_mcvae import (
     sandwich,
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
 from tests.clients.programs import EXAMPLES
 
 PARALLEL = {"enumerate": "parallel"}

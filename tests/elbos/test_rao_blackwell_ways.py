@@ -11,7 +11,7 @@ from pyro.infer import SVI
 from torch import nn
 
 from pyro_mcvae import CompiledELBO, LeaveOneOut, TraceRaoBlackwell_ELBO
-from pyro_mcvae.programs.errors import LeadingDimsError
+from pyro_mcvae.programs.types import LeadingDimsError
 from tests.elbos.discrete_programs import Discrete, param, randn
 from tests.elbos.exhaustive import exhaustive
 

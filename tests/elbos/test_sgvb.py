@@ -11,7 +11,7 @@ from pyro.infer import Trace_ELBO, TraceMeanField_ELBO
 from torch.distributions import kl_divergence
 
 from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
 from tests.estimates import assert_gradient, assert_mean, take_gradients, values
 from tests.models import (
     BetaBernoulli,

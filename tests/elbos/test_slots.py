@@ -26,11 +26,11 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
-from pyro_mcvae.chains.kernel import Kernel, Proposal
-from pyro_mcvae.coordinates.gradient import GradientMode
-from pyro_mcvae.discrete.site_options import SiteOptions
-from pyro_mcvae.discrete.slot_planner import SlotPlanner
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.chains.kernels import Kernel, Proposal
+from pyro_mcvae.coordinates.log_weight import GradientMode
+from pyro_mcvae.discrete.site_slots import SiteOptions
+from pyro_mcvae.discrete.slot_rows import SlotPlanner
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure.cache import Analysis
 from tests.elbos import discrete_programs
 from tests.elbos.chain_gradients import AcceptPaths, assert_slopes, bound, gradients, parameters_of

@@ -20,7 +20,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     UnderdampedLangevin,
 )
-from pyro_mcvae.chains.kernel import Info
+from pyro_mcvae.chains.kernels import Info
 
 N = 2000
 

@@ -25,7 +25,7 @@ from pyro_mcvae import (
     sandwich,
     to_inference_data,
 )
-from pyro_mcvae.evaluation.arguments import Options
+from pyro_mcvae.evaluation.options import Options
 
 X = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
 NAN, OBJECT = math.nan, object()

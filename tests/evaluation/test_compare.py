@@ -20,7 +20,7 @@ from pyro_mcvae import (
     compare,
     log_evidence,
 )
-from pyro_mcvae.elbos.estimate import Estimate
+from pyro_mcvae.elbos.base import Estimate
 from tests.models import ConjugateGaussian
 
 LOSSES = {

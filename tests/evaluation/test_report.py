@@ -20,7 +20,7 @@ from pyro_mcvae import (
     report,
 )
 from pyro_mcvae.evaluation.report import TrainedLoss
-from pyro_mcvae.ops.pareto import pareto_k
+from pyro_mcvae.ops.weights import pareto_k
 from tests.models import (
     ConjugateGaussian,
     DiscreteMixture,

@@ -8,8 +8,8 @@ import scipy.special
 import scipy.stats
 import torch
 
-from pyro_mcvae.ops.countable import betainc, count_slots, count_window
-from pyro_mcvae.programs.counts import count_law
+from pyro_mcvae.ops.slots import betainc, count_slots, count_window
+from pyro_mcvae.programs.supports import count_law
 
 LAWS = {
     "poisson-small": (lambda: dist.Poisson(torch.tensor(0.3)), scipy.stats.poisson(0.3)),

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pyro_mcvae.ops.importance import (
+from pyro_mcvae.ops.weights import (
     effective_sample_size,
     leave_one_out_signal,
     log_mean_exp,

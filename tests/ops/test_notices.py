@@ -2,7 +2,7 @@
 
 import logging
 
-from pyro_mcvae.ops.notices import each_once
+from pyro_mcvae.ops.checks import each_once
 
 
 def test_each_line_is_logged_once_inside(caplog):

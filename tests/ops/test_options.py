@@ -28,7 +28,7 @@ from pyro_mcvae import (
     WakeSleep,
     local_estimate,
 )
-from pyro_mcvae.ops.options import options_of
+from pyro_mcvae.ops.checks import options_of
 
 X = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 

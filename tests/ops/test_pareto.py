@@ -6,7 +6,7 @@ import pytest
 import torch
 from pyro.ops.stats import fit_generalized_pareto as pyro_fit
 
-from pyro_mcvae.ops.pareto import pareto_k, tail_length
+from pyro_mcvae.ops.weights import pareto_k, tail_length
 
 
 def log_weights(count, kind="student"):

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from pyro_mcvae.ops.product import product_slots, product_top_k
-from pyro_mcvae.ops.top_k import top_k_slots
+from pyro_mcvae.ops.slots import product_slots, product_top_k, top_k_slots
 
 VARIABLES, VALUES = 4, 3
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyro_mcvae.ops.top_k import budget_slots, top_k_slots
+from pyro_mcvae.ops.slots import budget_slots, top_k_slots
 
 logits = st.lists(
     st.one_of(st.floats(-8, 8), st.just(-math.inf), st.just(0.0)), min_size=1, max_size=7

@@ -10,10 +10,11 @@ import torch
 from pyro.infer.util import is_validation_enabled
 
 from pyro_mcvae import TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO, log_evidence
-from pyro_mcvae.checks import run_checks, vectorization
+from pyro_mcvae.checks import vectorization
+from pyro_mcvae.checks import vectorization as run_checks
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure import independence
 
 alone = pytest.mark.usefixtures("leading_dims_only")

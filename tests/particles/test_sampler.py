@@ -14,8 +14,8 @@ from pyro.poutine import runtime
 from pyro_mcvae import TraceIWAE_ELBO
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.plates import LEADING
+from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.types import LEADING
 from tests.params import in_turn
 from tests.zoo import EXAMPLES, data, nested, plain, subsampled
 

@@ -25,8 +25,8 @@ from pyro_mcvae import (
     log_evidence,
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.mapping import Way
+from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.vmap import Way
 from tests.particles.ways import check_way, only
 from tests.zoo import EXAMPLES, data, param
 

@@ -3,12 +3,12 @@
 import pyro
 import torch
 
-from pyro_mcvae.ops.shapes import as_shape
+from pyro_mcvae.ops.tensors import as_shape
 from pyro_mcvae.particles import runner as module
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.mapping import Way
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.vmap import Way
 
 K = 3
 

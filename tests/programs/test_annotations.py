@@ -13,8 +13,8 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     log_evidence,
 )
-from pyro_mcvae.discrete.site_options import SiteOptions
-from pyro_mcvae.programs.annotations import SLOT_OPTIONS
+from pyro_mcvae.discrete.site_slots import SiteOptions
+from pyro_mcvae.programs.types import SLOT_OPTIONS
 
 X = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from pyro_mcvae.programs.mended_draws import mended
+from pyro_mcvae.programs.distributions import mended
 from tests.estimates import assert_mean
 
 

@@ -4,8 +4,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae.coordinates.bijection import bijection_of
-from pyro_mcvae.coordinates.coordinate import coordinate_of
+from pyro_mcvae.coordinates.coordinate import bijection_of, coordinate_of
 from pyro_mcvae.programs.known_logs import KnownLogs, known_logs
 
 WIDE = torch.tensor([-300.0, -60.0, -18.0, -2.0, 0.5, 2.0, 18.0, 60.0])

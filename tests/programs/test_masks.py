@@ -4,7 +4,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae.programs.masks import counted_values, hides_masks, with_mask
+from pyro_mcvae.programs.sites import counted_values, hides_masks, with_mask
 
 EACH = torch.tensor([[True, False], [True, True], [False, False]])
 ROWS = torch.tensor([True, True, False])

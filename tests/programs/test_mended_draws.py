@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from pyro_mcvae import TraceIWAE_ELBO
-from pyro_mcvae.programs.mended_draws import mended
-from pyro_mcvae.programs.messengers import Recorder, Substitutes
-from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.distributions import mended
+from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes
 from tests.estimates import assert_mean, gradients
 from tests.params import in_turn
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.distributions import transforms as T
 
-from pyro_mcvae.programs.moving_supports import moves_support
+from pyro_mcvae.programs.distributions import moves_support
 
 
 def p(value=0.7):

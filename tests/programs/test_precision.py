@@ -22,7 +22,7 @@ from pyro_mcvae import (
     TruncatedPosterior,
     UniformFlips,
 )
-from pyro_mcvae.programs.precision import full_precision
+from pyro_mcvae.programs.sites import full_precision
 
 FAST = {"vectorize_particles": True, "max_plate_nesting": 1}
 CONTINUOUS = {

@@ -9,11 +9,8 @@ from pyro.poutine.trace_struct import Trace
 
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs, run_model, with_changes
-from pyro_mcvae.programs.leading import Leading
-from pyro_mcvae.programs.messengers import ParticlePlate, Substitutes
-from pyro_mcvae.programs.replay import replay_model
-from pyro_mcvae.programs.run import Run, terms_of
+from pyro_mcvae.programs.messengers import Leading, ParticlePlate, Substitutes
+from pyro_mcvae.programs.run import Programs, Run, replay_model, run_model, terms_of, with_changes
 
 X = torch.tensor([0.0, 1.0, 1.0, 0.0])
 

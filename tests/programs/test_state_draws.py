@@ -9,8 +9,7 @@ import torch
 from pyro import poutine
 from pyro.ops.indexing import Vindex
 
-from pyro_mcvae.programs.enumeration import StateMessenger
-from pyro_mcvae.programs.state_draws import draw_states
+from pyro_mcvae.programs.enumeration import StateMessenger, draw_states
 
 PARALLEL = {"enumerate": "parallel"}
 DRAWS = 20_000

@@ -6,8 +6,8 @@ import pytest
 import torch
 from pyro import poutine
 
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.minibatch import Minibatch
+from pyro_mcvae.programs.messengers import Minibatch
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.substitute import substitute
 
 

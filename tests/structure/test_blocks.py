@@ -3,8 +3,7 @@
 import pytest
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 
-from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.plates import PlateKey
+from pyro_mcvae.programs.types import FactorKey, PlateKey
 from pyro_mcvae.structure.blocks import Factor, derive_structure, needs_dependencies
 
 

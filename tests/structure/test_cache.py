@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pyro_mcvae import ULA, TraceIWAE_ELBO, TraceSIS_ELBO
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure import dependencies, finder
 from pyro_mcvae.structure.cache import Analyses
 from tests.params import in_turn

@@ -12,9 +12,9 @@ import torch
 from pyro.infer import autoguide
 from torch.utils.flop_counter import FlopCounterMode
 
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.factors import FactorKey
-from pyro_mcvae.programs.nesting import checked_run
+from pyro_mcvae.programs.contract import checked_run
+from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.types import FactorKey
 from pyro_mcvae.structure.dependencies import find_dependencies
 
 

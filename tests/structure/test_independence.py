@@ -16,7 +16,7 @@ from pyro_mcvae import (
     TraceSGVB_ELBO,
     TraceSIS_ELBO,
 )
-from pyro_mcvae.programs.execution import Programs
+from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.structure.independence import find_dependent_plates
 
 X = (3.0, 3.5, 2.5, 4.0)

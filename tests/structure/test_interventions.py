@@ -20,9 +20,9 @@ from pyro_mcvae import (
     TruncatedPosterior,
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.execution import Programs
-from pyro_mcvae.programs.mapping import Way
-from pyro_mcvae.structure.interventions import separating_subsets
+from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.vmap import Way
+from pyro_mcvae.structure.independence import separating_subsets
 from tests.params import in_turn
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_mcvae import RankBatches, load_checkpoint, save_checkpoint
-from pyro_mcvae.ops import ranks
+from pyro_mcvae.ops import distributed as ranks
 from tests.training.runs import Run, data
 
 # No other size in a program is one of these: a dimension of this size is the data's.

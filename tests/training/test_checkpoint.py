@@ -24,7 +24,7 @@ from pyro_mcvae import (
     load_checkpoint,
     save_checkpoint,
 )
-from pyro_mcvae.training import checkpoint_file
+from pyro_mcvae.training import checkpoint as checkpoint_file
 from tests.training.runs import CONTINUOUS, OBJECTIVES, Run
 
 INTERFACES = ("svi", "module")

@@ -32,7 +32,7 @@ from pyro_mcvae import (
     UnderdampedLangevin,
     refine,
 )
-from pyro_mcvae.chains.step_size import AdaptiveStepSize
+from pyro_mcvae.chains.parameters import AdaptiveStepSize
 
 sys.path.append(str(Path(__file__).parents[1]))  # the folder of all tutorials
 from results import Results

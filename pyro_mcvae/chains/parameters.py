@@ -1,0 +1,522 @@
+"""Values of which there is one for all transitions of a chain, or one for each."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.distributed import mean_over_ranks
+
+
+def begin_with(start: Tensor, num_transitions: int | None) -> Tensor:
+    """Return first values: as given, or one row for each transition."""
+    if num_transitions is None:
+        return start
+    return start.expand(check_count("num_transitions", num_transitions), *start.shape).clone()
+
+
+def of_transition(
+    name: str, values: Tensor, num_transitions: int | None, transition: int
+) -> Tensor:
+    """
+    Return the value of a transition.
+
+    :param int transition: from 0; negative ones count from the last.
+    :raises ValueError: if the chain has more transitions than there are values.
+    """
+    if num_transitions is None:
+        return values
+    if transition >= num_transitions:
+        raise _too_few(name, num_transitions, f"transition {transition + 1}")
+    return values[transition]
+
+
+def check_transitions(name: str, num_transitions: int | None, num_steps: int) -> None:
+    """
+    :raises ValueError: unless a chain of ``num_steps`` transitions has a value for each.
+    """
+    if num_transitions is not None and num_transitions != num_steps:
+        raise _too_few(name, num_transitions, f"num_steps={num_steps}")
+
+
+def _too_few(name: str, num_transitions: int, made: str) -> ValueError:
+    return ValueError(
+        f"the {name} has num_transitions={num_transitions} values, one per transition, but the "
+        f"chain makes {made}: give it num_transitions=num_steps"
+    )
+
+
+def no_value(part: nn.Module, value: object, wanted: str) -> ValueError:
+    """The error of a module of one's own that returns something else than a tensor it should."""
+    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return ValueError(f"{type(part).__name__}.forward must return a tensor {wanted}, got {found}")
+
+
+# What every step size answers; and one that stays as it is.
+
+
+class StepSize(nn.Module, ABC):
+    """
+    Base class: a module whose call returns the present step size of a transition.
+
+    One value serves every coordinate, or there is one per coordinate, shape ``[D]``.
+    :class:`LearnedStepSize` has an example.
+
+    :ivar num_transitions: for how many transitions there is a value each; None for one value that
+        serves them all.
+
+    Example::
+
+        >>> class Halving(StepSize):
+        ...     num_transitions = 3
+        ...
+        ...     def forward(self, transition=-1):
+        ...         return torch.tensor(0.4) / 2 ** (transition % 3)
+        >>> Halving().values()
+        tensor([0.4000, 0.2000, 0.1000])
+    """
+
+    num_transitions: int | None = None
+
+    @abstractmethod
+    def forward(self, transition: int = -1) -> Tensor:
+        """
+        The present step size, a scalar or of shape ``[D]``.
+
+        :param int transition: of which transition of a chain, from 0; the last by default, which is
+            the one that moves with respect to the posterior itself.
+        """
+
+    def __call__(self, *transition: int) -> Tensor:
+        """
+        The present step size of a transition, the last by default.
+
+        :raises ValueError: for what is no tensor without dims, or of shape ``[D]``.
+        """
+        value = super().__call__(*transition)
+        if isinstance(value, Tensor) and value.dim() <= 1:
+            return value
+        raise no_value(self, value, "without dims or of shape [D]")
+
+    def values(self) -> Tensor:
+        """
+        The present step sizes: what a call returns, ``[num_transitions, ...]`` where there is one
+        for each transition.
+        """
+        if self.num_transitions is None:
+            return self()
+        return torch.stack([self(k) for k in range(self.num_transitions)])
+
+    def begin(self, gradient: Tensor, learns: bool = True) -> None:
+        r"""
+        See the draws that chains begin with; does nothing unless a subclass says so.
+
+        :param ~torch.Tensor gradient: :math:`\nabla \log q(z)` at the draws, ``[*batch, D]``.
+        :param bool learns: whether they are of a training step, to learn from.
+        """
+
+    def update(self, acceptance: Tensor, gradient: Tensor | None = None) -> None:
+        r"""
+        Learn from one training step; does nothing unless a subclass says so.
+
+        :param ~torch.Tensor acceptance: the mean acceptance probability, a scalar.
+        :param ~torch.Tensor gradient: :math:`\nabla \log p(x, z)` at the chains' positions, shape
+            ``[*batch, D]``, where it is at hand.
+        """
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Tensor], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._buffers:  # which training changes in place
+            destination[prefix + name] = destination[prefix + name].clone()
+
+
+class FixedStepSize(StepSize):
+    """
+    A step size that stays as it is.
+
+    :param value: positive, a number or a tensor of shape ``[D]``.
+    :raises ValueError: if it is not positive and finite.
+
+    Example::
+
+        >>> FixedStepSize(0.1)()
+        tensor(0.1000)
+    """
+
+    value: Tensor
+
+    def __init__(self, value: float | Tensor) -> None:
+        super().__init__()
+        self.register_buffer("value", positive("step_size", value))
+
+    def forward(self, transition: int = -1) -> Tensor:
+        return self.value
+
+
+def positive(name: str, value: float | Tensor) -> Tensor:
+    """
+    A copy, as a tensor.
+
+    :raises ValueError: for what is not positive and finite, or has more dims than one.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise ValueError(f"{name} must be a positive number or a StepSize, got {value!r}")
+    tensor = torch.as_tensor(
+        value, dtype=None if isinstance(value, Tensor) else torch.get_default_dtype()
+    )
+    if tensor.dim() > 1 or not bool(((tensor > 0) & tensor.isfinite()).all()):
+        raise ValueError(
+            f"{name} must be positive and finite, one number or one per coordinate, got {value!r}"
+        )
+    return tensor.detach().clone()
+
+
+# How much of its momentum a chain keeps between transitions, learned.
+
+# With all of it kept, the gradient of sqrt(1 - momentum**2) would be infinite.
+_MOST = 0.999
+
+
+class LearnedMomentum(nn.Module):
+    r"""
+    The share :math:`\mu` of the momentum that a chain keeps, trained with the bound by its
+    gradient: one for all transitions, or one for each.
+
+    .. math:: \mu_k = 0.999\, \text{sigmoid}(a_k) .
+
+    It needs the full gradient. A chain's first transition draws its momentum anew, so the first of
+    several values is not used.
+
+    :param initial: more than 0 and less than 0.999, a number or a tensor without dims.
+    :param int num_transitions: one value for each of so many transitions, the ``num_steps`` of the
+        objective; None for one that serves them all.
+    :raises ValueError: for values outside of these ranges.
+
+    Example::
+
+        >>> LearnedMomentum(0.9)()
+        tensor(0.9000, grad_fn=<MulBackward0>)
+        >>> LearnedMomentum(0.9, num_transitions=5).logit.shape
+        torch.Size([5])
+    """
+
+    def __init__(self, initial: float | Tensor = 0.9, num_transitions: int | None = None) -> None:
+        super().__init__()
+        self.num_transitions = num_transitions
+        start = begin_with(_inside(initial), num_transitions)
+        self.logit = nn.Parameter((start / _MOST).logit())
+
+    def forward(self, transition: int = -1) -> Tensor:
+        """
+        Return the share that is kept before a transition, a scalar.
+
+        :param int transition: of which transition of a chain, from 0; the last by default.
+        """
+        logit = of_transition("momentum", self.logit, self.num_transitions, transition)
+        return _MOST * logit.sigmoid()
+
+
+def _inside(value: float | Tensor) -> Tensor:
+    if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
+        raise ValueError(f"initial must be a number or a tensor, got {value!r}")
+    # A number takes the default precision, a tensor keeps its own.
+    start = value if isinstance(value, Tensor) else torch.tensor(float(value))
+    if start.dim() or not 0 < start < _MOST:
+        raise ValueError(f"initial must be more than 0 and less than {_MOST}, got {value!r}")
+    return start.detach().clone()
+
+
+# Step sizes of Markov kernels: fixed, adapting to an acceptance rate, or learned.
+
+_BOUNDS = 1e-6, 1e3
+
+
+class AdaptiveStepSize(StepSize):
+    r"""
+    A step size that rises above a target acceptance and falls below it.
+
+    After each training step, with a the mean acceptance probability and :math:`a^*` the target,
+
+    .. math::
+        \log \eta \mathrel{+}= \text{rate} \cdot
+            \text{clip}\Big(\frac{a - a^*}{1 - a^*}, -2, 1\Big).
+
+    For unadjusted kernels a is the acceptance that the moves would have had, in the geometric mean:
+    each move costs the bound about :math:`-\log` of it, so a few lost chains weigh as much there as
+    they do in the bound. With ``per_coordinate`` the rule drives a base value :math:`\eta_0`, and
+    each coordinate follows the spread of its gradient (Thin et al. [1], eq. 27):
+
+    .. math::
+        \eta_i \leftarrow 0.9\, \eta_i
+            + 0.1\, \eta_0 \,/\, \text{std}[\partial \log p(x, z) / \partial z_i].
+
+    In a distributed run (:mod:`torch.distributed`) objectives adapt it by the acceptance and the
+    gradients of all ranks, so that every rank keeps the same step size.
+
+    A coordinate whose gradient has no spread, as under one chain alone, follows :math:`\eta_0`
+    itself, and no coordinate grows while the acceptance is below its target. Before the first chain
+    a step size per coordinate is fitted to the guide: divided by the steepness of its log density
+    (the largest root mean square of a coordinate's gradient; squared for Langevin's
+    :math:`\eta`), as noise coordinates would have it. Coordinates of another number, as of longer
+    sequences, begin with the geometric mean of the last ones.
+
+    One update changes a step size by a bounded factor, values stay within ``bounds``, a step whose
+    acceptance is not finite changes nothing, and a gradient that is not finite leaves its
+    coordinate. ``eval()`` freezes it, by itself or as a part of the objective; the present value is
+    part of ``state_dict()``.
+
+    :param float initial: where it starts; better too small than too large. None: the kernel's own.
+    :param float target_acceptance: between 0 and 1. None: the kernel's own.
+    :param bool per_coordinate: one step size per coordinate. None: only for chains in ``"latent"``
+        coordinates, which the guide has not whitened.
+    :param float rate: the largest relative increase per update.
+    :param bounds: the least and the largest value. None: 1e-6 and 1e3; for unadjusted kernels in
+        ``"noise"`` coordinates 1e-6 and 2, beyond which a leapfrog step is unstable under the base
+        density itself: far from the posterior every move is an improvement, and the acceptance of
+        1 says nothing.
+    :raises ValueError: for values outside of these ranges.
+
+    [1] Thin et al. (2021), *Monte Carlo Variational Auto-Encoders*.
+
+    Example::
+
+        >>> step_size = AdaptiveStepSize(0.1, target_acceptance=0.8)
+        >>> step_size.update(torch.tensor(1.0))
+        >>> step_size()
+        tensor(0.1105)
+    """
+
+    value: Tensor
+    base: Tensor
+    begun: Tensor
+
+    def __init__(
+        self,
+        initial: float | None = None,
+        target_acceptance: float | None = None,
+        per_coordinate: bool | None = None,
+        rate: float = 0.1,
+        bounds: tuple[float, float] | None = None,
+    ) -> None:
+        super().__init__()
+        if target_acceptance is not None and not 0 < target_acceptance < 1:
+            raise ValueError(
+                f"target_acceptance must lie between 0 and 1, got {target_acceptance!r}"
+            )
+        if not 0 < rate < 1:
+            raise ValueError(f"rate must lie between 0 and 1, got {rate!r}")
+        self._bounded = bounds is not None
+        bounds = _BOUNDS if bounds is None else bounds
+        if not 0 < bounds[0] < bounds[1] < math.inf:
+            raise ValueError(f"bounds must be two increasing positive numbers, got {bounds!r}")
+        self.target_acceptance = target_acceptance
+        self.per_coordinate = per_coordinate
+        self.rate = rate
+        self.bounds = bounds
+        start = torch.tensor(math.nan) if initial is None else positive("initial", initial)
+        self.register_buffer("value", start)
+        self.register_buffer("base", start.clone())
+        self.register_buffer("begun", torch.tensor(False))
+        self.power, self.most = 1.0, math.inf
+        self._new = True
+
+    def use_coordinates(self, coordinates: str) -> None:
+        """Serve chains in ``"noise"`` or ``"latent"`` coordinates."""
+        if self.per_coordinate is None:
+            self.per_coordinate = coordinates == "latent"
+
+    def complete(
+        self,
+        initial: float,
+        target_acceptance: float,
+        power: float = 1.0,
+        most: float = math.inf,
+    ) -> None:
+        """
+        Fill in what was left to the kernel.
+
+        :param float power: how the step size goes with the width of a density: 1 for lengths.
+        :param float most: the largest one that is stable under a standard normal density.
+        """
+        self.power = power
+        if not self._bounded:
+            self.most = most
+        if self.target_acceptance is None:
+            self.target_acceptance = target_acceptance
+        if bool(self.base.isnan()):
+            self.value.fill_(initial)
+            self.base.fill_(initial)
+
+    def forward(self, transition: int = -1) -> Tensor:
+        # What is updated in place cannot be part of a graph.
+        return self.value.clone()
+
+    @torch.no_grad()
+    def begin(self, gradient: Tensor, learns: bool = True) -> None:
+        if not self.per_coordinate:
+            return
+        if self.value.dim() and self.value.shape[-1] != gradient.shape[-1]:
+            self._assign("value", self.value.log().mean().exp())
+        if learns and self.training and self._new:
+            self._new = False
+            self._fit(gradient)
+
+    def _fit(self, gradient: Tensor) -> None:
+        """Divide by the steepness of the guide's log density."""
+        squares = gradient.reshape(-1, gradient.shape[-1]).square().mean(0)
+        # Over the data of all ranks, which must begin alike.
+        steepness = mean_over_ranks(squares).amax().sqrt()
+        steepness = torch.where(steepness.isfinite(), steepness, 1.0).clamp_min(1.0)
+        for name in ("base", "value"):
+            value = getattr(self, name).to(gradient.device)
+            begun = self.begun.to(gradient.device)
+            fitted = (value / steepness**self.power).clamp(*self.bounds)
+            self._assign(name, torch.where(begun, value, fitted))
+        self._assign("begun", torch.ones_like(self.begun))
+
+    @torch.no_grad()
+    def update(self, acceptance: Tensor, gradient: Tensor | None = None) -> None:
+        if not self.training:
+            return
+        target = 0.8 if self.target_acceptance is None else self.target_acceptance
+        change = ((acceptance - target) / (1 - target)).clamp(-2.0, 1.0)
+        change = torch.where(acceptance.isfinite(), change, 0.0)
+        # An objective that was not moved along adapts where the model is.
+        base = self.base.to(acceptance.device) * (self.rate * change).exp()
+        # What has not been whitened may need steps of any length.
+        most = self.bounds[1] if self.per_coordinate else min(self.bounds[1], self.most)
+        self._assign("base", base.clamp(self.bounds[0], most))
+        value = self._followed(gradient, acceptance, change) if self.per_coordinate else self.base
+        self._assign("value", value)
+
+    def _followed(self, gradient: Tensor | None, acceptance: Tensor, change: Tensor) -> Tensor:
+        """Step sizes that follow the spread of a gradient of shape ``[*batch, D]``."""
+        if gradient is None:
+            return self.base
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        spread = gradient.std(0, correction=0)
+        value = self.value.to(spread.device).expand_as(spread)
+        # One gradient, or gradients that differ by their rounding, say nothing of a coordinate.
+        rounding = 8 * torch.finfo(spread.dtype).eps * gradient.abs().amax(0)
+        aim = self.base / torch.where(spread > rounding, spread, 1.0)
+        # Whatever the spreads say, nothing grows while too little is accepted.
+        most = torch.where(change < 0, value, 2 * value)
+        aim = torch.minimum(torch.maximum(aim.clamp(*self.bounds), value / 2), most)
+        mixed = torch.where(spread.isfinite(), 0.9 * value + 0.1 * aim, value)
+        return torch.where(acceptance.isfinite(), mixed.clamp(*self.bounds), self.value)
+
+    def _assign(self, name: str, value: Tensor) -> None:
+        """In place where shapes allow, so that a recorded step goes on with what it learns."""
+        old: Tensor = getattr(self, name)
+        if old.shape == value.shape and old.device == value.device:
+            old.copy_(value)
+        else:
+            setattr(self, name, value.to(old.dtype, copy=True))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Tensor], prefix: str, *args: object
+    ) -> None:
+        # A saved step size may have one entry per coordinate where this one has not begun to.
+        saved = state_dict.get(prefix + "value")
+        if saved is not None and saved.shape != self.value.shape and saved.dim() <= 1:
+            self.value = self.value.new_empty(saved.shape)
+        self._new = True  # it may have been saved before its first chain
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class LearnedStepSize(StepSize):
+    r"""
+    A step size that is trained with the bound, by its gradient: one for all transitions, or one for
+    each.
+
+    The chain's own step sizes decide what it is worth, and the bound's gradient finds them: with
+    one for each transition, and :class:`LearnedMomentum`, ten transitions on a posterior of 200
+    latents gain 13 nats over the best single one. It needs the full gradient.
+
+    Long steps under a guide that fits nothing yet can ruin a model for good. So begin small, or
+    with an :class:`AdaptiveStepSize`, which is obeyed for the first ``warmup`` training steps; from
+    then on it stays as it is, and factors between 1/10 and 10 are learned,
+
+    .. math:: \eta_k = \eta \exp(a_k), \qquad a_k = 0 \text{ at first}.
+
+    Where no optimizer moves the factors, it goes on adapting.
+
+    :param initial: positive, a number or a tensor of shape ``[D]``; or an
+        :class:`AdaptiveStepSize`.
+    :param int num_transitions: one value for each of so many transitions, the ``num_steps`` of the
+        objective; None for one that serves them all.
+    :param int warmup: training steps for which an :class:`AdaptiveStepSize` adapts.
+    :raises ValueError: if a value is not positive and finite, or its shape another one.
+
+    Values stay between 1e-6 and 1e3.
+
+    Example::
+
+        >>> LearnedStepSize(0.1)()
+        tensor(0.1000, grad_fn=<ExpBackward0>)
+        >>> LearnedStepSize(0.1, num_transitions=3).values()
+        tensor([0.1000, 0.1000, 0.1000], grad_fn=<StackBackward0>)
+        >>> careful = LearnedStepSize(AdaptiveStepSize(), num_transitions=3)
+    """
+
+    left: Tensor
+
+    def __init__(
+        self,
+        initial: float | Tensor | AdaptiveStepSize,
+        num_transitions: int | None = None,
+        warmup: int = 200,
+    ) -> None:
+        super().__init__()
+        warmup = check_count("warmup", warmup)
+        self.num_transitions = num_transitions
+        self.start = initial if isinstance(initial, AdaptiveStepSize) else None
+        given = torch.ones(()) if isinstance(initial, AdaptiveStepSize) else initial
+        start = begin_with(positive("initial", given), num_transitions)
+        # The logarithm keeps it positive under any optimizer.
+        self.log_value = nn.Parameter(start.log())
+        if self.start is not None:
+            self.register_buffer("left", torch.tensor(warmup))
+
+    @property
+    def per_coordinate(self) -> bool:
+        """Whether it adapts one value per coordinate, by the gradients."""
+        return self.start is not None and bool(self.start.per_coordinate)
+
+    def forward(self, transition: int = -1) -> Tensor:
+        log = of_transition("step size", self.log_value, self.num_transitions, transition)
+        if self.start is None:
+            return _clipped(log, *_BOUNDS).exp()
+        factor = _clipped(log, 0.1, 10.0) * (self.left <= 0)
+        return self.start(transition) * factor.exp()
+
+    def begin(self, gradient: Tensor, learns: bool = True) -> None:
+        if self.start is not None:
+            self.start.begin(gradient, learns)
+
+    @torch.no_grad()
+    def update(self, acceptance: Tensor, gradient: Tensor | None = None) -> None:
+        if self.start is None or not self.training:
+            return
+        # An acceptance that is not finite changes nothing.
+        ended = ((self.left <= 0) & (self.log_value != 0).any()).to(acceptance.device)
+        self.start.update(torch.where(ended, math.nan, acceptance), gradient)
+        self.left.sub_(1).clamp_(min=0)
+
+
+def _clipped(log: Tensor, least: float, most: float) -> Tensor:
+    """Within bounds, with a gradient beyond them too, which leads back."""
+    return log + (log.clamp(math.log(least), math.log(most)) - log).detach()
+
+
+def as_step_size(value: float | Tensor | StepSize | None) -> StepSize:
+    """A number or tensor as a fixed step size, None as an adaptive one."""
+    if value is None:
+        return AdaptiveStepSize()
+    return value if isinstance(value, StepSize) else FixedStepSize(value)

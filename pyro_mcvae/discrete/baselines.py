@@ -1,0 +1,458 @@
+"""Score-function surrogates over the slots of a discrete variable, and their baselines."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_mcvae.ops.slots import FLOOR, conditional_gumbel
+from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.supports import Categories, Support
+
+
+def score_surrogate(signal: Tensor, score: Tensor) -> Tensor:
+    r"""
+    A scalar whose gradient is :math:`\sum_s r_s \nabla \log q(z_s)`.
+
+    :param ~torch.Tensor signal: r, what multiplies each slot's score; no gradient passes it.
+    :param ~torch.Tensor score: :math:`\log q(z_s)`, of the same shape; where the signal is zero it
+        may be infinite.
+
+    Example::
+
+        >>> logits = torch.zeros(2, requires_grad=True)
+        >>> score_surrogate(torch.tensor([1.0, 0.0]), logits.log_softmax(-1)).backward()
+        >>> logits.grad
+        tensor([ 0.5000, -0.5000])
+    """
+    signal = signal.detach()
+    return (signal * torch.where(signal != 0, score, 0.0)).sum()
+
+
+def leave_one_out_baseline(cost: Tensor, sampled: Tensor) -> Tensor:
+    r"""
+    For each draw the mean cost of the other draws, for each summed category that of all draws.
+
+    With :math:`b_j` of the draws and their mean :math:`\bar b` at the summed categories,
+
+    .. math::
+        \sum_{z \in C} \bar b \nabla q(z)
+            + \frac{q(\bar C)}{n} \sum_j b_j \nabla \log q(v_j)
+
+    has mean zero: each :math:`b_j` is independent of :math:`v_j`, so that the second term's mean
+    is :math:`E[b] \nabla q(\bar C)`, and q sums to one.
+
+    :param ~torch.Tensor cost: shape ``[S, *batch]``.
+    :param ~torch.Tensor sampled: which slots are draws; two or more, or none, of each batch
+        element.
+    :returns: the baselines, of the same shape; zero where there are no draws.
+
+    Example::
+
+        >>> sampled = torch.tensor([False, True, True])
+        >>> leave_one_out_baseline(torch.tensor([5.0, 1.0, 2.0]), sampled)
+        tensor([1.5000, 2.0000, 1.0000])
+    """
+    count = sampled.sum(0, keepdim=True)
+    total = torch.where(sampled, cost, 0.0).sum(0, keepdim=True)
+    others = (total - cost) / (count - 1).clamp_min(1)
+    return torch.where(sampled, others, total / count.clamp_min(1))
+
+
+# Baselines of the score function: what is subtracted from a discrete site's cost.
+
+_counter = itertools.count()
+
+
+@dataclass(frozen=True)
+class SiteSignal:
+    """
+    What a baseline sees of one discrete site: everything detached but ``score``.
+
+    :ivar name: the site's name.
+    :ivar weight: the weight of each slot, shape ``[S, *batch]``.
+    :ivar sampled: which slots are draws.
+    :ivar score: log q of each slot's value, with its gradient.
+    :ivar cost: the expected ELBO terms behind each slot, times ``upstream``.
+    :ivar upstream: the weight of the slots of other sites on which the site depends, a shape that
+        broadcasts with ``weight``.
+    :ivar support: the site's values.
+    :ivar value: the slots' values, ``[S, *batch, *event]``.
+    :ivar exact: whether the slots are all values, so that nothing is random.
+    :ivar extra: whether the last slot is an independent draw, without weight.
+    :ivar input: ``infer={"mcvae": {"baseline_input": ...}}`` of the site, or None.
+    """
+
+    name: str
+    weight: Tensor
+    sampled: Tensor
+    score: Tensor
+    cost: Tensor
+    upstream: Tensor
+    support: Support | None
+    value: Tensor
+    exact: bool
+    extra: bool
+    input: object
+    programs: Programs
+
+    def average_cost(self) -> Tensor:
+        """The expected cost behind each slot by itself; zero where nothing leads there."""
+        known = self.upstream > 0
+        return torch.where(known, self.cost / torch.where(known, self.upstream, 1.0), 0.0)
+
+
+class Baseline(ABC):
+    """
+    A variance reduction of one discrete site's gradient that leaves its mean as it is.
+
+    :cvar min_samples: how many draws it needs.
+    :cvar extra_draw: whether it needs one further draw of the site, independent of the slots.
+    :cvar relaxed: whether the site is not drawn at all, but relaxed.
+
+    Example, a constant that is subtracted from the cost of draws (``num_categories=0``)::
+
+        >>> from pyro_mcvae.discrete.baselines import score_surrogate
+        >>> class Constant(Baseline):
+        ...     def surrogate(self, signal):
+        ...         return score_surrogate(signal.weight * (signal.cost - 3.0), signal.score)
+        >>> elbo = TraceRaoBlackwell_ELBO(num_categories=0, baseline=Constant())
+    """
+
+    min_samples = 1
+    extra_draw = False
+    relaxed = False
+
+    @abstractmethod
+    def surrogate(self, signal: SiteSignal) -> Tensor:
+        """A scalar with the gradient of the site's distribution, and of learned parts."""
+
+
+def no_baseline(signal: SiteSignal) -> Tensor:
+    r"""REINFORCE: :math:`\sum_s w_s f(z_s) \nabla \log q(z_s)`."""
+    return score_surrogate(signal.weight * signal.cost, signal.score)
+
+
+class IndependentDraw(Baseline):
+    r"""
+    REINFORCE+: the cost of an independent draw is subtracted from all slots' costs.
+
+    One draw for each datum serves all of its slots, so a step evaluates k + n + 1 of them.
+
+    Example::
+
+        >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=IndependentDraw())
+    """
+
+    extra_draw = True
+
+    def surrogate(self, signal: SiteSignal) -> Tensor:
+        if not signal.extra:  # an exact sum
+            return no_baseline(signal)
+        # The last slot has no weight of its own.
+        return score_surrogate(signal.weight * (signal.cost - signal.cost[-1:]), signal.score)
+
+
+class LeaveOneOut(Baseline):
+    r"""
+    The mean cost of the other draws is subtracted from each draw's, and that of all draws from
+    the summed categories' (see :func:`~pyro_mcvae.discrete.baselines.leave_one_out_baseline`).
+
+    Needs ``num_samples >= 2``.
+
+    Example::
+
+        >>> elbo = TraceRaoBlackwell_ELBO(1, num_samples=2, baseline=LeaveOneOut())
+    """
+
+    min_samples = 2
+
+    def surrogate(self, signal: SiteSignal) -> Tensor:
+        baseline = leave_one_out_baseline(signal.cost, signal.sampled)
+        return score_surrogate(signal.weight * (signal.cost - baseline), signal.score)
+
+
+class SummedMean(Baseline):
+    r"""
+    The mean cost :math:`b = \sum_{z \in C} q(z) f(z) / q(C)` of the summed categories is
+    subtracted from all slots' costs.
+
+    It takes no further evaluation, and does not depend on the draws, so the mean stays as it is.
+    Not in the paper. Where nothing is summed it is REINFORCE.
+
+    Example::
+
+        >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=SummedMean())
+    """
+
+    def surrogate(self, signal: SiteSignal) -> Tensor:
+        mass = torch.where(signal.sampled, 0.0, signal.weight)
+        total = (mass * signal.cost).sum(0, keepdim=True)
+        mass = mass.sum(0, keepdim=True)
+        baseline = torch.where(mass > 0, total / torch.where(mass > 0, mass, 1.0), 0.0)
+        return score_surrogate(signal.weight * (signal.cost - baseline), signal.score)
+
+
+class LearnedBaseline(Baseline, torch.nn.Module):
+    """
+    A baseline with parameters. As part of an ELBO it is trained by the optimizer of the step.
+
+    It sees the first argument of the programs' call, or what a site hands it by
+    ``infer={"mcvae": {"baseline_input": x[idx]}}``.
+    """
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        # One name for each instance: the parameter store would let others share its parameters.
+        self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
+
+    def input_of(self, signal: SiteSignal) -> object:
+        """What the network is applied to."""
+        if signal.input is not None:
+            return signal.input
+        args = signal.programs.args
+        if not args or not isinstance(args[0], Tensor):
+            raise ValueError(
+                f"{type(self).__name__} takes the programs' first argument as its input, got "
+                f"{type(args[0]).__name__ if args else 'none'}: pass another one by "
+                f"infer={{'mcvae': {{'baseline_input': x}}}} at guide site '{signal.name}'"
+            )
+        return args[0]
+
+    def fitted(self, output: Tensor, signal: SiteSignal) -> Tensor:
+        """A network's output, ``[*plates]`` or ``[*plates, 1]``, checked against the site."""
+        shape = torch.broadcast_shapes(signal.weight.shape, signal.cost.shape)[1:]
+        for found in (output, output.squeeze(-1) if output.shape[-1:] == (1,) else output):
+            try:
+                if torch.broadcast_shapes(found.shape, shape) == shape:
+                    return found
+            except RuntimeError:
+                pass
+        while shape[:1] == (1,):
+            shape = shape[1:]
+        raise ValueError(
+            f"{type(self).__name__} predicts one number for each datum of guide site "
+            f"'{signal.name}', so its network must return shape {tuple(shape)} (or that with a "
+            f"last dimension of 1), got {tuple(output.shape)}: pass the site's own minibatch by "
+            f"infer={{'mcvae': {{'baseline_input': x[idx]}}}}"
+        )
+
+
+class NVIL(LearnedBaseline):
+    r"""
+    Subtracts a network's prediction b(x) of the cost [1], trained by least squares:
+
+    .. math::
+        \sum_s w_s (f(z_s) - b(x)) \nabla \log q(z_s), \qquad
+        \min_b \sum_s w_s (f(z_s) - b(x))^2 .
+
+    :param torch.nn.Module network: maps data to one number each, ``[*plates]`` or
+        ``[*plates, 1]``. Its input is the first argument of the programs, or what the site says
+        under ``"baseline_input"``. Costs include N/B of subsampled plates.
+
+    [1] Mnih, Gregor (2014), *Neural Variational Inference and Learning in Belief Networks*.
+
+    Example::
+
+        >>> network = torch.nn.Sequential(torch.nn.Linear(784, 64), torch.nn.Tanh(),
+        ...                               torch.nn.Linear(64, 1))
+        >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=NVIL(network))
+    """
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def surrogate(self, signal: SiteSignal) -> Tensor:
+        prediction = self.fitted(self.network(self.input_of(signal)), signal)
+        baseline = signal.upstream * prediction.detach()
+        loss = signal.weight * signal.upstream * (signal.average_cost() - prediction) ** 2
+        gradient = score_surrogate(signal.weight * (signal.cost - baseline), signal.score)
+        return gradient - loss.sum()
+
+
+# Control variates and estimators that relax a discrete site: REBAR, RELAX, Gumbel-softmax.
+
+
+class RELAX(LearnedBaseline):
+    r"""
+    A learned control variate c of the relaxed site [1], conditioned on each slot's category.
+
+    With Gumbel noise :math:`g` given that its argmax is :math:`z_s`, an independent
+    :math:`\tilde g` likewise, :math:`\sigma = \text{softmax}(g / \lambda)` as a function of the
+    logits at fixed noise :math:`g - l`, and :math:`\tilde\sigma` at fixed category,
+
+    .. math::
+        \sum_s w_s \big\{ (f(z_s) - c(\tilde\sigma_s)) \nabla \log q(z_s)
+            + \nabla c(\sigma_s) - \nabla c(\tilde\sigma_s) \big\}
+
+    has the mean of REINFORCE for every c and weights of slots, because averaged over the category
+    :math:`c(\tilde\sigma) \nabla \log q(z) + \nabla c(\tilde\sigma)` and
+    :math:`\nabla c(\sigma)` are both the gradient of :math:`E[c(\sigma)]`. The network and the
+    temperature :math:`\lambda` are trained to make the squared gradient with respect to the logits
+    small. Exact sums take no control variate.
+
+    :param torch.nn.Module network: ``network(relaxed, input)`` maps relaxed sites ``[S, *batch,
+        K]``, and the first argument of the programs or what the site says under
+        ``"baseline_input"`` (None if there is neither), to numbers ``[S, *batch]`` or ``[S,
+        *batch, 1]``.
+    :param float temperature: what :math:`\lambda` starts at.
+    :raises ValueError: if the temperature is not positive; at a step, for sites that cannot be
+        relaxed.
+
+    [1] Grathwohl et al. (2018), *Backpropagation through the Void: Optimizing control variates for
+    black-box gradient estimation*.
+
+    Example::
+
+        >>> class Network(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(10, 1)
+        ...     def forward(self, relaxed, x):
+        ...         return self.layer(relaxed)
+        >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=RELAX(Network()))
+    """
+
+    def __init__(self, network: Callable[[Tensor, Any], Tensor], temperature: float = 0.5) -> None:
+        super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        self.network = network
+        self.log_temperature = torch.nn.Parameter(torch.tensor(math.log(temperature)))
+
+    def control(self, relaxed: Tensor, signal: SiteSignal) -> Tensor:
+        """c at relaxed values ``[S, *batch, K]``: ``[S, *batch]``."""
+        args = signal.programs.args
+        given = signal.input if signal.input is not None else (args[0] if args else None)
+        found = self.network(relaxed, given)
+        if found.shape == (*relaxed.shape[:-1], 1):
+            found = found.squeeze(-1)
+        if found.shape != relaxed.shape[:-1]:
+            raise ValueError(
+                f"{type(self).__name__} needs one number for each relaxed value of guide site "
+                f"'{signal.name}', shape {tuple(relaxed.shape[:-1])}, got {tuple(found.shape)}"
+            )
+        return found
+
+    def surrogate(self, signal: SiteSignal) -> Tensor:
+        if not isinstance(signal.support, Categories):
+            raise ValueError(
+                f"{type(self).__name__} relaxes numbered categories, which guide site "
+                f"'{signal.name}' has not: give it another baseline"
+            )
+        if signal.exact:
+            return no_baseline(signal)
+        logits = signal.support.logits
+        with torch.enable_grad():
+            gradient = self._gradient(signal, logits.detach().requires_grad_())
+        finite = torch.where(logits.isneginf(), 0.0, logits)
+        return (gradient.detach() * finite).sum() - self._variance_surrogate(gradient)
+
+    def _variance_surrogate(self, gradient: Tensor) -> Tensor | float:
+        """A scalar with the gradient of the variance, of which only the square depends on c."""
+        learned = [p for p in self.parameters() if p.requires_grad]
+        if not learned or not gradient.requires_grad:
+            return 0.0
+        # For the control variate alone: it may be computed from the programs' parameters.
+        found = torch.autograd.grad((gradient**2).sum(), learned, allow_unused=True)
+        parts = [(g * p).sum() for g, p in zip(found, learned, strict=True) if g is not None]
+        return torch.stack(parts).sum().to(gradient.dtype) if parts else 0.0
+
+    def _gradient(self, signal: SiteSignal, logits: Tensor) -> Tensor:
+        """The estimate with respect to the site's logits, differentiable in c's parameters."""
+        category = signal.support.category(signal.value)  # type: ignore[union-attr]
+        category = category.expand(torch.broadcast_shapes(category.shape, signal.weight.shape))
+        temperature = self.log_temperature.exp().to(logits)
+        floored = logits.clamp_min(FLOOR)
+        noise = (conditional_gumbel(logits, category) - floored).detach()
+        free = ((floored + noise) / temperature).softmax(-1)
+        bound_noise = conditional_gumbel(logits, category)
+        bound = (bound_noise / temperature).softmax(-1)
+        held = (bound_noise.detach() / temperature).softmax(-1)
+        at_free, at_bound, at_held = (self.control(r, signal) for r in (free, bound, held))
+        score = logits.log_softmax(-1).expand(*category.shape, -1)
+        score = score.gather(-1, category.unsqueeze(-1)).squeeze(-1)
+        cost = signal.cost - signal.upstream * at_held
+        total = cost * torch.where(signal.weight > 0, score, 0.0)
+        total = signal.weight * (total + signal.upstream * (at_free - at_bound))
+        return torch.autograd.grad(total.sum(), logits, create_graph=True)[0]
+
+
+class REBAR(RELAX):
+    r"""
+    The control variate :math:`c = \eta f` of a relaxed cost f [1], conditioned on each slot.
+
+    Its scale :math:`\eta` and its temperature are trained. See :class:`RELAX` for the estimator.
+
+    :param cost: ``cost(relaxed, input)``, an approximation of the ELBO terms behind the site that
+        takes relaxed values ``[S, *batch, K]``; its own parameters are not trained by it.
+    :param float temperature: what :math:`\lambda` starts at.
+    :param float scale: what :math:`\eta` starts at.
+    :raises ValueError: as :class:`RELAX`.
+
+    [1] Tucker, Mnih, Maddison, Lawson, Sohl-Dickstein (2017), *REBAR: Low-variance, unbiased
+    gradient estimates for discrete latent variable models*.
+
+    Example::
+
+        >>> locs = torch.arange(3.0)
+        >>> rebar = REBAR(lambda y, x: -((x - y @ locs) ** 2) / 2)
+        >>> elbo = TraceRaoBlackwell_ELBO(num_categories=1, baseline=rebar)
+    """
+
+    def __init__(
+        self,
+        cost: Callable[[Tensor, Any], Tensor],
+        temperature: float = 0.5,
+        scale: float = 1.0,
+    ) -> None:
+        # Not a module of this one, whose parameters would be trained.
+        super().__init__(lambda relaxed, given: cost(relaxed, given), temperature)
+        self.scale = torch.nn.Parameter(torch.tensor(float(scale)))
+
+    def control(self, relaxed: Tensor, signal: SiteSignal) -> Tensor:
+        return self.scale.to(relaxed) * super().control(relaxed, signal)
+
+
+class GumbelSoftmax(Baseline):
+    r"""
+    For comparison: the site is drawn from its Gumbel-softmax relaxation [1], with gradients through
+    it.
+
+    A biased estimator. OneHotCategorical and Bernoulli sites, and vectors of them; nothing is
+    summed, and their log densities are extended linearly to relaxed values. ``entropy="exact"``
+    takes the relaxation out of the entropy.
+
+    :param float temperature: may be set anew between steps, to anneal it.
+    :param bool hard: straight-through: the programs see one-hot values, the gradient the soft ones.
+    :raises ValueError: if the temperature is not positive.
+
+    [1] Jang, Gu, Poole (2017), *Categorical Reparameterization with Gumbel-Softmax*.
+
+    Example::
+
+        >>> elbo = TraceRaoBlackwell_ELBO(baseline=GumbelSoftmax(0.5), entropy="exact")
+    """
+
+    relaxed = True
+
+    def __init__(self, temperature: float = 0.5, hard: bool = True) -> None:
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, got {temperature}")
+        self.temperature = temperature
+        self.hard = hard
+
+    def surrogate(self, signal: SiteSignal) -> Tensor:
+        return no_baseline(signal)

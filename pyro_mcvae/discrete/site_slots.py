@@ -1,0 +1,391 @@
+"""How many slots a discrete site has, and which."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyro
+import torch
+from torch import Tensor
+
+from pyro_mcvae.discrete.baselines import LearnedBaseline, SiteSignal, no_baseline
+from pyro_mcvae.ops.checks import as_int, check_count, check_flag
+from pyro_mcvae.programs.run import Programs
+from pyro_mcvae.programs.sites import (
+    RELAXED,
+    is_masked,
+    is_random,
+    known_support,
+    reparameterized,
+    site_in_full_precision,
+)
+from pyro_mcvae.programs.supports import (
+    Categories,
+    Choice,
+    Support,
+    joined_plates,
+    relaxed_sample,
+    support_of,
+)
+from pyro_mcvae.programs.types import (
+    SLOT_OPTIONS,
+    Distribution,
+    Message,
+    Site,
+    SiteError,
+    options_of,
+)
+
+
+class SlotError(SiteError):
+    """A site cannot have the slots that are asked for."""
+
+
+@dataclass(frozen=True)
+class SiteOptions:
+    """
+    How many values of one site are summed, and how many sampled.
+
+    :ivar num_categories: k, a whole number or infinity; by default 1, without a budget.
+    :ivar num_samples: n; likewise.
+    :ivar budget: instead of both, k + n, divided for each datum by itself.
+    :ivar baseline: what is subtracted from the cost; None for nothing.
+    :ivar exact_entropy: sum the site's entropy over all of its values.
+    :raises ValueError: for counts out of range or beside a budget, and for no baseline.
+    """
+
+    num_categories: float | None = None
+    num_samples: int | None = None
+    budget: int | None = None
+    baseline: Any = None
+    exact_entropy: bool = False
+
+    def __post_init__(self) -> None:
+        k, n, budget = self.num_categories, self.num_samples, self.budget
+        check_flag("exact_entropy", self.exact_entropy)
+        if self.baseline is not None and not hasattr(self.baseline, "surrogate"):
+            raise ValueError(
+                f"baseline must be a Baseline, such as IndependentDraw(), or None, got "
+                f"{self.baseline!r}"
+            )
+        if budget is not None:
+            if k is not None or n is not None:
+                raise ValueError(
+                    f"budget={budget!r} says how many values of a site are evaluated, and chooses "
+                    f"for each datum how many of them are summed: pass it without num_categories="
+                    f"{k!r} and num_samples={n!r}, or these without it"
+                )
+            argument, draws = "budget", check_count("budget", budget)
+        else:
+            k = 1 if k is None else k
+            whole = k if isinstance(k, float) and k == math.inf else as_int(k)
+            if whole is None or whole < 0:
+                raise ValueError(
+                    f"num_categories must be an int of at least 0 or math.inf, got {k!r}"
+                )
+            argument, draws = "num_samples", check_count("num_samples", 1 if n is None else n, 0)
+            if whole == 0 and draws == 0:
+                raise ValueError(
+                    "num_categories=0 and num_samples=0 evaluate nothing: pass num_samples >= 1"
+                )
+            object.__setattr__(self, "num_categories", whole)
+        object.__setattr__(self, argument, draws)
+        if self.baseline is not None and draws < self.min_samples and k != math.inf:
+            raise ValueError(
+                f"{type(self.baseline).__name__} compares draws with each other and needs "
+                f"{argument} >= {self.min_samples}, got {draws}"
+            )
+
+    @property
+    def min_samples(self) -> int:
+        """How many draws the baseline needs."""
+        return getattr(self.baseline, "min_samples", 1)
+
+    @property
+    def plain(self) -> bool:
+        """Whether one draw is all."""
+        one = self.budget == 1 or (self.num_categories == 0 and self.num_samples == 1)
+        return one and not self.extra_draw
+
+    @property
+    def extra_draw(self) -> bool:
+        """Whether the baseline needs an independent draw of its own."""
+        return getattr(self.baseline, "extra_draw", False)
+
+    def of(self, site: Site) -> SiteOptions:
+        """
+        These options, with a site's own in ``infer={"mcvae": {...}}`` put over them, or what Pyro's
+        marks for enumeration say: all values, or so many draws.
+        """
+        infer = site["infer"]
+        own = {k: v for k, v in options_of(site).items() if k in SLOT_OPTIONS}
+        if infer.get("enumerate") and not own:
+            if infer.get("num_samples") is None:
+                return SiteOptions(math.inf, 0, exact_entropy=self.exact_entropy)
+            own = {"num_categories": 0, "num_samples": infer["num_samples"]}
+        if not own:
+            return self
+        # A budget stands in the place of both counts, and they in its.
+        if own.keys() & {"num_categories", "num_samples"}:
+            own = {"budget": None, **own}
+        if own.get("budget") is not None:
+            own = {"num_categories": None, "num_samples": None, **own}
+        try:
+            return replace(self, **own)
+        except ValueError as error:
+            raise SlotError(f"guide site '{site['name']}', infer={infer}: {error}") from error
+
+
+# The slots of one discrete site: values, weights, and the gradient of its distribution.
+
+# How many slots of a datum the slots of several sites may lead to.
+_MAX_SLOTS = 10_000
+_PLAINLY = "{'mcvae': {'num_categories': 0, 'num_samples': 1}}"
+
+
+@dataclass(frozen=True)
+class SiteSlots:
+    """
+    What the slots of one site are, wherever they stand: in a dim of their own, or in rows.
+
+    :ivar support: the site's values; None where they cannot be listed, and for single rows.
+    :ivar choice: the slots' values, weights, and which are draws.
+    :ivar extra: whether the last slot is an independent draw.
+    :ivar exact: whether the slots are all values.
+    """
+
+    options: SiteOptions
+    support: Support | None
+    choice: Choice
+    extra: bool = False
+    exact: bool = False
+
+    def __len__(self) -> int:
+        return len(self.choice.value)
+
+    def spread(self, fn: Distribution, joined: tuple[int, ...] = ()) -> SiteSlots:
+        """The same, of each batch element; weights have size 1 in the dims of joined plates."""
+        (value, weight, sampled), size = self.choice, (len(self),)
+        dims = range(-len(fn.batch_shape), 0)
+        batch = [1 if d in joined else n for d, n in zip(dims, fn.batch_shape, strict=True)]
+        value = value.expand((*size, *fn.batch_shape, *fn.event_shape))
+        choice = Choice(value, weight.expand(*size, *batch), sampled.expand(*size, *batch))
+        return replace(self, choice=choice)
+
+    def possible(self) -> SiteSlots:
+        """
+        The same where slots without weight, but for an independent draw, have the likeliest value.
+
+        A value of probability zero makes an inf - inf of its log weight, which gradients find.
+        """
+        value, weight, _ = self.choice
+        weight = weight.reshape(weight.shape + (1,) * (value.dim() - weight.dim()))
+        likeliest = value.gather(0, weight.argmax(0, keepdim=True).expand_as(value[:1]))
+        taken = torch.where(weight > 0, value, likeliest)
+        if self.extra:
+            taken = torch.cat([taken[:-1], value[-1:]])
+        return replace(self, choice=self.choice._replace(value=taken))
+
+    def padded(self, count: int) -> SiteSlots:
+        """With slots without weight in front, so that there are as many as elsewhere."""
+        missing = count - len(self)
+        if not missing:
+            return self
+        value, *others = self.choice
+        first = value[:1].expand(missing, *value.shape[1:])
+        none = [torch.zeros_like(t[:1]).expand(missing, *t.shape[1:]) for t in others]
+        rest = [torch.cat(pair) for pair in zip(none, others, strict=True)]
+        return replace(self, choice=Choice(torch.cat([first, value]), *rest))
+
+    def at(self, index: tuple[Tensor | int, ...]) -> SiteSlots:
+        """Some of them, one in each row."""
+        return replace(self, support=None, choice=Choice(*(t[index] for t in self.choice)))
+
+    def entropy(self, fn: Distribution) -> Tensor | None:
+        """The distribution's, over all values, where that is asked for and known; batch-shaped."""
+        if not self.options.exact_entropy or self.support is None or is_masked(fn):
+            return None
+        return self.support.entropy()
+
+    def tell_entropy(self, name: str, why: str, tell: Callable[[str], object]) -> None:
+        """Say that an entropy over all values is asked for, and taken at slots that are not all."""
+        if self.options.exact_entropy and not self.exact:
+            tell(
+                f"the entropy of guide site '{name}' is taken at its slots, not summed over all of "
+                f"its values as entropy='exact' asks, because {why}"
+            )
+
+    def surrogate(self, site: Site, programs: Programs, **tensors: Tensor) -> Tensor:
+        """
+        A scalar with the gradient of the site's distribution, and of learned parts.
+
+        :param tensors: the fields of a :class:`SiteSignal`, with the slots first.
+        """
+        baseline = self.options.baseline
+        signal = SiteSignal(
+            name=site["name"],
+            support=self.support,
+            exact=self.exact,
+            extra=self.extra,
+            input=options_of(site).get("baseline_input"),
+            programs=programs,
+            **tensors,
+        )
+        if baseline is None:
+            return no_baseline(signal)
+        if isinstance(baseline, LearnedBaseline):
+            # So that SVI's optimizer sees its parameters, also where they were loaded into the
+            # store.
+            pyro.module(baseline.param_name, baseline, update_module_params=True)
+        found: Tensor = baseline.surrogate(signal)
+        return found
+
+
+def is_discrete(msg: Message) -> bool:
+    """
+    Whether a site of the guide draws a discrete value, with the score as its gradient.
+
+    :raises SlotError: for one that passes a gradient through its values.
+    """
+    if not is_random(msg) or not known_support(msg["fn"]).is_discrete:
+        return False
+    if reparameterized(msg):
+        raise SlotError(
+            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) passes a gradient through "
+            f"its discrete values, which sums and score functions of them do not have: use the "
+            f"distribution without it, such as OneHotCategorical; or TraceSGVB_ELBO or "
+            f"TraceIWAE_ELBO without slots, which leave the site its own (biased) gradient"
+        )
+    return True
+
+
+def check_num_slots(name: str, count: int) -> None:
+    """
+    :raises SlotError: for a site whose slots, times those of the sites before, are too many.
+    """
+    if count > _MAX_SLOTS:
+        raise SlotError(
+            f"guide site '{name}' would take {count} slots of each datum, because every slot of "
+            f"the sites before it has slots of its own: sum the sites of a sequence exactly, under "
+            f"pyro.markov (num_categories=math.inf), or in the model (infer={{'enumerate': "
+            f"'parallel'}}), draw them in one vectorised plate, or sample some of them plainly by "
+            f"infer={_PLAINLY}"
+        )
+
+
+def choose(
+    msg: Message,
+    options: SiteOptions,
+    tell: Callable[[str], object],
+    joined: tuple[int, ...] = (),
+) -> SiteSlots | None:
+    """
+    Choose the slots of a site of the guide; None for a site that has none.
+
+    :param options: for all sites that do not say otherwise.
+    :param tell: called with a message for sites that are sampled though slots were asked for.
+    :param joined: batch dims of plates whose elements are one variable together.
+    :raises SlotError: naming the site.
+    """
+    asked = bool(options_of(msg).keys() & SLOT_OPTIONS)
+    if not is_random(msg):
+        return None
+    site_in_full_precision(msg)
+    if not is_discrete(msg):
+        if asked:
+            raise SlotError(
+                f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) is continuous, so "
+                f"it has no categories to sum: remove infer['mcvae'] = {options_of(msg)}"
+            )
+        if (count := msg["infer"].get("num_samples")) is not None:
+            tell(
+                f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) is marked for {count} "
+                f"draws of its own, and is drawn once for each particle: raise num_particles"
+            )
+        return None
+    options = options.of(msg)
+    if getattr(options.baseline, "relaxed", False):
+        return _relaxed(msg, options)
+    if options.plain:
+        return single(msg, options)
+    support = _support(msg, joined)
+    if support is None:
+        message = (
+            f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has a support that "
+            f"cannot be listed"
+        )
+        if asked:
+            raise SlotError(f"{message}: pass infer={_PLAINLY}")
+        tell(f"{message}, so it is sampled, with the score function as its gradient")
+        return None
+    return _slots(msg, options, support)
+
+
+def _support(msg: Message, joined: tuple[int, ...]) -> Support | None:
+    support = support_of(msg["fn"])
+    if not joined:
+        return support
+    return joined_plates(support, joined) if isinstance(support, Categories) else None
+
+
+def _relaxed(msg: Message, options: SiteOptions) -> SiteSlots:
+    value = relaxed_sample(msg["fn"], options.baseline.temperature, options.baseline.hard)
+    if value is None:
+        raise SlotError(
+            f"{type(options.baseline).__name__} relaxes OneHotCategorical and Bernoulli sites, "
+            f"but guide site '{msg['name']}' is a {type(msg['fn']).__name__}: use "
+            f"OneHotCategorical in both programs, or another baseline"
+        )
+    msg["infer"] = {**msg["infer"], RELAXED: True}
+    return _one(msg, options, value)
+
+
+def single(msg: Message, options: SiteOptions) -> SiteSlots:
+    """One draw."""
+    with torch.no_grad():
+        return _one(msg, options, msg["fn"].sample())
+
+
+def _one(msg: Message, options: SiteOptions, value: Tensor) -> SiteSlots:
+    weight = torch.ones([1] * (1 + len(msg["fn"].batch_shape)), device=value.device)
+    choice = Choice(value.unsqueeze(0), weight, weight > 0)
+    return SiteSlots(options, support_of(msg["fn"]), choice)
+
+
+def _slots(msg: Message, options: SiteOptions, support: Support) -> SiteSlots:
+    budget, k, n = options.budget, options.num_categories or 0, options.num_samples or 0
+    with torch.no_grad():
+        if budget is not None and budget < support.size:
+            choice = support.budget(budget, options.min_samples)
+        elif budget is not None or k >= support.size:
+            if support.size == math.inf:
+                marked = " (infer={'enumerate': ...} asks for all)" * bool(
+                    msg["infer"].get("enumerate")
+                )
+                raise SlotError(
+                    f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has "
+                    f"{support.too_many}, got num_categories={k}{marked}: "
+                    f"pass a finite one and num_samples >= 1, as in "
+                    f"infer={{'mcvae': {{'num_categories': 1, 'num_samples': 1}}}}"
+                )
+            return SiteSlots(options, support, support.all_values(), exact=True)
+        else:
+            if n == 0:
+                raise SlotError(
+                    f"guide site '{msg['name']}' has {support.size} values, of which "
+                    f"num_categories={k} are summed, and num_samples=0 "
+                    f"leaves the others out: pass num_samples >= 1, or num_categories=math.inf"
+                )
+            choice = support.top_k(int(k), n)
+        if not options.extra_draw:
+            return SiteSlots(options, support, choice)
+        none = torch.zeros_like(choice.weight[:1])
+        wider = Choice(
+            torch.cat([choice.value, support.draw().to(choice.value)]),
+            torch.cat([choice.weight, none]),
+            torch.cat([choice.sampled, none.bool()]),
+        )
+        return SiteSlots(options, support, wider, extra=True)

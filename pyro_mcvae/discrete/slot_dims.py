@@ -1,0 +1,506 @@
+"""Slots for the discrete sites of a guide: several values of a site in one run of the programs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from pyro import distributions as dist
+from pyro import poutine
+from pyro.distributions.torch_distribution import TorchDistributionMixin
+from pyro.ops import packed
+from pyro.poutine.enum_messenger import EnumMessenger
+from pyro.poutine.trace_struct import Trace
+from torch import Tensor
+
+from pyro_mcvae.checks.vectorization import SLOTS
+from pyro_mcvae.discrete.site_slots import SiteOptions, SiteSlots, check_num_slots, choose
+from pyro_mcvae.ops.checks import WarnOnce
+from pyro_mcvae.particles.runner import Execution, Layout
+from pyro_mcvae.particles.sampler import ParticleSampler
+from pyro_mcvae.programs import sites
+from pyro_mcvae.programs.enumeration import (
+    ModelEnumeration,
+    StateFactor,
+    inside_sum,
+    pack,
+    sum_states,
+)
+from pyro_mcvae.programs.isolation import rewindable
+from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes
+from pyro_mcvae.programs.probing import ProgramError
+from pyro_mcvae.programs.run import Programs, Run, entered
+from pyro_mcvae.programs.sites import is_random
+from pyro_mcvae.programs.supports import Choice
+from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.types import (
+    Constraint,
+    Distribution,
+    FactorKey,
+    LeadingDimsError,
+    Message,
+    PlateKey,
+    Site,
+    plate_frames,
+    plate_key,
+)
+from pyro_mcvae.programs.vmap import Way
+from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure.independence import find_dependent_plates
+
+# Where a guide site's slots are kept: site["infer"][SLOTS_KEY].
+SLOTS_KEY = "_mcvae_slots"
+
+
+class _StandIn(dist.TorchDistribution):
+    """Hands slots to Pyro's enumeration in place of a distribution's support."""
+
+    arg_constraints: ClassVar[dict[str, Constraint]] = {}
+
+    def __init__(self, fn: Distribution, value: Tensor) -> None:
+        super().__init__(fn.batch_shape, fn.event_shape, validate_args=False)
+        self.value = value
+
+    def enumerate_support(self, expand: bool = False) -> Tensor:
+        return self.value
+
+
+class SlotMessenger(EnumMessenger):
+    """
+    Gives the guide's discrete sites their slots, each site in a batch dim of its own.
+
+    Pyro's enumeration keeps track of the dims, also through ``pyro.markov``; what stands in them
+    are not a distribution's values but the slots chosen for each batch element.
+
+    :param options: for all sites that do not say otherwise.
+    :param int first_available_dim: the first batch dim that belongs to no plate.
+    :param tell: called with a message for sites that are sampled though slots were asked for.
+    :param bool expand: values have the sizes of the plates also where all elements have the same.
+    """
+
+    def __init__(
+        self,
+        options: SiteOptions,
+        first_available_dim: int,
+        tell: Callable[[str], object],
+        expand: bool = False,
+    ) -> None:
+        super().__init__(first_available_dim)
+        self.expand = expand
+        self.options = options
+        self.tell = tell
+
+    def _pyro_sample(self, msg: Message) -> None:
+        fn = msg["fn"]
+        if msg["done"] or msg["is_observed"] or not isinstance(fn, TorchDistributionMixin):
+            super()._pyro_sample(msg)
+            return
+        slots = choose(msg, self.options, self.tell)
+        # A copy: users share these dicts between runs and sites.
+        infer = {k: v for k, v in msg["infer"].items() if k not in ("enumerate", "num_samples")}
+        msg["infer"] = infer
+        if slots is None:
+            super()._pyro_sample(msg)
+            return
+        infer[SLOTS_KEY] = slots.spread(fn)
+        if len(slots) == 1:
+            # One slot takes no dim of its own: the site is a plain draw.
+            msg["value"] = infer[SLOTS_KEY].choice.value[0]
+            super()._pyro_sample(msg)
+            return
+        self._check_nested(msg, len(slots))
+        infer["enumerate"] = "parallel"
+        # As the program asks, for operators such as cat that do not broadcast.
+        expand = self.expand or infer.get("expand")
+        msg["fn"] = _StandIn(fn, (infer[SLOTS_KEY] if expand else slots).choice.value)
+        super()._pyro_sample(msg)
+        msg["fn"] = fn
+        del infer["enumerate"]
+
+    def _check_nested(self, msg: Message, count: int) -> None:
+        assert self.first_available_dim is not None
+        batch = msg["fn"].batch_shape
+        upstream = math.prod(batch[: max(0, len(batch) + 1 + self.first_available_dim)])
+        if upstream > 1:
+            check_num_slots(msg["name"], upstream * count)
+
+
+# The costs and weights of one run in which discrete sites have several slots.
+
+
+@dataclass
+class SlotCost:
+    """
+    A summand of the ELBO, with a dimension for every slot that it depends on.
+
+    :ivar term: the site that it belongs to; for a sum over states of the model, one of its sites.
+    :ivar value: packed, detached, without the plates' N/B.
+    :ivar path: what its gradient passes through, packed like ``value``; or 0.
+    :ivar scale: N/B.
+    :ivar plates: the symbols of the plates around it.
+    :ivar keys: the factors that it was computed from.
+    """
+
+    term: Term
+    value: Tensor
+    path: Any
+    scale: float | Tensor
+    plates: frozenset[str]
+    keys: tuple[FactorKey, ...]
+
+    @property
+    def dims(self) -> frozenset[str]:
+        return frozenset(self.value._pyro_dims)  # type: ignore[attr-defined]
+
+
+@dataclass
+class ScoredSite:
+    """
+    A guide site whose distribution gets its gradient through log q of its draws.
+
+    :ivar score: log q of each slot, with its gradient, without scale and mask: ``[..., *batch]``.
+    :ivar weight: the numbers that multiply what depends on the site, packed like ``score``.
+    :ivar symbol: the symbol of the slots' dimension; None where there is one slot.
+    :ivar plates: the symbols of the plates around it.
+    :ivar dim_of: the batch dim of each symbol.
+    """
+
+    name: str
+    site: Site
+    slots: SiteSlots
+    score: Tensor
+    weight: Tensor
+    symbol: str | None
+    plates: frozenset[str]
+    dim_of: dict[str, int]
+
+    @property
+    def dim(self) -> int | None:
+        """The batch dim of the slots; None where there is one slot."""
+        return None if self.symbol is None else self.dim_of[self.symbol]
+
+    @property
+    def order(self) -> str:
+        """The symbols of the dims of ``weight``."""
+        return self.weight._pyro_dims  # type: ignore[attr-defined]
+
+    @property
+    def dims(self) -> frozenset[str]:
+        return frozenset(self.order)
+
+    def sampled(self) -> Tensor:
+        """Which slots are draws, ``[S, *batch]``."""
+        sampled = self.slots.choice.sampled
+        return sampled if self.dim is None else self.first(_slots_to(sampled, self.dim))
+
+    def values(self) -> Tensor:
+        """The slots' values, ``[S, *batch, *event]``."""
+        value, event_dim = self.site["value"].unsqueeze(0), self.site["fn"].event_dim
+        return value if self.dim is None else value.transpose(0, self.dim - event_dim)
+
+    def slots_first(self, value: Tensor) -> Tensor:
+        """A packed tensor as ``[S, *batch]``."""
+        value = packed.unpack(value, self.dim_of)
+        depth = self.score.dim()
+        value = value.reshape((1,) * (depth - value.dim()) + value.shape)
+        return self.first(value)
+
+    def first(self, value: Tensor) -> Tensor:
+        """A tensor in the layout of ``score`` as ``[S, *batch]``, with 1 in place of the slots."""
+        value = value.unsqueeze(0)
+        return value if self.dim is None else value.transpose(0, self.dim)
+
+
+@dataclass
+class SlotRun:
+    """
+    The costs and the weights of one execution.
+
+    :ivar run: its terms, as of any other run.
+    """
+
+    run: Run
+    costs: list[SlotCost]
+    scored: dict[str, ScoredSite]
+
+
+def take_apart(run: Run) -> SlotRun:
+    """The costs and the weights of a run."""
+    guide, model = run.guide_trace, run.model_trace
+    # The guide first: both traces share what a site knows about its dims.
+    guide.symbolize_dims()
+    scored, costs = {}, []
+    for term in run.summands:
+        if term.in_guide:
+            plates = _plates(term, guide)
+            if isinstance(term.score, Tensor):
+                scored[term.key.name] = _scored(term, plates)
+            costs.append(_guide_cost(term, plates))
+    model.symbolize_dims(guide.plate_to_symbol)
+    factors = [
+        SlotCost(t, *_cost(t, t.log_prob), t.plate_scale, _plates(t, model), (t.key,))
+        for t in run.terms
+        if not t.in_guide
+    ]
+    states = {
+        c.term.key
+        for c in factors
+        if c.term.key.name not in guide and "_enumerate_dim" in c.term.site["infer"]
+    }
+    return SlotRun(run, [*_sum_states(factors, states), *costs], scored)
+
+
+def _plates(term: Term, trace: Trace) -> frozenset[str]:
+    frames = term.site["cond_indep_stack"]
+    return frozenset(trace.plate_to_symbol[f.name] for f in frames if f.vectorized)
+
+
+def _guide_cost(term: Term, plates: frozenset[str]) -> SlotCost:
+    entropy = _exact_entropy(term)
+    if entropy is not None:
+        return SlotCost(term, *_cost(term, entropy), term.plate_scale, plates, (term.key,))
+    path: Tensor | int
+    value, path = _cost(term, -term.log_prob)
+    if not isinstance(term.entropy, Tensor):
+        path = 0
+    elif term.entropy is not term.log_prob:
+        path = _pack(term, -term.entropy)
+    return SlotCost(term, value, path, term.plate_scale, plates, (term.key,))
+
+
+def _pack(term: Term, value: Tensor) -> Tensor:
+    return pack(term.site, term.key.program, value)
+
+
+def _cost(term: Term, value: Tensor) -> tuple[Tensor, Tensor]:
+    return _detached(_pack(term, value))
+
+
+def _detached(path: Tensor) -> tuple[Tensor, Tensor]:
+    """A packed tensor without and with its gradient."""
+    value = path.detach()
+    value._pyro_dims = path._pyro_dims  # type: ignore[attr-defined]
+    return value, path
+
+
+def _scored(term: Term, plates: frozenset[str]) -> ScoredSite:
+    site, score = term.site, torch.as_tensor(term.score)
+    slots = site["infer"].get(SLOTS_KEY)
+    if slots is None:
+        one = torch.ones_like(score).unsqueeze(0)
+        slots = SiteSlots(SiteOptions(0, 1), None, Choice(site["value"], one, one > 0))
+    weight, dim = slots.choice.weight.to(score.dtype), site["infer"].get("_enumerate_dim")
+    weight = weight[0] if dim is None else _slots_to(weight, dim)
+    symbol = site["infer"].get("_enumerate_symbol")
+    dim_of = {s: d for d, s in site["infer"]["_dim_to_symbol"].items()}
+    weight = pack(site, term.key.program, weight.detach(), sums=False)
+    return ScoredSite(term.key.name, site, slots, score, weight, symbol, plates, dim_of)
+
+
+def _slots_to(value: Tensor, dim: int) -> Tensor:
+    """Move slots from the front, ``[S, *batch]``, to a batch dim, as Pyro does with values."""
+    front = -value.dim()
+    if dim < front:
+        return value.reshape(value.shape[:1] + (1,) * (front - dim) + value.shape[1:])
+    return value.transpose(dim, front)
+
+
+def _exact_entropy(term: Term) -> Tensor | None:
+    slots: SiteSlots | None = term.site["infer"].get(SLOTS_KEY)
+    entropy = None if slots is None or term.left_out else slots.entropy(term.site["fn"])
+    return None if entropy is None else sites.masked(term.site, entropy)
+
+
+def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]:
+    """Sum over the states of the model's own enumerated sites, inside of the logarithm."""
+    dims = {c.term.site["infer"]["_enumerate_symbol"] for c in model if c.term.key in states}
+    inside: list[SlotCost] = []
+    costs: list[SlotCost] = []
+    for c in model:
+        found = inside if c.term.key in states or not dims.isdisjoint(c.dims) else costs
+        found.append(c)
+    for s in sum_states([_state_factor(c, c.term.key in states) for c in inside], dims):
+        own = [inside[i] for i in s.members]
+        home = next((c.term for c in own if c.plates == s.plates), own[0].term)
+        value, path = _detached(s.log_prob)
+        costs.append(SlotCost(home, value, path, s.scale, s.plates, tuple(c.term.key for c in own)))
+    return costs
+
+
+def _state_factor(cost: SlotCost, is_state: bool) -> StateFactor:
+    site = cost.term.site
+    return StateFactor(site, pack(site, "model", inside_sum(site, is_state)), cost.plates)
+
+
+# Which guide sites each factor of a program depends on, directly or through others.
+
+
+class CoupledSlotsError(ValueError):
+    """Elements of a site meet in a factor, so that each of their combinations is a value."""
+
+
+def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
+    """
+    The random guide sites behind each factor: its ancestors, and itself.
+
+    Factors for which that cannot be found out count as depending on everything.
+
+    :raises CoupledSlotsError: for sites whose elements meet in a factor, or may.
+    """
+    run = slot_run.run
+    names = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
+    found = dependencies.find_dependencies(programs, names, run.subsamples)
+    direct = {t.key: found.factors.get(t.key, names) for t in run.summands}
+    closed = found.ancestors(names)
+    # A factor of the guide with a score function stands for draws that are not seen: anything may
+    # depend on them.
+    unseen = {t.key.name for t in run.terms if t.in_guide and t.site["is_observed"]}
+    hidden = frozenset(unseen & slot_run.scored.keys())
+    ancestors = {key: hidden.union(*(closed[p] for p in ps)) for key, ps in direct.items()}
+    try:
+        coupled = find_dependent_plates(programs, run.subsamples).plates
+    except ProgramError as error:
+        raise CoupledSlotsError(f"the programs fail at other latents: {error}") from error
+    _check_uncoupled(slot_run, ancestors, coupled)
+    return ancestors
+
+
+def _check_uncoupled(
+    slot_run: SlotRun,
+    ancestors: Mapping[FactorKey, frozenset[str]],
+    coupled: Mapping[FactorKey, frozenset[PlateKey]],
+) -> None:
+    """Find sites whose elements meet in a factor: their slots cannot be summed one by one."""
+    for cost in slot_run.costs:
+        for site in slot_run.scored.values():
+            if site.symbol in cost.dims and not site.plates <= cost.plates:
+                raise CoupledSlotsError(
+                    f"site '{cost.term.key.name}' of the {cost.term.key.program} depends on "
+                    f"'{site.name}', but lies outside of a plate of '{site.name}'"
+                )
+    for key, plates in coupled.items():
+        for name in sorted(ancestors.get(key, frozenset()) & slot_run.scored.keys()):
+            frames = plate_frames(slot_run.scored[name].site)
+            shared = sorted(f.name for f in frames if plate_key(f) in plates)
+            if shared:
+                raise CoupledSlotsError(
+                    f"site '{key.name}' of the {key.program} depends, in one element of plate "
+                    f"'{shared[0]}', on other elements of guide site '{name}'"
+                )
+
+
+# Runs a pair of programs with slots, for all particles of a step.
+
+_logger = logging.getLogger(__name__)
+
+# Whether the slots of the programs share a run.
+_TOGETHER = ("slots together",)
+
+
+class SlotSampler:
+    """
+    Runs programs with the slots of each site in a batch dim of its own, where that is right.
+
+    Latents are drawn independently in every particle, and have the slots of their own draw.
+
+    :param sampler: of the objective.
+    :param options: how many slots a discrete site has that does not say so itself.
+    """
+
+    def __init__(self, sampler: ParticleSampler, options: SiteOptions) -> None:
+        self.sampler, self.options = sampler, options
+        self._tell = WarnOnce(_logger)
+
+    def runs(self, programs: Programs) -> list[SlotRun] | None:
+        """
+        One vectorised run, or one run per particle, all on one minibatch.
+
+        :returns: None for programs whose slots cannot share a run, in a leading dim or under vmap.
+        """
+        analysis = self.sampler.analyses.of(programs)
+        together = analysis.get(_TOGETHER)
+        if together is False:
+            return None
+        with rewindable(together is None) as rewind:
+            try:
+                found = [take_apart(run) for run in self._runs(programs)]
+            except (LeadingDimsError, CoupledSlotsError) as error:
+                if isinstance(error, LeadingDimsError) and self.sampler.runner.refuses_loops:
+                    raise
+                self._tell(
+                    f"the slots of all discrete sites of a datum are summed together, each with "
+                    f"all of its weight: {getattr(error, 'reason', error)}"
+                )
+                analysis.compared(_TOGETHER, lambda: False)
+                rewind()
+                return None
+        analysis.compared(_TOGETHER, lambda: True)
+        return found
+
+    def ancestors(
+        self, programs: Programs, slot_run: SlotRun
+    ) -> Mapping[FactorKey, frozenset[str]]:
+        """The random guide sites behind each factor, found once for each structure."""
+        if not slot_run.scored:
+            return {}
+        key = "ancestors", slot_run.run.signature, slot_run.run.sizes
+        analysis = self.sampler.analyses.of(programs)
+        return analysis.compared(key, lambda: find_ancestors(programs, slot_run))
+
+    def _runs(self, programs: Programs) -> list[Run]:
+        subsamples, runner = Minibatch(), self.sampler.runner
+        count = self.sampler.num_particles
+
+        def execute(layout: Layout) -> Run:
+            return self._execute(programs, Substitutes(subsamples), layout)
+
+        def check(run: Run) -> None:
+            self._check(programs, take_apart(run))
+
+        execution = Execution(programs, execute, subsamples, name=SLOTS, several=True, check=check)
+        if count > 1 or runner.way(programs) in (Way.MAPPED, Way.BOTH_MAPPED):
+            run = runner.run_together(execution, count)
+            if run is not None:
+                return [run]
+        try:
+            return [runner.run(execution, None) for _ in range(count)]
+        except LeadingDimsError:
+            # Under vmap the one particle is a lane, too.
+            run = runner.run_together(execution, 1) if count == 1 else None
+            if run is None:
+                raise
+            return [run]
+
+    def _check(self, programs: Programs, slot_run: SlotRun) -> None:
+        """Look at a run of a structure that is not known."""
+        self.ancestors(programs, slot_run)
+        for name, scored in slot_run.scored.items():
+            fn = scored.site["fn"]
+            if scored.slots.entropy(fn) is None:
+                why = f"that of {type(fn).__name__} has no closed form here"
+                scored.slots.tell_entropy(name, why, self._tell)
+
+    def _execute(self, programs: Programs, substitutes: Substitutes, layout: Layout) -> Run:
+        """Run the guide with slots, then the model on its values."""
+        nesting = layout.nesting
+        assert nesting is not None
+        leading = layout.leading()
+        first_dim = -1 - nesting - (layout.count is not None)
+        # Under vmap a program sees the value of one slot as it would see a draw.
+        expand = layout.way is not Way.BATCHED
+        slots = SlotMessenger(self.options, first_dim, self._tell, expand)
+        with Recorder(substitutes) as recorder, slots, entered(leading.guide):
+            programs.guide(*programs.args, **programs.kwargs)
+        # The second one goes on where the first stopped to give dims away.
+        with (
+            Recorder(substitutes) as tracer,
+            poutine.replay(trace=recorder.trace),
+            ModelEnumeration(recorder.trace),
+            entered(leading.model),
+        ):
+            programs.model(*programs.args, **programs.kwargs)
+        return layout.run_of(recorder.trace, tracer.trace, leading, substitutes)

@@ -1,0 +1,404 @@
+"""The transforms that make a distribution of another, and what they are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from functools import lru_cache, partial
+from typing import Any, ClassVar, cast
+
+import torch
+from pyro import distributions as dist
+from pyro.distributions import (
+    CoalescentTimes,
+    MixtureOfDiagNormals,
+    MixtureOfDiagNormalsSharedCovariance,
+    SineBivariateVonMises,
+    VonMises,
+)
+from pyro.distributions.torch_distribution import MaskedDistribution
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+from torch.distributions import Beta, LKJCholesky, constraints
+
+from pyro_mcvae.ops.lanes import is_mapped
+from pyro_mcvae.ops.tensors import holds
+from pyro_mcvae.programs.sites import bare, known_support, layers
+from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
+
+
+def transforms_of(fn: Distribution) -> Iterator[Transform]:
+    """All transforms of a distribution, also below wrappers."""
+    for layer in layers(fn):
+        yield from getattr(layer, "transforms", ())
+
+
+def parts_of(transform: Transform) -> Iterator[Transform]:
+    """The transforms that a transform is made of, down to those that are made of no other."""
+    inner = _inner(transform)
+    if not inner:
+        yield transform
+    for part in inner:
+        yield from parts_of(part)
+
+
+def _inner(transform: Transform) -> list[Transform]:
+    """The transforms that a transform is made of."""
+    if type(transform).__name__ == "_InverseTransform":
+        return [transform.inv]
+    base = getattr(transform, "base_transform", None)
+    return list(getattr(transform, "parts", None) or ([] if base is None else [base]))
+
+
+def is_elementary(transform: Transform) -> bool:
+    """Whether a transform is made of torch's closed-form ones."""
+    return type(transform).__module__ == "torch.distributions.transforms" and all(
+        is_elementary(part) for part in _inner(transform)
+    )
+
+
+# Draws that have their density and its gradient: those of five distributions do not.
+
+_ONE = torch.Size()
+Mend = Callable[[Distribution], Distribution]
+
+
+def mended(fn: Distribution) -> Distribution:
+    """The same distribution, with right draws."""
+    return _mended(fn) if any(isinstance(f, _WRONG) for f in layers(fn)) else fn
+
+
+def _mended(fn: Distribution) -> Distribution:
+    for cls, mend in _MENDS.items():
+        if isinstance(fn, cls):
+            return mend(fn)
+    new = copy(fn)
+    new.base_dist = _mended(fn.base_dist)
+    return new
+
+
+def _correlations(fn: Distribution) -> Distribution:
+    """
+    With the sampler of Lewandowski et al. (2009), section 3.2.
+
+    The squared length of row k of the Cholesky factor, k = 1, 2, ..., without its diagonal, is
+    Beta(k / 2, .); PyTorch draws it from Beta(k - 1/2, .), so that the mean weight of such draws is
+    1.13 in three dims, with concentrations of 1 and 1.5, where it has to be 1.
+    """
+    beta = getattr(fn, "_beta", None)
+    if beta is None or fn.dim < 3:
+        return fn
+    row = torch.arange(fn.dim).clamp(min=1).to(beta.concentration0)
+    new = copy(fn)
+    new._beta = Beta((row / 2).expand_as(beta.concentration0), beta.concentration0)
+    return new
+
+
+def _drawn_by(sampler: Callable[..., Tensor], name: str = "sample") -> Mend:
+    def mend(fn: Distribution) -> Distribution:
+        new = copy(fn)
+        setattr(new, name, partial(sampler, fn))
+        return new
+
+    return mend
+
+
+def _times(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
+    """Of coalescence at the distribution's rate, where Pyro's are those of a rate of 1."""
+    rate = fn.rate.detach().unsqueeze(-1)
+    return CoalescentTimes(fn.leaf_times * rate).sample(sample_shape) / rate
+
+
+@torch.no_grad()
+def _angles(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
+    """
+    By the rejection sampler of Kent, Ganeiber and Mardia (2018).
+
+    Pyro's gives one angle's proposals the scale of another coordinate's: with concentrations of 5
+    and a correlation of 2 the mean cosine of the first angle is 0.82, where it has to be 0.88.
+    """
+    shape = fn._extended_shape(sample_shape)[:-1]
+    own = fn.phi_concentration, fn.psi_concentration, fn.correlation
+    first, second, correlation = (t.expand(shape) for t in own)
+    # The first angle's density on the circle, below one of x -> exp(-sum(bend * x**2)).
+    curve = (first - correlation.square() / second) / 2
+    low = curve.clamp(max=0)
+    bend = torch.stack([-low, curve - low])
+    size = 1 - curve.abs() + (1 + curve.square()).sqrt()
+    scale = (1 + 2 * bend / size).rsqrt()
+    angle, left = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
+    while left.any():
+        x = scale * torch.randn_like(scale)
+        x = x / x.norm(dim=0)
+        other = _log_i0(torch.hypot(second, correlation * x[1])) - _log_i0(second)
+        envelope = size / 2 - 1 - (size / 2 + (bend * x.square()).sum(0)).log()
+        log_density = first * (x[0] - 1) + other + low
+        taken = left & (torch.rand_like(first).log() < log_density - envelope)
+        angle, left = torch.where(taken, torch.atan2(x[1], x[0]), angle), left & ~taken
+    lean = correlation * angle.sin()
+    given = VonMises(torch.atan2(lean, second), torch.hypot(second, lean)).sample()
+    angles = torch.stack([angle + fn.phi_loc, given + fn.psi_loc], -1)
+    return (angles + math.pi).remainder(2 * math.pi) - math.pi
+
+
+def _log_i0(x: Tensor) -> Tensor:
+    return torch.special.i0e(x).log() + x
+
+
+def _mixture(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
+    """
+    With the implicit gradient of Figurnov et al. (2018), one dim after the other.
+
+    Pyro's gradient with respect to the components' logits takes for granted that the line through
+    two means goes through the origin, and that the smallest scale is 1: elsewhere it is wrong.
+    """
+    value, scales = fn.sample(sample_shape), fn.coord_scale
+    if scales.dim() < fn.locs.dim():
+        scales = scales.unsqueeze(-2)  # shared by the components
+    log_weight, parts = fn.categorical.logits, []
+    dims = (t.expand_as(fn.locs).unbind(-1) for t in (fn.locs, scales))
+    for x, loc, scale in zip(value.unbind(-1), *dims, strict=True):
+        # The conditional distribution function does not change with the parameters.
+        weight = log_weight.softmax(-1)
+        eps = (x.unsqueeze(-1) - loc) / scale
+        log_density = -0.5 * eps.square() - scale.log() - 0.5 * math.log(2 * math.pi)
+        density = (weight * log_density.exp()).sum(-1).detach()
+        cdf = (weight * torch.special.ndtr(eps)).sum(-1)
+        x = x + (cdf.detach() - cdf) / density
+        parts.append(x)
+        log_weight = log_weight - 0.5 * ((x.unsqueeze(-1) - loc) / scale).square() - scale.log()
+    return torch.stack(parts, -1)
+
+
+_MENDS: dict[type, Mend] = {
+    LKJCholesky: _correlations,
+    CoalescentTimes: _drawn_by(_times),
+    SineBivariateVonMises: _drawn_by(_angles),
+    MixtureOfDiagNormals: _drawn_by(_mixture, "rsample"),
+    MixtureOfDiagNormalsSharedCovariance: _drawn_by(_mixture, "rsample"),
+}
+_WRONG = tuple(_MENDS)
+
+
+# Which values have passed Pyro's validation before, and need not pass it again.
+
+
+def was_checked(old: Site, site: Site) -> bool:
+    """
+    Whether a value has passed Pyro's validation before, at a site of the same shape: the same
+    tensor, as an observation is, with the same support. Parameters are validated as always, when a
+    distribution is made.
+    """
+    # Constraints with parameters (an interval) are new objects each time: to be checked again.
+    same = site["value"] is old["value"] and site["fn"].shape() == old["fn"].shape()
+    return same and _support(site) is _support(old)
+
+
+def _support(site: Site) -> Constraint:
+    return known_support(bare(site["fn"]))
+
+
+@contextmanager
+def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
+    """Within, distributions take values as they are, and so do those that they are made of."""
+    own: dict[Distribution, bool | None] = {}
+    inner, seen = list(fns), set()
+    while inner:
+        fn = inner.pop()
+        if fn not in seen:
+            seen.add(fn)
+            inner += [
+                d for d in vars(fn).values() if isinstance(d, torch.distributions.Distribution)
+            ]
+            # That of Independent is a property, which asks the distribution inside.
+            if not isinstance(getattr(type(fn), "_validate_args", None), property):
+                own[fn] = vars(fn).get("_validate_args")
+    for fn in own:
+        fn._validate_args = False
+    try:
+        yield
+    finally:
+        for fn, before in own.items():
+            del fn._validate_args
+            if before is not None:
+                fn._validate_args = before
+
+
+# Data that some states of the latents make impossible, as counts of more than there are.
+
+# Their lower end is a value that they hold.
+_BOUNDED = (
+    type(constraints.integer_interval(0, 1)),
+    type(constraints.interval(0, 1)),
+    type(constraints.half_open_interval(0, 1)),
+)
+
+
+@lru_cache(maxsize=8)  # one object for one model, by which analyses know it
+def with_impossible_data(model: Program) -> Program:
+    """The model, of which some latents may make data impossible: density zero, and no error."""
+    return cast("Program", _Impossible()(model))
+
+
+class _Impossible(Messenger):
+    def _pyro_sample(self, msg: Message) -> None:
+        if msg["is_observed"]:
+            msg["fn"] = zero_outside(msg["fn"])
+
+
+def zero_outside(fn: Distribution) -> Distribution:
+    """
+    A distribution of data for which latents may set the ends of the support: of density zero beyond
+    them, where it would refuse to compute one. All others are returned as they are.
+
+    Example::
+
+        >>> fn = zero_outside(dist.Binomial(torch.tensor([1.0, 3.0]), 0.5))
+        >>> fn.log_prob(torch.tensor(2.0)).exp()
+        tensor([0.0000, 0.3750])
+    """
+    support = known_support(bare(fn))
+    if not isinstance(support, _BOUNDED) or not isinstance(support.upper_bound, Tensor):
+        return fn
+    return ZeroOutside(fn, (support.lower_bound, support.upper_bound))
+
+
+class ZeroOutside(dist.TorchDistribution):
+    """
+    A distribution with density zero beyond the ends of its support.
+
+    What is wrong in any other way, as NaN or half of a count, is refused as ever.
+
+    :param base_dist: the distribution.
+    :param bounds: the ends of the support of its innermost part.
+    """
+
+    arg_constraints: ClassVar[dict[str, Constraint]] = {}
+
+    def __init__(self, base_dist: Distribution, bounds: tuple[Any, Any]) -> None:
+        self.base_dist, self._bounds = base_dist, bounds
+        super().__init__(base_dist.batch_shape, base_dist.event_shape, validate_args=False)
+
+    @property
+    def users(self) -> Distribution:
+        """What the program calls it by."""
+        return self.base_dist
+
+    @property
+    def support(self) -> Constraint:
+        return self.base_dist.support
+
+    @property
+    def has_rsample(self) -> bool:
+        return bool(self.base_dist.has_rsample)
+
+    def expand(self, batch_shape: Sequence[int], _instance: object = None) -> ZeroOutside:
+        return ZeroOutside(self.base_dist.expand(torch.Size(batch_shape)), self._bounds)
+
+    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        return self.base_dist.sample(torch.Size(sample_shape))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        low, high = self._bounds
+        beyond = (value < low) | (value > high)
+        # Another value in its place: the gradient of a density that does not exist may be NaN.
+        log_prob = self.base_dist.log_prob(torch.where(beyond, low, value))
+        for layer in layers(self.base_dist):
+            if isinstance(layer, MaskedDistribution) and isinstance(layer._mask, Tensor):
+                beyond = beyond & layer._mask.reshape(layer._mask.shape + (1,) * layer.event_dim)
+        for _ in range(self.event_dim):
+            beyond = beyond.any(-1)
+        return log_prob.masked_fill(beyond, -torch.inf)
+
+
+# Whether a guide's parameters move the ends of a distribution's support.
+
+_TRANSFORMED = torch.distributions.TransformedDistribution
+
+
+def moves_support(fn: Distribution) -> bool:
+    """
+    Whether the support's ends have a gradient to parameters.
+
+    Of transformed distributions that do not say their own support: whether a bounded base meets a
+    transform that may move its ends.
+    """
+    fn = bare(fn)
+    if is_pushed_forward(fn):
+        return _moved_by_transforms(fn)
+    return any(t.requires_grad for t in _bounds(known_support(fn)))
+
+
+def is_pushed_forward(fn: Distribution) -> bool:
+    """Whether transforms make a distribution of another, and it does not say its own support."""
+    return isinstance(fn, _TRANSFORMED) and type(fn).support is _TRANSFORMED.support
+
+
+def _moved_by_transforms(fn: Distribution) -> bool:
+    base = fn.base_dist
+    if moves_support(base):
+        return True
+    bounded = not _is_real(known_support(base))
+    image: Constraint | None = known_support(base)
+    for transform in fn.transforms:
+        fills = image is not None and _fills(image, transform.domain)
+        # The ends of what a transform takes go to infinity, and those of a part of it do not.
+        opens = fills and _is_real(transform.codomain) and not _is_real(transform.domain)
+        if bounded and _may_learn(transform) and not (opens and is_elementary(transform)):
+            return True
+        bounded = not opens and (bounded or not _is_real(transform.codomain))
+        image = transform.codomain if fills else None
+    return False
+
+
+def _fills(image: Constraint, domain: Constraint) -> bool:
+    """Whether all that a transform could take comes in."""
+    image, domain = elementwise(image), elementwise(domain)
+    ends = [(vars(image).get(name), end) for name, end in vars(domain).items()]
+    return type(image) is type(domain) and all(_agree(*pair) for pair in ends)
+
+
+def _agree(end: Any, other: Any) -> bool:
+    if end is other or isinstance(other, Tensor | list):
+        return end is other
+    if not isinstance(end, Tensor):
+        return bool(end == other)
+    return not is_mapped(end) and holds((end == other).all())
+
+
+def elementwise(constraint: Constraint) -> Constraint:
+    """The constraint of each element of what a vector's is about."""
+    while hasattr(constraint, "base_constraint"):
+        constraint = constraint.base_constraint
+    return constraint
+
+
+def _bounds(constraint: Constraint) -> Iterator[Tensor]:
+    """The tensors that a constraint is made of."""
+    if isinstance(constraint, Tensor):
+        yield constraint
+    elif isinstance(constraint, list | tuple):
+        for part in constraint:
+            yield from _bounds(part)
+    elif isinstance(constraint, constraints.Constraint):
+        for part in vars(constraint).values():
+            yield from _bounds(part)
+
+
+def _is_real(constraint: Constraint) -> bool:
+    return elementwise(constraint) is constraints.real
+
+
+def _may_learn(transform: Transform) -> bool:
+    """Whether a transform has parameters; of flows it is taken for granted."""
+    if not is_elementary(transform):
+        return True
+    return any(_learns(value) for part in parts_of(transform) for value in vars(part).values())
+
+
+def _learns(value: object) -> bool:
+    if isinstance(value, torch.distributions.Distribution):  # whose quantiles a transform has
+        return any(map(_learns, vars(value).values()))
+    return isinstance(value, Tensor) and value.requires_grad
