@@ -44,8 +44,6 @@ def with_tables(text: str) -> str:
         for directive, name in re.findall(r"^\.\. (\w+):: ([\w.]+)", block, re.M):
             if directive == "currentmodule":
                 module = name
-            elif directive == "automodule":
-                lines += [_line(name, n) for n in importlib.import_module(name).__all__]
             else:
                 lines.append(_line(*name.rpartition(".")[::2] if "." in name else (module, name)))
         if not lines:
