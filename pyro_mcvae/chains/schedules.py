@@ -200,7 +200,10 @@ def as_schedule(
     if isinstance(schedule, int):
         schedule = LinearSchedule(schedule)
     if not isinstance(schedule, Schedule):
-        if not isinstance(schedule, Tensor | list | tuple):
+        numbers = isinstance(schedule, list | tuple) and all(
+            isinstance(b, int | float) for b in schedule
+        )
+        if not numbers and not isinstance(schedule, Tensor):
             raise ValueError(
                 f"schedule must be a Schedule such as LinearSchedule(10), a number of steps, or a "
                 f"tensor that increases from 0 to 1, got {schedule!r}"
