@@ -672,7 +672,7 @@ class TraceAIS_ELBO(ChainELBO):
         >>> x = torch.tensor([-1.0, 0.0, 1.0])
         >>> exact = dist.Normal(0.0, 2**0.5).log_prob(x).sum()
         >>> elbo = TraceAIS_ELBO(20, MALA(0.3), num_particles=100)
-        >>> bool(abs(elbo.loss(model, guide, x) + exact) < 0.15)
+        >>> bool(abs(elbo.loss(model, guide, x) + exact) < 0.3)
         True
     """
 

@@ -97,7 +97,9 @@ def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parameters_of_each_transition_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = ULA(LearnedStepSize(torch.linspace(0.01, 0.1, 12), num_transitions=12))
+    step_size = LearnedStepSize(0.01, num_transitions=12)
+    step_size.log_value.data = torch.linspace(0.01, 0.1, 12).log()
+    kernel = ULA(step_size)
     plain, _ = evidence(model, monkeypatch, 1000, kernel=kernel)
     found, replayed = evidence(model, monkeypatch, 10, kernel=kernel)
     assert replayed == 0
