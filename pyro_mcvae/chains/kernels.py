@@ -1,4 +1,4 @@
-"""What every Markov kernel shares: states with cached gradients, targets, acceptance."""
+"""Markov kernels: the base class, ULA, MALA, HMC, random walk and underdamped Langevin."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from pyro_mcvae.chains.parameters import (
     check_transitions,
 )
 from pyro_mcvae.ops.checks import check_count
+
+# What every Markov kernel shares: states with cached gradients, targets, acceptance.
 
 
 class State(NamedTuple):

@@ -1,4 +1,4 @@
-"""Values of which there is one for all transitions of a chain, or one for each."""
+"""Step sizes and momenta of kernels: fixed, adapted or learned, for all transitions or for each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.distributed import mean_over_ranks
+
+# Values of which there is one for all transitions of a chain, or one for each.
 
 
 def begin_with(start: Tensor, num_transitions: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Angles of a model that a guide draws on the whole line: each is there once for each turn."""
+"""Checks of single structures: angles, collapsed models, flows, scales, copied parameters."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ from pyro_mcvae.programs.sites import (
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, Program, Site, Transform, plate_frames
 from pyro_mcvae.structure.blocks import Structure
+
+# Angles of a model that a guide draws on the whole line: each is there once for each turn.
 
 _CIRCULAR = (VonMises, dist.SineBivariateVonMises, dist.SineSkewed)
 

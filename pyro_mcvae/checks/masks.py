@@ -1,4 +1,4 @@
-"""Latents that a mask takes out of the model, though the guide counts their density."""
+"""Checks of masks, and of draws that a factor reads without a weight."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ from pyro_mcvae.programs.sites import (
 )
 from pyro_mcvae.programs.types import Site
 from pyro_mcvae.structure.independence import another, differing, other_draws
+
+# Latents that a mask takes out of the model, though the guide counts their density.
 
 
 class _Counted(Messenger):

@@ -1,4 +1,4 @@
-"""What stands in the leading dims of runs, for errors, and what to do without it."""
+"""Compare batched runs with single runs: particles, chains, slots, states."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ from pyro_mcvae.structure.independence import (
     other_draws,
     random_half,
 )
+
+# What stands in the leading dims of runs, for errors, and what to do without it.
 
 
 class LeadingDimsName(NamedTuple):

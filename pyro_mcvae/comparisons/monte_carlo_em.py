@@ -1,4 +1,4 @@
-"""Where the chain of each datum stands, from one visit to the next."""
+"""Monte Carlo EM: train on posterior draws of chains, which may persist for each datum."""
 
 from __future__ import annotations
 
@@ -26,6 +26,9 @@ from pyro_mcvae.programs.run import Programs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+# Where the chain of each datum stands, from one visit to the next.
 
 
 class ChainStates(nn.Module):

@@ -1,4 +1,4 @@
-"""Data dreamt by a model: drawn from its joint density, and scored by the guide."""
+"""Wake-sleep: train the guide on data that the model draws."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ from pyro_mcvae.structure.dependencies import Escapes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+# Data dreamt by a model: drawn from its joint density, and scored by the guide.
 
 
 def dream(programs: Programs, subsamples: Minibatch) -> Trace:

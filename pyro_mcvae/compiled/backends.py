@@ -1,4 +1,4 @@
-"""Whether two ways to compute a step have the same numbers."""
+"""Compile a recorded graph, and check that the compiled step agrees with the recording."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from torch.fx import GraphModule
 from pyro_mcvae.compiled.graph import owns_outputs
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.types import first_line
+
+# Whether two ways to compute a step have the same numbers.
 
 # A decision that rounding turns, of a Metropolis test say, makes other numbers now and then.
 _ATTEMPTS = 3

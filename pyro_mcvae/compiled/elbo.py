@@ -1,4 +1,4 @@
-"""One kind of call of a loss: when it is recorded, replayed, compared, and given up."""
+"""CompiledELBO: when a step is recorded, replayed, compared with the plain one, and given up."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, options_of
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.programs.types import Program, first_line
+
+# One kind of call of a loss: when it is recorded, replayed, compared, and given up.
 
 _logger = logging.getLogger(__name__)
 

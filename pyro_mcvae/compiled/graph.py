@@ -1,4 +1,4 @@
-"""A recorded graph as a function of everything that it reads, which changes nothing."""
+"""Recorded graphs: simplify them, and call them as functions that change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record a step's operations, and refuse what its replays would not repeat."""
+"""Refuse to record what replays would not repeat, and check what a recording assumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call of a loss is, so that a recording of one serves the other."""
+"""Record a step as a graph, with a signature of the calls that it serves."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from pyro_mcvae.programs.outside_values import (
     put_back,
 )
 from pyro_mcvae.programs.types import Program
+
+# What a call of a loss is, so that a recording of one serves the other.
 
 Args: TypeAlias = tuple[object, ...]
 Kwargs: TypeAlias = dict[str, object]

@@ -1,4 +1,4 @@
-"""A transition of a chain, recorded once and replayed along long schedules."""
+"""Record a transition of a chain once, and replay it along long schedules."""
 
 from __future__ import annotations
 

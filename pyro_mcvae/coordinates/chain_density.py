@@ -1,4 +1,4 @@
-"""What chains ask of a guide's draws, looked at once for each structure."""
+"""The density that chains move on, in noise, latents or whitened coordinates."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from pyro_mcvae.ops.tensors import holds
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import bare, without_autocast
 from pyro_mcvae.programs.terms import Term
+
+# What chains ask of a guide's draws, looked at once for each structure.
 
 
 def check_chain(log_weight: LogWeight, objective: str) -> None:

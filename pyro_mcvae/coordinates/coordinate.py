@@ -1,4 +1,4 @@
-"""Between the real numbers and where a distribution's values lie."""
+"""The coordinate of one site: from unconstrained noise to the values of its distribution."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from pyro_mcvae.programs.types import (
     NoCoordinateError,
     Transform,
 )
+
+# Between the real numbers and where a distribution's values lie.
 
 
 def bijection_of(fn: Distribution) -> Transform:

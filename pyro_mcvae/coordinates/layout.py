@@ -1,4 +1,4 @@
-"""Packs the coordinates of several sites into one vector per datum, and unpacks them."""
+"""Pack the coordinates of all sites into one vector per datum, and unpack them."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from pyro_mcvae.programs.types import (
     SiteChanges,
     note,
 )
+
+# Packs the coordinates of several sites into one vector per datum, and unpacks them.
 
 
 @dataclass(frozen=True, slots=True)

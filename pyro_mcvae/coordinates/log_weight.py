@@ -1,4 +1,4 @@
-"""What a log weight is differentiated with respect to, and what keeps its graph."""
+"""The log weight as a function of the guide's noise, and its gradient."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from pyro_mcvae.programs.run import Programs, entered
 from pyro_mcvae.programs.sites import masked_entries, without_autocast
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, Message
+
+# What a log weight is differentiated with respect to, and what keeps its graph.
 
 
 class GradientMode(enum.Flag):

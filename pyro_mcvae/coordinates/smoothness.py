@@ -1,4 +1,4 @@
-"""Whether the gradient that moves a chain can be differentiated: it jumps at kinks of programs."""
+"""Find kinks in the log weight, at which the gradient of a chain's moves jumps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score-function surrogates over the slots of a discrete variable, and their baselines."""
+"""Baselines and control variates for score-function gradients of discrete sites."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import Tensor
 from pyro_mcvae.ops.slots import FLOOR, conditional_gumbel
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.supports import Categories, Support
+
+# Score-function surrogates over the slots of a discrete variable, and their baselines.
 
 
 def score_surrogate(signal: Tensor, score: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How many slots a discrete site has, and which."""
+"""Choose the slots of a discrete site: the values that are summed, and those that are drawn."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ from pyro_mcvae.programs.types import (
     SiteError,
     options_of,
 )
+
+# How many slots a discrete site has, and which.
 
 
 class SlotError(SiteError):

@@ -1,4 +1,4 @@
-"""Slots for the discrete sites of a guide: several values of a site in one run of the programs."""
+"""Slots in batch dims: several values of each discrete site in one run."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ from pyro_mcvae.programs.types import (
 from pyro_mcvae.programs.vmap import Way
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.independence import find_dependent_plates
+
+# Slots for the discrete sites of a guide: several values of a site in one run of the programs.
 
 # Where a guide site's slots are kept: site["infer"][SLOTS_KEY].
 SLOTS_KEY = "_mcvae_slots"

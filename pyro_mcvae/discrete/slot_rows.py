@@ -1,4 +1,4 @@
-"""Which discrete sites of a guide have slots in the rows of a step, and how the rows count them."""
+"""Slots in rows: combinations of values as particles, for models without room for more dims."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from pyro_mcvae.programs.sites import changed_draw, is_random, is_scored, repara
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import LEADING, SLOT_OPTIONS, Message, SiteError, options_of
 from pyro_mcvae.structure.dependencies import find_dependencies
+
+# Which discrete sites of a guide have slots in the rows of a step, and how the rows count them.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What one step of an objective comes to: its value, its gradient, and its value per datum."""
+"""The base class of all objectives, one step's value and gradient, and its warnings."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from pyro_mcvae.programs.sites import (
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Program, Site, is_subsampled, plate_frames
 from pyro_mcvae.structure.cache import Analyses
+
+# What one step of an objective comes to: its value, its gradient, and its value per datum.
 
 # A sum of tensors, or a number where it had no summands.
 Sum: TypeAlias = Tensor | float

@@ -1,4 +1,4 @@
-"""Defensive mixtures: a chain that is lost counts as its first draw."""
+"""L-MCVAE and A-MCVAE: bounds by annealed chains, with defensive weights."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.types import NothingToMoveError, Site
 from pyro_mcvae.structure.finder import StructureFinder
+
+# Defensive mixtures: a chain that is lost counts as its first draw.
 
 # Costs a bound of good chains 0.01 nats; a lost one costs log(100) = 4.6 nats over a plain draw.
 _BY_DEFAULT = 0.01

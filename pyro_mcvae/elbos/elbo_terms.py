@@ -1,5 +1,5 @@
 """
-The plain ELBO: of whole runs, and of the global part of a program around other bounds.
+The plain ELBO of whole runs, and of the global latents around the bounds of local ones.
 
 Its value, its surrogate, and its score-function terms.
 """

@@ -1,4 +1,4 @@
-"""Which mixture of the plain and the doubly reparameterized gradient has the least noise."""
+"""Importance weighted and Renyi bounds, with their gradient estimators."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from pyro_mcvae.programs.sites import (
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, FactorKey, Site
 from pyro_mcvae.structure.finder import StructureFinder
+
+# Which mixture of the plain and the doubly reparameterized gradient has the least noise.
 
 # A slope has to be so many of its standard errors away from 0 to count.
 _STANDARD_ERRORS = 2

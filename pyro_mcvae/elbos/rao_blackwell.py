@@ -1,4 +1,4 @@
-"""Averages over the slots of a guide's discrete sites, and the score functions of these sites."""
+"""Rao-Blackwellized gradients of discrete sites: exact sums over slots and averages over draws."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ from pyro_mcvae.programs.types import FactorKey, Site
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+# Averages over the slots of a guide's discrete sites, and the score functions of these sites.
 
 
 class OneSlot:

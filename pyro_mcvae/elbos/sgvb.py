@@ -1,4 +1,4 @@
-"""Closed-form Kullback-Leibler divergences at single sites of a program."""
+"""The ELBO with closed-form KL divergences, site by site."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_maske
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, PlateKey, Site
 from pyro_mcvae.structure.dependencies import dependencies_of
+
+# Closed-form Kullback-Leibler divergences at single sites of a program.
 
 
 def analytic_kl_sites(run: Run, find_apart: Callable[[], Set[str]]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Which loss: the same programs trained by several, and evaluated by one estimator."""
+"""Train one model with several losses, and evaluate all by one estimator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model: log evidences of the same data, their differences, and what these allow to say."""
+"""Compare models by their log evidence of the same data."""
 
 from __future__ import annotations
 

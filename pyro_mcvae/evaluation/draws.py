@@ -1,4 +1,4 @@
-"""Posterior draws, with what was seen on the way to them."""
+"""Posterior draws of all sites, and their export to ArviZ."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from pyro_mcvae.programs.run import Run
 from pyro_mcvae.programs.sites import is_factor, is_latent, is_record, is_scored
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Program, Site, plate_frames
+
+# Posterior draws, with what was seen on the way to them.
 
 
 class PosteriorDraws(dict[str, Tensor]):

@@ -1,4 +1,4 @@
-"""Numbers with errors, and tables of them, as text."""
+"""Estimate the log evidence of each datum, with errors."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from pyro_mcvae.programs.progress import Progress, shown
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.guide import TruncatedPosterior
+
+# Numbers with errors, and tables of them, as text.
 
 
 def number(value: float, error: float) -> str:

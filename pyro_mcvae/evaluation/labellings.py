@@ -1,4 +1,4 @@
-"""Exchangeable parts of the latents, and the evidence of all of their labellings."""
+"""Exchangeable components, and the evidence of all of their labellings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation leaves no trace: modes, parameters, buffers and random streams stay as they are."""
+"""Arguments that all evaluators share, annealed weights, and evaluation without side effects."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
+
+# Evaluation leaves no trace: modes, parameters, buffers and random streams stay as they are.
 
 # What Pyro's parameter store consists of.
 _TABLES = "_params", "_param_to_name", "_constraints"

@@ -1,4 +1,4 @@
-"""A guide evaluated in one call: its numbers, how far they can be trusted, what to try next."""
+"""Evaluate a guide in one call: evidence, gap, reliability, what to try next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data simulated from a model, with the latents that they came from."""
+"""Bound the log evidence from both sides, on data simulated from the model."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.programs.types import NoCoordinateError, Program, Site
 from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
+
+# Data simulated from a model, with the latents that they came from.
 
 ToArgs = Callable[[dict[str, Tensor]], object]
 

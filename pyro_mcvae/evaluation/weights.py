@@ -1,4 +1,4 @@
-"""Summarize weights of mean p(x) per datum, drawn in chunks."""
+"""Importance weights of mean p(x) per datum, drawn in chunks and summarized."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
 from pyro_mcvae.truncated.posterior import StatePosterior, drawn_from_states
+
+# Summarize weights of mean p(x) per datum, drawn in chunks.
 
 
 class WeightSummary:

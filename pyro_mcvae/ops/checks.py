@@ -1,4 +1,4 @@
-"""Checks of arguments that have one answer for all: counts, flags and choices."""
+"""Checks of arguments, options that stay fixed, and warnings that are given once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
+
+# Checks of arguments that have one answer for all: counts, flags and choices.
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:

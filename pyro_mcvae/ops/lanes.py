@@ -1,4 +1,4 @@
-"""Dims of tensors under ``vmap``: taken away where a program begins, put back where it shows."""
+"""The dims of tensors under ``vmap``: removed where a program begins, restored where it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gumbel noise of categorical variables: by itself, and given the category that it leads to."""
+"""Sums over the most probable categories, and draws from the others."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+# Gumbel noise of categorical variables: by itself, and given the category that it leads to.
 
 # Stands for minus infinity: exp of it is zero, and its gradients are numbers.
 FLOOR = -1e4

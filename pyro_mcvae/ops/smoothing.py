@@ -1,4 +1,4 @@
-"""Attention whose gradient can be differentiated again."""
+"""Operations with kinks as smooth functions, so that their gradients can be differentiated."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.backends import cuda
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+# Attention whose gradient can be differentiated again.
 
 # Each backend: whether it is enabled, how to enable it, and whether it has a second derivative.
 _BACKENDS = (

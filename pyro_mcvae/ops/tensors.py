@@ -1,4 +1,4 @@
-"""Shapes of tensors."""
+"""Shapes, trees, random generators and graph helpers of tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
+
+# Shapes of tensors.
 
 
 def as_shape(value: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Importance weights in log space: averages, normalised weights, effective sample size."""
+"""Importance weights in log space: averages, effective sample size, Pareto k."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 
 import torch
 from torch import Tensor
+
+# Importance weights in log space: averages, normalised weights, effective sample size.
 
 
 def log_mean_exp(log_weight: Tensor, dim: int = 0) -> Tensor:

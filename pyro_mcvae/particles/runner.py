@@ -1,4 +1,4 @@
-"""What a runner is asked to run, and where the leading dims of a run stand."""
+"""Run model and guide with particles in one batch, under vmap or one by one."""
 
 from __future__ import annotations
 
@@ -42,6 +42,8 @@ from pyro_mcvae.programs.vmap import Way, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analyses
 from pyro_mcvae.structure.finder import without_auxiliary
+
+# What a runner is asked to run, and where the leading dims of a run stand.
 
 _NONE = GlobalSites()
 

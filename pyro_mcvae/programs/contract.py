@@ -1,4 +1,4 @@
-"""Checks of runs, whose errors name the site and say what to do instead."""
+"""Check that model and guide fit each other; errors name the site and the remedy."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ from pyro_mcvae.programs.types import LEADING, Site, is_subsampled
 
 if TYPE_CHECKING:
     from pyro_mcvae.programs.terms import Term
+
+
+# Checks of runs, whose errors name the site and say what to do instead.
 
 
 def check_sites(

@@ -1,4 +1,4 @@
-"""The transforms that make a distribution of another, and what they are made of."""
+"""Distributions with care: patched samplers, supports that move, values outside of a support."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from pyro_mcvae.ops.lanes import is_mapped
 from pyro_mcvae.ops.tensors import holds
 from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
+
+# The transforms that make a distribution of another, and what they are made of.
 
 
 def transforms_of(fn: Distribution) -> Iterator[Transform]:

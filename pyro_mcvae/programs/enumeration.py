@@ -1,9 +1,4 @@
-"""
-Discrete latents of a model that the guide does not draw: all of their values at once.
-
-Pyro's enumeration gives each of them a batch dim of its own, to the left of the plates' and of the
-particles'; :mod:`~pyro_mcvae.programs.enumeration` sums over them.
-"""
+"""Discrete latents of a model that the guide does not draw: enumerated and summed."""
 
 from __future__ import annotations
 
@@ -36,6 +31,11 @@ from pyro_mcvae.programs.types import (
     is_subsampled,
     plate_frames,
 )
+
+# Discrete latents of a model that the guide does not draw: all of their values at once.
+#
+# Pyro's enumeration gives each of them a batch dim of its own, to the left of the plates' and of
+# the particles'; :mod:`~pyro_mcvae.programs.enumeration` sums over them.
 
 
 class ModelEnumeration(EnumMessenger):

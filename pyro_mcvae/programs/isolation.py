@@ -1,4 +1,4 @@
-"""The modules that programs are made of."""
+"""Find the modules of model and guide, and put their state back after a probe run."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from pyro_mcvae.ops.lanes import is_mapped
 from pyro_mcvae.ops.tensors import Generators
 from pyro_mcvae.programs.types import Program, TorchFunction
+
+# The modules that programs are made of.
 
 # How far a program's closures, attributes and lists are followed to the modules that it uses.
 _DEPTH = 4

@@ -1,4 +1,4 @@
-"""Reentrant checkpoints of programs, run as the others are."""
+"""Pyro handlers around a run: recording, substituted values, plates of particles, minibatches."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ from pyro_mcvae.programs.sites import (
     without_autocast,
 )
 from pyro_mcvae.programs.types import LEADING, Message, check_options, note
+
+# Reentrant checkpoints of programs, run as the others are.
 
 
 class NonReentrant:

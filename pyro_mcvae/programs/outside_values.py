@@ -1,4 +1,4 @@
-"""Which functions a step executes: only what these read can matter to it."""
+"""Find the Python values outside of model and guide that a step reads."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Transform
 
 from pyro_mcvae.programs.source_lines import is_core, is_core_file, is_generated, program_line
+
+# Which functions a step executes: only what these read can matter to it.
 
 _CLOCKS = {getattr(time, name) for name in dir(time) if callable(getattr(time, name))}
 # What has another result at another time.

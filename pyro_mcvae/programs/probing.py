@@ -1,4 +1,4 @@
-"""Constants instead of the random numbers that programs draw outside sample sites."""
+"""Probe runs: densities at given latents, with other random numbers held constant."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from pyro_mcvae.programs.run import Programs, run_model, run_pair, with_changes
 from pyro_mcvae.programs.source_lines import program_line
 from pyro_mcvae.programs.terms import Term, guide_term, model_term, possible_terms, scored
 from pyro_mcvae.programs.types import FactorKey, Message
+
+# Constants instead of the random numbers that programs draw outside sample sites.
 
 
 class Draw(NamedTuple):

@@ -1,4 +1,4 @@
-"""Runs guide and model, one after the other, on one minibatch."""
+"""Run guide and model on one minibatch, and keep their traces and factors."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ from pyro_mcvae.programs.terms import (
 )
 from pyro_mcvae.programs.types import Program, SiteChanges, SiteError
 from pyro_mcvae.programs.vmap import Way
+
+# Runs guide and model, one after the other, on one minibatch.
 
 # What a program can branch on without reading a tensor.
 _CHOICES = (bool, int, str, bytes, type(None), Enum, torch.dtype, torch.device)

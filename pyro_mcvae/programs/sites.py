@@ -1,4 +1,4 @@
-"""Densities in full precision, whatever precision the networks behind them compute in."""
+"""Properties of Pyro's sample sites: scales, masks, precision, densities."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from pyro_mcvae.programs.types import (
     noted,
     subsampling_scale,
 )
+
+# Densities in full precision, whatever precision the networks behind them compute in.
 
 _DISTRIBUTION = torch.distributions.Distribution
 _NOTHING = nullcontext()

@@ -1,4 +1,4 @@
-"""Which line of the user's code is being run."""
+"""Find the line of the user's code that is executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts other data in the place of the observed ones in the arguments of a call."""
+"""Put other data in place of the observed ones in the arguments of a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The possible values of a discrete distribution, and those that a site's slots take."""
+"""The values of discrete distributions, finite or truncated."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from pyro_mcvae.ops.slots import (
     top_k_slots,
 )
 from pyro_mcvae.programs.types import Distribution
+
+# The possible values of a discrete distribution, and those that a site's slots take.
 
 
 class Choice(NamedTuple):

@@ -1,4 +1,4 @@
-"""The density of a guide's draw in Pyro's parts: its value, its score, its path gradient."""
+"""The factors of the log weight: the densities of both programs' sites."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ from pyro_mcvae.programs.types import (
     plate_key,
     subsampling_scale,
 )
+
+# The density of a guide's draw in Pyro's parts: its value, its score, its path gradient.
 
 # What has no parts of its own: the default, and what passes on those of another distribution.
 _PLAIN = (

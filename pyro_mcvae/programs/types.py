@@ -1,4 +1,4 @@
-"""The types of what Pyro and its programs exchange."""
+"""Types, errors, names of factors and plates, and annotations of sites."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pyro.distributions as dist
 import torch
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
+
+# The types of what Pyro and its programs exchange.
 
 # A model or a guide: a function, or an object that is called with the data.
 Program: TypeAlias = Callable[..., object]

@@ -1,4 +1,4 @@
-"""Distributions that a program made of one particle's values, as those of all particles."""
+"""Run a program on one particle's values under ``vmap``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from pyro_mcvae.ops.lanes import Lanes
 from pyro_mcvae.programs.messengers import Leading, ParticlePlate
 from pyro_mcvae.programs.sites import changed_draw, site_in_full_precision
 from pyro_mcvae.programs.types import Distribution, LeadingDimsError, Message
+
+# Distributions that a program made of one particle's values, as those of all particles.
 
 # These choose entries by values, which cannot be asked inside of the lanes; of Categorical's form.
 _BY_LOGITS = dist.Multinomial, dist.OneHotCategorical

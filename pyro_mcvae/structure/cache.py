@@ -1,4 +1,4 @@
-"""What an objective has found out about models and guides: one cache, one key, one timetable."""
+"""What is known of a model and guide: one cache, one key, one timetable."""
 
 from __future__ import annotations
 

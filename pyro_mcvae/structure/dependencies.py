@@ -1,4 +1,4 @@
-"""Draws that are marked, so that what was computed from them can be told."""
+"""Find what each factor depends on, by marking draws in a run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ from pyro_mcvae.programs.sites import is_scored, masks_of
 from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Message, Site, TorchFunction, plate_key
+
+# Draws that are marked, so that what was computed from them can be told.
 
 _NONE: frozenset[str] = frozenset()
 

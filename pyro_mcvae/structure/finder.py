@@ -1,4 +1,4 @@
-"""Guide sites whose draws reach no data, which see the guide's parameters instead."""
+"""Derive the structure of a model and guide: blocks, roots, collapsed and auxiliary sites."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ from pyro_mcvae.structure.blocks import (
 from pyro_mcvae.structure.cache import Analyses, Analysis
 from pyro_mcvae.structure.dependencies import Dependencies, dependencies_of
 from pyro_mcvae.structure.independence import find_dependent_plates, find_shared_noise
+
+# Guide sites whose draws reach no data, which see the guide's parameters instead.
 
 
 def find_collapsed(

@@ -1,4 +1,4 @@
-"""The state of all random number generators that a training step may draw from."""
+"""Save and load the whole state of a training run in one file."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.ops import distributed as ranks
 from pyro_mcvae.ops.distributed import num_ranks, rank
 from pyro_mcvae.truncated.closed_form import ClosedForm
+
+# The state of all random number generators that a training step may draw from.
 
 # The states of the generators by kind, of tensors and plain values.
 RNGState: TypeAlias = dict[str, Any]

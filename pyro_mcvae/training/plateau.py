@@ -1,4 +1,4 @@
-"""Has the bound levelled off? A test that any training loop can ask."""
+"""Detect that a bound has levelled off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For which observations the states of a datum were searched, to tell other data in its place."""
+"""TruncatedPosterior: the guide that keeps the best states of each datum."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from pyro_mcvae.truncated.layout import DataIndex, StateLayout, StatesError
 from pyro_mcvae.truncated.posterior import StatePosterior, apart, sample_states
 from pyro_mcvae.truncated.search import Population, PriorDraws, Proposals, evaluate, evolve, propose
 from pyro_mcvae.truncated.states import StateSpace, distinct_states
+
+# For which observations the states of a datum were searched, to tell other data in its place.
 
 # Two sums over the same observations differ by rounding, where a minibatch is computed otherwise.
 _TOLERANCE = 1e-6

@@ -1,4 +1,4 @@
-"""Which discrete sites a model has, and in which data plates their states are kept."""
+"""The joint density of a model at the states of its discrete sites."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ from pyro_mcvae.truncated.layout import (
     find_data_index,
     site_spec,
 )
+
+# Which discrete sites a model has, and in which data plates their states are kept.
 
 
 class SearchMessenger(Messenger):

@@ -1,4 +1,4 @@
-"""What one asks of a truncated posterior: expectations, marginals, modes, draws, entropy."""
+"""Expectations, marginals, modes, draws and entropy of truncated posteriors."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from pyro_mcvae.programs.sites import is_random
 from pyro_mcvae.programs.types import FactorKey, Site, plate_frames
 from pyro_mcvae.truncated.joint import GuideDraws, JointRuns
 from pyro_mcvae.truncated.search import Population
+
+# What one asks of a truncated posterior: expectations, marginals, modes, draws, entropy.
 
 
 class StatePosterior:
