@@ -274,6 +274,18 @@ def _transformed(fn: Distribution) -> Noise | None:
     )
 
 
+@register_noise(*_pair("Kumaraswamy"))
+def _kumaraswamy(fn: Distribution) -> Noise:
+    a, b = fn.concentration1, fn.concentration0
+    ndtr, ndtri = torch.special.ndtr, torch.special.ndtri
+    return Noise(
+        StandardNormal(a),
+        fn.event_shape,
+        lambda eps: (1 - ndtr(eps) ** b.reciprocal()) ** a.reciprocal(),
+        inverse=lambda value: ndtri((1 - value**a) ** b),
+    )
+
+
 @register_noise(ZukoToPyro)
 def _zuko(fn: Distribution) -> Noise | None:
     flow = fn.dist

@@ -177,7 +177,7 @@ def in_turn(rows, columns, shift):
     [
         (name, objective, extreme)
         for i, extreme in enumerate(EXTREMES)
-        for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)[i % 2 :: 2]
+        for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)
     ],
 )
 def test_distributions_with_a_boundary(name, objective, extreme, dtype):
