@@ -306,7 +306,7 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
     """
     Any loss, recorded once and replayed: the numbers of the plain loss without its Python.
 
-    The first steps run as ever. Then one step is recorded as a graph of tensor operations, with its
+    The first steps run uncompiled. Then one step is recorded as a graph of tensor operations, with its
     gradient and with the updates of what adapts; further steps compute the graph.
 
     :param loss: an objective with Pyro's interface: one of this package's, or Pyro's own.
@@ -414,7 +414,7 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
         return {**self.__dict__, "_cases": {}, "_warn": WarnOnce(_logger)}
 
     def _tell(self, reason: str) -> None:
-        self._warn(f"{type(self.plain).__name__} cannot be recorded and runs as ever: {reason}")
+        self._warn(f"{type(self.plain).__name__} cannot be recorded and runs uncompiled: {reason}")
 
     def _forget(self) -> None:
         self._cases: dict[Hashable, Case] = {}

@@ -271,7 +271,7 @@ def log_evidence(
       :class:`TraceAIS_ELBO` for adjusted kernels and of :class:`TraceSIS_ELBO` for unadjusted ones,
       unbiased for both. An adaptive step size is adapted on ``warmup`` chains of its own and then
       frozen. Discrete sites of the guide stay where they were drawn, in each chain, and the
-      continuous ones move: W is unbiased as ever.
+      continuous ones move: W stays unbiased.
     * **White coordinates** (``coordinates="whitened"``), where the guide is far off: chains from
       its draws then find too little, by tens of nats, at errors of tenths. A population of chains
       (two for each coordinate, 50 to 1,000) moves at the posterior, for ``warmup`` windows of five
@@ -282,7 +282,7 @@ def log_evidence(
       .. math:: \log w'(u) = \log p(x, z) - \log N(z; \mu, L L^\top), \qquad u \sim N(0, I) .
 
       What they move is a posterior of about unit scale, whatever the guide's; :math:`\mu` and L are
-      fixed before, so that W is unbiased as ever. Kernels with ``jitter`` suit it, as
+      fixed before, so that W stays unbiased. Kernels with ``jitter`` suit it, as
       ``HMC(num_leapfrog=4, jitter=0.3)``. Modes that the guide does not reach stay unseen, and
       discrete sites of the guide are refused.
     * **Memory** is that of one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum.

@@ -120,7 +120,7 @@ class FixedOptions:
         >>> LinearSchedule(4).num_steps = 8  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        AttributeError: num_steps of a LinearSchedule is settled when it is made, and cannot ...
+        AttributeError: num_steps of a LinearSchedule is fixed at construction, and cannot ...
     """
 
     _also_fixed: ClassVar[frozenset[str]] = frozenset()
@@ -134,7 +134,7 @@ class FixedOptions:
         if name in options_of(self) and self._is_made() and hasattr(self, name):
             kind = type(self).__name__
             raise AttributeError(
-                f"{name} of a {kind} is settled when it is made, and cannot become {value!r}: make "
+                f"{name} of a {kind} is fixed at construction, and cannot become {value!r}: make "
                 f"another one, {kind}(..., {name}={value!r})"
             )
         super().__setattr__(name, value)

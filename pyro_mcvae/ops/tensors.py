@@ -73,7 +73,7 @@ def refuse(reason: str) -> None:
     """
     Say that what comes now cannot be replayed.
 
-    :raises RuntimeError: with the reason, if a step is being recorded; the step runs as ever then.
+    :raises RuntimeError: with the reason, if a step is being recorded; the step then runs uncompiled.
     """
     if _open:
         raise RuntimeError(reason)

@@ -106,7 +106,7 @@ class Execution:
     :ivar depends: whether a run without leading dims depends on these sites, too.
     :ivar name: what stands in the leading dims.
     :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
-    :ivar nesting: how many batch dims belong to plates, where that is settled.
+    :ivar nesting: how many batch dims belong to plates, where that is known.
     :ivar compared: the pair whose runs with and without leading dims are compared, where it is
         another one; ``execute`` then looks at the contract of the programs itself.
     :ivar check: a further look at a run that is not known.

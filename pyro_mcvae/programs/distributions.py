@@ -271,7 +271,7 @@ class ZeroOutside(dist.TorchDistribution):
     """
     A distribution with density zero beyond the ends of its support.
 
-    What is wrong in any other way, as NaN or half of a count, is refused as ever.
+    What is wrong in any other way, as NaN or half of a count, is still refused.
 
     :param base_dist: the distribution.
     :param bounds: the ends of the support of its innermost part.

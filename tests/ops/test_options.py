@@ -78,7 +78,7 @@ def test_every_option_is_readable_and_fixed(name):
 def test_copies_are_made_and_fixed_too(name, way):
     made = way(MADE[name]())
     for option in options_of(made):
-        with pytest.raises(AttributeError, match="is settled when it is made"):
+        with pytest.raises(AttributeError, match="is fixed at construction"):
             setattr(made, option, 7)
 
 
@@ -95,11 +95,11 @@ def test_what_is_read_at_each_step_can_be_assigned(name):
 @pytest.mark.parametrize("option", ["vectorize_particles", "max_plate_nesting", "multi_sample"])
 def test_options_of_a_compiled_loss_are_those_of_the_plain_one(option):
     compiled = CompiledELBO(TraceSIS_ELBO(2), backend="eager")
-    with pytest.raises(AttributeError, match=f"{option} of a TraceSIS_ELBO is settled"):
+    with pytest.raises(AttributeError, match=f"{option} of a TraceSIS_ELBO is fixed"):
         setattr(compiled, option, True)
     compiled.retain_graph = True
     assert compiled.plain.retain_graph
-    with pytest.raises(AttributeError, match="backend of a CompiledELBO is settled"):
+    with pytest.raises(AttributeError, match="backend of a CompiledELBO is fixed"):
         compiled.backend = "inductor"
     compiled.train(False)
     assert not compiled.training
@@ -127,7 +127,7 @@ def test_options_of_a_users_subclass_are_the_users():
     elbo = Tempered()
     elbo.power = 0.0
     assert elbo.loss(model, guide) == 0
-    with pytest.raises(AttributeError, match="vectorize_particles of a Tempered is settled"):
+    with pytest.raises(AttributeError, match="vectorize_particles of a Tempered is fixed"):
         elbo.vectorize_particles = True
 
 
@@ -154,7 +154,7 @@ def test_arguments_without_a_meaning_say_so():
 def test_the_schedule_and_kernel_are_those_of_the_objective():
     elbo = TraceSIS_ELBO(2)
     for option, value in (("schedule", LinearSchedule(4)), ("kernel", ULA(0.1)), ("num_steps", 4)):
-        with pytest.raises(AttributeError, match=f"{option} of a TraceSIS_ELBO is settled"):
+        with pytest.raises(AttributeError, match=f"{option} of a TraceSIS_ELBO is fixed"):
             setattr(elbo, option, value)
     assert elbo.num_steps == 2
     assert math.isfinite(elbo.loss(model, guide))
