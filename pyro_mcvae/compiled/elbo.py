@@ -306,8 +306,8 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
     """
     Any loss, recorded once and replayed: the numbers of the plain loss without its Python.
 
-    The first steps run uncompiled. Then one step is recorded as a graph of tensor operations, with its
-    gradient and with the updates of what adapts; further steps compute the graph.
+    The first steps run uncompiled. Then one step is recorded as a graph of tensor operations, with
+    its gradient and with the updates of what adapts; further steps compute the graph.
 
     :param loss: an objective with Pyro's interface: one of this package's, or Pyro's own.
     :param str backend: ``"inductor"`` compiles the graph, once, for seconds to a minute;

@@ -73,7 +73,7 @@ def refuse(reason: str) -> None:
     """
     Say that what comes now cannot be replayed.
 
-    :raises RuntimeError: with the reason, if a step is being recorded; the step then runs uncompiled.
+    :raises RuntimeError: with the reason, if a step is being recorded, which then runs uncompiled.
     """
     if _open:
         raise RuntimeError(reason)

@@ -68,7 +68,7 @@ def test_every_option_is_readable_and_fixed(name):
     assert options
     for option in options:
         before = getattr(made, option)
-        with pytest.raises(AttributeError, match=f"^{option} of a {type(made).__name__} is sett"):
+        with pytest.raises(AttributeError, match=f"^{option} of a {type(made).__name__} is fixed"):
             setattr(made, option, 7)
         assert getattr(made, option) is before or torch.is_tensor(before)
 
