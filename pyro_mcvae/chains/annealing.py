@@ -245,7 +245,7 @@ def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
     bound minus the bound with :math:`R_k^i` replaced by :math:`b_k^i`.
 
     :param Chain chain: of an adjusted kernel, with P >= 2 particles in the first dimension.
-    :param bool multi_sample: whether the bound averages inside of the logarithm.
+    :param bool multi_sample: whether the bound averages inside the logarithm.
     :returns: a tensor whose gradient it is, shape ``[*plates]``.
     :raises ValueError: for an unadjusted kernel, or one particle.
 

@@ -205,7 +205,7 @@ class Kernel(nn.Module, ABC):
     :raises ValueError: if the step size is not positive.
 
     A proposal must be a differentiable function of the state and of continuous noise: gradients
-    of bounds pass through it. A discrete choice inside of it would need a score-function term.
+    of bounds pass through it. A discrete choice inside it would need a score-function term.
 
     Example, the preconditioned Crank-Nicolson proposal, which needs no gradient and leaves the
     standard normal base of noise coordinates invariant in any dimension::
@@ -545,7 +545,7 @@ class UnderdampedLangevin(Kernel):
         ``AdaptiveStepSize(target_acceptance=0.8)``.
     :param momentum: :math:`\mu`, a number of at least 0 and less than 1, a
         :class:`LearnedMomentum`, or a module that maps the number of a transition to a tensor.
-    :raises ValueError: if the step size is not positive, or the momentum outside of [0, 1).
+    :raises ValueError: if the step size is not positive, or the momentum outside [0, 1).
 
     [1] Geffner, Domke (2021), *MCMC Variational Inference via Uncorrected Hamiltonian Annealing*.
     [2] Zhang, Hsu, Li, Finn, Grosse (2021), *Differentiable Annealed Importance Sampling and the
@@ -595,7 +595,7 @@ class UnderdampedLangevin(Kernel):
             transitions are learned; see :class:`LearnedStepSize`.
         """
         step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions, warmup)
-        # The first transition draws its momentum anew: a parameter of one alone would not be used.
+        # The first transition draws its momentum again: a parameter of one alone would not be used.
         learned = num_transitions > 1
         return cls(step_size, LearnedMomentum(momentum, num_transitions) if learned else momentum)
 

@@ -192,13 +192,13 @@ class LearnedMomentum(nn.Module):
 
     .. math:: \mu_k = 0.999\, \text{sigmoid}(a_k) .
 
-    It needs the full gradient. A chain's first transition draws its momentum anew, so the first of
+    It needs the full gradient. A chain's first transition draws its momentum again, so the first of
     several values is not used.
 
     :param initial: more than 0 and less than 0.999, a number or a tensor without dims.
     :param int num_transitions: one value for each of so many transitions, the ``num_steps`` of the
         objective; None for one that serves them all.
-    :raises ValueError: for values outside of these ranges.
+    :raises ValueError: for values outside these ranges.
 
     Example::
 
@@ -282,7 +282,7 @@ class AdaptiveStepSize(StepSize):
         ``"noise"`` coordinates 1e-6 and 2, beyond which a leapfrog step is unstable under the base
         density itself: far from the posterior every move is an improvement, and the acceptance of
         1 says nothing.
-    :raises ValueError: for values outside of these ranges.
+    :raises ValueError: for values outside these ranges.
 
     [1] Thin et al. (2021), *Monte Carlo Variational Auto-Encoders*.
 

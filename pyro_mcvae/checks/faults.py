@@ -104,7 +104,7 @@ def check_not_collapsed(structure: Structure) -> None:
     """
     Check that the draws may be weighed.
 
-    :raises ValueError: naming the site that has the guide's parameters in the place of its draws.
+    :raises ValueError: naming the site that has the guide's parameters in place of its draws.
     """
     if structure.collapsed is not None and structure.blocks:
         latent, data = structure.collapsed
@@ -154,7 +154,7 @@ def _fault(part: Transform, term: Term) -> str | None:
     return None
 
 
-# Latents whose log densities the user scales inside of the weights, as a beta-VAE does.
+# Latents whose log densities the user scales inside the weights, as a beta-VAE does.
 
 
 class Scales(NamedTuple):
@@ -268,7 +268,7 @@ def _copied(name: str, site: Site) -> Tensor | None:
     return None if given._cdata == site["value"]._cdata else given
 
 
-# A guide that never ran has learned nothing: evaluation refuses to judge where it begins.
+# A guide that never ran has learned nothing: evaluation refuses it where it begins.
 
 _logger = logging.getLogger(__name__)
 
@@ -276,7 +276,7 @@ _logger = logging.getLogger(__name__)
 @contextmanager
 def untrained_guide(guide: Program) -> Iterator[Callable[[Trace], None]]:
     """
-    Around the first run of a guide that is judged; an error leaves its modules as they were.
+    Around the first run of a guide that is evaluated; an error leaves its modules as they were.
 
     Parameters of modules that were there before are those of a trained module, or of a loaded one,
     whether or not Pyro's store knows them. Those that an AutoGuide makes at its first call have

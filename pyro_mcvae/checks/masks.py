@@ -131,7 +131,7 @@ def check_masks(run: Run, apart: frozenset[str]) -> None:
     :param apart: sites whose densities do not meet: the guide's point masses, and
         :func:`transported` latents.
     :raises ValueError: naming a site that is scaled, masked in one program only,
-        masked inside of a transform, or auxiliary and masked by itself.
+        masked inside a transform, or auxiliary and masked by itself.
     """
     for term in (t for found in run.terms for t in found.sites):
         if is_latent(term.site):

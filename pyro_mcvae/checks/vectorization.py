@@ -218,7 +218,7 @@ class LeadingRun:
         """
         Check that as many particles as there are data are not taken for the data.
 
-        ``means[group]`` takes particles in the place of groups, and where these are as many as the
+        ``means[group]`` takes particles in place of groups, and where these are as many as the
         data the shapes fit all the same. With another count they do not.
 
         :param count: how many stand in the leading dims, the size of another dim of the run.
@@ -411,7 +411,7 @@ class LeadingRun:
         Check that no density depends on what is drawn outside sample sites for all particles.
 
         :param values: the latents of one particle.
-        :param drawn: what was drawn outside of sites for several.
+        :param drawn: what was drawn outside sites for several.
         """
         with probing(self.programs, fixes=False) as noise:
             before = _host_state()

@@ -334,7 +334,7 @@ class MonteCarloEM(ChainELBO):
             return super().estimate(programs)
 
     def _update_again(self, programs: Programs, draw: _Draw, sample: WeightedParticles) -> Estimate:
-        """A step at earlier draws; its value is the guide's ELBO of the same minibatch, anew."""
+        """A step at earlier draws; its value is the guide's ELBO of the same minibatch, again."""
         with torch.no_grad():
             fresh = self.sampler.resample(programs, draw.sample, sample.num_particles)
             bound = fresh.log_weight.mean(0)

@@ -95,7 +95,7 @@ class Call:
         return [given for given, leaf in pairs if not isinstance(leaf, Tensor)]
 
     def with_inputs(self, inputs: tuple[Tensor, ...]) -> tuple[Args, Kwargs]:
-        """Return the arguments with other tensors in the place of the inputs."""
+        """Return the arguments with other tensors in place of the inputs."""
         given = iter(inputs)
         leaves = [next(given) if _is_input(leaf) else leaf for leaf in self.leaves]
         if isinstance(self.spec, Tree):
@@ -247,7 +247,7 @@ class Surroundings:
     What a step may change that its replays would not; an error within puts everything back.
 
     :param executed: the functions that the step before has executed.
-    :raises NotRecordable: in the place of an error within, with its line in the program.
+    :raises NotRecordable: in place of an error within, with its line in the program.
     """
 
     def __init__(self, *roots: object, executed: ExecutedCode) -> None:

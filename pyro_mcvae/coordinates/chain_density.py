@@ -20,7 +20,7 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import bare, without_autocast
 from pyro_mcvae.programs.terms import Term
 
-# What chains ask of a guide's draws, looked at once for each structure.
+# What chains ask of a guide's draws, checked once for each structure.
 
 
 def check_chain(log_weight: LogWeight, objective: str) -> None:
@@ -158,7 +158,7 @@ class ChainDensity:
             # A tensor of its own: transforms remember what they made of one that they know.
             own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
             state = self._at(position, own)
-            # Where no graph is kept nothing but gradients is mended.
+            # Where no graph is kept nothing but gradients is patched.
             if not (all_near and _are_finite(state, values=self._full)):
                 state = self._mended(state, near, reads)
             return state
@@ -341,7 +341,7 @@ class Whitening:
 class WhitenedDensity:
     r"""
     The density that chains move in, seen from white coordinates: the base is the normal density
-    :math:`q'(z) = N(z; \mu, L L^\top)` in the place of the guide's, and
+    :math:`q'(z) = N(z; \mu, L L^\top)` in place of the guide's, and
 
     .. math:: \log w'(u) = \log \text{base}(z) + \log w(z) - \log q'(z), \qquad z = \mu + L u .
 

@@ -333,7 +333,7 @@ class CircularCoordinate(UnconstrainedCoordinate):
 
 
 def _drawn(fn: Distribution) -> Any:
-    """The distribution without its masks, but for those inside of a transform."""
+    """The distribution without its masks, but for those inside a transform."""
     return with_mask(fn, None) if is_masked(fn) else fn
 
 

@@ -437,7 +437,7 @@ class GumbelSoftmax(Baseline):
     summed, and their log densities are extended linearly to relaxed values. ``entropy="exact"``
     takes the relaxation out of the entropy.
 
-    :param float temperature: may be set anew between steps, to anneal it.
+    :param float temperature: may be set again between steps, to anneal it.
     :param bool hard: straight-through: the programs see one-hot values, the gradient the soft ones.
     :raises ValueError: if the temperature is not positive.
 

@@ -130,7 +130,7 @@ class SiteOptions:
             own = {"num_categories": 0, "num_samples": infer["num_samples"]}
         if not own:
             return self
-        # A budget stands in the place of both counts, and they in its.
+        # A budget stands in place of both counts, and they in its.
         if own.keys() & {"num_categories", "num_samples"}:
             own = {"budget": None, **own}
         if own.get("budget") is not None:

@@ -318,7 +318,7 @@ def _exact_entropy(term: Term) -> Tensor | None:
 
 
 def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]:
-    """Sum over the states of the model's own enumerated sites, inside of the logarithm."""
+    """Sum over the states of the model's own enumerated sites, inside the logarithm."""
     dims = {c.term.site["infer"]["_enumerate_symbol"] for c in model if c.term.key in states}
     inside: list[SlotCost] = []
     costs: list[SlotCost] = []

@@ -43,7 +43,7 @@ class SlotSite:
 
     :ivar block: the index of its block.
     :ivar before: the discrete sites of the block that the guide draws before it.
-    :ivar joined: the batch dims of plates inside of the block, whose elements are one variable.
+    :ivar joined: the batch dims of plates inside the block, whose elements are one variable.
     """
 
     block: int
@@ -133,7 +133,7 @@ def make_plan(
 
 
 def _joined(term: Term, dims: tuple[int, ...]) -> tuple[int, ...]:
-    """The dims inside of the block: of plates, and those that lie in no plate."""
+    """The dims inside the block: of plates, and those that lie in no plate."""
     frames, batch = term.site["cond_indep_stack"], term.site["fn"].batch_shape
     leads = {f.dim for f in frames if f.name == LEADING}
     own = set(range(-len(batch), 0)) - set(dims) - leads

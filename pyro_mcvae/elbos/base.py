@@ -56,7 +56,7 @@ class Bounds(NamedTuple):
         separate plates.
     :ivar scale: N/B of the subsampled plates: a number, or a tensor like ``per_datum``.
     :ivar ~torch.Tensor shared: what belongs to no single datum: the global latents'
-        log p - log q and the factors outside of the data's plates, scaled; a scalar.
+        log p - log q and the factors outside the data's plates, scaled; a scalar.
     :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
 
     Example::
@@ -96,7 +96,7 @@ class Estimate:
         reparameterization; a training step with such draws is refused otherwise.
     :ivar averaged: whether latents that were to be weighed are averaged over, as in the plain ELBO.
     :ivar overflow: what to say where the value is not finite though every site is.
-    :ivar causes: finds what made it so before any site is looked at, a line each.
+    :ivar causes: finds what made it so before any site is checked, a line each.
     :ivar remedy: what to add where it is not finite.
     :ivar finish: what to do after a training step that succeeded, such as adapting.
     :ivar bounds: returns the value per datum; None where an objective has no such value.
@@ -351,7 +351,7 @@ class Notices:
         )
 
     def _tell_scales(self, run: Run) -> None:
-        """Warn of each latent that is scaled inside of the weights, and again above 1."""
+        """Warn of each latent that is scaled inside the weights, and again above 1."""
         plated = any(plate_frames(t.site) for t in run.terms if t.in_guide)
         local = [t for t in run.terms if plate_frames(t.site) or not plated]
         for name, scales in scaled_latents(local).items():

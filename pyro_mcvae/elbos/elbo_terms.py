@@ -185,7 +185,7 @@ def _all_costs(sample: WeightedParticles) -> list[list[Cost]]:
 
 def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:
     """
-    What the guide observes, averaged over the particles outside of every weight, as in Pyro.
+    What the guide observes, averaged over the particles outside every weight, as in Pyro.
 
     :returns: its value, and a scalar with its gradient; 0 where there is none.
     """

@@ -301,14 +301,14 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     is :class:`TraceRenyi_ELBO`.
 
     * *Local* latents, inside the plates that all of them share, are drawn K times and weighed per
-      element of these plates. *Global* latents :math:`\theta`, outside of every plate, are drawn
+      element of these plates. *Global* latents :math:`\theta`, outside every plate, are drawn
       once per step and enter as in the plain ELBO. A program without plated latents has one
       weight, over all its latents.
-    * The scale N/B of subsampled plates stays outside of the logarithm. Where it cannot (the
-      latents lie outside of a subsampled plate, as in Bayesian regression on minibatches), no
+    * The scale N/B of subsampled plates stays outside the logarithm. Where it cannot (the
+      latents lie outside a subsampled plate, as in Bayesian regression on minibatches), no
       importance weighted bound exists, and the latents' K draws are averaged as in the plain
       ELBO; a log message says so.
-    * ``poutine.scale`` and ``poutine.mask`` act inside of the weights: a scale tempers the bound
+    * ``poutine.scale`` and ``poutine.mask`` act inside the weights: a scale tempers the bound
       (as for KL annealing), it does not multiply it. To multiply the loss, multiply the loss.
     * What depends on which latent is found out by running the programs, once for each structure
       that they show. A local latent that steers Python (``if z > 0``, ``z.item()``) counts as
@@ -342,7 +342,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     leave-one-out baseline per datum (for K = 1, Pyro's plate-wise score function);
     ``"vimco"`` uses it for all local sites.
 
-    :param int num_particles: K, the draws inside of the logarithm.
+    :param int num_particles: K, the draws inside the logarithm.
     :param str gradient_estimator: one of the above.
     :param bool joint: one weight over everything, global latents drawn K times as well; without
         subsampled plates only. On small full data with global latents it is a tighter bound.
@@ -450,12 +450,12 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
 
     Plates, minibatches, global latents, scales and masks are treated as in
     :class:`TraceIWAE_ELBO`, which it is for ``alpha=0``; so are the gradient estimators, with
-    :math:`w_k^{1 - \alpha}` in the place of :math:`w_k` in normalised weights, and ``"dreg"`` and
+    :math:`w_k^{1 - \alpha}` in place of :math:`w_k` in normalised weights, and ``"dreg"`` and
     VIMCO as they follow for the order alpha. It replaces ``RenyiELBO(alpha)``, which multiplies N/B
     into the weights.
 
     :param float alpha: the order, other than 1.
-    :param int num_particles: K, the draws inside of the logarithm.
+    :param int num_particles: K, the draws inside the logarithm.
     :param str gradient_estimator: as in :class:`TraceIWAE_ELBO`.
     :param bool joint: one weight over everything, as in :class:`TraceIWAE_ELBO`.
     :param options: Pyro's own; see :class:`MonteCarloELBO`.

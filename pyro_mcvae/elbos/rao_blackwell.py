@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 class OneSlot:
     """
-    The average over the rows of a sample without slots, in the place of :class:`SlotAverage`.
+    The average over the rows of a sample without slots, in place of :class:`SlotAverage`.
 
     :ivar weight: the weight of each slot, ``[P, S, *plates]``; None here.
     :ivar row_weight: the same for each row, ``[rows, *plates]``.
@@ -396,7 +396,7 @@ class SlotSums:
         outside = [i for i, d in enumerate(site.order) if d in site.plates - plates]
         if site.symbol is not None or not outside:
             return leaf
-        # Many draws inside of a plate before one cost outside: each has all of it for its cost.
+        # Many draws inside a plate before one cost outside: each has all of it for its cost.
         kept = "".join(d for d in site.order if d not in site.plates - plates)
         return _named(1 + (leaf - 1).sum(outside), kept)
 
@@ -471,10 +471,10 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     of its own, as in Pyro's parallel enumeration, or under ``vmap`` where the programs do not
     broadcast. Sites that are not enclosed in ``pyro.markov`` multiply each other's slots where a
     factor depends on several of them. Model sites marked ``infer={"enumerate": "parallel"}`` and
-    absent from the guide are summed inside of the logarithm. A cost is multiplied by the weights
+    absent from the guide are summed inside the logarithm. A cost is multiplied by the weights
     of those sites alone that it depends on, which is found out by running the programs once.
 
-    Where no run can hold several slots (an ``nn.GRU``, Python that looks at a value), or elements
+    Where no run can hold several slots (an ``nn.GRU``, Python that reads a value), or elements
     of a plate meet in one factor, the slots are rows, as under the chains of
     :class:`~pyro_mcvae.TraceSIS_ELBO`: all sites of a datum multiply their slots, elements that
     meet are one variable together, and each slot has all costs of its datum. The mean is the same,

@@ -30,7 +30,7 @@ def analytic_kl_sites(run: Run, find_apart: Callable[[], Set[str]]) -> dict[str,
 
     A site allows it if the divergence is known in closed form and the model's distribution of the
     site depends on no draw of the guide that depends on it. That is so where whatever precedes the
-    site in the model precedes it in the guide; for other sites the programs are looked at.
+    site in the model precedes it in the guide; for other sites the programs are checked.
 
     :param find_apart: finds the names of the sites for which it is so.
     :returns: by site name, batch-shaped, with the user's scale and mask, without the plates' N/B.

@@ -37,7 +37,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
 
     A step evaluates the states of the minibatch, searches for better ones (an E-step, which never
     lowers F), keeps them in the guide, and takes the gradient of F through them. Latents that the
-    truncated posterior's own ``guide`` draws (:math:`\theta` outside of the data plate, w inside)
+    truncated posterior's own ``guide`` draws (:math:`\theta` outside the data plate, w inside)
     are drawn once per step and are the same for all states of a datum.
 
     :meth:`loss` and :meth:`bounds`, and every call without gradients, search as well, so that they
@@ -161,7 +161,7 @@ _REMEDY = (
 
 def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     r"""
-    Whether a step had best keep the graph of all S + C states that it looks at.
+    Whether a step had best keep the graph of all S + C states that it reads.
 
     A pass backward costs two passes forward: at once that makes 3 (S + C), and one more pass
     through the S best alone, after a search without a graph, S + C + 3 S. The first needs a look at

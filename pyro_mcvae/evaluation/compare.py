@@ -310,7 +310,7 @@ def compare(
     :param optim: a Pyro optimizer, such as ``pyro.optim.Adam({"lr": 0.01})``, or one by name of
         the loss.
     :param float seconds: of training, each; 30 if nothing else is said.
-    :param int num_steps: of training, each, in the place of seconds.
+    :param int num_steps: of training, each, in place of seconds.
     :param int num_epochs: likewise, passes over ``batches``; as many steps as the first pass has,
         times their number.
     :param batches: the training data: a DataLoader or another iterable, whose batches are arguments

@@ -140,7 +140,7 @@ def compare_models(
     For predictive accuracy by ArviZ's ``compare``, see :func:`to_inference_data`.
 
     :param models: by name ``(model, guide)``; or ``(model, guide, args)``, with a tuple of the
-        arguments of this pair, in the place of ``args``.
+        arguments of this pair, in place of ``args``.
     :param args: the programs' arguments.
     :param model_kwargs: their keyword arguments, in a dict.
     :param options: as in :func:`log_evidence`.

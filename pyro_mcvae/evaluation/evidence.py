@@ -116,7 +116,7 @@ class LogEvidence:
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
         ones, and for one weight of all data.
     :ivar scale: N/B of subsampled plates, a number or a tensor.
-    :ivar shared: log density of what belongs to no single datum: observations outside of the
+    :ivar shared: log density of what belongs to no single datum: observations outside the
         plates, and the prior of a guide's point masses.
     :ivar given: latents that were held: point masses of the guide, and, with ``joint=False``,
         global latents that were drawn once. The evidence is conditional on them.
@@ -335,7 +335,7 @@ def log_evidence(
         * ``progress=None``: show a bar, if ``tqdm`` is installed; None does on a terminal and in
           notebooks, for what takes longer than two seconds.
     :returns: a :class:`LogEvidence`.
-    :raises ValueError: for latents outside of a subsampled plate, guides of point masses alone,
+    :raises ValueError: for latents outside a subsampled plate, guides of point masses alone,
         point masses in the data's plates, chains where no latent is continuous, guides that never
         ran, masks and scales that do not cancel, log weights that are not a number; naming the site
         and the remedy.

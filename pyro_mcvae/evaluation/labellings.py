@@ -347,7 +347,7 @@ def _subsets(axes: Sequence[Axis]) -> Iterator[tuple[Axis, ...]]:
 def _permuted(
     latents: Mapping[str, Tensor], axes: Sequence[Axis], mapping: Mapping[int, int]
 ) -> dict[str, Tensor]:
-    """The latents with entry ``mapping[i]`` in the place of entry i."""
+    """The latents with entry ``mapping[i]`` in place of entry i."""
     found = dict(latents)
     for axis in axes:
         if axis.sites:

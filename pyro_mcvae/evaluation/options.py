@@ -281,7 +281,7 @@ def make_annealing(
 
 # Chains for each coordinate, and the fewest and the most of a weight.
 _PER_COORDINATE, _FEWEST, _MOST = 2, 50, 1000
-# Transitions between two looks at the population.
+# Transitions between two evaluations of the population.
 MOVES = 5
 # Numbers of the factors of all weights, above which correlations are left out.
 _LARGEST = 1 << 24

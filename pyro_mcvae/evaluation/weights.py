@@ -251,7 +251,7 @@ class ImportanceSampler:
         return self.on(replace(self.programs, guide=prior), joint=self.elements == 1)
 
     def renew(self) -> None:
-        """Draw the global latents that are held anew, on the same minibatch."""
+        """Draw the global latents that are held again, on the same minibatch."""
         self.reference = self._sampler(1).single(self.programs, self.reference.subsamples)
 
     @property
@@ -361,7 +361,7 @@ class ImportanceSampler:
         return chain, density
 
     def shared(self) -> Tensor:
-        """What belongs to no single datum: the factors outside of the blocks, without the draws."""
+        """What belongs to no single datum: the factors outside the blocks, without the draws."""
         return shared_factors(self.reference, self._drawn)
 
     def bound(self, summary: WeightSummary) -> Tensor:
@@ -504,7 +504,7 @@ def check_points(reference: WeightedParticles, points: frozenset[str]) -> None:
 
 def check_no_local_points(points: Collection[str]) -> None:
     """
-    :raises ValueError: for any point mass inside of the data's plates.
+    :raises ValueError: for any point mass inside the data's plates.
     """
     for name in sorted(points):
         raise ValueError(
@@ -545,7 +545,7 @@ def check_blocks(reference: WeightedParticles) -> None:
 
 
 def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tensor:
-    """The factors outside of the blocks, but for those of some sites."""
+    """The factors outside the blocks, but for those of some sites."""
     total = sample.log_weight.new_zeros(())
     for term in sample.global_terms():
         if term.key.name not in without:

@@ -77,7 +77,7 @@ class Lanes:
                 _functorch._vmap_decrement_nesting()
 
     def suspend(self) -> None:
-        """Compute outside of the lanes until :meth:`resume`: on tensors that have them as dims."""
+        """Compute outside the lanes until :meth:`resume`: on tensors that have them as dims."""
         if self._lanes:
             first = min(lane.level for lane in self._lanes.values())
             while (_functorch.maybe_current_level() or 0) >= first:

@@ -124,7 +124,7 @@ def smoothed(widths: Widths) -> AbstractContextManager[object]:
 
 
 class _Switch(torch.autograd.Function):
-    """The first argument, whose gradient goes to the second one inside of :func:`drifting`."""
+    """The first argument, whose gradient goes to the second one inside :func:`drifting`."""
 
     generate_vmap_rule = True
 
@@ -142,7 +142,7 @@ class _Switch(torch.autograd.Function):
 
 
 class _Hinge(torch.autograd.Function):
-    """max(d, 0), with the derivative of a smooth one inside of :func:`drifting`."""
+    """max(d, 0), with the derivative of a smooth one inside :func:`drifting`."""
 
     generate_vmap_rule = True
 

@@ -108,7 +108,7 @@ class Execution:
     :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
     :ivar nesting: how many batch dims belong to plates, where that is known.
     :ivar compared: the pair whose runs with and without leading dims are compared, where it is
-        another one; ``execute`` then looks at the contract of the programs itself.
+        another one; ``execute`` then checks the contract of the programs itself.
     :ivar check: a further look at a run that is not known.
     """
 
@@ -126,16 +126,16 @@ class Execution:
 
     @property
     def key(self) -> Programs:
-        """The pair that is looked at."""
+        """The pair that is checked."""
         return self.compared or self.programs
 
 
 def never(layout: Layout) -> Run:
-    """Of an execution that is looked at and not run."""
+    """Of an execution that is checked and not run."""
     raise NotImplementedError("a run that was made elsewhere")
 
 
-# The place that runs programs with leading dims: particles, chains, slots, states, judges.
+# The place that runs programs with leading dims: particles, chains, slots, states, evaluators.
 
 _logger = logging.getLogger(__name__)
 
@@ -152,9 +152,9 @@ _MAX_ATTEMPTS = 3
 
 class Runner:
     """
-    Makes the runs of one objective or judge, and knows how many batch dims their plates occupy.
+    Makes the runs of one objective or evaluator, and knows how many batch dims their plates occupy.
 
-    Whatever runs with leading dims runs here, and only here it is looked at: whether programs that
+    Whatever runs with leading dims runs here, and only here it is checked: whether programs that
     fail do so without leading dims too, have other plates than before, or cannot be vectorised;
     whether particles are taken for data of which there are as many; whether their densities are
     those of a loop.
@@ -430,7 +430,7 @@ class Runner:
         programs, name, find = execution.key, execution.name, execution.find_shared
         analysis = self.analyses.of(programs)
         shared = execution.shared if find is None else find(run)
-        # What a fresh analysis looks at first is the way that the last one chose.
+        # What a fresh analysis tries first is the way that the last one chose.
         before: Way | None = self._known(programs, _WAY)
         errors = {} if error is None else {before or Way.BATCHED: error}
         ways = [Way.BATCHED] if is_messenger(programs) else [*_AT_ONCE]

@@ -160,7 +160,7 @@ class WeightedParticles:
         return [f for f in frames if is_subsampled(f)]
 
     def global_terms(self) -> list[Term]:
-        """The terms outside of every block, from the first run (they are the same in all)."""
+        """The terms outside every block, from the first run (they are the same in all)."""
         return [t for t in self.runs[0].terms if not self.is_local(t)]
 
     def align(self, value: Tensor, term: Term, i: int) -> Tensor:
@@ -377,7 +377,7 @@ class ParticleSampler:
 
         :param count: the leading size, which need not be the sample's.
         :param make_sample_fn: as of :meth:`sample`, returns what gives the local sites their
-            values; None to draw them anew.
+            values; None to draw them again.
         :param detach_latents: local ones reach the model without their gradient to the guide.
         """
         fixed, shared = sample.global_values(), sample.structure.global_sites

@@ -1,4 +1,4 @@
-"""Distributions with care: patched samplers, supports that move, values outside of a support."""
+"""Distributions with care: patched samplers, supports that move, values outside a support."""
 
 from __future__ import annotations
 

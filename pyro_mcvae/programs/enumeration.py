@@ -232,7 +232,7 @@ def sum_states(
     factors: Sequence[StateFactor], states: Iterable[str], make_ring: type[LogRing] = LogRing
 ) -> Iterator[StateSum]:
     """
-    Sum over enumerated sites, inside of the logarithm: one sum for each set of connected factors.
+    Sum over enumerated sites, inside the logarithm: one sum for each set of connected factors.
 
     :param states: the symbols of the enumerated sites.
     :param make_ring: what Pyro's algorithm does with the sums.
@@ -259,7 +259,7 @@ def sum_states(
 
 
 def inside_sum(site: Site, is_summed: bool) -> Tensor:
-    """The log density of a model's site inside of a sum: masks act there, scales outside of it."""
+    """The log density of a model's site inside a sum: masks act there, scales outside it."""
     log_prob = sites.unscaled_log_prob(site, "model")
     # A mask takes factors out of the sum, and no state: what remains of those sums to one.
     return log_prob if is_summed else sites.unscaled_masked(site, log_prob)
@@ -366,7 +366,7 @@ def summed_terms(model_trace: Trace) -> list[Term]:
 
 
 def _term(found: StateSum, inside: Sequence[Term], trace: Trace) -> Term:
-    """A sum as the factor that it is, in the place of its members."""
+    """A sum as the factor that it is, in place of its members."""
     members = tuple(inside[i] for i in found.members)
     home = next(t.site for t in members if is_state(t.site))
     frames = tuple(_shared_frames(home, members, found.plates, trace))

@@ -192,7 +192,7 @@ class ModelNoise:
 class Unconditioned(UnconditionMessenger):
     """
     Observed sites are drawn, as by Pyro's ``uncondition``; but what is computed stays what it is:
-    inside of a plate Pyro's would draw it once for each element, with a dim too many.
+    inside a plate Pyro's would draw it once for each element, with a dim too many.
     """
 
     def _pyro_sample(self, msg: Message) -> None:
@@ -229,7 +229,7 @@ class ParticlePlate(IndepMessenger):
 @dataclass(frozen=True)
 class Substitutes:
     """
-    What a run of both programs takes, in the place of draws of its own.
+    What a run of both programs takes, in place of draws of its own.
 
     :ivar subsamples: the minibatch, which every run of a step shares: the first one fills it.
     :ivar values: a value for each site to be fixed, by name.

@@ -1,4 +1,4 @@
-"""Find the Python values outside of model and guide that a step reads."""
+"""Find the Python values outside model and guide that a step reads."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def is_plain(value: object) -> bool:
 
 
 def _is_same(now: Any, then: Any) -> bool:
-    """Whether what was made anew is what it was: AutoGuides make their plates at each step."""
+    """Whether what was made again is what it was: AutoGuides make their plates at each step."""
     if now is then:
         return True
     if type(now) is not type(then):

@@ -246,5 +246,5 @@ def probe_model(
 
 
 def _taking_any_value(*traces: Trace) -> AbstractContextManager[None]:
-    """Let distributions take NaN that were made outside of the programs, with validation."""
+    """Let distributions take NaN that were made outside the programs, with validation."""
     return unvalidated([s["fn"] for trace in traces for s in scored(trace)])

@@ -192,7 +192,7 @@ def run_pair(
     with Recorder(substitutes) as recorder, entered(leading.guide):
         programs.guide(*programs.args, **programs.kwargs)
     messenger = _messenger(programs)
-    # Its own trace also has what the program inside of it observes.
+    # Its own trace also has what the program inside it observes.
     drawn = guide_trace = recorder.trace if messenger is None else messenger.get_traces()[1]
     if substitutes.attached is not None:
         drawn = _detached(drawn, substitutes.attached | set(substitutes.values))
@@ -358,7 +358,7 @@ class Run:
         sizes = iter(weight.shape[len(weight.shape) - len(dims) :])
         batch = [next(sizes) if d in dims else 1 for d in range(-self.nesting, 0)]
         shape = [*weight.shape[: len(weight.shape) - len(dims)], *batch, *[1] * event_dim]
-        # Without a leading dimension a value outside of some plates has fewer dims than they.
+        # Without a leading dimension a value outside some plates has fewer dims than they.
         return weight.reshape(shape[max(0, len(shape) - value.dim()) :])
 
 

@@ -133,7 +133,7 @@ def _switched_off(on: list[str]) -> ExitStack:
     return stack
 
 
-# Masks wherever a program writes them: around a site, around its event, or inside of the event.
+# Masks wherever a program writes them: around a site, around its event, or inside the event.
 
 # What a mask goes through: the density of the whole is a sum over its entries.
 _SUMS = torch.distributions.Independent, ExpandedDistribution, MaskedDistribution
@@ -160,7 +160,7 @@ def counted_values(site: Site) -> Tensor | None:
 
 
 def hides_masks(fn: Distribution) -> bool:
-    """Whether a mask inside of a transform or a mixture takes out a part of the density alone."""
+    """Whether a mask inside a transform or a mixture takes out a part of the density alone."""
     if isinstance(fn, _SUMS):
         return hides_masks(fn.base_dist)
     inside = [part for part in vars(fn).values() if _is_distribution(part)]
@@ -240,7 +240,7 @@ def is_latent(site: Site) -> bool:
 
 
 def layers(fn: Distribution | None) -> Iterator[Distribution]:
-    """A distribution and those that it is made of, one inside of the other, outermost first."""
+    """A distribution and those that it is made of, one inside the other, outermost first."""
     while fn is not None:
         yield fn
         fn = getattr(fn, "base_dist", None)

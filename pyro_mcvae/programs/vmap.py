@@ -22,7 +22,7 @@ from pyro_mcvae.programs.types import Distribution, LeadingDimsError, Message
 
 # Distributions that a program made of one particle's values, as those of all particles.
 
-# These choose entries by values, which cannot be asked inside of the lanes; of Categorical's form.
+# These choose entries by values, which cannot be asked inside the lanes; of Categorical's form.
 _BY_LOGITS = dist.Multinomial, dist.OneHotCategorical
 # How deep tensors are looked for in what a distribution is made of.
 _DEPTH = 6
@@ -32,7 +32,7 @@ def lifted(fn: Distribution, lanes: Lanes, depth: int) -> Distribution:
     """
     The distribution of all particles.
 
-    :param fn: made inside of the lanes.
+    :param fn: made inside the lanes.
     :param depth: how many batch dims stand to the right of the lanes.
     :returns: ``fn`` itself where nothing of it is in a lane.
     :raises LeadingDimsError: for a distribution that is not made of its parameters alone.
@@ -141,7 +141,7 @@ class MappedPlate(ParticlePlate):
 
     Handlers around it see what they would see around a program that broadcasts: sites with the
     leading dims. The program is given its values under ``vmap``, so that it may count dims from
-    the left, multiply from the right, or convolve. Draws and densities are made outside of that.
+    the left, multiply from the right, or convolve. Draws and densities are made outside that.
     """
 
     def __init__(self, size: int, dim: int, skip: frozenset[str] = frozenset()) -> None:
@@ -152,7 +152,7 @@ class MappedPlate(ParticlePlate):
 
     def __enter__(self) -> MappedPlate:
         self._stack.enter_context(self._lanes.opened(self.size))
-        # What it looks at is not there to be looked at.
+        # What it reads is not there.
         self._stack.enter_context(pyro.validation_enabled(False))
         super().__enter__()
         return self

@@ -1,16 +1,16 @@
 """
-Which latents are weighed together: the blocks of a program and what stays outside of them.
+Which latents are weighed together: the blocks of a program and what stays outside them.
 
 A *block* is a set of local latents with the plates that all of its factors share. Its log weight
 has one entry per element of those plates, because given the global latents the program is a
-product over them. Latents outside of every plate are *global*: they are drawn once per step and
+product over them. Latents outside every plate are *global*: they are drawn once per step and
 enter as in the plain ELBO. Two rules keep the bound correct:
 
 * A plate's scale N/B may multiply a bound, never a weight inside a logarithm of a mean. So a
   block's own plates hold every subsampled plate around its factors, and latents for which that
   cannot be arranged become global.
 * A factor that depends on a local latent belongs to that latent's block, wherever it stands. If
-  it stands outside of a plate, the plate's elements are not independent and share one weight.
+  it stands outside a plate, the plate's elements are not independent and share one weight.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Factor(NamedTuple):
 
 
 class GlobalSites(NamedTuple):
-    """The guide's and the model's sites that stay outside of the particles: all share them."""
+    """The guide's and the model's sites that stay outside the particles: all share them."""
 
     guide: frozenset[str] = frozenset()
     model: frozenset[str] = frozenset()
@@ -67,19 +67,19 @@ class Structure:
     masked_by: Mapping[str, frozenset[str]] = field(default_factory=dict)
     # For factors across whose plates latents meet: these plates.
     coupled: Mapping[FactorKey, frozenset[PlateKey]] = field(default_factory=dict)
-    # A guide site and an observed site that has its parameters in the place of its draws.
+    # A guide site and an observed site that has its parameters in place of its draws.
     collapsed: tuple[str, str] | None = None
     # What others found out for runs of this structure, by their own keys.
     notes: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def outside(self) -> frozenset[FactorKey]:
-        """The factors that stay outside of the particles, if there are weights."""
+        """The factors that stay outside the particles, if there are weights."""
         return frozenset(key for key, b in self.block_of.items() if b is None and self.blocks)
 
     @cached_property
     def global_sites(self) -> GlobalSites:
-        """The sites of either program that stay outside of the particles."""
+        """The sites of either program that stay outside the particles."""
         return GlobalSites(
             *(
                 frozenset(k.name for k in self.outside if k.program == p)
@@ -245,7 +245,7 @@ def _home(factor: Factor, blocks: tuple[Block, ...], no_globals: bool) -> int | 
     keys = {plate_key(f) for f in factor.frames}
     subsampled = {plate_key(f) for f in factor.frames if is_subsampled(f)}
     for i, block in enumerate(blocks):
-        # N/B of a plate that is not the block's would be lost inside of the weight.
+        # N/B of a plate that is not the block's would be lost inside the weight.
         if subsampled <= set(block.plates) <= keys and (block.plates or no_globals):
             return i
     return None

@@ -140,7 +140,7 @@ class Analyses:
     The analyses of the models and guides that an objective was used with last.
 
     The key of an analysis is complete: the two programs, every argument, attribute, closure and
-    global that is no tensor, and the modules' training modes. Findings inside of it are kept by
+    global that is no tensor, and the modules' training modes. Findings inside it are kept by
     the sites of a run with their sizes. For what else may decide the structure of a program (a
     tensor's value, a file), a fresh analysis is made at uses 2, 4, 8, ..., 1024, and at every
     1024th from there on.

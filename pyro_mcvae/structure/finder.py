@@ -340,7 +340,7 @@ def _without_coupled(
     """
     The plates across whose elements each factor is a product.
 
-    A factor whose elements depend on each other's latents stands outside of the plate, in effect.
+    A factor whose elements depend on each other's latents stands outside the plate, in effect.
     """
     none: frozenset[PlateKey] = frozenset()
     return {

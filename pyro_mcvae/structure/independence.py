@@ -359,7 +359,7 @@ class _Experiment:
 
     def run(self, found: Found, subsets: list[_Subset], undefined: bool = True) -> None:
         """
-        Add what depends on chosen elements from outside of them.
+        Add what depends on chosen elements from outside them.
 
         :param bool undefined: whether latents may become NaN.
         """

@@ -220,7 +220,7 @@ _KEYS = {"format", "version", "kinds", "parts", "store", "names", "ranks", "extr
 
 
 def write_content(path: Path, content: Content) -> None:
-    """Write a file, in the place of an older one at once."""
+    """Write a file, in place of an older one at once."""
     # Beside it, since only within one file system a file takes another's place at once.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     # True checksums, whatever PyTorch has been told.
@@ -478,7 +478,7 @@ def save_checkpoint(
 
     What no part holds is not in the file: pass it as ``extra``, such as the temperature of
     :class:`GumbelSoftmax` if you anneal it. A draw of :class:`MonteCarloEM` that still serves
-    further updates is made anew.
+    further updates is made again.
 
     :param path: where to.
     :param parts: by names of one's own, everything that changes in training: modules (models,
@@ -536,7 +536,7 @@ def load_checkpoint(
 
     Values are copied into the live tensors, so that optimizers and compiled modules keep hold of
     them, on whatever device they are. On other ranks than were saved the generators are seeded
-    anew, from the saved ones. AutoGuides have no parameters before their first call, so
+    again, from the saved ones. AutoGuides have no parameters before their first call, so
     call them once before; what that call draws does not matter, as the generators are set here.
     If anything does not fit, nothing is changed.
 

@@ -196,7 +196,7 @@ class InformedFlips(Mutation):
     .. math:: d_i = (1 - 2 z_i) \, \partial \log p(x, z) / \partial z_i
 
     for a Bernoulli entry, and likewise for one-hot entries and counts. It costs one forward and
-    backward pass at the parents. It only proposes: states are judged by their exact density.
+    backward pass at the parents. It only proposes: states are evaluated by their exact density.
     Entries through which the model passes no gradient count as changing nothing.
 
     :param float uniform: the share of parents whose children are drawn uniformly instead, so that
@@ -288,5 +288,5 @@ class EvolutionaryUpdate:
 
     @property
     def informed(self) -> bool:
-        """Whether the mutation looks at gradients."""
+        """Whether the mutation reads gradients."""
         return bool(getattr(self.mutation, "informed", False))

@@ -132,7 +132,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
     all that there are, F is the exact log evidence.
 
     The guide finds the discrete sites and their plates by running the model, like an AutoGuide:
-    one or several sites in one plate, and sites in plates nested inside of the data plate (their
+    one or several sites in one plate, and sites in plates nested inside the data plate (their
     values belong to the datum's state). Bernoulli, categorical, one-hot and count sites are
     searched (counts without an upper bound: below 65,536). Which data a minibatch holds is read
     from the plate: give it indices, ``pyro.plate("data", N, subsample=index)``, or let it draw them
@@ -169,7 +169,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         discrete site.
     :param bool exchange: whether the ranks of a distributed run have the same data and states.
     :param bool fixed_data: whether a datum's observations are the same at every call, so that
-        others in its place are refused; False for data that are drawn anew (by a binarisation,
+        others in its place are refused; False for data that are drawn again (by a binarisation,
         say). What the model itself draws or computes from parameters is never compared.
     :param vectorize: run the model once for all states; None where that has a loop's numbers, as
         ``vectorize_particles`` of :class:`MonteCarloELBO`.
@@ -279,7 +279,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         :param args: the model's arguments on these data.
         :param int num_steps: how many.
         :raises ValueError: as at a first call; and if ``guide`` cannot be called with other data,
-            as an AutoGuide of latents inside of the data's plates.
+            as an AutoGuide of latents inside the data's plates.
 
         Example::
 

@@ -418,7 +418,7 @@ class JointRuns:
         """
         The log joint of the states, shape ``[C, *plates]``.
 
-        Minus infinity where a state lies outside of the support.
+        Minus infinity where a state lies outside the support.
         """
         unsure = {n for n, spec in self.layouts.layout.sites.items() if not spec.bounded}
         if not unsure:

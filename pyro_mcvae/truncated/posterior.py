@@ -151,7 +151,7 @@ class StatePosterior:
 
         :param value: broadcast to ``[S, *batch, *event]``, where the site lies in a data plate.
         :returns: ``[*batch, *event]``.
-        :raises ValueError: for a site outside of the data plate.
+        :raises ValueError: for a site outside the data plate.
         """
         if self.particles.block_of[0].get(FactorKey("model", site["name"])) is None:
             raise ValueError(

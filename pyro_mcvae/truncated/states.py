@@ -145,7 +145,7 @@ class StateSpace:
 
         :param ~torch.Tensor current: the entries' present values, int64, shape ``[..., M]``.
         :param ~torch.Tensor moves: which moves, of that shape; all by default.
-        :returns: shape ``[..., M]``; outside of the entry's range where a count cannot go further.
+        :returns: shape ``[..., M]``; outside the entry's range where a count cannot go further.
         """
         if self.binary:
             return 1 - current

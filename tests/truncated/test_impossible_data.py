@@ -85,6 +85,12 @@ def test_judges_know_impossible_states():
     exact = dist.Poisson(1.0).log_prob(seen)
     found = log_evidence(counted, guide, seen)
     assert (found.log_evidence < exact + 1e-6).all()
+    # Of nearly all states it is the evidence.
+    wide = TruncatedPosterior(counted, num_states=30)
+    wide.fit(seen, num_steps=100)
+    torch.testing.assert_close(
+        log_evidence(counted, wide, seen).log_evidence, exact, rtol=0, atol=1e-6
+    )
     assert not isinstance(report(counted, guide, seen, num_particles=100).prior, str)
 
 
