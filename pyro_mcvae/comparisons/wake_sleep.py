@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyro
@@ -328,7 +329,7 @@ class WakeSleep(MonteCarloELBO):
         value = as_scalar(sum(total_cost(elbo_costs(run.terms)) for run in runs))
         value = value / self.num_particles
         if not torch.is_grad_enabled():
-            return Estimate(value, value, runs)
+            return Estimate(value, value, runs, bounds=partial(self._bounds, programs, runs))
         wake = _total(t for run in runs for t in run.terms if not t.in_guide)
         nights = [self._sleep(programs, runs[0]) for _ in range(self.num_dreams)]
         sleep = _total(t for night in nights for t in night.terms)
@@ -337,8 +338,7 @@ class WakeSleep(MonteCarloELBO):
         value = torch.where(surrogate.detach().isfinite(), value, torch.nan)
         return Estimate(value, surrogate, [*runs, *nights], scored=True)
 
-    def bounds_of(self, programs: Programs) -> Bounds:
-        runs = self.sampler.independent(programs, detach_latents=True)
+    def _bounds(self, programs: Programs, runs: list[Run]) -> Bounds:
         sample = self.sampler.arrange(programs, runs)
         return elbo_bounds(sample, [elbo_costs(run.terms) for run in runs])
 

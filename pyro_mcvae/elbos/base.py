@@ -540,20 +540,6 @@ class MonteCarloELBO(FixedOptions, ELBO):
     def estimate(self, programs: Programs) -> Estimate:
         """One step's value and surrogate; the surrogate needs no graph where gradients are off."""
 
-    def bounds_of(self, programs: Programs) -> Bounds:
-        """
-        One step's value per datum: by default that of :meth:`estimate`, without gradients.
-
-        :raises NotImplementedError: if the estimate has no value per datum.
-        """
-        found = self.estimate(programs).bounds
-        if found is None:
-            raise NotImplementedError(
-                f"{type(self).__name__} has no bounds per datum: pass Estimate(..., bounds=), or "
-                f"make the estimate by local_estimate"
-            )
-        return found()
-
     def _step(self, programs: Programs) -> Estimate:
         with casts_with_gradients():
             estimate = self.estimate(programs)
@@ -661,6 +647,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
         :returns: :class:`Bounds`; ``bounds.per_datum`` has the shape of the data's plates, and
             ``bounds.total`` is minus the loss.
+        :raises NotImplementedError: for an objective of one's own without a value per datum.
 
         Example::
 
@@ -682,6 +669,12 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         with torch.no_grad():
             programs = Programs(model, guide, args, kwargs)
-            bounds = self.bounds_of(programs)
+            found = self.estimate(programs).bounds
+            if found is None:
+                raise NotImplementedError(
+                    f"{type(self).__name__} has no bounds per datum: pass Estimate(..., bounds=), "
+                    f"or make the estimate by local_estimate"
+                )
+            bounds = found()
             self._notices.look(programs, [], self._weighs)
         return bounds

@@ -142,22 +142,8 @@ def weighted_estimate(
     return Estimate(value, as_scalar(path), sample.runs, scored=True, bounds=per_datum)
 
 
-def local_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
-    """
-    The value of :func:`local_estimate` per datum. :class:`MonteCarloELBO` has an example.
-
-    :param sample: the particles of the step, from ``self.sampler``.
-    :param bound: the bound of each datum, shape ``[*plates]``.
-    :raises ValueError: for a tensor of another shape.
-    """
-    sample.check_shapes(bound=bound)
-    if not sample.blocks:
-        return averaged_bounds(sample)
-    return weighted_bounds(sample, bound)
-
-
 def weighted_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
-    """:func:`local_bounds` of particles that have weights, without its check of the shapes."""
+    """Return the value of :func:`weighted_estimate` per datum."""
     shared = total_cost(elbo_costs(sample.global_terms())) + guide_data(sample)[0]
     return Bounds(bound, sample.scale, as_scalar(shared).to(bound), sample.plate_names)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -27,10 +28,8 @@ from pyro_mcvae.elbos.base import (
 )
 from pyro_mcvae.elbos.elbo_terms import (
     Cost,
-    averaged_bounds,
     averaged_estimate,
     elbo_bounds,
-    weighted_bounds,
     weighted_estimate,
 )
 from pyro_mcvae.ops.weights import normalized_weights
@@ -566,31 +565,23 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         slot_runs = self._slots.runs(programs)
         if slot_runs is None:
             return self._estimate_by_rows(programs)
-        found: list[tuple[Sum, Sum]] = []
-        for slot_run in slot_runs:
-            sums = self._sums(programs, slot_run)
-            wanted = torch.is_grad_enabled()
-            found.append(sums.differentiate(programs) if wanted else (sums.value(), 0.0))
+        sums = [self._sums(programs, slot_run) for slot_run in slot_runs]
+        wanted = torch.is_grad_enabled()
+        found = [s.differentiate(programs) if wanted else (s.value(), 0.0) for s in sums]
         value, surrogate = map(as_scalar, map(add_up, zip(*found, strict=True)))
         each = 1 / self.sampler.num_particles
         value, surrogate = times(value, each), times(surrogate, each)
-        return Estimate(value, surrogate, [r.run for r in slot_runs], scored=True)
+        runs = [r.run for r in slot_runs]
+        bounds = partial(self._bounds, programs, slot_runs, sums)
+        return Estimate(value, surrogate, runs, scored=True, bounds=bounds)
 
-    def bounds_of(self, programs: Programs) -> Bounds:
-        if is_messenger(programs):
-            return averaged_bounds(self._without_slots(programs))
-        slot_runs = self._slots.runs(programs)
-        if slot_runs is None:
-            sample, slots = self._row_sample(programs)
-            if slots.weight is None:
-                return averaged_bounds(sample)
-            return weighted_bounds(sample, slots.mean(sample.log_weight))
+    def _bounds(self, programs: Programs, slot_runs: list[SlotRun], sums: list[SlotSums]) -> Bounds:
+        """The value per datum: the expected cost of each site, at the data that it belongs to."""
         costs = []
-        for slot_run in slot_runs:
-            sums = self._sums(programs, slot_run)
+        for slot_run, own in zip(slot_runs, sums, strict=True):
             summands = slot_run.run.summands
             values: dict[FactorKey, Tensor | int] = {t.key: 0 for t in summands}
-            for c, value in zip(slot_run.costs, sums.expected(), strict=True):
+            for c, value in zip(slot_run.costs, own.expected(), strict=True):
                 values[c.term.key] = values[c.term.key] + value * (c.scale / c.term.plate_scale)
             costs.append([Cost(t, values[t.key], 0) for t in summands])
         sample = self.sampler.arrange(programs, [r.run for r in slot_runs])

@@ -10,8 +10,8 @@ from pyro import poutine
 from torch import Tensor
 
 from pyro_mcvae.coordinates import chain_density
-from pyro_mcvae.elbos.base import Bounds, Estimate, MonteCarloELBO, check_options
-from pyro_mcvae.elbos.elbo_terms import local_bounds, local_estimate
+from pyro_mcvae.elbos.base import Estimate, MonteCarloELBO, check_options
+from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.weights import normalized_weights
 from pyro_mcvae.programs.run import Programs
@@ -129,15 +129,6 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         if training and guide.training:
             estimate.finish = partial(step.keep, population, shared=True)
         return estimate
-
-    def bounds_of(self, programs: Programs) -> Bounds:
-        guide = _truncated(programs.guide)
-        step = EStep(guide, programs, self.sampler)
-        population, sample = step.evaluate()
-        if guide.training:
-            population = step.search(population)
-        bound = population.log_joint.logsumexp(1).reshape(sample.shapes[0])
-        return local_bounds(sample, bound)
 
     def _pick(self, log_joint: Tensor) -> tuple[Tensor, Tensor]:
         """The states that pass the gradient, and their weights, ``[E, k]``."""

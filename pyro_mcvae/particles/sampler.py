@@ -22,7 +22,6 @@ from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import (
     FactorKey,
     SiteChanges,
-    is_subsampled,
     plate_frames,
     plate_key,
     subsampling_scale,
@@ -152,12 +151,6 @@ class WeightedParticles:
         """Whether a local draw is not reparameterized."""
         terms = self.runs[0].terms
         return any(isinstance(t.score, Tensor) and self.is_local(t) for t in terms)
-
-    @property
-    def subsampled_frames(self) -> list[CondIndepStackFrame]:
-        """The plates of the sites that do not show all of their data."""
-        frames = (f for t in self.runs[0].terms for f in plate_frames(t.site))
-        return [f for f in frames if is_subsampled(f)]
 
     def global_terms(self) -> list[Term]:
         """The terms outside every block, from the first run (they are the same in all)."""
