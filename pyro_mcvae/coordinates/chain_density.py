@@ -105,9 +105,9 @@ def named(names: tuple[str, ...]) -> str:
 
 # The log weight of a pair of programs as a density that chains move in.
 
-# A chain that diverges gets no further than this: programs there raise errors of their own (an
-# infinite mean, say) for all data at once. Such a state has weight zero, so that it is rejected by
-# adjusted kernels and reported by unadjusted ones.
+# A chain that diverges gets no further than this, in units of one or of where it began: programs
+# there raise errors of their own (an infinite mean, say) for all data at once. Such a state has
+# weight zero, so that it is rejected by adjusted kernels and reported by unadjusted ones.
 _FAR = 1e6
 
 
@@ -131,6 +131,8 @@ class ChainDensity:
         moves = log_weight.coordinates.shape[-1] > 0
         self._kernel_gradient = moves and GradientMode.COORDINATES in self.gradient
         self._latest = log_weight.first
+        began = log_weight.coordinates.detach().abs()
+        self._far = _FAR * began.clamp(1.0, torch.finfo(began.dtype).max / _FAR)
 
     @property
     def runs(self) -> list[Run]:
@@ -153,7 +155,7 @@ class ChainDensity:
                 position = position.detach()
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
-            near, reads = position.detach().abs() <= _FAR, _may_read(position)
+            near, reads = position.detach().abs() <= self._far, _may_read(position)
             all_near = reads and holds(near.all())
             # A tensor of its own: transforms remember what they made of one that they know.
             own = position.view_as(position) if all_near else torch.where(near, position, 0.0)

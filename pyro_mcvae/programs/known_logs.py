@@ -124,11 +124,19 @@ def _changes(value: Tensor) -> int:
 
 
 def positive(value: Tensor, simplex: bool = False) -> Tensor:
-    """A value whose logarithms are known, without rounding to 0 (or 1) or infinity."""
+    """
+    A value whose logarithms are known, without rounding to 0 (or 1) or infinity.
+
+    :param simplex: whether its last dim sums to one, but for the rounding of large logits.
+    """
     logs = _logs_of(value)
-    if logs is None or logs.sign < 0:
-        return value
-    return with_logs(_inside(value, logs), logs._replace(simplex=simplex))
+    known = logs is not None and logs.sign >= 0
+    if known:
+        value = _inside(value, logs)
+    if simplex:
+        with torch._C.DisableTorchFunction():
+            value = value / value.detach().sum(-1, keepdim=True)
+    return with_logs(value, logs._replace(simplex=simplex)) if known else value
 
 
 def _inside(value: Tensor, logs: Logs) -> Tensor:

@@ -389,3 +389,25 @@ def test_the_first_gradient_is_that_of_an_evaluation_there(name, coordinates):
     ((start, again),) = chains
     assert torch.allclose(start.grad_base, again.grad_base)
     assert torch.allclose(start.grad_weight, again.grad_weight)
+
+
+@pytest.mark.parametrize(
+    ("objective", "kernel"), [(TraceSIS_ELBO, UnderdampedLangevin), (TraceAIS_ELBO, HMC)]
+)
+def test_units_of_the_latent_are_the_users(objective, kernel):
+    """Chains along latents of a scale of 1e9 are those of a scale of one, in other units."""
+    losses = []
+    for scale in (1.0, 1e9):
+
+        def model(scale=scale):
+            with pyro.plate("data", 5):
+                z = pyro.sample("z", dist.Normal(0.0, scale))
+                pyro.sample("x", dist.Normal(torch.tanh(z / scale), 1.0), obs=torch.ones(5))
+
+        def guide(scale=scale):
+            with pyro.plate("data", 5):
+                pyro.sample("z", dist.Normal(0.5 * scale, scale))
+
+        pyro.set_rng_seed(0)
+        losses.append(objective(3, kernel(0.3 * scale), coordinates="latent").loss(model, guide))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
