@@ -214,7 +214,8 @@ class DependentPlates(NamedTuple):
     Plates whose elements depend on each other's latents.
 
     :ivar plates: for each factor the plates around it across which it depends on latents.
-    :ivar reads: where Python code reads the value of a latent, by which it may decide anything.
+    :ivar reads: where Python code reads the value of a latent in such a plate, by which it may
+        decide anything. A branch in a sequential plate is tested as other code is.
     """
 
     plates: Found
@@ -252,6 +253,7 @@ def find_dependent_plates(
     reads = reads_of_latents(programs, first.subsamples, frozenset(latents), watch.reads)
     experiment = _Experiment(programs, first, latents, values, others, bool(reads), leading)
     found = _read(first, latents, reads)
+    reads = [r for r in reads if any(_in_one_run(latents[n]) for n in r.sites & latents.keys())]
     for plate, pair in halves:
         both = [_Subset(plate, s) for s in pair]
         if thorough:
@@ -314,6 +316,11 @@ def _plates(latents: Mapping[str, Site]) -> list[tuple[CondIndepStackFrame, ...]
     for name in sorted({f.name for f in frames if f.dim is None}):
         plates.append(tuple(f for f in frames if f.dim is None and f.name == name))
     return [p for p in plates if p[0].size > 1]
+
+
+def _in_one_run(site: Site) -> bool:
+    """Whether a latent's values at several elements of a plate stand side by side."""
+    return any(f.dim is not None for f in plate_frames(site))
 
 
 def _read(first: Probe, latents: Mapping[str, Site], reads: list[Read]) -> Found:
