@@ -29,6 +29,7 @@ from pyro_mcvae.compiled.recording import (
 )
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, options_of
 from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.programs.contract import LossModule
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from pyro_mcvae.programs.types import Program, first_line
 
@@ -399,6 +400,10 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
         except NotRecordable as reason:
             self._tell(str(reason))
             return getattr(self.plain, function)(model, guide, *args, **kwargs)
+
+    def __call__(self, model: nn.Module, guide: nn.Module) -> LossModule:
+        """Return a module whose call on data returns the loss, for ``torch.optim``."""
+        return LossModule(model, guide, self)
 
     def __getattr__(self, name: str) -> Any:
         try:

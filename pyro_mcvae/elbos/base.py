@@ -28,7 +28,7 @@ from pyro_mcvae.coordinates.chain_density import costs_nothing_to_read
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
 from pyro_mcvae.ops.tensors import after_backward, is_recording, with_gradient_of
 from pyro_mcvae.particles.sampler import ParticleSampler
-from pyro_mcvae.programs.contract import nonfinite_sites, single_run
+from pyro_mcvae.programs.contract import LossModule, nonfinite_sites, single_run
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import (
     casts_with_gradients,
@@ -289,11 +289,17 @@ _SCALED = (
 )
 
 
+_ANOTHER = (
+    "one loss object trains two models or guides: its step sizes, schedule and baselines, which "
+    "adapt or train, carry over from the first to the second; make a loss for each"
+)
+
+
 class Notices:
     """What is logged once of the guides of one objective."""
 
-    def __init__(self, analyses: Analyses) -> None:
-        self._analyses = analyses
+    def __init__(self, analyses: Analyses, learns: bool) -> None:
+        self._analyses, self._learns = analyses, learns
         self._warn = WarnOnce(_logger)
         self._scaled: set[tuple[str, bool]] = set()
 
@@ -309,6 +315,8 @@ class Notices:
         """
         if is_recording():
             return  # the plain steps before were looked at
+        if self._learns and self._analyses.num_pairs > 1 and torch.is_grad_enabled():
+            self._warn(_ANOTHER)
         collected = collects_parameters()
 
         def look() -> None:
@@ -505,7 +513,11 @@ class MonteCarloELBO(FixedOptions, ELBO):
             ignore_jit_warnings=ignore_jit_warnings,
             jit_options=jit_options,
         )
-        self._notices = Notices(self.sampler.analyses)
+        self._notices = Notices(self.sampler.analyses, isinstance(self, nn.Module))
+
+    def __call__(self, model: nn.Module, guide: nn.Module) -> LossModule:
+        """Return a module whose call on data returns the loss, for ``torch.optim``."""
+        return LossModule(model, guide, self)
 
     def _is_made(self) -> bool:
         return "_notices" in vars(self)  # Pyro's base class assigns some of them twice

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from pyro.infer.elbo import ELBO, ELBOModule
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.indep_messenger import CondIndepStackFrame as Frame
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from pyro.util import check_model_guide_match, check_site_shape
+from torch import nn
 
+from pyro_mcvae.ops.checks import WarnOnce
 from pyro_mcvae.programs.enumeration import is_state
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Leading, Minibatch, Substitutes
@@ -32,6 +36,7 @@ from pyro_mcvae.programs.types import LEADING, Site, is_subsampled
 if TYPE_CHECKING:
     from pyro_mcvae.programs.terms import Term
 
+_logger = logging.getLogger(__name__)
 
 # Checks of runs, whose errors name the site and say what to do instead.
 
@@ -336,3 +341,32 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
     # lies to their right, as the time of pyro.contrib.forecast.
     deepest = max((t.log_prob.dim() for t in run.terms), default=0)
     return replace(run, nesting=max(run.nesting, deepest))
+
+
+# A loss with its model and guide.
+
+
+class LossModule(ELBOModule):
+    """A loss with its model and guide: a module whose call on data returns the loss."""
+
+    def __init__(self, model: Any, guide: Any, elbo: ELBO) -> None:
+        super().__init__(model, guide, elbo)
+        self._warn = WarnOnce(_logger)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Warn of a guide without parameters, which an optimizer would leave untrained."""
+        if not isinstance(self.guide, nn.Module):
+            self._warn(_FUNCTION)
+        elif next(self.guide.parameters(), None) is None:
+            self._warn(_NO_PARAMETERS % type(self.guide).__name__)
+        return super().named_parameters(*args, **kwargs)
+
+
+_FUNCTION = (
+    "the guide is no module, so its parameters (pyro.param) are not among those of elbo(model, "
+    "guide), and an optimizer of these does not train it: use SVI, or a PyroModule as guide"
+)
+_NO_PARAMETERS = (
+    "the guide %s has no parameters yet, so an optimizer that is made now does not train it: call "
+    "elbo(model, guide) on data first, when AutoGuides create theirs"
+)

@@ -130,13 +130,14 @@ def positive(value: Tensor, simplex: bool = False) -> Tensor:
     :param simplex: whether its last dim sums to one, but for the rounding of large logits.
     """
     logs = _logs_of(value)
-    known = logs is not None and logs.sign >= 0
-    if known:
+    if logs is not None and logs.sign < 0:
+        logs = None
+    if logs is not None:
         value = _inside(value, logs)
     if simplex:
         with torch._C.DisableTorchFunction():
             value = value / value.detach().sum(-1, keepdim=True)
-    return with_logs(value, logs._replace(simplex=simplex)) if known else value
+    return value if logs is None else with_logs(value, logs._replace(simplex=simplex))
 
 
 def _inside(value: Tensor, logs: Logs) -> Tensor:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
 from pyro.poutine.broadcast_messenger import BroadcastMessenger
 from pyro.poutine.indep_messenger import CondIndepStackFrame, IndepMessenger
 from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import NonlocalExit
 from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.uncondition_messenger import UnconditionMessenger
@@ -29,7 +32,8 @@ from pyro_mcvae.programs.sites import (
     site_in_full_precision,
     without_autocast,
 )
-from pyro_mcvae.programs.types import LEADING, Message, check_options, note
+from pyro_mcvae.programs.source_lines import program_line
+from pyro_mcvae.programs.types import LEADING, Message, SiteError, check_options, note
 
 # Reentrant checkpoints of programs, run as the others are.
 
@@ -277,6 +281,21 @@ class Recorder(Messenger):
     def __exit__(self, *error: Any) -> None:
         self._checkpoints.__exit__()
         super().__exit__(*error)
+        named = SiteError, NonlocalExit
+        if isinstance(error[1], Exception) and self._recorded and not isinstance(error[1], named):
+            self._add_place(*error[1:])
+
+    def _add_place(self, error: Any, traceback: Any) -> None:
+        """Add to an error from the user's code the program, the last site and the line."""
+        names = [n for n, s in self.trace.nodes.items() if s.get("type") == "sample"]
+        after = f"after site '{names[-1]}'" if names else "before its first site"
+        program = "model" if self._in_model else "guide"
+        *_, (frame, _) = walk_tb(traceback)
+        place = f"in the {program}, {after}, at {program_line(frame)}"
+        if sys.version_info >= (3, 11):
+            error.add_note(place)
+        elif error.args and isinstance(error.args[0], str):
+            error.args = f"{error.args[0]}\n{place}", *error.args[1:]
 
     def _process_message(self, msg: Message) -> None:
         if site_is_subsample(msg):

@@ -149,6 +149,11 @@ class Analyses:
     def __init__(self) -> None:
         self._pairs: list[_Pair] = []
 
+    @property
+    def num_pairs(self) -> int:
+        """With how many models and guides the objective was used, of the last few."""
+        return len(self._pairs)
+
     def __getstate__(self) -> dict[str, object]:
         # Programs are often local functions, which cannot be pickled; they are analysed again.
         return {"_pairs": []}

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import traceback
 
 import pyro
 import pyro.distributions as dist
@@ -15,6 +16,7 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from pyro_mcvae import (
     HMC,
     ULA,
+    CompiledELBO,
     IndependentDraw,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
@@ -502,3 +504,60 @@ def test_sequential_minibatches_whose_sites_change_from_step_to_step(objective, 
         rows = torch.tensor(rows)
         both = (functools.partial(program, observe, rows) for observe in (True, False))
         assert math.isfinite(elbo.loss(*both))
+
+
+# What a user would want to hear once.
+
+
+def line(x):
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z, 1.0), obs=x)
+
+
+def line_guide(x):
+    loc = pyro.param("loc", torch.zeros(len(x)))
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.Normal(loc, 1.0))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parameters_of_a_guide_that_has_none_are_warned_of(compiled, caplog):
+    loss = TraceSIS_ELBO(2)
+    loss = CompiledELBO(loss, backend="eager") if compiled else loss
+    guide, x = AutoNormal(line), torch.zeros(3)
+    module = loss(line, guide)
+    assert len(list(module.parameters())) == len(list(loss.parameters()))
+    assert "AutoNormal has no parameters yet" in caplog.text
+    module(x)
+    caplog.clear()
+    assert len(list(loss(line, guide).parameters())) == len(list(loss.parameters())) + 2
+    assert not caplog.text
+    list(loss(line, line_guide).parameters())
+    assert "the guide is no module" in caplog.text
+
+
+@pytest.mark.parametrize(("loss", "learns"), [(TraceSIS_ELBO, True), (TraceIWAE_ELBO, False)])
+def test_a_loss_that_learns_says_that_it_trains_a_second_model(loss, learns, caplog):
+    loss, x = loss(2), torch.zeros(3)
+    loss.loss_and_grads(line, line_guide, x)
+    assert "one loss object" not in caplog.text
+    for _ in range(2):
+        loss.loss_and_grads(lambda x: line(x), line_guide, x)
+    assert caplog.text.count("one loss object trains two models") == learns
+
+
+@pytest.mark.parametrize("loss", [TraceSGVB_ELBO, TraceIWAE_ELBO, TraceSIS_ELBO])
+@pytest.mark.parametrize("program", ["model", "guide"])
+def test_errors_of_a_program_name_the_last_site_and_the_line(loss, program):
+    def broken(x):
+        (line if program == "model" else line_guide)(x)
+        torch.zeros(2) @ torch.zeros(3)
+
+    pair = (broken, line_guide) if program == "model" else (line, broken)
+    last = "x" if program == "model" else "z"
+    with pytest.raises(RuntimeError, match="size") as error:
+        loss(2).loss(*pair, torch.zeros(3))
+    text = "".join(traceback.format_exception(error.value))
+    assert f"in the {program}, after site '{last}', at {__file__}" in text
+    assert "torch.zeros(2) @ torch.zeros(3)" in text
