@@ -315,8 +315,6 @@ class Notices:
         """
         if is_recording():
             return  # the plain steps before were looked at
-        if self._learns and self._analyses.num_pairs > 1 and torch.is_grad_enabled():
-            self._warn(_ANOTHER)
         collected = collects_parameters()
 
         def look() -> None:
@@ -325,6 +323,8 @@ class Notices:
         self._analyses.of(programs).once(("notices", collected), look)
 
     def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
+        if self._learns and self._analyses.num_pairs > 1 and torch.is_grad_enabled():
+            self._warn(_ANOTHER)
         for run in runs if collected else ():
             refuse_copied_parameters(programs, run)
         for run in runs:

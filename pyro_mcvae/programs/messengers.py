@@ -281,12 +281,14 @@ class Recorder(Messenger):
     def __exit__(self, *error: Any) -> None:
         self._checkpoints.__exit__()
         super().__exit__(*error)
-        named = SiteError, NonlocalExit
-        if isinstance(error[1], Exception) and self._recorded and not isinstance(error[1], named):
+        if error[1] is not None:
             self._add_place(*error[1:])
 
     def _add_place(self, error: Any, traceback: Any) -> None:
         """Add to an error from the user's code the program, the last site and the line."""
+        other = isinstance(error, SiteError | NonlocalExit) or not isinstance(error, Exception)
+        if other or not self._recorded:
+            return
         names = [n for n, s in self.trace.nodes.items() if s.get("type") == "sample"]
         after = f"after site '{names[-1]}'" if names else "before its first site"
         program = "model" if self._in_model else "guide"
