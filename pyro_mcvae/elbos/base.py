@@ -15,6 +15,7 @@ from pyro.infer.elbo import ELBO
 from pyro.infer.util import is_validation_enabled
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
+from torch.distributions import Independent
 
 from pyro_mcvae.checks.faults import (
     collects_parameters,
@@ -266,6 +267,10 @@ _POINTS = (
     "and the objective is log p(x, z) at the point, which is no bound on log p(x). TraceSGVB_ELBO "
     "has the same value with one particle; for a bound use a guide that draws, such as AutoNormal"
 )
+_ONE_DATUM = (
+    "site '%s' and the data of site '%s' have %d independent entries each and lie in no plate, so "
+    "they are weighed as one datum: for a weight each, put both into a plate of that size"
+)
 _OBSERVED = (
     "site '%s' of the guide is observed: its log density is added to the loss, as by Pyro, so that "
     "training lowers it, and is in no weight and no evidence. To train a network that predicts it, "
@@ -334,6 +339,8 @@ class Notices:
             if drawn and not any(is_random(t.site) for t in drawn):
                 self._warn(_POINTS % drawn[0].key.name)
             check_unweighed(programs, run, weighs)
+            for names_and_size in _without_plate(drawn, run):
+                _logger.info(_ONE_DATUM, *names_and_size)
             scale = common_scale(run.terms)
             if scale is not None:
                 self._warn(_TEMPERED % (scale, "no" if scale > 1 else "a loose", scale))
@@ -368,6 +375,17 @@ class Notices:
                 self._scaled.add(key)
                 what = "exists for few models only" if key[1] else "is that of another prior"
                 _logger.warning(_SCALED, name, *scales, *scales, what)
+
+
+def _without_plate(drawn: list[Term], run: Run) -> Iterator[tuple[str, str, int]]:
+    """Latents and data that are as many, in events: probably a plate was forgotten."""
+    for data in (t for t in run.terms if not t.in_guide and t.site["is_observed"]):
+        for latent in drawn:
+            sites = latent.site, data.site
+            apart = all(isinstance(s["fn"], Independent) and not plate_frames(s) for s in sites)
+            size, same = (s["fn"].event_shape[:1].numel() for s in sites)
+            if apart and size == same > 1:
+                yield latent.key.name, data.key.name, size
 
 
 def _why_averaged(run: Run, drawn: Mapping[str, Term]) -> str:
