@@ -479,9 +479,9 @@ def _advice(report: Report) -> str:
     how much these are likely to leave.
     """
     trained, heavy = report.trained, share(report.guide.unreliable)
-    added = None if report.evidence.labellings is None else report.evidence.labellings.added
+    labellings = report.evidence.labellings
     # No loss closes the part of the gap that labellings are.
-    missing = 0.0 if added is None else float(added.mean())
+    missing = 0.0 if labellings is None else labellings.added or 0.0
     gap = left = float(report.gap.mean()) - missing
     richer = "a richer guide (full covariances, or a flow)"
     close = gap < _CLOSE and heavy <= _FEW and not report.misses
