@@ -23,7 +23,6 @@ from pyro_mcvae.evaluation.options import (
     check_call,
     check_function,
     evaluation_mode,
-    make_options,
     prepare,
 )
 from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights, WeightSummary
@@ -434,7 +433,7 @@ def estimate(
     """
     The evidence, by the weights of an importance sampler, of its chains, or of states.
 
-    :param all_labellings: add what other labellings of exchangeable components add; see :class:`Labellings`.
+    :param all_labellings: add what other labellings of exchangeable components add.
     """
     summary, kept, acceptance = WeightSummary(num_particles), [], []
     for count in weights.chunks(num_particles):
@@ -512,7 +511,7 @@ def log_evidence_loader(
         >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
         torch.Size([10])
     """
-    given = make_options("log_evidence_loader", options)
+    given = Options(**options)
     check_flag("keep_log_weight", keep_log_weight)
     check_function("to_args", to_args)
     _check_loader(batches)
@@ -524,6 +523,8 @@ def log_evidence_loader(
             programs = Programs(model, guide, args, kwargs)
             check_call(programs)
             with outside_inference_mode(programs) as programs:
+                if annealing is not None:
+                    annealing.whitening = None  # that of another posterior
                 weights = _make_weights(programs, given, annealing)
                 _check_batches(weights)
                 found.append(estimate(weights, given.num_particles, keep_log_weight))
