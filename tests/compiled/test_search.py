@@ -52,12 +52,18 @@ def about_weights(x: Tensor, index: Tensor) -> None:
 
 
 SEARCHES: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] = {
-    "uniform": (bits, {"evolution": EvolutionaryUpdate(2, 2, 2, mutation=UniformFlips())}, {}),
+    "uniform, gradient through the best": (
+        bits,
+        {"evolution": EvolutionaryUpdate(2, 2, 2, mutation=UniformFlips())},
+        {"num_gradient_states": 2},
+    ),
     "informed": (bits, {"evolution": EvolutionaryUpdate(2, 2, 1, mutation=InformedFlips())}, {}),
-    "gradient through the best": (bits, {}, {"num_gradient_states": 2}),
-    "the prior's draws": (bits, {"proposals": PriorDraws(3)}, {}),
     "classes": (classes, {}, {}),
-    "global latents": (with_weights, {"guide": about_weights}, {}),
+    "global latents, the prior's draws": (
+        with_weights,
+        {"guide": about_weights, "proposals": PriorDraws(3)},
+        {},
+    ),
     "looped": (bits, {"vectorize": False}, {"vectorize_particles": False}),
 }
 
