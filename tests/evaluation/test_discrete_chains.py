@@ -12,7 +12,7 @@ from tests.estimates import assert_mean
 KNOWN = [name for name, program in PROGRAMS.items() if program.evidence]
 
 
-@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+@pytest.mark.parametrize("coordinates", ["noise", pytest.param("latent", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_mean_weight_is_the_evidence(name, coordinates):
     program = PROGRAMS[name]
@@ -20,7 +20,7 @@ def test_the_mean_weight_is_the_evidence(name, coordinates):
     found = log_evidence(
         program.model,
         program.guide,
-        num_particles=2000,
+        num_particles=1000,
         schedule=3,
         kernel=kernel,
         coordinates=coordinates,

@@ -83,7 +83,7 @@ def holds_theta(x=X[:, 0]):
     pyro.sample("theta", dist.Delta(torch.tensor(0.4)))
 
 
-def fitted(model, num_states=4, num_steps=3, **options):
+def fitted(model, num_states=4, num_steps=1, **options):
     guide = TruncatedPosterior(model, num_states=num_states, **options)
     guide.fit(num_steps=num_steps)
     return guide
