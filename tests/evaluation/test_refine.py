@@ -335,14 +335,6 @@ def test_plots_of_arviz_take_the_draws(arviz):
     plt.close("all")
 
 
-def test_coordinates_are_the_indices_of_the_minibatch(arviz):
-    exact = ConjugateGaussian(N=50, subsample_size=4)
-    draws = refine(exact.model, exact.guide, num_samples=20)
-    data = to_inference_data(draws, num_chains=2)
-    assert data.posterior["z"].shape == (2, 10, 4)
-    assert data.posterior["data"].values.tolist() == draws.coords["data"].tolist()
-
-
 def test_a_plate_may_have_a_sites_name(arviz):
     def model():
         with pyro.plate("z", 3):
