@@ -372,7 +372,7 @@ def test_a_step_after_the_change_has_the_numbers_of_the_plain_one(place: str) ->
     "make",
     [
         lambda: TraceIWAE_ELBO(3, vectorize_particles=True, max_plate_nesting=1),
-        lambda: TraceSIS_ELBO(2, max_plate_nesting=1),
+        lambda: TraceSIS_ELBO(1, max_plate_nesting=1),
     ],
     ids=["IWAE", "SIS"],
 )

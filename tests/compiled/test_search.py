@@ -89,8 +89,10 @@ def trained(
     return losses, [s.detach().clone() for s in states]
 
 
-# The others are quicker, and the way of a loop is that of every loss.
-_KINDS = [pytest.param(k, marks=[pytest.mark.slow] * (k == "looped")) for k in SEARCHES]
+# The others are quicker, and of the same kind.
+_KINDS = [
+    pytest.param(k, marks=[pytest.mark.slow] * (k in ("looped", "classes"))) for k in SEARCHES
+]
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -126,6 +128,7 @@ def test_a_prior_that_takes_another_way_is_recorded_anew() -> None:
     assert len(case._recordings) == 2
 
 
+@pytest.mark.slow
 def test_steps_that_go_to_and_fro_between_two_ways_have_a_recording_of_each() -> None:
     def model(x: Tensor, shift: Tensor) -> None:
         logits = pyro.param("logits", torch.full((H,), -0.3))

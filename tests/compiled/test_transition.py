@@ -130,12 +130,12 @@ def test_what_is_not_seen_is_found_at_the_beginning_of_a_chain() -> None:
 
 
 def test_recordings_that_pay_are_made_for_any_number_of_batches() -> None:
-    """Of 12 densities each, one after the other: those of short chains soon run as ever."""
+    """Of 8 densities each, one after the other: those of short chains soon run as ever."""
     recorded = []
-    for steps in (100, 5):
+    for steps in (70, 5):
         moves = RecordedTransition(HMC(0.3, num_leapfrog=1), ())
         betas = torch.linspace(0, 1, steps)
-        for scale in range(1, 13):
+        for scale in range(1, 9):
 
             def density(z: Tensor, scale: int = scale) -> tuple[Tensor, Tensor]:
                 return -0.5 * z.square().sum(-1), -scale * z.square().sum(-1)
@@ -143,7 +143,7 @@ def test_recordings_that_pay_are_made_for_any_number_of_batches() -> None:
             start = evaluator(density)(torch.randn(4, 2))
             anneal(start, betas, moves, evaluator(density, False))
         recorded.append((moves._recorded, moves._refused))
-    assert recorded[0][0] >= 12
+    assert recorded[0][0] >= 8
     assert recorded[0][1] is False
     assert recorded[1] == (7, True)
 
@@ -173,9 +173,9 @@ def of_the_cache(x: Tensor) -> None:
     ("model", "guide", "size", "recordings"),
     [
         (model, guide, 12, 1),
-        (model, guide, 11, 2),
-        (model, scaled_by_host, 12, 4),
-        (of_the_cache, through_a_cache, 12, 4),
+        (model, guide, 8, 2),
+        (model, scaled_by_host, 6, 2),
+        (of_the_cache, through_a_cache, 6, 2),
     ],
     ids=["of one size", "the last smaller", "a number of the data", "a tensor of the data"],
 )
@@ -200,7 +200,7 @@ def test_one_recording_serves_all_batches_of_one_size(
     found, replayed = judged(by, model, monkeypatch, 10, kernel=kernel, guide=guide)
     assert torch.equal(found.log_weight, plain.log_weight)
     assert len(made) == recordings
-    assert replayed >= 30
+    assert replayed >= 9 * len(batches)
 
 
 def test_what_depends_on_fixed_constants_is_computed_once_and_nothing_else() -> None:

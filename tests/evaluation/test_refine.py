@@ -30,9 +30,9 @@ from tests.models import (
 
 WAYS = {
     "resampled": {"num_particles": 50},
-    "ais": {"schedule": 6, "num_particles": 10},
-    "sis": {"schedule": 6, "kernel": ULA(), "num_particles": 20},
-    "chain": {"schedule": 4, "num_particles": 1, "num_transitions": 6},
+    "ais": {"schedule": 6, "num_particles": 10, "warmup": 5},
+    "sis": {"schedule": 6, "kernel": ULA(), "num_particles": 20, "warmup": 5},
+    "chain": {"schedule": 4, "num_particles": 1, "num_transitions": 6, "warmup": 5},
 }
 
 
@@ -221,7 +221,9 @@ def test_auto_guides_are_refined_in_the_models_space(auto):
             pyro.sample("x", dist.Normal(z, 0.7), obs=x)
 
     guide = called(auto(model, init_scale=0.5))
-    draws = refine(model, guide, num_samples=200, num_particles=3, schedule=4, num_transitions=3)
+    draws = refine(
+        model, guide, num_samples=200, num_particles=5, schedule=4, num_transitions=3, warmup=4
+    )
     assert set(draws) == {"scale", "z"}
     assert bool((draws["scale"] > 0).all())
     # Given the scale, z is Gaussian: the sum of standardised errors has mean 0.
@@ -359,6 +361,7 @@ def test_random_walks_refine_too():
         num_samples=500,
         kernel=RandomWalk(),
         schedule=5,
+        warmup=5,
         num_transitions=10,
     )
     mean, sd = exact.posterior()

@@ -22,7 +22,7 @@ from tests.models import (
 @pytest.mark.parametrize("options", [{}, {"schedule": 4}])
 def test_numbers_are_those_of_the_exact_model(options):
     exact = ConjugateGaussian(N=20)
-    found = report(exact.model, exact.guide, num_particles=3000, look=False, **options)
+    found = report(exact.model, exact.guide, num_particles=1000, look=False, **options)
     error = found.evidence.standard_error
     difference = found.evidence.log_evidence - exact.log_evidence_per_datum()
     assert bool((difference.abs() < 4 * error).all())
