@@ -221,9 +221,7 @@ def test_auto_guides_are_refined_in_the_models_space(auto):
             pyro.sample("x", dist.Normal(z, 0.7), obs=x)
 
     guide = called(auto(model, init_scale=0.5))
-    draws = refine(
-        model, guide, num_samples=200, num_particles=5, schedule=4, num_transitions=3, warmup=4
-    )
+    draws = refine(model, guide, num_samples=300, num_particles=5, schedule=4, num_transitions=3)
     assert set(draws) == {"scale", "z"}
     assert bool((draws["scale"] > 0).all())
     # Given the scale, z is Gaussian: the sum of standardised errors has mean 0.
