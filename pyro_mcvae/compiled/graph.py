@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.graph import Graph
-from torch.fx.node import Argument, map_arg
+from torch.fx.node import Argument
 
 from pyro_mcvae.compiled.guards import NotRecordable
 
@@ -323,30 +323,36 @@ def _rows(graph: Graph, held: Node) -> Node | None:
 # Constants that stay ------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def fold(graph: Graph, constants: list[Tensor], fixed: list[bool]) -> list[Tensor]:
-    """
-    Compute once what depends on constants that stay as they are.
+def fresh(graph: Graph, count: int) -> set[int]:
+    """Which of a graph's first inputs are numbers that Python made tensors of within it."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder"][:count]
+    copies = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
+    return {i for i, n in enumerate(inputs) if all(user.target in copies for user in n.users)}
 
-    :param constants: the tensors that are the graph's first inputs.
-    :param fixed: which of them stay.
-    :returns: the constants of the graph as it is now.
+
+def split_off(graph: Graph, stays: list[bool]) -> tuple[GraphModule, GraphModule]:
     """
-    inputs = [n for n in graph.nodes if n.op == "placeholder"][: len(constants)]
-    held = dict(zip(inputs, constants, strict=True))
-    values: dict[Node, Any] = {n: held[n] for n, s in zip(inputs, fixed, strict=True) if s}
+    Split off what depends on constants alone that stay as they are, to be computed once.
+
+    :param stays: which of the graph's first inputs these are.
+    :returns: the graphs ``(*constants) -> (*prepared)`` and ``(*prepared, *inputs) -> (*outputs)``.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder"][: len(stays)]
+    known = {n for n, stay in zip(inputs, stays, strict=True) if stay}
     for node in _settled(graph):
-        if all(n in values for n in node.all_input_nodes):
-            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    for node in [n for n in values if n not in held]:
-        if isinstance(values[node], Tensor) and any(user not in values for user in node.users):
-            with graph.inserting_after(inputs[-1]) if inputs else graph.inserting_before(None):
-                constant = graph.placeholder(f"constant_of_{node.name}")
-            held[constant] = values[node]
-            node.replace_all_uses_with(constant, lambda user: user not in values)
-    for node in reversed(list(dict.fromkeys([*held, *values]))):
-        if not node.users:
-            graph.erase_node(node)
-            held.pop(node, None)
-    return [held[n] for n in graph.nodes if n in held]
+        if all(n in known for n in node.all_input_nodes):
+            known.add(node)
+    first, copies = Graph(), dict[Node, Node]()
+    for node in graph.nodes:
+        if node in known or node in inputs:
+            copies[node] = first.node_copy(node, copies.__getitem__)
+    passed = [n for n in copies if any(user not in known for user in n.users)]
+    first.output(tuple(copies[n] for n in passed))
+    begin = next(iter(graph.nodes))
+    for node in passed:
+        with graph.inserting_before(begin):
+            prepared = graph.placeholder(f"prepared_{node.name}")
+        node.replace_all_uses_with(prepared, lambda user: user not in known)
+    for node in reversed(copies):
+        graph.erase_node(node)
+    return tuple(GraphModule(torch.nn.Module(), part) for part in (first, graph))  # type: ignore[return-value]

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import logging
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+import pyro
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from pyro_mcvae.chains.kernels import Info, Kernel, State, Target
 from pyro_mcvae.compiled.backends import is_due, quick, same_bits
-from pyro_mcvae.compiled.graph import as_function, fold
+from pyro_mcvae.compiled.graph import as_function, fresh, split_off
 from pyro_mcvae.compiled.guards import NotRecordable, ReadingMode, trace
 from pyro_mcvae.compiled.recording import NotUsable, Surroundings
 from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
+from pyro_mcvae.structure.blocks import Structure
 
 _logger = logging.getLogger(__name__)
 
@@ -28,21 +34,83 @@ _MAX_RECORDINGS, _COST = 6, 50
 _Step = tuple[State, Info]
 
 
+class _Contents(pickle.Pickler):
+    """
+    What a density holds: its tensors, which may be others in the next chain, and all the rest.
+
+    :ivar tensors: each once, in the order in which they are found.
+    :ivar key: equal for densities that differ in the values of tensors only.
+    """
+
+    def __init__(self, density: object, programs: tuple[object, ...]) -> None:
+        super().__init__(buffer := io.BytesIO())
+        self.fast = True  # without a mark where an object is the same as an equal one
+        self._programs = programs
+        self._alive: list[object] = []  # whose identity is part of the key
+        self._places: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+        try:
+            self.dump(density)
+            self.key: Hashable = buffer.getvalue()
+        except Exception:
+            self.key = object()  # nothing is known of it, and no other density is like it
+
+    def place(self, tensor: Tensor) -> int | None:
+        """Return which of the tensors it is."""
+        return self._places.get(id(tensor))
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in self._places:
+                self._places[id(value)] = len(self.tensors)
+                self.tensors.append(value)
+            return self._places[id(value)], repr(_layout(value))
+        if isinstance(value, ParticleSampler):
+            return "sampler"  # which knows sites and plates, and no data
+        if isinstance(value, set | frozenset):
+            return sorted(map(repr, value))
+        opaque = isinstance(value, nn.Module | type | CodeType | ModuleType)
+        if opaque or any(value is program for program in self._programs):
+            self._alive.append(value)
+            return id(value)
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, FunctionType):
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            return list, ((), (value.__code__, value.__defaults__, value.__kwdefaults__, cells))
+        if isinstance(value, Structure):  # without what was found out for it until now
+            return list, ((), (value.blocks, value.block_of, value.mean_field, value.masked_by))
+        return NotImplemented
+
+
 @dataclass
 class _Recording:
     """
-    :ivar graph: ``(*constants, *inputs) -> (*tensors of the new state and info, assumed)``.
+    :ivar prepare: ``(*constants) -> (*prepared)``, which is computed once for each chain.
+    :ivar graph: ``(*prepared, *inputs) -> (*tensors of the new state and info, assumed)``.
+    :ivar constants: as they were recorded.
+    :ivar places: where each is among the tensors of a density; None for parameters and numbers.
     :ivar kept: the new state and the info, with the places of tensors among the outputs.
-    :ivar about: the layouts of the inputs.
     """
 
+    prepare: GraphModule
     graph: GraphModule
     constants: list[Tensor]
+    places: list[int | None]
     kept: list[Any]
     assumes: bool
-    about: list[object]
     dependencies: Dependencies
+    chain: _Contents | None = None
+    prepared: tuple[Tensor, ...] = ()
     uses: int = 0
+
+    @torch.no_grad()
+    def begin(self, contents: _Contents) -> None:
+        """Replay from here on with the tensors of another chain."""
+        self.chain = contents
+        pairs = zip(self.constants, self.places, strict=True)
+        self.prepared = self.prepare(*(c if i is None else contents.tensors[i] for c, i in pairs))
 
     def outcome(self, outputs: list[Tensor]) -> _Step | None:
         """Return the new state; None if the graph does not hold for this one."""
@@ -59,8 +127,10 @@ class RecordedTransition:
     A kernel whose transitions are replayed: the same numbers without the Python of programs.
 
     The first transition runs as usual, the second is recorded while it is taken. A replay draws the
-    random numbers of the plain transition. At the uses 1, 2, 4, 8, ... and at a chain's first one
-    the plain transition is taken, too, and must agree. What cannot be recorded runs as usual.
+    random numbers of the plain transition. A recording serves all chains whose densities differ in
+    the values of tensors only, such as those of batches of one size. At the uses 1, 2, 4, 8, ...
+    and at a chain's first one the plain transition is taken, too, and must agree. What cannot be
+    recorded runs as usual.
 
     :param Kernel kernel: moves the chains.
     :param programs: whose globals, attributes and parameters are watched.
@@ -69,7 +139,7 @@ class RecordedTransition:
     def __init__(self, kernel: Kernel, programs: tuple[object, ...]) -> None:
         self._kernel, self._programs = kernel, programs
         self.adjusted = kernel.adjusted
-        self._recording: _Recording | None = None
+        self._recordings: dict[Hashable, _Recording] = {}
         self._chain: Callable[[Tensor], State] | None = None
         self._last: State | None = None
         self._steps = self._recorded = self._uses = 0
@@ -84,19 +154,21 @@ class RecordedTransition:
         last, self._last = self._last, None
         if self._refused:
             return self._kernel.step(state, target)
+        if begins := target.evaluate is not self._chain:
+            self._chain = target.evaluate
+            self._contents = _Contents((target.evaluate, target.movable), self._programs)
         if self._steps == 1:
             with self._executed:
                 return self._kernel.step(state, target)
-        begins = target.evaluate is not self._chain
-        self._chain = target.evaluate
         inputs = [*(t for t in state if t is not None), target.beta]
-        known = self._recording
         # What a replay has made is like what it was made of.
-        if known is not None and (begins or state is not last):
-            known = known if known.about == _about(inputs) else None
-            if begins and known is not None and known.dependencies.changed() is not None:
-                known = None
-        if known is None:
+        if begins or state is not last:
+            self._key = (self._contents.key, *map(_layout, inputs))
+        known = self._recordings.get(self._key)
+        if begins := known is not None and known.chain is not self._contents:
+            assert known is not None
+            known.begin(self._contents)
+        if known is None or (begins and known.dependencies.changed() is not None):
             return self._record(state, target, inputs)
         return self._replay(known, state, target, inputs, begins)
 
@@ -107,7 +179,7 @@ class RecordedTransition:
         self._uses += 1
         compared = begins or is_due(known.uses)
         generators = Generators() if compared or known.assumes else None
-        found = known.outcome(known.graph(*known.constants, *inputs))
+        found = known.outcome(known.graph(*known.prepared, *inputs))
         if found is not None and not compared:
             self._last = found[0]
             return found
@@ -115,27 +187,26 @@ class RecordedTransition:
         generators.put_back()
         plain = self._kernel.step(state, target)
         if found is not None and not _agree(found, plain):
-            self._recording = None  # another one is made, of what is so now
+            del self._recordings[self._key]  # another one is made, of what is so now
         return plain
 
     def _record(self, state: State, target: Target, inputs: list[Tensor]) -> _Step:
         self._recorded += 1
-        self._recording = None
         generators = Generators()
         try:
             if self._recorded > _MAX_RECORDINGS and self._uses < _COST * self._recorded:
                 raise NotRecordable("its transitions are ever other ones")
-            self._recording, outputs = self._recording_of(state, target, inputs)
-            found = self._recording.outcome(outputs)
+            recording, outputs = self._recording_of(state, target, inputs)
+            found = recording.outcome(outputs)
         except NotRecordable as reason:
             found = None
             if not isinstance(reason, NotUsable):
                 self._refused = True
                 _logger.info("transitions run uncompiled, as one cannot be recorded: %s", reason)
         if found is None:
-            self._recording = None
             generators.put_back()
             return self._kernel.step(state, target)
+        self._recordings[self._key] = recording
         return found
 
     def _recording_of(
@@ -163,12 +234,27 @@ class RecordedTransition:
         if updates:
             raise NotRecordable("it updates tensors in place")
         tensors, kept, assumes = made[0]
-        # Nothing is trained meanwhile, but a step size is found.
-        moving = {id(t) for t in (*kernel.parameters(), *kernel.buffers())}
-        constants = fold(graph.graph, constants, [id(c) not in moving for c in constants])
         # The kernel is a copy of ours: what changes in it shows in the first transition of a chain.
         dependencies = Dependencies.of(*self._programs, executed=around.executed)
-        recording = _Recording(quick(graph), constants, kept, assumes, _about(inputs), dependencies)
+        # Nothing is trained meanwhile, but a step size is found.
+        moving = {id(t) for t in (*kernel.parameters(), *kernel.buffers())}
+        known = moving | {id(t) for t in pyro.get_param_store()._params.values()}
+        known |= {id(entry.value) for entry in dependencies.entries}
+        places = [None if id(c) in known else self._contents.place(c) for c in constants]
+        numbers = fresh(graph.graph, len(constants))
+        unknown = (
+            i is None and id(c) not in known and n not in numbers
+            for n, (c, i) in enumerate(zip(constants, places, strict=True))
+        )
+        if any(unknown):  # made of the data, perhaps, by what is not seen
+            self._contents.key = object()
+            self._key = (self._contents.key, *self._key[1:])
+        stays = [id(c) not in moving for c in constants]
+        prepare, graph = split_off(graph.graph, stays)
+        recording = _Recording(
+            prepare, quick(graph), constants, places, kept, assumes, dependencies
+        )
+        recording.begin(self._contents)
         return recording, tensors
 
 
@@ -181,8 +267,8 @@ def _no_backward(_: Tensor) -> None:
     raise NotRecordable("it calls loss.backward()")
 
 
-def _about(inputs: list[Tensor]) -> list[object]:
-    return [(t.shape, t.stride(), t.dtype, t.device) for t in inputs]
+def _layout(value: Tensor) -> Hashable:
+    return value.shape, value.stride(), value.dtype, value.device
 
 
 def _agree(found: _Step, plain: _Step) -> bool:

@@ -17,7 +17,7 @@ from pyro_mcvae.evaluation.evidence import (
     share,
     table,
 )
-from pyro_mcvae.evaluation.options import check_own_parameters, make_options
+from pyro_mcvae.evaluation.options import Options, check_own_parameters
 from pyro_mcvae.ops.checks import each_once
 from pyro_mcvae.programs.progress import Progress
 from pyro_mcvae.programs.run import Programs
@@ -168,7 +168,7 @@ def compare_models(
         >>> bool(abs(value - 30.6) < 0.1)
         True
     """
-    given = make_options("compare_models", options)
+    given = Options(**options)
     pairs = _pairs(models, args, model_kwargs or {})
     check_own_parameters(pairs)
     found = {}

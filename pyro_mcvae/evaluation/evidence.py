@@ -23,7 +23,6 @@ from pyro_mcvae.evaluation.options import (
     check_call,
     check_function,
     evaluation_mode,
-    make_options,
     prepare,
 )
 from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights, WeightSummary
@@ -434,7 +433,7 @@ def estimate(
     """
     The evidence, by the weights of an importance sampler, of its chains, or of states.
 
-    :param all_labellings: add what those of exchangeable components add; see :class:`Labellings`.
+    :param all_labellings: add what other labellings of exchangeable components add.
     """
     summary, kept, acceptance = WeightSummary(num_particles), [], []
     for count in weights.chunks(num_particles):
@@ -449,22 +448,14 @@ def estimate(
     labellings = None
     if all_labellings and not isinstance(weights, StateWeights):
         labellings = find_labellings(weights, num_particles)
-    log_evidence, tails = summary.log_mean, summary
-    if labellings is not None and (whole := labellings.weights) is not None:
-        added = whole.log_mean - log_evidence
-        error = torch.hypot(whole.standard_error, summary.standard_error)
-        tails, labellings = whole, replace(labellings, added=added)
-        if bool((added.abs() <= torch.clamp(2 * error, 0.01, 0.1)).all()):
-            tails, labellings = summary, None  # the guide draws about all of them
-    if labellings is not None and labellings.added is not None:
-        log_evidence = log_evidence + labellings.added
+    added = 0.0 if labellings is None else labellings.added or 0.0
     return LogEvidence(
-        log_evidence.to(bound.dtype),
-        tails.standard_error.to(bound.dtype),
-        tails.effective_sample_size.to(bound.dtype),
-        weights.pareto_k(tails).to(bound.dtype),
+        (summary.log_mean + added).to(bound.dtype),
+        summary.standard_error.to(bound.dtype),
+        summary.effective_sample_size.to(bound.dtype),
+        weights.pareto_k(summary).to(bound.dtype),
         bound,
-        tails.count,
+        summary.count,
         weights.reference.plate_names,
         weights.reference.scale,
         weights.shared(),
@@ -520,7 +511,7 @@ def log_evidence_loader(
         >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
         torch.Size([10])
     """
-    given = make_options("log_evidence_loader", options)
+    given = Options(**options)
     check_flag("keep_log_weight", keep_log_weight)
     check_function("to_args", to_args)
     _check_loader(batches)
@@ -532,6 +523,8 @@ def log_evidence_loader(
             programs = Programs(model, guide, args, kwargs)
             check_call(programs)
             with outside_inference_mode(programs) as programs:
+                if annealing is not None:
+                    annealing.whitening = None  # that of another posterior
                 weights = _make_weights(programs, given, annealing)
                 _check_batches(weights)
                 found.append(estimate(weights, given.num_particles, keep_log_weight))
@@ -585,23 +578,10 @@ def _side_by_side(found: list[LogEvidence], plate: str | None) -> LogEvidence:
     kept = [f.log_weight for f in found if f.log_weight is not None]
     if kept:
         changes["log_weight"] = torch.cat(kept, dim + 1)
-    return replace(first, **changes, scale=1.0, labellings=_joined(found, dim))
-
-
-def _joined(found: Sequence[LogEvidence], dim: int) -> Labellings | None:
-    """The labellings of batches side by side."""
-    labellings = [f.labellings for f in found]
-    first = next((each for each in labellings if each is not None), None)
-    if first is None:
-        return None
-    added = None
-    if all(each is None or each.added is not None for each in labellings):
-        parts = [
-            torch.zeros_like(f.log_evidence) if each is None else torch.as_tensor(each.added)
-            for f, each in zip(found, labellings, strict=True)
-        ]
-        added = torch.cat([p.to(f.log_evidence) for p, f in zip(parts, found, strict=True)], dim)
-    return replace(first, added=added, weights=None)
+    labellings = [f.labellings for f in found if f.labellings is not None]
+    # Where one batch does not say what was added, as much may be missing in all.
+    changes["labellings"] = min(labellings, key=lambda e: e.added or 0.0, default=None)
+    return replace(first, **changes, scale=1.0)
 
 
 def _dim(first: LogEvidence, plate: str | None) -> int:

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch.distributions import biject_to
 
 from pyro_mcvae.coordinates.chain_density import WhitenedDensity
 from pyro_mcvae.evaluation.draws import site_values
-from pyro_mcvae.evaluation.weights import ImportanceSampler, WeightSummary
+from pyro_mcvae.evaluation.weights import ImportanceSampler
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs, Run
@@ -31,36 +31,28 @@ _logger = logging.getLogger(__name__)
 
 # Draws at which a density must not change, and units of rounding that are no change.
 _DRAWS, _ROUNDING = 3, 32.0
-# Largest axis whose entries may be exchangeable, and of how many axes all subsets are tried.
-_LARGEST, _MOST_AXES = 64, 5
-# Labellings that are summed one by one; evaluations of the guide for that, and the fewest draws.
-_MOST, _EVALUATIONS, _FEWEST = 120, 5000, 50
-# Share of the guide's density at its own labelling from which on others do not overlap; and nats
-# that are not worth a word.
-_APART, _SMALL = 0.99, 0.01
+# Largest axis whose entries may be exchangeable. Up to this one all pairs are exchanged.
+_LARGEST, _SMALL = 64, 8
+# Draws at which labellings are told apart, and densities of the guide for that.
+_FEWEST, _EVALUATIONS = 50, 5000
+# Share of the guide's density at its own labelling, beside one with two components exchanged: from
+# here on they do not overlap; below the other one the guide draws both.
+_APART, _BOTH = 0.99, 0.55
 
-
-class Axis(NamedTuple):
-    """
-    What is permuted: a dim of some sites, the values of a discrete site, or sites of one form.
-
-    :ivar dims: by site, a dim counted from the right; None for the values themselves.
-    :ivar sites: the sites, where these are what is permuted.
-    """
-
-    dims: tuple[tuple[str, int | None], ...] = ()
-    sites: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.sites or tuple(dict.fromkeys(n for n, _ in self.dims))
+# What is permuted: dims of sites, from the right; or, where the dim is None, the values of a
+# discrete site, or several sites of one form.
+Axis = tuple[tuple[tuple[str, ...], int | None], ...]
 
 
 class Group(NamedTuple):
-    """Entries of some axes that can be permuted together."""
+    """Entries of an axis that can be permuted without changing any density of the model."""
 
-    axes: tuple[Axis, ...]
+    axis: Axis
     entries: tuple[int, ...]
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for names, _ in self.axis for name in names))
 
 
 @dataclass(frozen=True)
@@ -69,25 +61,19 @@ class Labellings:
     Exchangeable components: permutations of latents that change no density of the model.
 
     A posterior then has as many equal modes as there are labellings, K! for K components. A guide
-    that draws one of them, at densities q, is a guide of all by
-    :math:`\bar q(z) = \frac{1}{|G|} \sum_\pi q(\pi z)`, and
-
-    .. math:: \log p(x) = \log E_q \Big[ w(z) \frac{q(z)}{\bar q(z)} \Big] ,
-
-    which is one mode's evidence plus log K! where the modes do not overlap, and what the guide's
-    weights say where it covers them all.
+    that draws one of them finds the evidence of one mode; where the modes do not overlap, that of
+    all is larger by log K!, which is added.
 
     :ivar sites: the latents that are permuted, by group.
     :ivar sizes: how many components each group has.
-    :ivar added: what was added to the log evidence that the guide's own weights have,
-        ``[*plates]``; None where it is only known that it is ``log_count`` at most.
-    :ivar weights: where labellings overlap, the weights of :math:`\bar q`.
+    :ivar added: what was added to the log evidence that the guide's own weights have: ``log_count``
+        where the guide draws one of the labellings and these do not overlap. None where that is
+        not so, or not known: then as much may be missing.
     """
 
     sites: tuple[tuple[str, ...], ...]
     sizes: tuple[int, ...]
-    added: Tensor | None = None
-    weights: WeightSummary | None = None
+    added: float | None = None
 
     @property
     def log_count(self) -> float:
@@ -100,9 +86,8 @@ class Labellings:
         names = "; ".join(", ".join(names) for names in self.sites)
         count = f"log {' '.join(f'{size}!' for size in self.sizes)} = {self.log_count:.3f}"
         if self.added is None:
-            why = "they overlap, or the guide's density is not known"
-            return f"{names}: up to {count} not added ({why})"
-        return f"{names}: {float(self.added.mean()):.3f} added ({count})"
+            return f"{names}: up to {count} not added (labellings overlap, or are not known)"
+        return f"{names}: {count} added"
 
     def __str__(self) -> str:
         return f"exchangeable components, all of whose labellings count: {self.short}"
@@ -110,13 +95,13 @@ class Labellings:
 
 def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labellings | None:
     """
-    Find what is exchangeable, and what all labellings add to the evidence.
+    Find what is exchangeable, and whether the guide draws one of the labellings.
 
     Exchangeability is tested, not assumed: transpositions must leave log p(x, z) as it is at
     several draws, to rounding.
 
     :param num_particles: how many weights the evidence has, which bounds the work of this.
-    :returns: None where nothing is, and where the guide draws all labellings alike.
+    :returns: None where nothing is, and where the guide draws labellings alike.
     """
     generators = rng_state()
     try:
@@ -124,8 +109,7 @@ def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labelling
             warnings.simplefilter("ignore")
             return _Search(sampler, num_particles).labellings()
     except Exception as error:
-        # The guide has no density at given latents, or a program does not run there; the evidence
-        # stands without.
+        # A program does not run at given latents; the evidence stands without.
         _logger.info("whether latents are exchangeable is not known: %s", first_line(error))
         return None
     finally:
@@ -171,110 +155,91 @@ class _Search:
         groups = [g for size, own in axes.items() for g in self._groups(size, own, draws)]
         if not groups:
             return None
-        sites = tuple(
-            tuple(dict.fromkeys(n for a in g.axes for n in a.names if n in self.sites))
-            for g in groups
-        )
-        sizes = tuple(len(g.entries) for g in groups)
-        found = Labellings(sites, sizes)
+        found = Labellings(tuple(g.sites for g in groups), tuple(len(g.entries) for g in groups))
         if self.tester is not self.sampler:
             return found
-        number = math.prod(map(math.factorial, sizes))
-        complete = number <= _MOST
-        permutations = _permutations(groups, complete)
-        count = min(self.budget, max(_FEWEST, _EVALUATIONS // len(permutations)))
-        own, log_weight = self._own_share(self._values(self.sampler.draw(count)), permutations)
-        # A guide that draws labellings alike needs nothing added; of many, pairs tell.
-        alike = own * number - 1 < _SMALL if complete else own.mean(0) < 0.5
-        if bool(alike.all()):
+        swaps = [(g.axis, pair) for g in groups for pair in itertools.combinations(g.entries, 2)]
+        count = min(self.budget, max(_FEWEST, _EVALUATIONS // len(swaps)))
+        drawn = self.sampler.draw(count)
+        own = self._own_share(self._values(drawn), swaps)
+        if bool((own.mean(1) < _BOTH).all()):
             return None
-        share = _least_share(own, log_weight)
-        if self.sampler.annealing is not None:
+        apart = _are_apart(own, drawn.log_weight)
+        if apart and self.sampler.annealing is not None:
             # Chains that reach other labellings by themselves weigh these, too.
             ends, weights = self._ends()
-            own, _ = self._own_share(self._values(ends), permutations)
-            share, complete = torch.minimum(share, _least_share(own, weights)), False
-        if bool((share >= _APART).all()):
-            return replace(found, added=found.log_count + share.log())
-        if not complete:
-            return found
-        summary = WeightSummary(count)
-        summary.add(log_weight + own.log() + found.log_count)
-        return replace(found, weights=summary)
+            apart = _are_apart(self._own_share(self._values(ends), swaps), weights)
+        return Labellings(found.sites, found.sizes, found.log_count if apart else None)
 
     def _axes(self) -> Iterator[tuple[int, Axis]]:
-        """What may be permuted, and of how many entries."""
+        """What may be permuted, and of how many entries: what has a plate in common is together."""
         own = {key for block in self.reference.blocks for key in block.plates}
-        plates: dict[tuple[str, int], list[tuple[str, int]]] = {}
-        forms: dict[object, list[str]] = {}
+        plates: dict[tuple[str, int], list[tuple[tuple[str, ...], int]]] = defaultdict(list)
+        forms: dict[object, list[str]] = defaultdict(list)
         for name, site in self.sites.items():
             fn, value = site["fn"], site["value"]
             for dim in range(-fn.event_dim, 0):
-                yield value.shape[dim], Axis(((name, dim),))
+                yield value.shape[dim], (((name,), dim),)
             for frame in plate_frames(site):
                 if frame.dim is not None and plate_key(frame) not in own:
                     dim = frame.dim - fn.event_dim
                     if -dim <= value.dim():
-                        plates.setdefault((frame.name, value.shape[dim]), []).append((name, dim))
+                        plates[frame.name, value.shape[dim]].append(((name,), dim))
             if fn.event_dim == 0 and (size := _cardinality(site)):
-                yield size, Axis(((name, None),))
+                yield size, (((name,), None),)
             frames = frozenset((f.name, f.dim) for f in site["cond_indep_stack"])
-            form = type(fn), value.shape, str(known_support(fn)), frames
-            forms.setdefault(form, []).append(name)
+            forms[type(fn), value.shape, str(known_support(fn)), frames].append(name)
         for (_, size), dims in plates.items():
-            yield size, Axis(tuple(dims))
+            yield size, tuple(dims)
         for names in forms.values():
-            yield len(names), Axis(sites=tuple(names))
+            yield len(names), ((tuple(names), None),)
 
     def _groups(self, size: int, axes: Sequence[Axis], draws: Mapping[str, Tensor]) -> list[Group]:
-        """The exchangeable entries of axes of one size, by the smallest sets of axes."""
+        """The exchangeable entries of axes of one size: of each by itself, or of several."""
         found: list[Group] = []
-        pairs = list(itertools.combinations(range(size), 2))
-        few = [(i, i + 1) for i in range(size - 1)]
-        pairs = pairs if size <= 8 else few
-        for chosen in _subsets(axes):
-            if any(set(chosen) & set(group.axes) for group in found):
+        pairs = [(i, i + 1) for i in range(size - 1)]
+        if size <= _SMALL:
+            pairs = list(itertools.combinations(range(size), 2))
+        subsets = (itertools.combinations(axes, count) for count in range(1, len(axes) + 1))
+        for chosen in itertools.chain.from_iterable(subsets):
+            axis = tuple(itertools.chain.from_iterable(chosen))
+            if any(set(axis) & set(group.axis) for group in found):
                 continue
             # A few pairs tell whether any may be exchanged, where there are many.
-            first = few[:: max(1, len(few) // 8)]
-            if len(pairs) > 8 and not any(self._invariant(draws, chosen, first)):
-                continue
-            same = self._invariant(draws, chosen, pairs)
-            linked = [pair for pair, exchanges in zip(pairs, same, strict=True) if exchanges]
-            found += [Group(chosen, entries) for entries in _classes(size, linked)]
+            few = pairs[:: max(1, len(pairs) // _SMALL)]
+            if any(self._invariant(draws, axis, few)):
+                same = self._invariant(draws, axis, pairs)
+                found += [Group(axis, e) for e in _classes(size, itertools.compress(pairs, same))]
         return found
 
     def _invariant(
-        self, draws: Mapping[str, Tensor], axes: Sequence[Axis], pairs: Sequence[tuple[int, int]]
+        self, draws: Mapping[str, Tensor], axis: Axis, pairs: Sequence[tuple[int, int]]
     ) -> list[bool]:
         """Of each pair of entries, whether exchanging them leaves the joint density as it is."""
         self._left -= _DRAWS * (1 + len(pairs))
         if self._left < 0:
             return [False] * len(pairs)
         before = self._densities(draws)
-        moved = [_permuted(draws, axes, dict((pair, pair[::-1]))) for pair in pairs]
+        moved = [_exchanged(draws, axis, pair) for pair in pairs]
         after = self._densities({n: torch.cat([m[n] for m in moved]) for n in draws})
         found = []
-        for turn, latents in enumerate(moved):
-            rows = slice(turn * _DRAWS, (turn + 1) * _DRAWS)
+        for latents, joint in zip(moved, after.joint.split(_DRAWS), strict=True):
             moves = [(latents[n] != v).reshape(len(v), -1).any(1) for n, v in draws.items()]
             rounding = _ROUNDING * torch.finfo(before.size.dtype).eps * before.size
-            same = (after.joint[rows] - before.joint).abs() <= rounding
+            same = (joint - before.joint).abs() <= rounding
             found.append(bool(same.all() and torch.stack(moves).any(0).all()))
         return found
 
     def _own_share(
-        self, latents: Mapping[str, Tensor], permutations: Sequence[Sequence[_Move]]
-    ) -> tuple[Tensor, Tensor]:
-        """The guide's density at latents as a share of all labellings', and their log weights."""
-        at = self._densities(latents)
-        others = [at.guide]
-        for moves in permutations[1:]:
-            moved = dict(latents)
-            for axes, mapping in moves:
-                moved = _permuted(moved, axes, mapping)
-            others.append(self._densities(moved).guide)
-        return (at.guide - torch.stack(others).logsumexp(0)).exp(), at.joint - at.guide
+        self, latents: Mapping[str, Tensor], swaps: Sequence[tuple[Axis, tuple[int, int]]]
+    ) -> Tensor:
+        """
+        The guide's density at latents as a share of that with two entries exchanged besides, for
+        each pair of entries: shape ``[pairs, rows, *plates]``.
+        """
+        at = self._densities(latents).guide
+        others = [self._densities(_exchanged(latents, *swap)).guide for swap in swaps]
+        return (at - torch.stack(others)).sigmoid()
 
     def _ends(self) -> tuple[WeightedParticles, Tensor]:
         """Where chains of the sampler's end, and their log weights."""
@@ -300,13 +265,9 @@ class _Search:
         return _Densities(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
 
-def _least_share(own: Tensor, log_weight: Tensor) -> Tensor:
-    """The guide's own labelling's share, where the weights are or where the draws are."""
-    return torch.minimum((log_weight.softmax(0) * own).sum(0), own.mean(0))
-
-
-# Axes, and the entry that each entry takes the place of.
-_Move = tuple[tuple[Axis, ...], Mapping[int, int]]
+def _are_apart(own: Tensor, log_weight: Tensor) -> bool:
+    """Whether labellings do not overlap where the weights are, nor where the draws are."""
+    return bool((torch.minimum((log_weight.softmax(0) * own).sum(1), own.mean(1)) >= _APART).all())
 
 
 def _giving(values: Mapping[str, Tensor], rows: range, shared: frozenset[str]) -> SampleFn:
@@ -335,66 +296,31 @@ def _cardinality(site: Site) -> int:
     return len(values) if torch.equal(values, torch.arange(len(values)).to(values)) else 0
 
 
-def _subsets(axes: Sequence[Axis]) -> Iterator[tuple[Axis, ...]]:
-    """Sets of axes that may belong together, small ones first."""
-    sizes: Sequence[int] = range(1, len(axes) + 1)
-    if len(axes) > _MOST_AXES:
-        sizes = [1, len(axes) - 1, len(axes)]
-    for size in sizes:
-        yield from itertools.combinations(axes, size)
-
-
-def _permuted(
-    latents: Mapping[str, Tensor], axes: Sequence[Axis], mapping: Mapping[int, int]
+def _exchanged(
+    latents: Mapping[str, Tensor], axis: Axis, pair: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """The latents with entry ``mapping[i]`` in place of entry i."""
-    found = dict(latents)
-    for axis in axes:
-        if axis.sites:
-            for i, j in mapping.items():
-                found[axis.sites[i]] = latents[axis.sites[j]]
-        for name, dim in axis.dims:
-            value = found[name]
-            if dim is None:
-                # Entry j stands where entry i stood, so what pointed at j points at i.
-                size = max(int(value.max()), *mapping) + 1
-                table = torch.arange(size, device=value.device)
-                for i, j in mapping.items():
-                    table[j] = i
-                found[name] = table[value.long()].to(value.dtype)
-            else:
-                index = torch.arange(value.shape[dim], device=value.device)
-                for i, j in mapping.items():
-                    index[i] = j
-                found[name] = value.index_select(dim, index)
+    """The latents with two entries exchanged."""
+    found, (i, j) = dict(latents), pair
+    for names, dim in axis:
+        value = found[name := names[0]]
+        if len(names) > 1:
+            found[names[i]], found[names[j]] = latents[names[j]], latents[names[i]]
+        elif dim is None:
+            found[name] = torch.where(value == i, j, torch.where(value == j, i, value))
+        else:
+            index = torch.arange(value.shape[dim], device=value.device)
+            index[[i, j]] = index[[j, i]]
+            found[name] = value.index_select(dim, index)
     return found
 
 
-def _classes(size: int, linked: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+def _classes(size: int, linked: Iterator[tuple[int, int]]) -> list[tuple[int, ...]]:
     """The entries that exchange with each other, where there are several."""
     label = list(range(size))
     for i, j in linked:
         label = [label[i] if k == label[j] else k for k in label]
     classes = (tuple(i for i in range(size) if label[i] == k) for k in sorted(set(label)))
     return [entries for entries in classes if len(entries) > 1]
-
-
-def _permutations(groups: Sequence[Group], complete: bool) -> list[list[_Move]]:
-    """All labellings, the identity first; or the identity and those that exchange two entries."""
-    if complete:
-        each = [
-            [
-                (g.axes, dict(zip(g.entries, p, strict=True)))
-                for p in itertools.permutations(g.entries)
-            ]
-            for g in groups
-        ]
-        return [list(moves) for moves in itertools.product(*each)]
-    swaps: list[list[_Move]] = [[]]
-    for group in groups:
-        pairs = itertools.combinations(group.entries, 2)
-        swaps += [[(group.axes, {i: j, j: i})] for i, j in pairs]
-    return swaps
 
 
 def guide_values(

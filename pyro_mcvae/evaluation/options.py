@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import pyro
 import torch
@@ -444,32 +444,23 @@ def prepare(
     return programs, Options(**{**defaults, **options})  # type: ignore[arg-type]
 
 
-def make_options(evaluator: str, keywords: Mapping[str, Any]) -> Options:
-    """
-    Make options of the keywords of an evaluator whose programs take none.
-
-    :raises TypeError: for keywords that are no options.
-    """
-    known = [f.name for f in fields(Options)]
-    for other in keywords.keys() - set(known):
-        raise TypeError(f"{evaluator} has no option '{other}': it takes {', '.join(known)}")
-    return Options(**keywords)
+def _signature(program: Program) -> inspect.Signature | None:
+    """What a program takes, as far as it says; what is wrapped may take other arguments."""
+    target = program.forward if isinstance(program, nn.Module) else program
+    try:
+        return inspect.signature(target, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return None
 
 
 def _open_arguments(program: Program, args: tuple[object, ...]) -> set[str]:
-    """The named arguments of a program that positional ones leave open, as far as it says."""
-    target = program.forward if isinstance(program, nn.Module) else program
-    try:
-        signature = inspect.signature(target)
-        filled = signature.bind_partial(*args).arguments
-    except (TypeError, ValueError):
+    """The named arguments of a program that positional ones leave open."""
+    if (signature := _signature(program)) is None:
         return set()
-    named = (
-        p
-        for p in signature.parameters.values()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY)
-    )
-    return {p.name for p in named} - set(filled)
+    parameters = list(signature.parameters.values())
+    filled = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return named - {p.name for p in filled[: len(args)]}
 
 
 def as_arguments(batch: object) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -501,11 +492,7 @@ def check_call(programs: Programs) -> None:
     :raises ValueError: naming what a program says of arguments that it does not take.
     """
     for role, program in (("model", programs.model), ("guide", programs.guide)):
-        target = program.forward if isinstance(program, nn.Module) else program
-        try:
-            # What is wrapped may be called with other arguments.
-            signature = inspect.signature(target, follow_wrapped=False)
-        except (TypeError, ValueError):
+        if (signature := _signature(program)) is None:
             continue
         try:
             signature.bind(*programs.args, **programs.kwargs)

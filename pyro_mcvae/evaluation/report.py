@@ -7,23 +7,18 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from pyro.infer import RenyiELBO
 from torch import Tensor
 
 from pyro_mcvae.chains.kernels import HMC
 from pyro_mcvae.chains.parameters import AdaptiveStepSize
-from pyro_mcvae.compiled.elbo import CompiledELBO
-from pyro_mcvae.elbos.chain import ChainELBO
-from pyro_mcvae.elbos.iwae import TraceIWAE_ELBO
 from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     estimate,
     filled,
     has_light_tail,
-    number,
     share,
     table,
     weights_of,
@@ -40,18 +35,14 @@ from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights
 from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.programs.types import Program, first_line
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
 _logger = logging.getLogger(__name__)
 
-# Share of the weights that may be doubtful; of those with heavy tails that is much; nats per weight
-# that are close enough, and those that are no difference; an error within which all agrees.
-_FEW, _SOME, _CLOSE, _SMALL, _WIDE = 0.05, 0.25, 0.1, 0.02, 0.1
-# Nats that a bound of many draws may leave, and those of the ELBO that such a bound halves at best
-# (docs/choose.md, measured on nine models).
-_MANY, _TENS = 10.0, 20.0
+# Share of the weights that may be doubtful; nats per weight that are close enough, and those that
+# are no difference; an error within which all agrees.
+_FEW, _CLOSE, _SMALL, _WIDE = 0.05, 0.1, 0.02, 0.1
+# Nats of the ELBO's gap that a bound of many draws halves at best (docs/choose.md, measured on nine
+# models).
+_TENS = 20.0
 # Chance of a false alarm, over all data together.
 _ALARM = 0.01
 # Steps of the chains: the second ones show whether the first were long enough. Where they were not,
@@ -62,23 +53,6 @@ _CHAINS, _FEWEST = 10_000, 20
 # From the prior: chains of all data, the fewest of each, and of a warm-up that begins with large
 # steps, of the prior's own spread.
 _FROM_PRIOR, _FEWEST_FROM_PRIOR, _WARMUP, _FIRST_STEP = 200, 50, 4, 0.5
-# Values of the loss that trained.
-_REPEATS = 20
-
-
-@dataclass(frozen=True)
-class TrainedLoss:
-    """
-    The loss that a guide was trained by.
-
-    :ivar loss: the loss; the plain one, if it was compiled.
-    :ivar bound: minus its value, in nats per weight.
-    :ivar standard_error: of the bound.
-    """
-
-    loss: Any
-    bound: float
-    standard_error: float
 
 
 @dataclass(frozen=True)
@@ -94,7 +68,6 @@ class Report:
     :ivar prior: the :class:`LogEvidence` by chains from the prior, or why there is none.
     :ivar chains: those by chains from the guide's draws, the longest last.
     :ivar no_chains: why there are none, or no longer ones, though the guide's weights leave doubt.
-    :ivar trained: the loss that the guide was trained by, if it was given, and its bound.
     :ivar states: how many a datum has, if the guide is a :class:`TruncatedPosterior`.
     """
 
@@ -104,7 +77,6 @@ class Report:
     prior: LogEvidence | str = "not asked for"
     chains: tuple[LogEvidence, ...] = ()
     no_chains: str = ""
-    trained: TrainedLoss | None = None
     states: int | None = None
 
     @property
@@ -191,11 +163,11 @@ class Report:
 
     @property
     def advice(self) -> str:
-        """What to try next, in a sentence; not the same loss again, if it is known."""
+        """What to try next, in a sentence: the rule of ``docs/choose.md``."""
         return _advice(self)
 
     def __str__(self) -> str:
-        guide, n, trained = self.guide, self.gap.numel(), self.trained
+        guide, n = self.guide, self.gap.numel()
         plates = f" ({', '.join(guide.plates)})" if guide.plates else ""
         rows = [["", "draws", "log evidence", "Pareto k", "k > 0.7", "ESS"], _row("guide", guide)]
         for chains in self.chains:
@@ -211,9 +183,6 @@ class Report:
         if n > 1:
             worst = (f"{i[0] if len(i) == 1 else i} ({gap:.2f})" for i, gap in self.worst())
             lines.append(f"largest gaps: {', '.join(worst)}")
-        if trained is not None:
-            bound = number(trained.bound, trained.standard_error)
-            lines.append(f"bound of {type(trained.loss).__name__}: {bound}")
         if guide.given:
             lines.append(f"given {', '.join(guide.given)}")
         if self.no_chains:
@@ -225,30 +194,11 @@ class Report:
         sentences = _trust(self), _reach(self), self.advice
         return "\n".join([lines[0], lines[1], *map(filled, (*lines[2:], *sentences))])
 
-    def plot(self) -> Figure:
-        """
-        A figure: the gaps' histogram, and k-hat of each datum.
-
-        :returns: a ``matplotlib`` figure, which belongs to no window.
-        """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7.5, 3.2), layout="constrained")
-        gaps, tails = figure.subplots(1, 2)
-        gap = self.gap.flatten().cpu().numpy()
-        gaps.hist(gap, bins=min(30, max(5, len(gap) // 3)))
-        gaps.set(xlabel="gap: log evidence - ELBO (nats)", ylabel="data")
-        tails.scatter(gap, self.guide.pareto_k.flatten().clamp(-1.0, 3.0).cpu(), s=8)
-        tails.axhline(0.7, color="k", linewidth=1, linestyle="--")
-        tails.set(xlabel="gap (nats)", ylabel="Pareto k (0.7: unreliable)")
-        return figure
-
 
 def report(
     model: Program,
     guide: Program,
     *args: object,
-    loss: object = None,
     look: bool | None = None,
     escalate: bool | None = None,
     model_kwargs: Mapping[str, object] | None = None,
@@ -283,14 +233,12 @@ def report(
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
-    :param loss: the loss that the guide was trained by: its bound is shown, and it is not advised
-        again.
     :param bool look: run chains from the prior; None does so unless the programs are looped over,
         where each chain is a run of its own.
     :param bool escalate: run chains where the guide's weights leave doubt; None likewise.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`Report`, to print or to :meth:`~Report.plot`.
+    :returns: a :class:`Report`, to print.
     :raises ValueError: as :func:`log_evidence`.
 
     Example::
@@ -303,8 +251,8 @@ def report(
         ...     with pyro.plate("data", len(x)):
         ...         pyro.sample("z", dist.Normal(x / 2, 1.2))
         >>> found = report(model, guide, torch.linspace(-2, 2, 50))
-        >>> print(found.advice)
-        Next: take TraceIWAE_ELBO(num_particles=10).
+        >>> found.advice.partition(",")[0]
+        'Next: take TraceIWAE_ELBO(num_particles=10)'
     """
     programs, given = prepare(report, model, guide, args, model_kwargs, options)
     check_flag("look", look, or_none=True)
@@ -323,8 +271,7 @@ def report(
             chains, no_chains = _climb(weights, given)
         evidence = chains[-1] if chains else plain
         prior = _unasked("look", look, weights.loops) or _from_prior(weights, count)
-        trained = None if loss is None else _trained(weights, loss)
-        return Report(evidence, plain, weights.discrete, prior, chains, no_chains, trained, states)
+        return Report(evidence, plain, weights.discrete, prior, chains, no_chains, states)
 
 
 def _unasked(name: str, asked: bool | None, loops: bool) -> str:
@@ -415,25 +362,6 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
         return first_line(error)
 
 
-def _trained(weights: ImportanceSampler, loss: Any) -> TrainedLoss:
-    """
-    Evaluate a loss some times on the programs.
-
-    :raises ValueError: for what is no loss.
-    """
-    plain = loss.plain if isinstance(loss, CompiledELBO) else loss
-    if isinstance(plain, type) or not callable(getattr(plain, "loss", None)):
-        raise ValueError(
-            f"loss must be the loss that the guide was trained by, such as Trace_ELBO(), got "
-            f"{loss!r}"
-        )
-    programs, num_weights = weights.programs, float(weights.reference.num_weights)
-    call = *programs.pair, *programs.args
-    values = [-float(plain.loss(*call, **programs.kwargs)) for _ in range(_REPEATS)]
-    bounds = torch.tensor(values, dtype=torch.float64) / num_weights
-    return TrainedLoss(plain, float(bounds.mean()), float(bounds.std()) / math.sqrt(_REPEATS))
-
-
 def _student_limit(level: float, freedom: Tensor) -> Tensor:
     """The quantile of Student's t by its expansion around the normal one."""
     z = torch.special.ndtri(freedom.new_tensor(level))
@@ -474,17 +402,11 @@ def _reach(report: Report) -> str:
 
 
 def _advice(report: Report) -> str:
-    """
-    The rule of ``docs/choose.md``: what a bound of many draws leaves decides, and of the ELBO's gap
-    how much these are likely to leave.
-    """
-    trained, heavy = report.trained, share(report.guide.unreliable)
-    added = None if report.evidence.labellings is None else report.evidence.labellings.added
+    labellings = report.evidence.labellings
     # No loss closes the part of the gap that labellings are.
-    missing = 0.0 if added is None else float(added.mean())
-    gap = left = float(report.gap.mean()) - missing
+    missing = 0.0 if labellings is None else labellings.added or 0.0
+    left, heavy = float(report.gap.mean()) - missing, share(report.guide.unreliable)
     richer = "a richer guide (full covariances, or a flow)"
-    close = gap < _CLOSE and heavy <= _FEW and not report.misses
     if report.states is not None:
         if _is_sure(report.guide):
             return f"The {report.states} states of a datum are all of its posterior."
@@ -494,30 +416,26 @@ def _advice(report: Report) -> str:
         )
     if report.misses:
         return f"Next: begin the guide's training elsewhere, or take {richer}."
-    if close:
+    if left < _CLOSE and heavy <= _FEW:
         part = "one labelling of " if missing > _CLOSE else ""
         return f"The guide is close to {part}the posterior: the ELBO is tight enough."
-    loss: Any = None if trained is None else trained.loss
-    if trained is not None:
-        left = float(report.evidence.mean) - missing - trained.bound
-        if left < _CLOSE:
-            return f"The bound of {type(loss).__name__} is within {_CLOSE} nats of the evidence."
-    weighs = isinstance(loss, TraceIWAE_ELBO | RenyiELBO)
     if report.discrete:
         sites = ", ".join(report.discrete)
         return (
             f"Next: take TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound), "
             f"or let {sites} depend on each other in the guide."
         )
-    if isinstance(loss, ChainELBO):
-        return f"Next: take more steps than num_steps={loss.num_steps}, or {richer}."
-    if left > (_MANY if weighs else _TENS):
-        return f"Next: take TraceSIS_ELBO(10, num_particles=8, multi_sample=True), or {richer}."
-    if weighs:
-        return f"Next: take num_particles={4 * loss.num_particles}, or {richer}."
+    if left > _TENS:
+        return (
+            f"Next: take TraceSIS_ELBO(10, num_particles=8, multi_sample=True), with more steps "
+            f"if it was trained by that; or {richer}."
+        )
     count = 100 if report.gap.numel() == 1 else 10
-    then = f"; where that leaves {_MANY:.0f} nats, TraceSIS_ELBO" if heavy > _SOME else ""
-    return f"Next: take TraceIWAE_ELBO(num_particles={count}){then}."
+    then = "; where ten nats are left, TraceSIS_ELBO" if heavy > _FEW else f"; or {richer}"
+    return (
+        f"Next: take TraceIWAE_ELBO(num_particles={count}), with more particles if it was trained "
+        f"by that{then}."
+    )
 
 
 def _steps(chains: LogEvidence) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,6 @@ from pyro_mcvae.evaluation.labellings import guide_values
 from pyro_mcvae.evaluation.options import (
     DEFAULT_STEPS,
     Annealing,
-    Options,
     as_arguments,
     check_function,
     prepare,
@@ -29,20 +27,18 @@ from pyro_mcvae.evaluation.weights import ImportanceSampler
 from pyro_mcvae.ops.checks import check_count
 from pyro_mcvae.ops.weights import log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
-from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes, Unconditioned
+from pyro_mcvae.programs.messengers import Recorder, Substitutes, Unconditioned
 from pyro_mcvae.programs.run import Programs, Run, is_messenger
 from pyro_mcvae.programs.sites import (
     inner_scale,
     is_factor,
     is_flat,
     is_latent,
-    is_random,
     is_scored,
 )
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import model_term
 from pyro_mcvae.programs.types import NoCoordinateError, Program, Site
-from pyro_mcvae.training.checkpoint import rng_state, set_rng_state
 
 # Data simulated from a model, with the latents that they came from.
 
@@ -127,37 +123,6 @@ def check_density(simulation: Simulation, run: Run) -> None:
             )
 
 
-def follows_data(programs: Programs, simulation: Simulation, subsamples: Minibatch) -> bool:
-    """
-    Whether a guide draws other latents for simulated data than for the user's; or those of the
-    prior, which follow no data.
-
-    :param subsamples: the minibatch of both.
-    """
-    with Recorder(Substitutes(subsamples)) as here:
-        programs.guide(*programs.args, **programs.kwargs)
-    sites = {n: s for n, s in here.trace.nodes.items() if is_latent(s) and is_random(s)}
-    values = {n: s["value"] for n, s in sites.items()}
-    with Recorder(Substitutes(subsamples, values)) as there:
-        simulation.programs.guide(*simulation.programs.args, **simulation.programs.kwargs)
-    return _all_same(sites, simulation.trace) or not _all_same(sites, there.trace)
-
-
-def _all_same(sites: dict[str, Site], trace: Trace) -> bool:
-    return all(n in trace.nodes and _same(site, trace.nodes[n]) for n, site in sites.items())
-
-
-def _same(site: Site, other: Site) -> bool:
-    """Whether two sites have one density, at the value of the first."""
-    value = site["value"]
-    mine = site["fn"].log_prob(value)
-    try:
-        theirs = other["fn"].log_prob(value)
-    except (ValueError, RuntimeError):  # of another shape, or another support
-        return False
-    return mine.shape == theirs.shape and torch.allclose(mine, theirs)
-
-
 def _check_generative(name: str, site: Site) -> None:
     if is_factor(site["fn"]):
         raise ValueError(
@@ -183,12 +148,6 @@ def _check_generative(name: str, site: Site) -> None:
 _WITHOUT_CHAINS = (
     "use log_evidence without schedule and kernel, whose importance sampling weighs them (both "
     "sides of a sandwich are chains)"
-)
-_UNMOVED = (
-    "the guide draws the same latents for simulated data as for yours: it was trained on these "
-    "alone, as AutoGuides are. The bounds hold, but their gap is that of chains which begin in the "
-    "wrong place, and says nothing of the estimate on your data: use a guide that reads the data, "
-    "or evaluate this one by report"
 )
 
 
@@ -262,8 +221,12 @@ def sandwich(
         -E \log \frac{1}{P} \sum_i \exp(-W_i') .
 
     A small gap says that :func:`log_evidence` with this schedule and kernel is right on data like
-    the model's. Global latents that the guide draws are simulated as well, and latents that it
-    holds as point masses stay as they are.
+    the model's. That takes a guide that reads the data: one that was trained on these alone, as
+    AutoGuides are, begins its chains in the wrong place for simulated data. The bounds hold, but
+    their gap says nothing of the estimate on your data; use :func:`report`.
+
+    Global latents that the guide draws are simulated as well, and latents that it holds as point
+    masses stay as they are.
 
     How the simulated data reach the programs: observed sites are conditioned on them, and the
     arguments that hold an observed tensor (itself, views of it, or what it is a copy of or, as
@@ -283,8 +246,6 @@ def sandwich(
         each direction, P, ``schedule`` is 10 linear steps by default, and the kernel an adjusted
         one, :class:`HMC` with 3 leapfrog steps.
     :returns: a :class:`Sandwich`.
-
-    Warns where the guide draws the same for simulated data as for the user's, and is not the prior.
 
     :raises ValueError: as :func:`log_evidence`; for unadjusted kernels, ``pyro.factor``,
         ``poutine.scale``; for data that reach the programs in another way; and for guides that
@@ -314,13 +275,19 @@ def sandwich(
             f"the guide {type(programs.guide).__name__} runs its own model, which simulated "
             f"data do not reach: use the AutoGuide that it stands for, such as AutoNormal"
         )
-    annealing = _annealing(given)
+    if given.schedule is None and given.kernel is None:
+        given = replace(given, schedule=DEFAULT_STEPS)
+    annealing = given.annealing(_WITHOUT_CHAINS)
+    assert annealing is not None
+    if not annealing.kernel.adjusted:
+        raise ValueError(
+            f"a chain of {type(annealing.kernel).__name__} cannot be run backwards: use a kernel "
+            f"that leaves its target invariant, HMC, MALA or RandomWalk"
+        )
     with importance_sampler(programs, given, annealing) as weights:
         pairs = []
-        for turn in range(num_simulations):
+        for _ in range(num_simulations):
             simulation = simulate(weights.programs, weights.reference, weights.held, to_args)
-            if not turn:
-                _warn(weights, simulation)
             pairs.append(_both_ways(weights, annealing, simulation, given.num_particles))
         lower, upper = zip(*pairs, strict=True)
         return Sandwich(
@@ -333,34 +300,17 @@ def sandwich(
         )
 
 
-def _annealing(options: Options) -> Annealing:
-    if options.schedule is None and options.kernel is None:
-        options = replace(options, schedule=DEFAULT_STEPS)
-    annealing = options.annealing(_WITHOUT_CHAINS)
-    assert annealing is not None
-    if not annealing.kernel.adjusted:
-        raise ValueError(
-            f"a chain of {type(annealing.kernel).__name__} cannot be run backwards: use a kernel "
-            f"that leaves its target invariant, HMC, MALA or RandomWalk"
-        )
-    return annealing
-
-
-def _warn(sampler: ImportanceSampler, simulation: Simulation) -> None:
-    """Before the chains: what they would find says little for a guide that stays where it is."""
-    generators = rng_state()
-    follows = follows_data(sampler.programs, simulation, sampler.reference.subsamples)
-    set_rng_state(generators)
-    if not follows:
-        warnings.warn(_UNMOVED, stacklevel=4)
-
-
 def _both_ways(
     user: ImportanceSampler, annealing: Annealing, simulation: Simulation, num_particles: int
 ) -> tuple[Tensor, Tensor]:
     sampler = user.on(simulation.programs)
     values = guide_values(simulation.programs, sampler.reference, simulation.latents)
-    _choose_coordinates(sampler, annealing, values)
+    try:
+        sampler.density(1, values)
+    except NoCoordinateError:  # the noise that made a given value is not known
+        if annealing.coordinates == "latent":
+            raise
+        annealing.use("latent")
     lower, upper = [], []
     for count in sampler.chunks(num_particles):
         chain, forward = sampler.chain(count)
@@ -376,15 +326,3 @@ def _both_ways(
         sampler.check(-back, density.runs)
         upper.append(back)
     return log_mean_exp(torch.cat(lower)), -log_mean_exp(-torch.cat(upper))
-
-
-def _choose_coordinates(
-    sampler: ImportanceSampler, annealing: Annealing, values: dict[str, Tensor]
-) -> None:
-    """Unconstrained latents, where the noise that made a given value is not known."""
-    try:
-        sampler.density(1, values)
-    except NoCoordinateError:
-        if annealing.coordinates == "latent":
-            raise
-        annealing.use("latent")

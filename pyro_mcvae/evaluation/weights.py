@@ -183,7 +183,11 @@ class ImportanceSampler:
         check_observed(run)
         check_draws(run, points)
         self._count_alike(points)
-        check_points(self.reference, points)
+        structure = self.reference.structure
+        blocks = {n: structure.block_of.get(FactorKey("guide", n)) for n in points}
+        check_no_local_points(
+            {n for n, b in blocks.items() if b is not None and structure.blocks[b].plates}
+        )
         drawn = tuple(sorted(self.reference.structure.global_sites.guide - points))
         if options.joint is None and drawn:
             check_no_minibatch(self.reference.runs[0], drawn)
@@ -489,17 +493,6 @@ def check_draws(run: Run, points: frozenset[str]) -> None:
             f"states alone the weights would tell: pass the TruncatedPosterior as the guide, and "
             f"what draws the other latents as its guide="
         )
-
-
-def check_points(reference: WeightedParticles, points: frozenset[str]) -> None:
-    """
-    :raises ValueError: for a point mass that each datum has.
-    """
-    structure = reference.structure
-    blocks = {n: structure.block_of.get(FactorKey("guide", n)) for n in points}
-    check_no_local_points(
-        {n for n, b in blocks.items() if b is not None and structure.blocks[b].plates}
-    )
 
 
 def check_no_local_points(points: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from pyro.infer import RenyiELBO, Trace_ELBO
 from torch import Tensor, nn
 
 from pyro_mcvae import CompiledELBO, TraceIWAE_ELBO, TraceSGVB_ELBO, TraceSIS_ELBO
+from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
 from tests.compiled.programs import reasons, uses
 
 x = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
@@ -299,9 +300,6 @@ PLACES: dict[str, Callable[[], Any]] = {
     "keyword-only default": _of_a_keyword,
     "attribute of a function": _of_a_function,
     "mode of a scripted module": _of_a_scripted_module,
-    "tensor that fills": _read_by(lambda held: torch.full((3,), held).double()),
-    "tensor that picks": _read_by(lambda held: torch.arange(1.0, 4.0)[held]),
-    "tensor that cuts": _read_by(lambda held: torch.arange(1.0, 4.0)[:held].sum()),
     "through a property": lambda: _of_another_class("property"),
     "through a classmethod": lambda: _of_another_class("classmethod"),
 }
@@ -319,21 +317,46 @@ def seeded(loss: Any, model: Any, *args: Any, seed: int) -> float:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.parametrize("place", PLACES)
-def test_a_value_that_changes_between_steps_is_seen_at_the_next_one(
-    place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (outer, inner):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    get, put = PLACES[place]()
-
+def reading(get: Callable[[], Any]) -> Callable[..., None]:
     def model(x: Tensor) -> None:
         with pyro.plate("data", len(x)):
             z = pyro.sample("z", dist.Normal(0.0, 1.0))
             pyro.sample("x", dist.Normal(z, get()), obs=x)
 
-    loss, plain = CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("place", PLACES)
+def test_a_value_that_changes_is_seen(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (outer, inner):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    get, put = PLACES[place]()
+    model = reading(get)
+    with ExecutedCode() as executed:
+        model(x)
+    found = Dependencies.of(model, executed=executed)
+    try:
+        assert found.changed() is None
+        assert not found.refused
+        put(2.0)
+        assert found.changed() is not None
+    finally:
+        put(1.0)
+
+
+STEPS = {
+    "a tensor that fills": _read_by(lambda held: torch.full((3,), held).double()),
+    "a tensor that picks": _read_by(lambda held: torch.arange(1.0, 4.0)[held]),
+    "a tensor that cuts": _read_by(lambda held: torch.arange(1.0, 4.0)[:held].sum()),
+    "a value in a container": PLACES["dict of 70"],
+}
+
+
+@pytest.mark.parametrize("place", STEPS)
+def test_a_step_after_the_change_has_the_numbers_of_the_plain_one(place: str) -> None:
+    get, put = STEPS[place]()
+    model, loss, plain = reading(get), CompiledELBO(TraceSGVB_ELBO(), "eager"), TraceSGVB_ELBO()
     try:
         for step in range(11):
             if step == 5:  # before the recording's third use, which nothing compares
@@ -349,7 +372,7 @@ def test_a_value_that_changes_between_steps_is_seen_at_the_next_one(
     "make",
     [
         lambda: TraceIWAE_ELBO(3, vectorize_particles=True, max_plate_nesting=1),
-        lambda: TraceSIS_ELBO(2, max_plate_nesting=1),
+        lambda: TraceSIS_ELBO(1, max_plate_nesting=1),
     ],
     ids=["IWAE", "SIS"],
 )

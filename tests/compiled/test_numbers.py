@@ -61,7 +61,7 @@ def test_dropout_and_running_statistics(options: dict[str, Any]) -> None:
 def test_step_sizes_adapt_and_the_record_of_the_step_is_the_last_one() -> None:
     found = []
     for wrap in (lambda loss: loss, lambda loss: CompiledELBO(loss, "eager")):
-        loss = TraceSIS_ELBO(2, ULA(), coordinates="latent", max_plate_nesting=1)
+        loss = TraceSIS_ELBO(1, ULA(), coordinates="latent", max_plate_nesting=1)
         train(make(), wrap(loss), 8)
         record = loss.last_step
         assert record is not None
@@ -96,7 +96,9 @@ def discrete() -> tuple[Any, Any, Any]:
     return model, guide, [torch.randn(6) for _ in range(10)]
 
 
-@pytest.mark.parametrize("kind", ["exact", "sampled", "network", "enumerated"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("exact", marks=pytest.mark.slow), "sampled", "network", "enumerated"]
+)
 def test_discrete_latents(kind: str) -> None:
     made: dict[str, Callable[[], Any]] = {
         "exact": lambda: TraceRaoBlackwell_ELBO(3),
@@ -120,8 +122,8 @@ def test_discrete_latents(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "make_loss",
-    [TraceSGVB_ELBO, lambda: TraceIWAE_ELBO(2, "vimco"), lambda: TraceRaoBlackwell_ELBO(0)],
-    ids=["SGVB", "IWAE", "Rao-Blackwell"],
+    [TraceSGVB_ELBO, lambda: TraceRaoBlackwell_ELBO(0)],
+    ids=["SGVB", "Rao-Blackwell"],
 )
 def test_one_hot_draws_and_labels(make_loss: Callable[[], Any]) -> None:
     """PyTorch's ``one_hot``, also within ``OneHotCategorical``, looks at values on the host."""
@@ -167,7 +169,7 @@ def test_minibatches_drawn_by_plates() -> None:
     runs = []
     for compiled in (False, True):
         pyro.clear_param_store()
-        loss = TraceSIS_ELBO(2, max_plate_nesting=1)
+        loss = TraceSIS_ELBO(1, max_plate_nesting=1)
         loss = CompiledELBO(loss, "eager") if compiled else loss
         svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
         torch.manual_seed(1)
@@ -178,11 +180,11 @@ def test_minibatches_drawn_by_plates() -> None:
 
 def test_plates_that_are_looped_over() -> None:
     """Pyro reads the indices of such a plate; in another order they are another step."""
-    data, order = torch.randn(2, 4), torch.tensor([2, 0, 3, 1])
+    data, order = torch.randn(2, 2), torch.tensor([1, 0])
 
     def model(index: Tensor | None) -> None:
         loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
-        inner = pyro.plate("inner", 4, subsample=index)
+        inner = pyro.plate("inner", 2, subsample=index)
         for i in pyro.plate("outer", 2):
             z = pyro.sample(f"z_{i}", dist.Normal(loc, 1.0))
             for j in inner:
@@ -255,7 +257,7 @@ def test_checkpoints_are_those_of_the_plain_loss(tmp_path: Path) -> None:
     def svi(net: Any, loss: Any) -> SVI:
         return SVI(net.model, net.guide, pyro.optim.Adam({"lr": 0.01}), loss)
 
-    compiled = CompiledELBO(TraceSIS_ELBO(2, max_plate_nesting=1), "eager")
+    compiled = CompiledELBO(TraceSIS_ELBO(1, max_plate_nesting=1), "eager")
     first = svi(make(), compiled)
     for x in batches(8):
         first.step(x)
@@ -266,9 +268,9 @@ def test_checkpoints_are_those_of_the_plain_loss(tmp_path: Path) -> None:
 
 
 def test_copies_make_recordings_of_their_own() -> None:
-    loss = CompiledELBO(TraceSIS_ELBO(2, ULA(0.1), max_plate_nesting=1), "eager")
-    train(make(), loss)
+    loss = CompiledELBO(TraceIWAE_ELBO(2), "eager")
+    train(make(), loss, 5)
     assert uses(loss) > 0
     for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
         assert uses(other) == 0
-        assert other.num_steps == 2
+        assert other.num_particles == 2

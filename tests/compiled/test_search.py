@@ -52,12 +52,18 @@ def about_weights(x: Tensor, index: Tensor) -> None:
 
 
 SEARCHES: dict[str, tuple[Callable[..., None], dict[str, Any], dict[str, Any]]] = {
-    "uniform": (bits, {"evolution": EvolutionaryUpdate(2, 2, 2, mutation=UniformFlips())}, {}),
+    "uniform, gradient through the best": (
+        bits,
+        {"evolution": EvolutionaryUpdate(2, 2, 2, mutation=UniformFlips())},
+        {"num_gradient_states": 2},
+    ),
     "informed": (bits, {"evolution": EvolutionaryUpdate(2, 2, 1, mutation=InformedFlips())}, {}),
-    "gradient through the best": (bits, {}, {"num_gradient_states": 2}),
-    "the prior's draws": (bits, {"proposals": PriorDraws(3)}, {}),
     "classes": (classes, {}, {}),
-    "global latents": (with_weights, {"guide": about_weights}, {}),
+    "global latents, the prior's draws": (
+        with_weights,
+        {"guide": about_weights, "proposals": PriorDraws(3)},
+        {},
+    ),
     "looped": (bits, {"vectorize": False}, {"vectorize_particles": False}),
 }
 
@@ -83,8 +89,10 @@ def trained(
     return losses, [s.detach().clone() for s in states]
 
 
-# The others are quicker, and the way of a loop is that of every loss.
-_KINDS = [pytest.param(k, marks=[pytest.mark.slow] * (k == "looped")) for k in SEARCHES]
+# The others are quicker, and of the same kind.
+_KINDS = [
+    pytest.param(k, marks=[pytest.mark.slow] * (k in ("looped", "classes"))) for k in SEARCHES
+]
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -120,6 +128,7 @@ def test_a_prior_that_takes_another_way_is_recorded_anew() -> None:
     assert len(case._recordings) == 2
 
 
+@pytest.mark.slow
 def test_steps_that_go_to_and_fro_between_two_ways_have_a_recording_of_each() -> None:
     def model(x: Tensor, shift: Tensor) -> None:
         logits = pyro.param("logits", torch.full((H,), -0.3))

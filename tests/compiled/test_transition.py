@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_mcvae import HMC, ULA, LearnedStepSize, log_evidence, refine
+from pyro_mcvae import HMC, ULA, LearnedStepSize, log_evidence, log_evidence_loader, refine
 from pyro_mcvae.chains.annealing import anneal, evaluator
-from pyro_mcvae.compiled.graph import as_function, fold
+from pyro_mcvae.compiled import transition
+from pyro_mcvae.compiled.graph import as_function, split_off
 from pyro_mcvae.compiled.guards import trace
 from pyro_mcvae.compiled.transition import RecordedTransition
 from pyro_mcvae.evaluation import options as annealing
@@ -33,7 +34,12 @@ def guide(x: Tensor) -> None:
 
 
 def judged(
-    by: Callable[..., Any], model: Any, monkeypatch: pytest.MonkeyPatch, long: int, **options: Any
+    by: Callable[..., Any],
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    long: int,
+    guide: Any = guide,
+    **options: Any,
 ) -> tuple[Any, int]:
     """What a judge finds, and how many transitions were replayed."""
     made: list[RecordedTransition] = []
@@ -46,8 +52,7 @@ def judged(
     monkeypatch.setattr(annealing, "RecordedTransition", make)
     options = {"num_particles": 3, "schedule": 12, "warmup": 2, "max_plate_nesting": 1, **options}
     found = by(model, guide, x, seed=3, **options)
-    recordings = [m._recording for m in made]
-    return found, sum(r.uses for r in recordings if r is not None)
+    return found, sum(m._uses for m in made)
 
 
 evidence = partial(judged, partial(log_evidence, keep_log_weight=True))
@@ -125,12 +130,12 @@ def test_what_is_not_seen_is_found_at_the_beginning_of_a_chain() -> None:
 
 
 def test_recordings_that_pay_are_made_for_any_number_of_batches() -> None:
-    """Of 12 densities each, one after the other: those of short chains soon run as ever."""
+    """Of 8 densities each, one after the other: those of short chains soon run as ever."""
     recorded = []
-    for steps in (100, 5):
+    for steps in (70, 5):
         moves = RecordedTransition(HMC(0.3, num_leapfrog=1), ())
         betas = torch.linspace(0, 1, steps)
-        for scale in range(1, 13):
+        for scale in range(1, 9):
 
             def density(z: Tensor, scale: int = scale) -> tuple[Tensor, Tensor]:
                 return -0.5 * z.square().sum(-1), -scale * z.square().sum(-1)
@@ -138,12 +143,67 @@ def test_recordings_that_pay_are_made_for_any_number_of_batches() -> None:
             start = evaluator(density)(torch.randn(4, 2))
             anneal(start, betas, moves, evaluator(density, False))
         recorded.append((moves._recorded, moves._refused))
-    assert recorded[0][0] >= 12
+    assert recorded[0][0] >= 8
     assert recorded[0][1] is False
     assert recorded[1] == (7, True)
 
 
-def test_what_depends_on_fixed_constants_is_folded_and_nothing_else() -> None:
+def scaled_by_host(x: Tensor) -> None:
+    """A guide whose map from noise to latents has a number that Python read from the data."""
+    shift = dist.transforms.AffineTransform(float(x.mean()), 0.7)
+    with pyro.plate("data", len(x)):
+        pyro.sample("z", dist.TransformedDistribution(dist.Normal(0.1 * x, 1.0), [shift]))
+
+
+cache: dict[str, Tensor] = {}
+
+
+def through_a_cache(x: Tensor) -> None:
+    cache["scale"] = x.std().exp()
+    guide(x)
+
+
+def of_the_cache(x: Tensor) -> None:
+    with pyro.plate("data", len(x)):
+        z = pyro.sample("z", dist.Normal(0.0, 1.0))
+        pyro.sample("x", dist.Normal(z.tanh(), cache["scale"]), obs=x)
+
+
+@pytest.mark.parametrize(
+    ("model", "guide", "size", "recordings"),
+    [
+        (model, guide, 12, 1),
+        (model, guide, 8, 2),
+        (model, scaled_by_host, 6, 2),
+        (of_the_cache, through_a_cache, 6, 2),
+    ],
+    ids=["of one size", "the last smaller", "a number of the data", "a tensor of the data"],
+)
+def test_one_recording_serves_all_batches_of_one_size(
+    model: Any, guide: Any, size: int, recordings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows from the data is an input; where it is not, another recording is made."""
+    batches = torch.randn(size).split(3)
+
+    def by(model: Any, guide: Any, _: Tensor, **options: Any) -> Any:
+        return log_evidence_loader(model, guide, batches, **options, keep_log_weight=True)
+
+    made: list[None] = []
+    record = transition.RecordedTransition._recording_of
+    monkeypatch.setattr(
+        transition.RecordedTransition,
+        "_recording_of",
+        lambda *args: (made.append(None), record(*args))[1],
+    )
+    kernel = HMC(0.3, num_leapfrog=1)
+    plain, _ = judged(by, model, monkeypatch, 1000, kernel=kernel, guide=guide)
+    found, replayed = judged(by, model, monkeypatch, 10, kernel=kernel, guide=guide)
+    assert torch.equal(found.log_weight, plain.log_weight)
+    assert len(made) == recordings
+    assert replayed >= 9 * len(batches)
+
+
+def test_what_depends_on_fixed_constants_is_computed_once_and_nothing_else() -> None:
     fixed, moving = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
 
     def function(x: Tensor) -> list[Tensor]:
@@ -153,13 +213,12 @@ def test_what_depends_on_fixed_constants_is_folded_and_nothing_else() -> None:
     x = torch.tensor([0.5, -1.0])
     graph, constants, _ = as_function(trace(function, [x]))
     before = sum(node.op == "call_function" for node in graph.graph.nodes)
-    constants = fold(graph.graph, constants, [c is not moving for c in constants])
-    graph.recompile()
-    graph.graph.lint()
+    prepare, graph = split_off(graph.graph, [c is not moving for c in constants])
     assert sum(node.op == "call_function" for node in graph.graph.nodes) < before
+    prepared = prepare(*constants)
     for _ in range(2):
         torch.manual_seed(1)
         expected = function(x)[0]
         torch.manual_seed(1)
-        assert torch.equal(graph(*constants, x)[0], expected)
+        assert torch.equal(graph(*prepared, x)[0], expected)
         moving.mul_(2.0)

@@ -181,7 +181,6 @@ def bernoulli(probability, obs):
         (sandwich, {}, "use log_evidence without schedule and kernel"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:the guide draws the same latents")
 def test_discrete_latents_have_a_remedy_that_applies(judge, options, remedy):
     with pytest.raises(ValueError, match=rf"the guide's site 'k' is discrete: {remedy}"):
         judge(bernoulli(0.3, True), bernoulli(0.5, False), X, **options)

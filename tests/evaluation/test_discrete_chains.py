@@ -12,7 +12,7 @@ from tests.estimates import assert_mean
 KNOWN = [name for name, program in PROGRAMS.items() if program.evidence]
 
 
-@pytest.mark.parametrize("coordinates", ["noise", "latent"])
+@pytest.mark.parametrize("coordinates", ["noise", pytest.param("latent", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_mean_weight_is_the_evidence(name, coordinates):
     program = PROGRAMS[name]
@@ -20,7 +20,7 @@ def test_the_mean_weight_is_the_evidence(name, coordinates):
     found = log_evidence(
         program.model,
         program.guide,
-        num_particles=2000,
+        num_particles=1000,
         schedule=3,
         kernel=kernel,
         coordinates=coordinates,
@@ -55,7 +55,7 @@ def test_chains_one_by_one_hold_their_draws():
 
 def test_refined_draws_have_the_posterior_of_labels():
     draws = refine(
-        labels_model, wide_guide, data(3), num_samples=800, num_particles=20, schedule=5, seed=0
+        labels_model, wide_guide, data(3), num_samples=800, num_particles=20, schedule=5, warmup=5
     )
     exact = labels_joint(data(3)).softmax(-1).detach()
     assert draws["y"].dtype == torch.long
@@ -87,8 +87,9 @@ def test_a_latent_of_all_data_is_held():
         discrete_global(True),
         discrete_global(False),
         x,
-        num_particles=2000,
+        num_particles=1000,
         schedule=4,
+        warmup=4,
         keep_log_weight=True,
         seed=0,
     )
@@ -109,7 +110,7 @@ def test_the_evidence_of_simulated_data_lies_between():
 
 def test_a_report_escalates():
     program = PROGRAMS["labels"]
-    found = report(program.model, program.guide, num_particles=300, schedule=10, seed=0)
+    found = report(program.model, program.guide, num_particles=300, schedule=10, warmup=4, seed=0)
     assert found.chains
     evidence = program.evidence().detach()
     assert (found.evidence.log_evidence - evidence).abs().max() < 0.2

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pyro_mcvae import HMC, log_evidence_loader
 
-X = torch.tensor([0.3, -1.0, 2.0, 0.1, 1.2])
+X = torch.tensor([0.3, -1.0, 2.0, 0.1, 1.2], dtype=torch.float64)
 
 
 def model(x, label=None):
@@ -28,14 +28,16 @@ def exact():
     return dist.Normal(0.0, math.sqrt(2)).log_prob(X)
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": 3}, {"schedule": 3, "coordinates": "whitened", "warmup": 3}]
+)
 def test_batches_are_laid_side_by_side(options):
     loader = DataLoader(TensorDataset(X, torch.arange(5)), batch_size=2)
     found = log_evidence_loader(
-        model, guide, loader, num_particles=3000, keep_log_weight=True, progress=False, **options
+        model, guide, loader, num_particles=1000, keep_log_weight=True, progress=False, **options
     )
     assert found.log_evidence.shape == (5,)
-    assert found.log_weight.shape == (3000, 5)
+    assert found.log_weight.shape == (1000, 5)
     assert bool(((found.log_evidence - exact()).abs() < 4 * found.standard_error).all())
     assert found.scale == 1.0
     assert torch.allclose(found.total, found.log_evidence.sum())

@@ -20,7 +20,7 @@ REFUSED = {
 SHARED = {"hierarchy-subsampled", "hierarchy-loader", "auto-normal-subsampled"}
 
 
-QUICK = {"ragged", "auto-delta", "hierarchy-loader", "mixture", "auto-normal"}
+QUICK = {"auto-delta", "hierarchy-loader", "mixture", "auto-normal"}
 
 
 @pytest.mark.parametrize("name", some_slow(PROGRAMS, *(PROGRAMS.keys() - QUICK)))

@@ -56,7 +56,6 @@ CALLS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the guide draws the same latents")
 @pytest.mark.parametrize("call", CALLS)
 def test_work_ends_where_it_was_said_to(call, bars):
     exact = ConjugateGaussian(N=3)

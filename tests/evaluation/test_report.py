@@ -8,18 +8,8 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import Trace_ELBO
 
-from pyro_mcvae import (
-    CompiledELBO,
-    LogEvidence,
-    Report,
-    TraceIWAE_ELBO,
-    TraceSGVB_ELBO,
-    TraceSIS_ELBO,
-    report,
-)
-from pyro_mcvae.evaluation.report import TrainedLoss
+from pyro_mcvae import LogEvidence, Report, report
 from pyro_mcvae.ops.weights import pareto_k
 from tests.models import (
     ConjugateGaussian,
@@ -32,7 +22,7 @@ from tests.models import (
 @pytest.mark.parametrize("options", [{}, {"schedule": 4}])
 def test_numbers_are_those_of_the_exact_model(options):
     exact = ConjugateGaussian(N=20)
-    found = report(exact.model, exact.guide, num_particles=3000, look=False, **options)
+    found = report(exact.model, exact.guide, num_particles=1000, look=False, **options)
     error = found.evidence.standard_error
     difference = found.evidence.log_evidence - exact.log_evidence_per_datum()
     assert bool((difference.abs() < 4 * error).all())
@@ -81,18 +71,13 @@ def test_advice():
 
 
 @pytest.mark.parametrize("cls", [ConjugateGaussian, HierarchicalGaussian])
-def test_it_prints_and_plots(cls, tmp_path):
-    pytest.importorskip("matplotlib")
+def test_it_prints(cls):
     exact = cls()
-    look = cls is ConjugateGaussian
-    found = report(exact.model, exact.guide, num_particles=200, look=look, escalate=False)
+    found = report(exact.model, exact.guide, num_particles=200, look=False, escalate=False)
     text = str(found)
     for part in ("ELBO", "log evidence", "gap", "Pareto k", "ESS"):
         assert part in text
     assert ("largest gaps" in text) == (found.gap.numel() > 1)
-    figure = found.plot()
-    assert len(figure.axes) == 2
-    figure.savefig(tmp_path / "report.png")
 
 
 def test_chains_look_at_the_same_minibatch():
@@ -109,7 +94,6 @@ def test_a_tail_may_be_missing():
     found = report(exact.model, exact.guide, look=False)
     assert "-inf" in str(found)
     assert float(found.guide.pareto_k.max()) == -math.inf
-    found.plot()
 
 
 def two_modes():
@@ -295,88 +279,21 @@ def test_longer_chains_that_find_more_are_not_trusted():
     assert Report(longer, longer, (), "", (longer, longer)).trusted
 
 
-LOSSES = {
-    "Trace_ELBO": (Trace_ELBO(), "take TraceIWAE_ELBO(num_particles=10)"),
-    "TraceIWAE_ELBO": (TraceIWAE_ELBO(3), "take num_particles=12"),
-    "TraceSIS_ELBO": (
-        CompiledELBO(TraceSIS_ELBO(1), backend="eager"),
-        "more steps than num_steps=1",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_what_trained_is_not_advised_again(name):
-    loss, text = LOSSES[name]
-    exact = ConjugateGaussian(N=5)
-    exact.set_guide("exact", log_s=1.0)
-    found = report(exact.model, exact.guide, loss=loss, look=False)
-    assert text in found.advice
-    assert f"bound of {name}" in str(found)
-
-
-def test_the_bound_of_what_trained_is_shown():
-    exact = ConjugateGaussian(N=5)
-    found = report(exact.model, exact.guide, loss=TraceSGVB_ELBO(), look=False, escalate=False)
-    per_weight = float(exact.elbo_per_datum().mean())
-    assert abs(found.trained.bound - per_weight) < 4 * found.trained.standard_error + 1e-6
-    exact.set_guide("exact")
-    near = report(exact.model, exact.guide, loss=Trace_ELBO(), look=False)
-    assert "the ELBO is tight enough" in near.advice
-    with pytest.raises(ValueError, match="loss must be the loss that the guide was trained by"):
-        report(exact.model, exact.guide, loss=Trace_ELBO, look=False)
-
-
-def one_weight(gap, k, trained=None):
-    """A verdict with these numbers: of a guide whose single weight has this tail."""
-    found = LogEvidence(
-        log_evidence=torch.tensor(-50.0),
-        standard_error=torch.tensor(0.1),
-        effective_sample_size=torch.tensor(50.0),
-        pareto_k=torch.tensor(k),
-        bound=torch.tensor(-50.0 - gap),
-        num_particles=1000,
-        plates=(),
-        scale=1.0,
-        shared=torch.zeros(()),
-        given=(),
-    )
-    return Report(found, found, (), trained=trained).advice
-
-
-CHAINS = "take TraceSIS_ELBO(10, num_particles=8, multi_sample=True)"
-
-# docs/choose.md and docs/results.md: the gap of the ELBO, what IWAE-100 leaves, and what was the
-# better buy there (between five and ten nats neither is, by much).
+# docs/choose.md and docs/results.md: the gap of the ELBO, and what was the better buy there
+# (between five and ten nats neither is, by much).
 POSTERIORS = {
-    "logistic regression": (12.0, 1.7, "IWAE"),
-    "item response": (5.7, 1.5, "IWAE"),
-    "eight schools": (6.4, 4.3, "IWAE"),
-    "Grunfeld": (22.3, 11.1, "chains"),
-    "Cox process": (45.6, 30.4, "chains"),
-    "Gaussian process classifier": (106.4, 90.4, "chains"),
-    "volatility, simulated": (60.1, 43.9, "chains"),
+    "logistic regression": (12.0, "TraceIWAE_ELBO(num_particles=100)"),
+    "item response": (5.7, "TraceIWAE_ELBO(num_particles=100)"),
+    "Grunfeld": (22.3, "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)"),
+    "Gaussian process classifier": (106.4, "TraceSIS_ELBO(10, num_particles=8, multi_sample=True)"),
 }
 
 
 @pytest.mark.parametrize("name", POSTERIORS)
 def test_the_advice_is_the_better_buy_of_the_posteriors_that_were_measured(name):
-    gap, left, better = POSTERIORS[name]
-    by_elbo = TrainedLoss(Trace_ELBO(), -50.0 - gap, 0.1)
-    by_iwae = TrainedLoss(TraceIWAE_ELBO(100), -50.0 - left, 0.1)
-    for text in (one_weight(gap, 1.2), one_weight(gap, 1.2, by_elbo)):
-        assert (CHAINS in text) == (better == "chains")
-        assert ("TraceIWAE_ELBO(num_particles=100)" in text) == (better == "IWAE")
-    after = one_weight(gap, 1.2, by_iwae)
-    assert (CHAINS in after) == (better == "chains")
-    assert ("num_particles=400" in after) == (better == "IWAE")
-
-
-def test_what_the_advice_says_after_chains():
-    chains = TrainedLoss(TraceSIS_ELBO(5, num_particles=8), -60.0, 0.1)
-    assert "more steps than num_steps=5" in one_weight(20.0, 1.2, chains)
-    assert "within 0.1 nats" in one_weight(20.0, 1.2, replace(chains, bound=-50.05))
-    assert CHAINS not in one_weight(20.0, 0.2, chains)
+    gap, better = POSTERIORS[name]
+    bound = torch.tensor([-50.0 - gap])
+    assert better in by_numbers(1.2, 50.0, bound=bound).advice
 
 
 def by_numbers(k, size, chains=(), n=1, **changes):
@@ -444,7 +361,7 @@ def test_numbers_come_first_then_three_sentences_within_the_width(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     exact = ConjugateGaussian(N=5)
     exact.set_guide("exact", log_s=-2.0)
-    lines = str(report(exact.model, exact.guide, num_particles=50)).splitlines()
+    lines = str(report(exact.model, exact.guide, num_particles=50, escalate=False)).splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("The evidence"))
     sentences = " ".join(lines[first:])
     assert len([s for s in sentences.split(". ") if s]) <= 3

@@ -149,7 +149,6 @@ AUTO = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:the guide draws the same latents")
 @pytest.mark.parametrize("name", some_slow(AUTO, *(AUTO.keys() - {"AutoIAF", "structured"})))
 def test_global_latents_and_auto_guides(name):
     seen = Seen(AUTO[name]())
@@ -175,7 +174,6 @@ def test_global_latents_and_auto_guides(name):
     assert float(found.mean_gap) > 0
 
 
-@pytest.mark.filterwarnings("ignore:the guide draws the same latents")
 def test_point_masses_stay():
     auto = AutoGuideList(hierarchical)
     auto.append(AutoDelta(pyro.poutine.block(hierarchical, expose=["theta"])))
@@ -198,7 +196,6 @@ def test_globals_drawn_once_stay():
     assert 0 < float(found.mean_gap) < 0.3
 
 
-@pytest.mark.filterwarnings("ignore:the guide draws the same latents")
 def test_data_that_are_no_argument_are_given():
     data = torch.zeros(300)
 
@@ -316,7 +313,6 @@ def test_unadjusted_kernels_and_messengers_are_refused():
         sandwich(model, AutoNormalMessenger(model), torch.zeros(3))
 
 
-@pytest.mark.filterwarnings("ignore:the guide draws the same latents")
 def test_auxiliary_sites_that_are_something_else_are_named():
     def doubled(x):
         with pyro.plate("data", len(x)):
@@ -343,22 +339,3 @@ def test_it_prints_both_bounds():
     assert "between" in text
     assert "gap" in text
     assert list(pyro.get_param_store().keys()) == []
-
-
-def test_a_guide_that_stays_where_it_is_is_warned_of():
-    """It was trained on data at 4, where simulated data are not; the prior stays too, and may."""
-    x = torch.full((20,), 4.0)
-
-    def fixed(x):
-        with pyro.plate("data", len(x)):
-            pyro.sample("z", dist.Normal(torch.full((len(x),), 3.2), 0.4))
-
-    with pytest.warns(UserWarning, match="draws the same latents for simulated data as for yours"):
-        sandwich(model, fixed, x, schedule=1, warmup=1)
-
-    def prior(x):
-        with pyro.plate("data", len(x)):
-            pyro.sample("z", dist.Normal(torch.zeros(len(x)), 1.0))
-
-    sandwich(model, prior, x, schedule=1, warmup=1)
-    sandwich(model, guide, x, schedule=1, warmup=1)
