@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
+from pyro.distributions import validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.coordinates.coordinate import Beginning, Coordinates, UnconstrainedCoordinate
@@ -27,7 +28,7 @@ from pyro_mcvae.coordinates.layout import (
 )
 from pyro_mcvae.coordinates.noise import sum_event
 from pyro_mcvae.ops.smoothing import Widths, drifting, math_attention, smoothed
-from pyro_mcvae.ops.tensors import Generators, as_shape
+from pyro_mcvae.ops.tensors import Generators, as_shape, costs_nothing_to_read, is_recording
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.known_logs import knowing
 from pyro_mcvae.programs.messengers import SampleFn
@@ -186,6 +187,8 @@ def guide_elbo(sample: WeightedParticles, at_latents: list[dict[str, Tensor]]) -
 
 
 # The log weight of a pair of programs as a function of its local latents.
+
+_CHECKED = ("checked",)
 
 
 class LogWeight:
@@ -400,8 +403,19 @@ class LogWeight:
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
-        with knowing(self.plan.bounded):
+        with knowing(self.plan.bounded), self._checking(flat):
             return self._executed(flat, detach)
+
+    def _checking(self, flat: Tensor) -> AbstractContextManager[object]:
+        """
+        Around the programs: distributions check their arguments and values where a read is free,
+        and once for each analysis elsewhere. The first draw is always checked.
+        """
+        if costs_nothing_to_read(flat) or is_recording():
+            return nullcontext()
+        analysis = self._sampler.analyses.of(self.programs)
+        checked, _ = analysis.get(_CHECKED), analysis.put(_CHECKED, True)
+        return validation_enabled(False) if checked else nullcontext()
 
     def _executed(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
         first = self.first.sample

@@ -24,9 +24,13 @@ from pyro_mcvae.checks.faults import (
     unwound,
 )
 from pyro_mcvae.checks.masks import check_unweighed, counted_by_guide_alone
-from pyro_mcvae.coordinates.chain_density import costs_nothing_to_read
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
-from pyro_mcvae.ops.tensors import after_backward, is_recording, with_gradient_of
+from pyro_mcvae.ops.tensors import (
+    after_backward,
+    costs_nothing_to_read,
+    is_recording,
+    with_gradient_of,
+)
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.contract import nonfinite_sites, single_run
 from pyro_mcvae.programs.run import Programs, Run

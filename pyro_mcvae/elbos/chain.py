@@ -29,6 +29,7 @@ from pyro_mcvae.elbos.elbo_terms import local_estimate, weighted_estimate
 from pyro_mcvae.elbos.rao_blackwell import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks, mean_over_ranks, num_ranks
+from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import effective_sample_size, log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.isolation import rewindable
@@ -302,6 +303,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 log_weight, draws = make(None)[0], None
             else:
                 log_weight, draws = self.slots.begin(self.sampler, programs, make)
+        follow(self, log_weight.coordinates)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
         again = twice and self._smoothness.look(log_weight, self.kernel)

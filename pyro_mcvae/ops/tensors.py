@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 # Shapes of tensors.
@@ -88,6 +90,31 @@ def assumptions() -> Iterator[list[Tensor]]:
         yield found
     finally:
         _open.pop()
+
+
+# Where tensors are: what reading them costs, and modules that go where they are.
+
+
+def costs_nothing_to_read(value: Tensor) -> bool:
+    """Whether the host may read a value without waiting for a device."""
+    return value.is_cpu
+
+
+def follow(module: nn.Module, like: Tensor) -> None:
+    """
+    Move parameters and buffers to the device of a tensor, and to its dtype if that is wider.
+
+    Parameters stay the same objects, as in :meth:`torch.nn.Module.to`, so that an optimizer that
+    holds them goes on with them.
+    """
+    own = itertools.chain(module.parameters(), module.buffers())
+    if not is_recording() and any(_moved(tensor, like) is not tensor for tensor in own):
+        module._apply(partial(_moved, like=like))
+
+
+def _moved(own: Tensor, like: Tensor) -> Tensor:
+    dtype = torch.promote_types(own.dtype, like.dtype) if own.is_floating_point() else own.dtype
+    return own.to(like.device, dtype)
 
 
 # PyTorch's generators: to draw the same numbers once more.

@@ -1,0 +1,228 @@
+"""
+A device without hardware: tensors that say ``sim:0``, compute on the CPU, and refuse to meet CPU
+tensors, as those of a GPU do. Each number that the host reads of them is recorded with its place.
+
+Made of PyTorch's Python backend for ``PrivateUse1``, which is of torch 2.9 or later. Modules keep
+the identity of their parameters when they move, as on CUDA.
+"""
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from tests.training.syncs import READS
+
+NAME = "sim"
+AVAILABLE = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_hook")
+CPU = torch.device("cpu")
+
+# Operators that take CPU tensors of any shape beside those of a device.
+_INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+_MASKED = _INDEXED | {"_unsafe_index_put"}
+
+
+class Reads(list):
+    """What the host read: for each read the operator and the lines of the package behind it."""
+
+    @property
+    def by_line(self) -> dict[str, int]:
+        return {line: self.count(line) for line in dict.fromkeys(self)}
+
+
+_open: list[Reads] = []
+_dispatched: list[dict[str, int]] = []
+
+
+@contextlib.contextmanager
+def host_reads() -> Iterator[Reads]:
+    """Collect what the host reads of the device."""
+    reads = Reads()
+    _open.append(reads)
+    try:
+        yield reads
+    finally:
+        _open.remove(reads)
+
+
+def _read(name: str) -> None:
+    if not _open:
+        return
+    stack = [f for f in traceback.extract_stack()[:-1] if "/torch/" not in f.filename]
+    own = [f for f in stack if f.filename != __file__]
+    where = " <- ".join(f"{f.filename.split('/')[-1]}:{f.lineno}" for f in own[:-6:-1])
+    for reads in _open:
+        reads.append(f"{name} from {where}")
+
+
+class SimulatedTensor(Tensor):
+    """A tensor of the device, around the CPU tensor that has its values."""
+
+    _raw: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, raw: Tensor) -> "SimulatedTensor":
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=torch.device(NAME, 0),
+        )
+        made._raw = raw.detach()
+        return made
+
+    def __repr__(self) -> str:
+        return f"sim({self._raw})"
+
+    def tolist(self) -> object:
+        _read("tolist")
+        return self._raw.tolist()
+
+    def numpy(self, *, force: bool = False) -> object:
+        raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy. Use Tensor.cpu()")
+
+    def __reduce_ex__(self, protocol: int) -> object:
+        return _unpickled, (self._raw, self.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _run(func, args, kwargs or {})
+
+
+def _unpickled(raw: Tensor, requires_grad: bool) -> Tensor:
+    return SimulatedTensor(raw).requires_grad_(requires_grad)
+
+
+def _is_here(device: object) -> bool:
+    return device is not None and torch.device(device).type == NAME
+
+
+def _raw(value: object) -> object:
+    if isinstance(value, SimulatedTensor):
+        return value._raw
+    return CPU if isinstance(value, torch.device) and value.type == NAME else value
+
+
+def _tensors(*trees: object) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(trees) if isinstance(t, Tensor)]
+
+
+def _run(func, args, kwargs):
+    """An operator on the values, with the rules of a device."""
+    name = func.overloadpacket.__name__
+    given = _tensors(args, kwargs)
+    here = [t for t in given if isinstance(t, SimulatedTensor)]
+    target = kwargs.get("device")
+    raw_args, raw_kwargs = pytree.tree_map(_raw, (args, kwargs))
+    if name == "copy_":
+        if not isinstance(args[0], SimulatedTensor):
+            _read(name)
+        func(*raw_args, **raw_kwargs)
+        return args[0]
+    if name == "_to_copy":
+        stays = _is_here(target) if target is not None else bool(here)
+        if here and not stays:
+            _read(name)
+        found = func(*raw_args, **raw_kwargs)
+        return SimulatedTensor(found) if stays else found
+    if here:
+        _check(name, given)
+        is_mask = name in _MASKED and any(
+            t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1])
+        )
+        if name in READS or is_mask:
+            _read(name)
+    found = func(*raw_args, **raw_kwargs)
+    if not here and not _is_here(target):
+        return found
+    known = {id(t._raw): t for t in here}
+
+    def wrapped(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        return known[id(value)] if id(value) in known else SimulatedTensor(value)
+
+    return pytree.tree_map(wrapped, found)
+
+
+def _check(name: str, given: list[Tensor]) -> None:
+    for t in given:
+        if not isinstance(t, SimulatedTensor) and t.dim() and name not in _INDEXED:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, "
+                f"{NAME}:0 and cpu! ({name}, CPU tensor of shape {tuple(t.shape)})"
+            )
+
+
+def _made(factory):
+    """A factory that knows the device, for those whose C++ makes a tensor on no other."""
+
+    def made(*args, **kwargs):
+        if not _is_here(kwargs.get("device")):
+            return factory(*args, **kwargs)
+        grad = kwargs.pop("requires_grad", False)
+        args, kwargs = pytree.tree_map(_raw, (args, {**kwargs, "device": CPU}))
+        return SimulatedTensor(factory(*args, **kwargs)).requires_grad_(grad)
+
+    return made
+
+
+_FACTORIES = (
+    "tensor as_tensor arange zeros ones full eye linspace logspace randint randperm rand randn "
+    "empty tril_indices triu_indices"
+).split()
+_get_data, _set_data = Tensor.data.__get__, Tensor.data.__set__
+
+
+def _assign_data(old: Tensor, new: Tensor) -> None:
+    """``old.data = new``, which may move a parameter to the device and back."""
+    if isinstance(old, SimulatedTensor) == isinstance(new, SimulatedTensor):
+        if isinstance(new, SimulatedTensor):
+            old._raw = new._raw
+        _set_data(old, new)
+        return
+    moved = torch.nn.Parameter(new.detach(), old.requires_grad)
+    kept = vars(old).copy()
+    vars(old).clear()
+    old.__class__ = type(moved)
+    vars(old).update({**{k: v for k, v in kept.items() if k != "_raw"}, **vars(moved)})
+    torch._C._swap_tensor_impl(old, moved)
+
+
+def _is_compatible(input: Tensor, from_: Tensor) -> bool:
+    return True
+
+
+_library = None
+
+
+def _register() -> None:
+    global _library
+    if _library is None:
+        import torch._dynamo  # which looks at the functions that are replaced below
+        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+        _setup_privateuseone_for_python_backend(NAME)
+        _library = torch.library.Library("_", "IMPL")
+        _library.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
+
+
+@contextlib.contextmanager
+def simulated_device() -> Iterator[torch.device]:
+    """The device, while it is there."""
+    _register()
+    with contextlib.ExitStack() as stack:
+        for name in _FACTORIES:
+            stack.enter_context(mock.patch.object(torch, name, _made(getattr(torch, name))))
+        stack.enter_context(mock.patch.object(Tensor, "data", property(_get_data, _assign_data)))
+        stack.enter_context(
+            mock.patch.object(torch, "_has_compatible_shallow_copy_type", _is_compatible)
+        )
+        yield torch.device(NAME, 0)
