@@ -244,8 +244,7 @@ class SiteSlots:
             # store.
             pyro.module(baseline.param_name, baseline, update_module_params=True)
             follow(baseline, signal.cost)
-        found: Tensor = baseline.surrogate(signal)
-        return found
+        return baseline.surrogate(signal)
 
 
 def is_discrete(msg: Message) -> bool:

@@ -236,11 +236,10 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         with rewindable(not analysis.get(_MOVES)) as rewind:
             try:
                 found = self._estimate(programs)
-            except NothingToMoveError:
-                rewind()
-            else:
                 analysis.put(_MOVES, True)
                 return found
+            except NothingToMoveError:
+                rewind()
         analysis.put(_MOVES, False)
         return _averaged(self.sampler.sample(programs))
 
@@ -281,8 +280,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     @property
     def _gradient(self) -> GradientMode:
         """What a training step differentiates."""
-        reweighted = self.gradient_estimator == "reweighted"
-        return GradientMode.FIRST if reweighted else GradientMode.CHAIN
+        return GradientMode.FIRST if self.gradient_estimator == "reweighted" else GradientMode.CHAIN
 
     def _density(self, programs: Programs, gradient: GradientMode) -> tuple[ChainDensity, OneSlot]:
         """The programs of one step as a function from positions to states, and its slots."""
@@ -332,9 +330,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             start = density.start()
             if start.grad_base is not None:
                 # Let the step size see where the chains start.
-                learns = self.training and density.gradient.keeps_graph
                 seen = of_moving(start.grad_base.detach(), movable)
-                self.kernel.step_size.begin(seen, learns)
+                self.kernel.step_size.begin(seen, self.training and density.gradient.keeps_graph)
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
             chain = anneal(start, betas, self.kernel, density, movable, last)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -107,14 +105,13 @@ def follow(module: nn.Module, like: Tensor) -> None:
     Parameters stay the same objects, as in :meth:`torch.nn.Module.to`, so that an optimizer that
     holds them goes on with them.
     """
-    own = itertools.chain(module.parameters(), module.buffers())
-    if not is_recording() and any(_moved(tensor, like) is not tensor for tensor in own):
-        module._apply(partial(_moved, like=like))
 
+    def moved(own: Tensor) -> Tensor:
+        dtype = torch.promote_types(own.dtype, like.dtype) if own.is_floating_point() else own.dtype
+        return own.to(like.device, dtype)
 
-def _moved(own: Tensor, like: Tensor) -> Tensor:
-    dtype = torch.promote_types(own.dtype, like.dtype) if own.is_floating_point() else own.dtype
-    return own.to(like.device, dtype)
+    if any(moved(own) is not own for own in (*module.parameters(), *module.buffers())):
+        module._apply(moved)
 
 
 # PyTorch's generators: to draw the same numbers once more.

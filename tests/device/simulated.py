@@ -15,12 +15,25 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.training.syncs import READS
-
 NAME = "sim"
 AVAILABLE = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_hook")
 CPU = torch.device("cpu")
 
+# Operators whose result the host needs before it can go on: a number, or a size that depends on
+# values.
+_READS = {
+    "_local_scalar_dense",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "bincount",
+    "histc",
+    "repeat_interleave",
+}
 # Operators that take CPU tensors of any shape beside those of a device.
 _INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 _MASKED = _INDEXED | {"_unsafe_index_put"}
@@ -35,7 +48,6 @@ class Reads(list):
 
 
 _open: list[Reads] = []
-_dispatched: list[dict[str, int]] = []
 
 
 @contextlib.contextmanager
@@ -137,7 +149,7 @@ def _run(func, args, kwargs):
         is_mask = name in _MASKED and any(
             t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1])
         )
-        if name in READS or is_mask:
+        if name in _READS or is_mask:
             _read(name)
     found = func(*raw_args, **raw_kwargs)
     if not here and not _is_here(target):
@@ -175,9 +187,9 @@ def _made(factory):
 
 
 _FACTORIES = (
-    "tensor as_tensor arange zeros ones full eye linspace logspace randint randperm rand randn "
-    "empty tril_indices triu_indices"
-).split()
+    *("tensor", "as_tensor", "arange", "zeros", "ones", "full", "empty", "eye", "linspace"),
+    *("logspace", "rand", "randn", "randint", "randperm", "tril_indices", "triu_indices"),
+)
 _get_data, _set_data = Tensor.data.__get__, Tensor.data.__set__
 
 
