@@ -130,7 +130,7 @@ class ChainDensity:
         moves = log_weight.coordinates.shape[-1] > 0
         self._kernel_gradient = moves and GradientMode.COORDINATES in self.gradient
         self._latest = log_weight.first
-        began = log_weight.coordinates.detach().abs()
+        began = log_weight.coordinates.detach().abs().amax(0)  # any number of chains may follow
         self._far = _FAR * began.clamp(1.0, torch.finfo(began.dtype).max / _FAR)
 
     @property

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pyro_mcvae.compiled import recording
+from pyro_mcvae.ops import smoothing
+
 NAME = "sim"
 AVAILABLE = hasattr(getattr(torch._C, "_acc", None), "register_python_privateuseone_hook")
 CPU = torch.device("cpu")
@@ -96,6 +99,18 @@ class SimulatedTensor(Tensor):
     def tolist(self) -> object:
         _read("tolist")
         return self._raw.tolist()
+
+    def new_tensor(self, data: object, **options: object) -> Tensor:
+        return SimulatedTensor(self._raw.new_tensor(data, **options))
+
+    def as_subclass(self, cls: type) -> Tensor:
+        return self._raw.as_subclass(cls)  # of Pyro's marks, which keep the tensor that they mark
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self._raw.untyped_storage()
+
+    def data_ptr(self) -> int:
+        return self._raw.data_ptr()
 
     def numpy(self, *, force: bool = False) -> object:
         raise TypeError(f"can't convert {NAME}:0 device type tensor to numpy. Use Tensor.cpu()")
@@ -237,4 +252,12 @@ def simulated_device() -> Iterator[torch.device]:
         stack.enter_context(
             mock.patch.object(torch, "_has_compatible_shallow_copy_type", _is_compatible)
         )
+        # What is told from subclasses that carry more than values.
+        plain = (
+            (recording, "_TENSORS", (*recording._TENSORS, SimulatedTensor)),
+            (recording, "_LEAVES", {*recording._LEAVES, SimulatedTensor}),
+            (smoothing, "_PLAIN", (*smoothing._PLAIN, SimulatedTensor)),
+        )
+        for patched in plain:
+            stack.enter_context(mock.patch.object(*patched))
         yield torch.device(NAME, 0)
