@@ -215,30 +215,70 @@ def _assign_data(old: Tensor, new: Tensor) -> None:
             old._raw = new._raw
         _set_data(old, new)
         return
+    grad = old.grad
     moved = torch.nn.Parameter(new.detach(), old.requires_grad)
     kept = vars(old).copy()
     vars(old).clear()
     old.__class__ = type(moved)
     vars(old).update({**{k: v for k, v in kept.items() if k != "_raw"}, **vars(moved)})
     torch._C._swap_tensor_impl(old, moved)
+    if grad is not None:
+        old.grad = grad.to(old.device)
 
 
 def _is_compatible(input: Tensor, from_: Tensor) -> bool:
     return True
 
 
-_library = None
+# Products of matrices under autocast, as on any device.
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "conv2d")
+_CAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+
+
+def _halves(module: object) -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]
+
+
+def _autocast() -> None:
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    products = torch.library.Library("aten", "IMPL")
+    for name in _PRODUCTS:
+        products.impl(name, _in_half(getattr(torch.ops.aten, name)), "AutocastPrivateUse1")
+    _libraries.extend([others, products])
+
+
+def _in_half(function):
+    def product(*args, **kwargs):
+        dtype = torch.get_autocast_dtype(NAME)
+
+        def cast(value: object) -> object:
+            single = isinstance(value, Tensor) and value.dtype is torch.float32
+            return value.to(dtype) if single else value
+
+        with torch._C._ExcludeDispatchKeyGuard(_CAST):
+            return function(*pytree.tree_map(cast, args), **pytree.tree_map(cast, kwargs))
+
+    return product
+
+
+_libraries: list[torch.library.Library] = []
 
 
 def _register() -> None:
-    global _library
-    if _library is None:
+    if not _libraries:
         import torch._dynamo  # which looks at the functions that are replaced below
-        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+        from torch.utils.backend_registration import (
+            _DummyBackendModule,
+            _setup_privateuseone_for_python_backend,
+        )
 
-        _setup_privateuseone_for_python_backend(NAME)
-        _library = torch.library.Library("_", "IMPL")
-        _library.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
+        module = type("Module", (_DummyBackendModule,), {"get_amp_supported_dtype": _halves})()
+        _setup_privateuseone_for_python_backend(NAME, module)
+        _autocast()
+        library = torch.library.Library("_", "IMPL")
+        library.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
+        _libraries.append(library)
 
 
 @contextlib.contextmanager
