@@ -39,10 +39,10 @@ def normal_guide(x, index=None):
 
 
 def discrete_guide(x, index=None):
-    weight = pyro.param("weight", lambda: x.new_ones(3, 3))
+    weight = pyro.param("weight", lambda: x.new_ones(3, 4))
     with pyro.plate("data", len(x)):
-        pyro.sample("y", dist.Categorical(logits=x @ weight))
-    normal_guide(x)
+        pyro.sample("y", dist.Categorical(logits=x @ weight[:, :3]))
+        pyro.sample("z", dist.Normal(x @ weight[:, 3], 1.0))
 
 
 def auto_normal():
