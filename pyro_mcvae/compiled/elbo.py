@@ -290,7 +290,9 @@ class _WithGradients(torch.autograd.Function):
                 "a recorded loss has first derivatives only, and create_graph=True asks for more: "
                 "use the loss that CompiledELBO was made of, CompiledELBO(loss).plain"
             )
-        return (None, None, *(g * scale.to(g.dtype) for g in ctx.gradients))
+        if len({g.dtype for g in ctx.gradients}) > 1:
+            return (None, None, *(g * scale.to(g.dtype) for g in ctx.gradients))
+        return (None, None, *torch._foreach_mul(ctx.gradients, scale.to(ctx.gradients[0].dtype)))
 
 
 # A loss recorded once, and replayed.

@@ -489,8 +489,10 @@ class _Step:
         self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
         self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
         if self.gradients:
-            total = torch.stack([g.sum().double() for g in self.gradients]).sum()
-            assumed.append(total.detach().isfinite())  # the plain step names what is not
+            widest = max((g.dtype for g in self.gradients), key=lambda dtype: dtype.itemsize)
+            sums = torch.stack([g.detach().sum().to(widest) for g in self.gradients])
+            total = sums.double().sum()
+            assumed.append(total - total == 0)  # finite; the plain step names what is not
         self.slots = self._around.slots()
         loss = self._result(returned)
         parts = [
