@@ -122,7 +122,7 @@ def check(case: Case, make: Callable[[], Any]) -> dict[str, Any]:
     """
     vae, x, loss = networks(case), images(case), make()
     step = gradient_step(partial(loss.differentiable_loss, vae.model, vae.guide, x), vae, loss)
-    for _ in range(3):
+    for _ in range(4):  # of which some are analysed
         step()
     with no_waiting(case.device):
         step()
