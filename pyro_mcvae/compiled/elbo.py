@@ -263,7 +263,7 @@ class Case:
             for name, site in recording.param_sites.items():
                 handler.trace.add_node(name, **{**site, "value": store[name]})
         if call.function != "differentiable_loss":
-            return outcome.loss.item()
+            return outcome.numbers[0]
         if not recording.leaves or not torch.is_grad_enabled():
             return outcome.loss
         return _WithGradients.apply(outcome.loss, outcome.gradients, *recording.leaves)

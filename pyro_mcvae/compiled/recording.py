@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from types import MethodType
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyro_mcvae.compiled.backends import Run
 from pyro_mcvae.compiled.graph import Update, as_function
 from pyro_mcvae.compiled.guards import NotRecordable, ReadingMode, said_by, trace
-from pyro_mcvae.ops.tensors import Tree, assumptions
+from pyro_mcvae.ops.tensors import Tree, assumptions, read
 from pyro_mcvae.programs.messengers import is_param_tracer
 from pyro_mcvae.programs.outside_values import (
     Dependencies,
@@ -372,9 +373,15 @@ class Outcome:
     gradients: list[Tensor]
     written: list[list[Tensor]]
 
+    @cached_property
+    def numbers(self) -> list[float]:
+        """The loss, then what was assumed: all that the host reads of a step."""
+        return read(self.loss, *self.assumed)
+
     def is_usable(self) -> bool:
-        """Whether the plain loss would have taken the step, too; reads the step's values."""
-        return all(map(bool, self.assumed)) and math.isfinite(self.loss.item())
+        """Whether the plain loss would have taken the step, too."""
+        loss, *assumed = self.numbers
+        return all(assumed) and math.isfinite(loss)
 
 
 @dataclass(eq=False)

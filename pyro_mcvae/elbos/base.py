@@ -29,6 +29,7 @@ from pyro_mcvae.ops.tensors import (
     after_backward,
     costs_nothing_to_read,
     is_recording,
+    read,
     with_gradient_of,
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
@@ -631,7 +632,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         if free:
             total = float(gradients.double().numpy())  # at no cost: it is on the CPU
         else:
-            loss, total = torch.stack([-estimate.value.double(), gradients.double()]).tolist()
+            loss, total = read(-estimate.value, gradients)
             if not math.isfinite(loss):
                 check.clear()
                 return finite_loss(estimate)

@@ -98,6 +98,15 @@ def costs_nothing_to_read(value: Tensor) -> bool:
     return value.is_cpu
 
 
+def read(*numbers: Tensor) -> list[float]:
+    """Return tensors of one number as Python's numbers, in one transfer from a device."""
+    if costs_nothing_to_read(numbers[0]):
+        return [number.item() for number in numbers]
+    wide = torch.float32 if numbers[0].device.type == "mps" else torch.float64
+    found: list[float] = torch.stack([n.detach().reshape(()).to(wide) for n in numbers]).tolist()
+    return found
+
+
 def follow(module: nn.Module, like: Tensor) -> None:
     """
     Move parameters and buffers to the device of a tensor, and to its dtype if that is wider.

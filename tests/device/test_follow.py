@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import math
 
 import pyro
 import pytest
@@ -19,7 +20,9 @@ from pyro_mcvae import (
     load_checkpoint,
     save_checkpoint,
 )
+from pyro_mcvae.compiled.recording import Outcome
 from tests.device.programs import BATCH, Training
+from tests.device.simulated import host_reads
 from tests.training.runs import D, Guide, Model, Run, data
 
 
@@ -117,3 +120,14 @@ def test_under_autocast(dtype, device):
         floating = [t for t in tensors(training.loss).values() if t.is_floating_point()]
         assert {t.dtype for t in floating} == {torch.float32}
     assert 0 < abs(losses[1] - losses[0]) < 0.05 * abs(losses[0])
+
+
+def test_a_replayed_step_reads_once(device):
+    """Recording needs a device's own tensors, so what a replay reads is tested by itself."""
+    for loss, assumed, usable in ((0.0, True, True), (1.0, False, False), (math.nan, True, False)):
+        values = [torch.tensor(value, device=device) for value in (loss, assumed)]
+        outcome = Outcome(values[0], values[1:], [], [])
+        with host_reads() as reads:
+            assert outcome.is_usable() is usable
+            assert outcome.numbers[0] == loss or math.isnan(loss)
+        assert len(reads) == 1

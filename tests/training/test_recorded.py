@@ -51,7 +51,8 @@ def test_recorded_steps_are_the_plain_steps(name):
 def test_on_cuda_no_step_waits_for_the_device(name):
     pyro.enable_validation(False)
     run = Run(name, "module")
-    run.elbo.to("cuda")
+    run.model.to("cuda")
+    run.guide.to("cuda")  # which the loss follows
     x, index = run.x[:4].cuda(), torch.arange(4, device="cuda")
     for _ in range(2):
         run.elbo(x, index).backward()
