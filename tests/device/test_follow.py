@@ -37,7 +37,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ["sis", "rb", pytest.param("ais", marks=pytest.mark.slow)])
 def test_under_svi(name, device):
     loss, programs = LOSSES[name]
     training = Training(loss(), programs, device)

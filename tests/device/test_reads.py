@@ -24,7 +24,6 @@ QUICK = {
     "sgvb": (TraceSGVB_ELBO, "vae"),
     "iwae": (lambda: TraceIWAE_ELBO(3), "vae"),
     "sis": (lambda: TraceSIS_ELBO(2), "vae"),
-    "sis-latent": (runs.OBJECTIVES["sis-latent"], "vae"),
     "ais": (lambda: TraceAIS_ELBO(2), "vae"),
     "rb": (runs.OBJECTIVES["rb"], "categories"),
     "rb-nvil": (runs.OBJECTIVES["rb-nvil"], "categories"),
@@ -32,6 +31,7 @@ QUICK = {
     "wake-sleep": (WakeSleep, "vae"),
 }
 SLOW = {
+    "sis-latent": (runs.OBJECTIVES["sis-latent"], "vae"),
     "ais-random-walk": (lambda: TraceAIS_ELBO(2, RandomWalk()), "vae"),
     "renyi": (lambda: TraceRenyi_ELBO(0.5, 3), "vae"),
     **{n: (runs.OBJECTIVES[n], "vae") for n in ("sis-learned", "sis-trained", "sis-underdamped")},
