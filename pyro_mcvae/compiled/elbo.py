@@ -264,7 +264,7 @@ class Case:
             for name, site in recording.param_sites.items():
                 handler.trace.add_node(name, **{**site, "value": store[name]})
         if call.function != "differentiable_loss":
-            return outcome.loss.item()
+            return outcome.numbers[0]
         if not recording.leaves or not torch.is_grad_enabled():
             return outcome.loss
         return _WithGradients.apply(outcome.loss, outcome.gradients, *recording.leaves)
@@ -291,7 +291,9 @@ class _WithGradients(torch.autograd.Function):
                 "a recorded loss has first derivatives only, and create_graph=True asks for more: "
                 "use the loss that CompiledELBO was made of, CompiledELBO(loss).plain"
             )
-        return (None, None, *(g * scale.to(g.dtype) for g in ctx.gradients))
+        if len({g.dtype for g in ctx.gradients}) > 1:
+            return (None, None, *(g * scale.to(g.dtype) for g in ctx.gradients))
+        return (None, None, *torch._foreach_mul(ctx.gradients, scale.to(ctx.gradients[0].dtype)))
 
 
 # A loss recorded once, and replayed.

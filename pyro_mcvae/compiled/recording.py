@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from types import MethodType
 from typing import Any, TypeAlias
@@ -23,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyro_mcvae.compiled.backends import Run
 from pyro_mcvae.compiled.graph import Update, as_function
 from pyro_mcvae.compiled.guards import NotRecordable, ReadingMode, said_by, trace
-from pyro_mcvae.ops.tensors import Tree, assumptions
+from pyro_mcvae.ops.tensors import Tree, assumptions, read
 from pyro_mcvae.programs.messengers import is_param_tracer
 from pyro_mcvae.programs.outside_values import (
     Dependencies,
@@ -372,9 +373,15 @@ class Outcome:
     gradients: list[Tensor]
     written: list[list[Tensor]]
 
+    @cached_property
+    def numbers(self) -> list[float]:
+        """The loss, then what was assumed: all that the host reads of a step."""
+        return read(self.loss, *self.assumed)
+
     def is_usable(self) -> bool:
-        """Whether the plain loss would have taken the step, too; reads the step's values."""
-        return all(map(bool, self.assumed)) and math.isfinite(self.loss.item())
+        """Whether the plain loss would have taken the step, too."""
+        loss, *assumed = self.numbers
+        return all(assumed) and math.isfinite(loss)
 
 
 @dataclass(eq=False)
@@ -489,8 +496,10 @@ class _Step:
         self.params = [(n, site["value"].unconstrained()) for n, site in sites.items()]
         self.param_sites = {n: {**site, "value": None} for n, site in sites.items()}
         if self.gradients:
-            total = torch.stack([g.sum().double() for g in self.gradients]).sum()
-            assumed.append(total.detach().isfinite())  # the plain step names what is not
+            widest = max((g.dtype for g in self.gradients), key=lambda dtype: dtype.itemsize)
+            sums = torch.stack([g.detach().sum().to(widest) for g in self.gradients])
+            total = sums.double().sum()
+            assumed.append(total - total == 0)  # finite; the plain step names what is not
         self.slots = self._around.slots()
         loss = self._result(returned)
         parts = [

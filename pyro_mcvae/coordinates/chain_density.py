@@ -8,14 +8,13 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from pyro.infer.util import is_validation_enabled
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.chains.kernels import State, finite
 from pyro_mcvae.checks.faults import refuse_large_scales
 from pyro_mcvae.coordinates.log_weight import Evaluation, GradientMode, LogWeight
-from pyro_mcvae.ops.tensors import holds
+from pyro_mcvae.ops.tensors import costs_nothing_to_read, holds
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import bare, without_autocast
 from pyro_mcvae.programs.terms import Term
@@ -131,8 +130,10 @@ class ChainDensity:
         moves = log_weight.coordinates.shape[-1] > 0
         self._kernel_gradient = moves and GradientMode.COORDINATES in self.gradient
         self._latest = log_weight.first
-        # Of all draws of a datum: chains of other numbers of draws move here, too.
-        began = log_weight.coordinates.detach().abs().amax(0, keepdim=True)
+        began = log_weight.coordinates.detach().abs()
+        if began.numel():
+            # Of all draws of a datum: other numbers of chains may move here.
+            began = began.amax(0, keepdim=True)
         self._far = _FAR * began.clamp(1.0, torch.finfo(began.dtype).max / _FAR)
 
     @property
@@ -146,7 +147,7 @@ class ChainDensity:
             return self(self.log_weight.coordinates)
         with torch.set_grad_enabled(bool(self.gradient)):
             state = self._state(self.log_weight.coordinates, self.log_weight.first)
-            if not (_may_read(state.position) and _are_finite(state, values=False)):
+            if not (costs_nothing_to_read(state.position) and _are_finite(state, values=False)):
                 state, _ = _mended(state)
             return state
 
@@ -156,7 +157,7 @@ class ChainDensity:
                 position = position.detach()
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
-            near, reads = position.detach().abs() <= self._far, _may_read(position)
+            near, reads = position.detach().abs() <= self._far, costs_nothing_to_read(position)
             all_near = reads and holds(near.all())
             # A tensor of its own: transforms remember what they made of one that they know.
             own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
@@ -202,16 +203,6 @@ class ChainDensity:
         if self._full:
             return state
         return State(*(None if t is None else t.detach() for t in state))  # type: ignore[arg-type]
-
-
-def _may_read(value: Tensor) -> bool:
-    """Whether a value may be looked at: it costs nothing, or validation does so anyway."""
-    return costs_nothing_to_read(value) or is_validation_enabled()
-
-
-def costs_nothing_to_read(value: Tensor) -> bool:
-    """Whether the host may look at a value without waiting for its device."""
-    return not value.is_cuda
 
 
 def _are_finite(state: State, values: bool) -> bool:

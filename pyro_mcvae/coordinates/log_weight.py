@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
+from pyro.distributions import is_validation_enabled, validation_enabled
 from torch import Tensor
 
 from pyro_mcvae.coordinates.coordinate import Beginning, Coordinates, UnconstrainedCoordinate
@@ -27,13 +28,14 @@ from pyro_mcvae.coordinates.layout import (
 )
 from pyro_mcvae.coordinates.noise import sum_event
 from pyro_mcvae.ops.smoothing import Widths, drifting, math_attention, smoothed
-from pyro_mcvae.ops.tensors import Generators, as_shape
+from pyro_mcvae.ops.tensors import Generators, as_shape, costs_nothing_to_read
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
+from pyro_mcvae.programs.distributions import unvalidated
 from pyro_mcvae.programs.known_logs import knowing
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs, entered
 from pyro_mcvae.programs.sites import masked_entries, without_autocast
-from pyro_mcvae.programs.terms import Term
+from pyro_mcvae.programs.terms import Term, scored
 from pyro_mcvae.programs.types import Distribution, Message
 
 # What a log weight is differentiated with respect to, and what keeps its graph.
@@ -187,6 +189,8 @@ def guide_elbo(sample: WeightedParticles, at_latents: list[dict[str, Tensor]]) -
 
 # The log weight of a pair of programs as a function of its local latents.
 
+_CHECKED = ("checked",)
+
 
 class LogWeight:
     r"""
@@ -257,9 +261,8 @@ class LogWeight:
         begin: Beginning | None = None,
         widths: Widths | None = None,
     ) -> None:
-        self.programs, self.gradient, self._sampler = programs, gradient, sampler
-        self._widths = widths
-        self.kind, self._beginning = coordinates, begin or Beginning()
+        self.programs, self._sampler, self.kind = programs, sampler, coordinates
+        self.gradient, self._widths, self._beginning = gradient, widths, begin or Beginning()
         generators = Generators() if sampler.runner.bounded is None else None
         sample = self._planned(within)
         if self.plan.bounded and not sampler.runner.bounded:
@@ -281,11 +284,27 @@ class LogWeight:
         self.plan = plan_of(sample, self._records, self._beginning.held)
         return sample
 
-    def _running(self) -> AbstractContextManager[object]:
-        """Around runs of the programs: what lets gradients be differentiated again."""
-        if self._widths is None:
-            return nullcontext()
-        return entered(math_attention(), smoothed(self._widths))
+    def _running(self, at: Tensor | None = None) -> ExitStack:
+        """
+        Around runs of the programs: what lets gradients be differentiated again.
+
+        :param at: coordinates other than the first. Distributions check their arguments and values
+            there where a read is free, and once for each analysis elsewhere.
+        """
+        twice = () if self._widths is None else (math_attention(), smoothed(self._widths))
+        if at is None or costs_nothing_to_read(at) or not is_validation_enabled():
+            return entered(*twice)
+        return entered(*twice, *self._checks())
+
+    def _checks(self) -> list[AbstractContextManager[object]]:
+        """What keeps distributions from checks, but for the first time in an analysis."""
+        analysis = self._sampler.analyses.of(self.programs)
+        if analysis.get(_CHECKED) is None:
+            analysis.put(_CHECKED, True)
+            return []
+        traces = [run.guide_trace for run in self.first.sample.runs]
+        drawn = [site["fn"] for trace in traces for site in scored(trace)]
+        return [validation_enabled(False), unvalidated(drawn)]
 
     def _empty(self) -> Tensor:
         return self.first.log_weight.unsqueeze(-1)[..., :0]
@@ -395,27 +414,24 @@ class LogWeight:
         if coordinates.shape[depth:] != inner:
             raise _other_shape(coordinates, inner)
         flat = coordinates if depth == 1 else coordinates.reshape(-1, *inner)
-        with self._running():
+        with self._running(flat):
             found = evaluate(*self._run(flat))
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
         with knowing(self.plan.bounded):
-            return self._executed(flat, detach)
-
-    def _executed(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
-        first = self.first.sample
-        if not (first.structure.mean_field and len(flat) == first.num_particles):
-            return self._run_both(flat, detach)
-        parts = [flat] if len(first.runs) == 1 else flat.split(1)
-        moved = [
-            {n: Placed(old[n].coordinate, as_shape(v, old[n].at.shape)) for n, v in at.items()}
-            for at, old in zip(map(self.packing.unpack, parts), self._records, strict=True)
-        ]
-        # One run at a time: a flow finds the density of the last value only that it made.
-        latents = (latents_at(record, detach) for record in moved)
-        records = [old | new for old, new in zip(self._records, moved, strict=True)]
-        return self._sampler.replay(self.programs, first, latents), records
+            first = self.first.sample
+            if not (first.structure.mean_field and len(flat) == first.num_particles):
+                return self._run_both(flat, detach)
+            parts = [flat] if len(first.runs) == 1 else flat.split(1)
+            moved = [
+                {n: Placed(old[n].coordinate, as_shape(v, old[n].at.shape)) for n, v in at.items()}
+                for at, old in zip(map(self.packing.unpack, parts), self._records, strict=True)
+            ]
+            # One run at a time: a flow finds the density of the last value only that it made.
+            latents = (latents_at(record, detach) for record in moved)
+            records = [old | new for old, new in zip(self._records, moved, strict=True)]
+            return self._sampler.replay(self.programs, first, latents), records
 
     def _run_both(self, flat: Tensor, detach: bool) -> tuple[WeightedParticles, list[Record]]:
         first, records = self.first.sample, list[Record]()

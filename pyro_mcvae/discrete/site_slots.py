@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_mcvae.discrete.baselines import LearnedBaseline, SiteSignal, no_baseline
 from pyro_mcvae.ops.checks import as_int, check_count, check_flag
+from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import (
     RELAXED,
@@ -242,8 +243,8 @@ class SiteSlots:
             # So that SVI's optimizer sees its parameters, also where they were loaded into the
             # store.
             pyro.module(baseline.param_name, baseline, update_module_params=True)
-        found: Tensor = baseline.surrogate(signal)
-        return found
+            follow(baseline, signal.cost)
+        return baseline.surrogate(signal)
 
 
 def is_discrete(msg: Message) -> bool:

@@ -25,9 +25,14 @@ from pyro_mcvae.checks.faults import (
     unwound,
 )
 from pyro_mcvae.checks.masks import check_unweighed, counted_by_guide_alone
-from pyro_mcvae.coordinates.chain_density import costs_nothing_to_read
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
-from pyro_mcvae.ops.tensors import after_backward, is_recording, with_gradient_of
+from pyro_mcvae.ops.tensors import (
+    after_backward,
+    costs_nothing_to_read,
+    is_recording,
+    read,
+    with_gradient_of,
+)
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.contract import LossModule, nonfinite_sites, single_run
 from pyro_mcvae.programs.run import Programs, Run
@@ -657,7 +662,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         if free:
             total = float(gradients.double().numpy())  # at no cost: it is on the CPU
         else:
-            loss, total = torch.stack([-estimate.value.double(), gradients.double()]).tolist()
+            loss, total = read(-estimate.value, gradients)
             if not math.isfinite(loss):
                 check.clear()
                 return finite_loss(estimate)

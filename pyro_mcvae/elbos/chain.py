@@ -29,6 +29,7 @@ from pyro_mcvae.elbos.elbo_terms import local_estimate, weighted_estimate
 from pyro_mcvae.elbos.rao_blackwell import OneSlot, SlotAverage
 from pyro_mcvae.ops.checks import check_choice, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks, mean_over_ranks, num_ranks
+from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import effective_sample_size, log_mean_exp
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.isolation import rewindable
@@ -235,11 +236,10 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         with rewindable(not analysis.get(_MOVES)) as rewind:
             try:
                 found = self._estimate(programs)
-            except NothingToMoveError:
-                rewind()
-            else:
                 analysis.put(_MOVES, True)
                 return found
+            except NothingToMoveError:
+                rewind()
         analysis.put(_MOVES, False)
         return _averaged(self.sampler.sample(programs))
 
@@ -280,8 +280,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     @property
     def _gradient(self) -> GradientMode:
         """What a training step differentiates."""
-        reweighted = self.gradient_estimator == "reweighted"
-        return GradientMode.FIRST if reweighted else GradientMode.CHAIN
+        return GradientMode.FIRST if self.gradient_estimator == "reweighted" else GradientMode.CHAIN
 
     def _density(self, programs: Programs, gradient: GradientMode) -> tuple[ChainDensity, OneSlot]:
         """The programs of one step as a function from positions to states, and its slots."""
@@ -302,6 +301,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
                 log_weight, draws = make(None)[0], None
             else:
                 log_weight, draws = self.slots.begin(self.sampler, programs, make)
+        follow(self, log_weight.coordinates)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
         again = twice and self._smoothness.look(log_weight, self.kernel)
@@ -330,9 +330,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             start = density.start()
             if start.grad_base is not None:
                 # Let the step size see where the chains start.
-                learns = self.training and density.gradient.keeps_graph
                 seen = of_moving(start.grad_base.detach(), movable)
-                self.kernel.step_size.begin(seen, learns)
+                self.kernel.step_size.begin(seen, self.training and density.gradient.keeps_graph)
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
             chain = anneal(start, betas, self.kernel, density, movable, last)

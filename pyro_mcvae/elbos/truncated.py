@@ -9,10 +9,10 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_mcvae.coordinates import chain_density
 from pyro_mcvae.elbos.base import Estimate, MonteCarloELBO, check_options
 from pyro_mcvae.elbos.elbo_terms import local_estimate
 from pyro_mcvae.ops.checks import check_count
+from pyro_mcvae.ops.tensors import costs_nothing_to_read
 from pyro_mcvae.ops.weights import normalized_weights
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program, Site
@@ -160,7 +160,7 @@ def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     for.
     """
     count = guide.evolution.num_evaluations if guide.training else 0
-    read = chain_density.costs_nothing_to_read(runs.layouts.bank)
+    read = costs_nothing_to_read(runs.layouts.bank)
     return guide.proposals is None and read and 2 * count <= guide.num_states
 
 

@@ -27,6 +27,7 @@ from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, 
 from pyro_mcvae.coordinates.coordinate import Coordinates, GivenLatents
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
 from pyro_mcvae.evaluation.options import MOVES, Annealing, Counted, Options, population, whiten
+from pyro_mcvae.ops.tensors import follow
 from pyro_mcvae.ops.weights import pareto_k, tail_length
 from pyro_mcvae.particles.sampler import (
     MakeSampleFn,
@@ -296,6 +297,7 @@ class ImportanceSampler:
                 coordinates=self.annealing.coordinates,
                 latents=latents,
             )
+        follow(self.annealing.kernel, log_weight.coordinates)
         if log_weight.plan.discrete and not log_weight.plan.moving:
             raise ValueError(
                 f"chains move latents along gradients, but the guide's site"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 # Shapes of tensors.
@@ -88,6 +88,39 @@ def assumptions() -> Iterator[list[Tensor]]:
         yield found
     finally:
         _open.pop()
+
+
+# Where tensors are: what reading them costs, and modules that go where they are.
+
+
+def costs_nothing_to_read(value: Tensor) -> bool:
+    """Whether the host may read a value without waiting for a device."""
+    return value.is_cpu
+
+
+def read(*numbers: Tensor) -> list[float]:
+    """Return tensors of one number as Python's numbers, in one transfer from a device."""
+    if costs_nothing_to_read(numbers[0]):
+        return [number.item() for number in numbers]
+    wide = torch.float32 if numbers[0].device.type == "mps" else torch.float64
+    found: list[float] = torch.stack([n.detach().reshape(()).to(wide) for n in numbers]).tolist()
+    return found
+
+
+def follow(module: nn.Module, like: Tensor) -> None:
+    """
+    Move parameters and buffers to the device of a tensor, and to its dtype if that is wider.
+
+    Parameters stay the same objects, as in :meth:`torch.nn.Module.to`, so that an optimizer that
+    holds them goes on with them.
+    """
+
+    def moved(own: Tensor) -> Tensor:
+        dtype = torch.promote_types(own.dtype, like.dtype) if own.is_floating_point() else own.dtype
+        return own.to(like.device, dtype)
+
+    if any(moved(own) is not own for own in (*module.parameters(), *module.buffers())):
+        module._apply(moved)
 
 
 # PyTorch's generators: to draw the same numbers once more.

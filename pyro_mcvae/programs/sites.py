@@ -122,14 +122,15 @@ casts_with_gradients = _casts_anew if torch.__version__ < "2.13" else nullcontex
 
 def without_autocast() -> AbstractContextManager[object]:
     """Turns autocast off where it is on: a density's own products would be rounded."""
-    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    return _switched_off(on) if on else _NOTHING
+    return _switched_off() if torch._C._is_any_autocast_enabled() else _NOTHING
 
 
-def _switched_off(on: list[str]) -> ExitStack:
+def _switched_off() -> ExitStack:
     stack = ExitStack()
-    for device in on:
-        stack.enter_context(torch.autocast(device, enabled=False))
+    own = torch._C._get_privateuse1_backend_name()  # of a device that PyTorch does not ship
+    for device in ("cpu", "cuda", "mps", "xpu", own):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
     return stack
 
 

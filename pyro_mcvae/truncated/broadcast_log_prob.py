@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import mse_loss, softplus
 
-from pyro_mcvae.coordinates import chain_density
+from pyro_mcvae.ops.tensors import costs_nothing_to_read
 from pyro_mcvae.programs.sites import masked, unscaled_log_prob, without_autocast
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Distribution, FactorKey, Site
@@ -132,7 +132,7 @@ def _all_ordinary(logits: Tensor) -> bool:
     then no two large terms cancel, and a copy of all states is saved. Looked at on the CPU only;
     another device would have to be waited for.
     """
-    if not chain_density.costs_nothing_to_read(logits) or not logits.numel():
+    if not costs_nothing_to_read(logits) or not logits.numel():
         return False
     low, high = torch.aminmax(logits.detach())
     return bool((low > -1e30) & (high <= 0.0))

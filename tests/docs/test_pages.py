@@ -22,11 +22,12 @@ def single_precision():
 
 
 # Each is one program from top to bottom.
-PROGRAMS = ["choose.md", "diagnose.md", "extend.md", "gpu.md", "migration.md", "programs.md"]
+PROGRAMS = ["choose.md", "deploy.md", "diagnose.md", "extend.md", "migration.md", "programs.md"]
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
-def test_examples_run(page):
+def test_examples_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     text = (DOCS / page).read_text(encoding="utf-8")
     examples = EXAMPLE.findall(text)
     assert examples

@@ -103,7 +103,7 @@ class Model(PyroModule):
 
     def forward(self, x, index=None, size=N):
         with pyro.plate("data", size, subsample=index):
-            z = pyro.sample("z", dist.Normal(torch.zeros(2), 1.0).to_event(1))
+            z = pyro.sample("z", dist.Normal(x.new_zeros(2), 1.0).to_event(1))
             pyro.sample("x", dist.Normal(self.decoder(z), self.scale).to_event(1), obs=x)
 
 
@@ -125,7 +125,7 @@ class Mixture(PyroModule):
 
     def forward(self, x, index=None, size=N):
         with pyro.plate("data", size, subsample=index):
-            y = pyro.sample("y", dist.Categorical(logits=torch.zeros(4)))
+            y = pyro.sample("y", dist.Categorical(logits=x.new_zeros(4)))
             pyro.sample("x", dist.Normal(self.locs[y], 1.0).to_event(1), obs=x)
 
 

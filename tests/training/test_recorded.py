@@ -1,17 +1,14 @@
 """Recorded steps are the plain steps, of every objective, with everything that has a state."""
 
 import functools
-import itertools
 
 import pyro
 import pytest
 import torch
 
 from pyro_mcvae import CompiledELBO
-from pyro_mcvae.coordinates import chain_density
 from tests.compiled.programs import reasons, uses
 from tests.training.runs import OBJECTIVES, Run
-from tests.training.syncs import Syncs
 
 objectives = pytest.mark.parametrize("name", OBJECTIVES)
 replay = functools.partial(CompiledELBO, backend="eager")
@@ -49,36 +46,13 @@ def test_recorded_steps_are_the_plain_steps(name):
     assert (uses(run.loss), len(reasons(run.loss))) == (5, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "interface"), list(zip(OBJECTIVES, itertools.cycle(["svi", "module"]), strict=False))
-)
-def test_a_step_reads_nothing_but_the_returned_loss(name, interface, monkeypatch):
-    # What is read on the CPU alone, where nobody has to wait for it.
-    monkeypatch.setattr(chain_density, "costs_nothing_to_read", lambda value: False)
-    pyro.enable_validation(False)
-    run = Run(name, interface)
-    index = torch.arange(4)
-    if interface == "module":
-
-        def step(x, index):
-            loss = run.elbo(x, index)
-            loss.backward()
-
-    else:
-        step = run.svi.step
-    for _ in range(4):  # in which the programs are analysed
-        step(run.x[index], index)
-    with Syncs() as syncs:
-        step(run.x[index], index)
-    assert len(syncs.found) == (interface == "svi"), syncs.found
-
-
 @needs_cuda
 @objectives
 def test_on_cuda_no_step_waits_for_the_device(name):
     pyro.enable_validation(False)
     run = Run(name, "module")
-    run.elbo.to("cuda")
+    run.model.to("cuda")
+    run.guide.to("cuda")  # which the loss follows
     x, index = run.x[:4].cuda(), torch.arange(4, device="cuda")
     for _ in range(2):
         run.elbo(x, index).backward()
