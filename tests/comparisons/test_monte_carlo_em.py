@@ -376,8 +376,10 @@ def _listed(make):
 ARRAYS = {"NumPy": lambda: np.zeros(20), "tensor": lambda: torch.zeros(20)}
 
 
-@pytest.mark.parametrize("kind", ARRAYS)
-@pytest.mark.parametrize("place", [_refilled, _closed_over, _held, _listed])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [*zip([_refilled, _closed_over, _held, _listed], [*ARRAYS, *ARRAYS], strict=True)],
+)
 def test_data_that_have_changed_are_drawn_for_anew(place, kind):
     args, put, get = place(ARRAYS[kind])
     unread = _Holder(None)
@@ -393,7 +395,7 @@ def test_data_that_have_changed_are_drawn_for_anew(place, kind):
         with pyro.plate("data", 20):
             pyro.sample("z", dist.Normal(torch.zeros(20), 1.0))
 
-    elbo = MonteCarloEM(10, HMC(0.5), updates_per_draw=5)
+    elbo = MonteCarloEM(10, HMC(0.5, 3), updates_per_draw=5)
     gradients, left = [], []
     for step in range(4):
         if step == 2:

@@ -8,6 +8,7 @@ import pyro.distributions as dist
 import pyro.optim
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule, PyroParam, PyroSample
@@ -377,6 +378,7 @@ def test_bad_programs_are_refused_by_name_and_leave_nothing_behind(objective, na
     with pytest.raises(ValueError, match=match):
         elbo.loss_and_grads(model, guide)
     assert weight.unconstrained().grad is None
+    assert not poutine.runtime._PYRO_STACK
     exact = ConjugateGaussian(N=3)
     assert math.isfinite(elbo.loss_and_grads(exact.model, exact.guide))
 

@@ -177,7 +177,8 @@ def in_turn(rows, columns, shift):
     [
         (name, objective, extreme)
         for i, extreme in enumerate(EXTREMES)
-        for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)
+        # Each distribution at two extremes here, and at all of them below.
+        for name, objective in in_turn(BOUNDED, list(OBJECTIVES), 3 * i)[i % 2 :: 2]
     ],
 )
 def test_distributions_with_a_boundary(name, objective, extreme, dtype):
@@ -189,12 +190,12 @@ def test_distributions_with_a_boundary(name, objective, extreme, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("name", BOUNDED)
-def test_every_distribution_with_every_objective(name, objective, extreme, dtype):
-    torch.set_default_dtype(dtype)
+def test_every_distribution_with_every_objective(name, objective, extreme):
+    """In single precision, which rounds to boundaries; in double one with the law above."""
+    torch.set_default_dtype(torch.float32)
     make, prior = BOUNDED[name]
     c, s = EXTREMES[extreme]
     pair = programs(lambda: make(c, s), lambda: prior(s))

@@ -64,8 +64,9 @@ def test_weights_average_to_the_evidence_per_datum(make):
     assert (ratio.std(0) / count**0.5 < 0.1).all(), "the guide is too poor to tell"
 
 
-@per_datum
-@modes
+@pytest.mark.parametrize(
+    ("make", "vectorize"), [(m, bool(i % 2)) for i, m in enumerate(PER_DATUM)], ids=NAMES
+)
 def test_an_exact_guide_makes_the_bound_the_evidence(make, vectorize):
     exact = make()
     exact.set_guide("exact")

@@ -90,7 +90,7 @@ def test_without_a_weight_it_is_the_plain_elbo(vectorize):
     """Global latents on minibatches: there were no weights to join."""
     elbo, x = TraceVRMax_ELBO(3, vectorize_particles=vectorize), torch.full((20,), 0.7)
     costs, grads = [], []
-    for _ in range(200):
+    for _ in range(80):
         costs.append(elbo.loss_and_grads(minibatch_model, minibatch_guide, x))
         grads.append(pyro.param("mean").grad.clone())
         pyro.param("mean").grad = None

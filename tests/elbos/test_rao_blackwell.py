@@ -73,9 +73,9 @@ def test_k_of_all_values_is_the_exact_sum(name):
 
 
 def quick(name, estimator):
-    """Every program with one estimator, two programs with every estimator; the rest is slow."""
+    """Every program with one estimator, one program with every estimator; the rest is slow."""
     turn = ("k1", "k1-plus")[list(PROGRAMS).index(name) % 2]
-    few = estimator == turn or name in ("dependent", "nested")
+    few = estimator == turn or name == "dependent"
     return pytest.param(name, estimator, marks=() if few else pytest.mark.slow)
 
 

@@ -108,10 +108,10 @@ def deviations(elbo, activation, step=0.02):
 def in_turn():
     kernels = list(CHAINS)
     for i, name in enumerate(ACTIVATIONS):
-        yield name, kernels[i % 4]
+        yield name, kernels[i // 2 % 4]
 
 
-@pytest.mark.parametrize(("activation", "chain"), [*in_turn()])
+@pytest.mark.parametrize(("activation", "chain"), [*in_turn()][::2])
 def test_gradient_is_that_of_the_bound(activation, chain):
     module = ACTIVATIONS[activation]()
     if isinstance(module, nn.Module):
@@ -309,8 +309,8 @@ def test_stiff_and_smooth_programs_are_not_warned_of(name, caplog):
         with pyro.plate("data", len(x)):
             pyro.sample("z", dist.Normal(torch.zeros(len(x)), 0.6))
 
-    for elbo in (TraceSIS_ELBO(2), TraceAIS_ELBO(2, kernel=MALA(0.3))):
-        elbo.loss(model, guide, x)
+    elbo = TraceAIS_ELBO(2, kernel=MALA(0.3)) if list(STIFF).index(name) % 2 else TraceSIS_ELBO(2)
+    elbo.loss(model, guide, x)
     assert not told(caplog)
 
 

@@ -52,6 +52,7 @@ def test_bars_are_found():
     assert bars.recovered(model)
 
 
+@pytest.mark.slow
 def test_the_best_start_is_kept(tmp_path, capsys):
     bars, output = load("bars"), tmp_path / "bars.png"
     images = bars.make_data(100)[0]
