@@ -101,7 +101,7 @@ def test_many_sizes_of_one_model_are_said_and_compared_at_times(monkeypatch, cap
     wrong_from = [math.inf]
     model, guide = sized(lambda z: z.softmax(0) if z.shape[-1] >= wrong_from[0] else z)
     with caplog.at_level(logging.WARNING):
-        for n in range(5, 5 + 12):
+        for n in range(5, 5 + 20):
             elbo.loss(model, guide, n)
     assert "sizes" in caplog.text
     wrong_from[0] = 0

@@ -157,10 +157,10 @@ def stopping_guide(x):
 
 
 def test_branches_on_a_datums_own_latents_leave_its_weight():
-    x = torch.tensor([0.5, 1.8, -0.3])
-    elbo, count = TraceIWAE_ELBO(20), 5
+    x = torch.tensor([0.5, 1.8])  # few, as each combination of branches is analysed
+    elbo, count = TraceIWAE_ELBO(20), 6
     found = torch.stack([elbo.bounds(stopping, stopping_guide, x).per_datum for _ in range(count)])
-    assert found.shape == (count, 3)
+    assert found.shape == (count, 2)
     shares = torch.tensor([0.4, 0.24, 0.36]).log()
     spread = torch.tensor([0.49, 1.49, 2.49]).sqrt()
     means = torch.tensor([0.0, 1.0, 2.0])
@@ -308,10 +308,8 @@ class Stateful(nn.Module):
 @pytest.mark.parametrize(
     "make",
     [
-        TraceSGVB_ELBO,
         lambda: TraceSGVB_ELBO(num_particles=3),
         lambda: TraceIWAE_ELBO(3),
-        lambda: TraceIWAE_ELBO(3, joint=True),
         lambda: TraceAIS_ELBO(2),
         TraceRaoBlackwell_ELBO,
     ],
