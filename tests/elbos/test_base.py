@@ -87,8 +87,14 @@ families_in_turn = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
-@objectives
+@pytest.mark.parametrize(
+    ("objective", "vectorize"),
+    [
+        pytest.param(o, v, marks=() if v == i % 2 else pytest.mark.slow)
+        for i, o in enumerate(OBJECTIVES)
+        for v in (False, True)
+    ],
+)
 def test_the_losses_and_bounds_agree_under_one_seed(objective, vectorize):
     """At the first call, before anything is known of the programs, and at the next one."""
     case = list(OBJECTIVES).index(objective)

@@ -180,8 +180,7 @@ def counted_runs(cls, name, kernel, num_steps):
     return {k: example.calls[k] - before[k] for k in before}
 
 
-@pytest.mark.parametrize("num_steps", [1, 4])
-@pytest.mark.parametrize("name", ["plain", "hierarchical-mean-field"])
+@pytest.mark.parametrize(("name", "num_steps"), [("plain", 1), ("hierarchical-mean-field", 4)])
 def test_runs_of_the_model_and_of_a_mean_field_guide(name, num_steps):
     k = num_steps
     for cls, kernel, expected in [
@@ -204,7 +203,7 @@ def test_a_structured_guide_is_run_with_the_model():
         (TraceSIS_ELBO, None),
         pytest.param(TraceSIS_ELBO, ULA, marks=pytest.mark.slow),
         pytest.param(TraceAIS_ELBO, None, marks=pytest.mark.slow),
-        (TraceAIS_ELBO, MALA),
+        pytest.param(TraceAIS_ELBO, MALA, marks=pytest.mark.slow),
     ],
 )
 def test_adaptation_reaches_its_target_in_training_and_only_there(cls, kernel):
@@ -371,7 +370,7 @@ def test_padding_changes_nothing(cls, kernel, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "coordinates"),
-    [(n, ("noise", "latent")[i % 2]) for i, n in enumerate(EXAMPLES) if n not in ROUGH][::3],
+    [(n, ("noise", "latent")[i % 2]) for i, n in enumerate(EXAMPLES) if n not in ROUGH][::5],
 )
 def test_the_first_gradient_is_that_of_an_evaluation_there(name, coordinates):
     """Metropolis moves to and from the first state must follow the same gradient."""

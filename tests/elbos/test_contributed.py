@@ -141,7 +141,9 @@ class Trend(ForecastingModel):
 RUNS = {TraceIWAE_ELBO: (1, 3), TraceSIS_ELBO: (4, 4)}  # three particles, or transitions
 
 
-@pytest.mark.parametrize("elbo", RUNS)
+@pytest.mark.parametrize(
+    "elbo", [TraceIWAE_ELBO, pytest.param(TraceSIS_ELBO, marks=pytest.mark.slow)]
+)
 def test_a_forecast_runs_its_particles_at_once(elbo):
     pyro.set_rng_seed(0)
     data, time = torch.randn(6, 2).cumsum(0), torch.linspace(0.0, 1.0, 6).unsqueeze(-1)

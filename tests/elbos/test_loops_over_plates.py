@@ -126,7 +126,11 @@ def posterior(batch):
     [
         pytest.param(TraceIWAE_ELBO(2), id="iwae"),
         pytest.param(TraceSIS_ELBO(2, ULA(1e-6)), id="sis", marks=pytest.mark.slow),
-        pytest.param(TraceSIS_ELBO(2, ULA(1e-6), num_categories=1), id="sis, one summed"),
+        pytest.param(
+            TraceSIS_ELBO(2, ULA(1e-6), num_categories=1),
+            id="sis, one summed",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(TraceAIS_ELBO(2, MALA(0.1)), id="ais", marks=pytest.mark.slow),
         pytest.param(TraceRaoBlackwell_ELBO(1), id="rao-blackwell"),
     ],

@@ -85,7 +85,7 @@ def minibatch_guide(x):
     pyro.sample("z", dist.Normal(pyro.param("mean", torch.tensor(0.3)), 0.4))
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("vectorize", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_without_a_weight_it_is_the_plain_elbo(vectorize):
     """Global latents on minibatches: there were no weights to join."""
     elbo, x = TraceVRMax_ELBO(3, vectorize_particles=vectorize), torch.full((20,), 0.7)

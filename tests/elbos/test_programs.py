@@ -272,11 +272,11 @@ PROGRAMS = {
 
 
 def some(shift):
-    """Every third program; the others among the slow tests."""
+    """Every fifth program; the others among the slow tests."""
     return pytest.mark.parametrize(
         "name",
         [
-            pytest.param(n, marks=() if (i + shift) % 3 == 0 else pytest.mark.slow)
+            pytest.param(n, marks=() if (i + shift) % 5 == 0 else pytest.mark.slow)
             for i, n in enumerate(PROGRAMS)
         ],
     )

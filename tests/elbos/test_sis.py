@@ -48,7 +48,7 @@ def check(example, kernel, num_steps=3, **options):
 
 
 @pytest.mark.parametrize(
-    ("name", "coordinates"), [(n, ("noise", "latent")[i % 2]) for i, n in enumerate(SMOOTH[::3])]
+    ("name", "coordinates"), [(n, ("noise", "latent")[i % 2]) for i, n in enumerate(SMOOTH[::5])]
 )
 def test_gradient_is_that_of_finite_differences(name, coordinates):
     check(EXAMPLES[name](), ULA(0.03), coordinates=coordinates)

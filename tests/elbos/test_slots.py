@@ -523,7 +523,7 @@ def test_minibatches_that_share_other_sites_are_run_as_by_a_new_loss(cls):
         return elbo.loss(model, guide, *sizes)
 
     used = cls(2, vectorize_particles=True)  # refuses what would have to loop
-    for sizes in [(4, 3), (3, 1), (2, 2), (4, 3), (2, 1)]:
+    for sizes in [(4, 3), (3, 1), (2, 2), (4, 3)]:
         assert loss(used, *sizes) == loss(cls(2, vectorize_particles=True), *sizes)
 
 

@@ -20,6 +20,7 @@ from pyro_mcvae import (
     UniformFlips,
 )
 from pyro_mcvae.elbos import truncated
+from tests.cases import every
 
 N = 6
 X = torch.tensor([1.9, 0.3, -1.1, 2.5, -0.4, 1.4])
@@ -147,6 +148,7 @@ PROGRAMS = {
     "globals": (with_globals, global_guide, 3, 1),
     "locals": (with_locals, local_guide, 3, 1),
 }
+QUICK = "several", "chain", "semi-supervised", "nested", "counts", "globals"
 LOOPED = "nested", "globals"  # the others one by one in the long runs
 
 
@@ -168,7 +170,7 @@ def gradients():
 @pytest.mark.parametrize(
     ("name", "vectorize"),
     [
-        pytest.param(n, v, marks=() if v or n in LOOPED else pytest.mark.slow)
+        pytest.param(n, v, marks=() if n in (QUICK if v else LOOPED) else pytest.mark.slow)
         for n in PROGRAMS
         for v in (False, True)
     ],
@@ -199,7 +201,7 @@ def test_with_all_states_value_and_gradient_are_exact(name, vectorize):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if i % 2 else ()) for i, n in enumerate(PROGRAMS)],
+    [pytest.param(n, marks=pytest.mark.slow if i % 3 else ()) for i, n in enumerate(PROGRAMS)],
 )
 def test_free_energy_is_a_bound_that_no_e_step_lowers(name):
     model, other, count, _ = PROGRAMS[name]
@@ -280,7 +282,9 @@ def test_gradient_is_the_exact_one_over_the_set():
         assert torch.allclose(found[name], gradient)
 
 
-@pytest.mark.parametrize("name", ["several", "nested", "semi-supervised", "globals", "locals"])
+@pytest.mark.parametrize(
+    "name", every(2, ["several", "nested", "semi-supervised", "globals", "locals"])
+)
 def test_one_graph_of_all_candidates_has_the_gradient_of_a_pass_through_the_best(name, monkeypatch):
     model, other, count, _ = PROGRAMS[name]
     guide = TruncatedPosterior(model, count, EvolutionaryUpdate(1, 1), guide=other)

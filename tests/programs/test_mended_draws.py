@@ -151,7 +151,7 @@ def test_guides_draw_mixtures_so():
     programs = SimpleNamespace(model=model, guide=guide, values=values)
     pyro.set_rng_seed(0)
     through, score = (
-        gradients(TraceIWAE_ELBO(2, gradient_estimator=estimator), programs, 30)["logits"]
+        gradients(TraceIWAE_ELBO(2, gradient_estimator=estimator), programs, 16)["logits"]
         for estimator in ("reparam", "vimco")
     )
     assert_mean((through - score) / 2000, torch.zeros_like(locs[0, 0]))

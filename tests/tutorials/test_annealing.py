@@ -20,6 +20,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_gaps_to_the_exact_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--p", "20", "--d", "4", "--data", "200", "--repeats", "3"]
     found = ppca_gaps.main([*sizes, "--out", str(tmp_path)])

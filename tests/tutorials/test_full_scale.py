@@ -149,7 +149,7 @@ def rao_blackwell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, 
             16,
             marks=pytest.mark.slow,
         ),
-        ("mixture", [], ("method",), 7),
+        pytest.param("mixture", [], ("method",), 7, marks=pytest.mark.slow),
     ],
     ids=["bernoullis", "mixture"],
 )
