@@ -42,21 +42,3 @@ def test_every_parameter_is_explained(name: str) -> None:
         field = rf":(?:param|ivar|cvar)\b[^:]*\b{parameter.name}:"
         shared = "log_evidence`" in text and parameter.name in SHARED
         assert re.search(field, text) or shared, parameter.name
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_citations_have_their_reference(name: str) -> None:
-    text = docstring(name)
-    listed = set(re.findall(r"^\[(\d+)\] \S.*\(\d{4}\)", text, re.M))
-    prose = re.sub(r"``.*?``|:math:`.*?`|^\[\d+\].*", "", text.split("Example")[0], flags=re.M)
-    cited = {n for found in re.findall(r" \[(\d(?:, \d)*)\]", prose) for n in found.split(", ")}
-    assert cited <= listed
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_fields_are_read_as_text(name: str) -> None:
-    """A field of one capital letter would be the beginning of a list, and two in a line one."""
-    text = docstring(name)
-    assert not re.search(r"^:[^:]+: [A-Z]\.$", text, re.M)
-    assert not re.search(r"^:param[^:\n]*:.*:param", text, re.M)
-    assert not re.search(r"^:param \w+, ", text, re.M)

@@ -140,3 +140,28 @@ def test_links_lead_somewhere_in_the_repository():
         f"{p.relative_to(ROOT)}: {t}" for p, t in found if not (p.parent / t.split("#")[0]).exists()
     ]
     assert not broken
+
+
+def script(command):
+    """The file that ``python tutorials/x.py ...``, ``python -m tests.x`` or a path names."""
+    found = re.match(r"(?:PYTHONPATH=\. )?python (-m )?(\S+)|([\w/]+\.py)\b", command)
+    if not found:
+        return None
+    name = found[2] or found[3]
+    names = [name]
+    if found[1]:
+        names = [name.replace(".", "/") + end for end in (".py", "/__main__.py")]
+    folders = ("", "tutorials", "tests/benchmarks")
+    places = [ROOT / folder / name for folder in folders for name in names]
+    assert any(path.exists() for path in places), command
+    return next(path for path in places if path.exists())
+
+
+def test_commands_of_the_results_exist():
+    """A section's flags are those of a script that it names."""
+    for section in re.split(r"^## ", (DOCS / "results.md").read_text(encoding="utf-8"), flags=re.M):
+        code = re.findall(r"`([^`]*)`", section.replace("\n", " "))
+        scripts = {path for path in map(script, code) if path}
+        source = "".join(path.read_text(encoding="utf-8") for path in scripts)
+        flags = {flag for c in code for flag in re.findall(r"--[a-z][\w-]*", c)}
+        assert all(f'"{flag}"' in source for flag in flags) or not scripts, section[:40]

@@ -53,8 +53,13 @@ def test_counts_are_whole_numbers_of_any_library(make):
     assert (type(options.num_categories), options.num_categories) == (int, 2)
 
 
-@pytest.mark.parametrize("wrap", [lambda elbo: elbo, partial(CompiledELBO, backend="eager")])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "wrap"),
+    [
+        *((loss, lambda elbo: elbo) for loss in LOSSES),
+        (TraceIWAE_ELBO, partial(CompiledELBO, backend="eager")),
+    ],
+)
 def test_particles_that_are_assigned_are_those_of_an_objective_made_with_them(loss, wrap):
     def learned():
         loc = pyro.param("loc", torch.tensor(0.3))
@@ -62,7 +67,7 @@ def test_particles_that_are_assigned_are_those_of_an_objective_made_with_them(lo
             pyro.sample("z", dist.Normal(loc, 0.5**0.5))
 
     found = []
-    for given, assigned in ((2, 5), (5, 5), (10, 5)):
+    for given, assigned in ((2, 5), (5, 5)):
         elbo = wrap(loss(num_particles=given))
         elbo.num_particles = assigned
         assert elbo.num_particles == assigned
@@ -71,7 +76,7 @@ def test_particles_that_are_assigned_are_those_of_an_objective_made_with_them(lo
         gradient = pyro.param("loc").grad.clone()
         pyro.param("loc").grad.zero_()
         found.append((value, gradient.item()))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(
@@ -156,24 +161,21 @@ def one(shape, num_events):
     pyro.sample("z", dist.Normal(torch.full(shape, 0.5), 1.0).to_event(num_events))
 
 
+FEWER = [  # no plate, one in the plate, an event of one, and no event
+    (((3,), ()), ((), 0)),
+    (((3,), ()), ((1,), 0)),
+    (((), (3,)), ((1,), 1)),
+    (((), (3,)), ((3,), 0)),
+]
+
+
 @pytest.mark.parametrize(
-    ("judge", "validate"),
+    ("wanted", "drawn", "judge", "validate"),
     [
-        (judge, bool(i % 2))
-        for i, judge in enumerate(
-            [*(loss().loss for loss in LOSSES), TraceIWAE_ELBO(5).loss, log_evidence]
-        )
+        (*FEWER[(i + k) % 4], judge, bool(i % 2))
+        for i, judge in enumerate([*(loss().loss for loss in LOSSES), log_evidence])
+        for k in (0, 1)
     ],
-)
-@pytest.mark.parametrize(
-    ("wanted", "drawn"),
-    [
-        (((3,), ()), ((), 0)),
-        (((3,), ()), ((1,), 0)),
-        (((), (3,)), ((1,), 1)),
-        (((), (3,)), ((3,), 0)),
-    ],
-    ids=["no plate", "one in the plate", "event of one", "no event"],
 )
 def test_a_draw_is_not_broadcast_over_the_latents_of_the_model(wanted, drawn, judge, validate):
     # One draw would be scored as three latents, with one density of its own.

@@ -9,6 +9,7 @@ import pyro.distributions as dist
 import pyro.optim
 import pytest
 import torch
+from pyro import poutine
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule, PyroParam, PyroSample
@@ -76,52 +77,65 @@ trained = pytest.mark.parametrize(
         ),
     ],
 )
+# One of each way to the weights: draws alone, particles, slots in dims, chains.
+FAMILIES = ("sgvb-3", "iwae-3", "rb-plus-3", "sis")
+families = pytest.mark.parametrize("objective", FAMILIES)
 # Each objective looped or vectorized.
 in_turn = pytest.mark.parametrize(
     ("objective", "vectorize"), [(o, bool(i % 2)) for i, o in enumerate(OBJECTIVES)]
 )
+families_in_turn = pytest.mark.parametrize(
+    ("objective", "vectorize"), [(o, bool(i % 2)) for i, o in enumerate(FAMILIES)]
+)
 
 
 @pytest.mark.parametrize(
-    ("objective", "name", "vectorize"),
+    ("objective", "vectorize"),
     [
-        # Each objective meets half of the models, some looped and some vectorised.
-        pytest.param(o, n, bool(j % 2), id=f"{n}-{('looped', 'vectorized')[j % 2]}-{o}")
+        pytest.param(o, v, marks=() if v == i % 2 else pytest.mark.slow)
         for i, o in enumerate(OBJECTIVES)
-        for j, n in enumerate(MODELS)
-        if (i + j) % 3 == 0
+        for v in (False, True)
     ],
 )
-def test_the_three_losses_agree_under_one_seed(objective, vectorize, name):
-    exact = MODELS[name]()
-    # Also at the very first call, before anything is known of the programs.
-    elbos = [OBJECTIVES[objective](vectorize_particles=vectorize) for _ in range(4)]
+def test_the_losses_and_bounds_agree_under_one_seed(objective, vectorize):
+    """At the first call, before anything is known of the programs, and at the next one."""
+    case = list(OBJECTIVES).index(objective)
+    exact = list(MODELS.values())[(case + 3 * vectorize) % len(MODELS)]()
     model, guide = exact.model, exact.guide
-    pyro.set_rng_seed(1)
-    loss = elbos[0].loss(model, guide)
-    pyro.set_rng_seed(1)
-    differentiable = elbos[1].differentiable_loss(model, guide)
-    differentiable.backward()
-    first = take_gradients(exact)
-    pyro.set_rng_seed(1)
-    stepped = elbos[2].loss_and_grads(model, guide)
-    second = take_gradients(exact)
-    pyro.set_rng_seed(1)
-    total = elbos[3].bounds(model, guide).total
+    grads, values = [], []
 
-    assert differentiable.shape == ()
-    for other in (differentiable.item(), stepped, -total.item()):
-        assert math.isclose(loss, other, rel_tol=1e-9)
-    assert any(grad.abs().max() > 0 for grad in first.values())
-    for key in first:
-        assert torch.allclose(first[key], second[key])
-    # And again at a later call.
-    pyro.set_rng_seed(1)
-    assert math.isclose(elbos[0].loss(model, guide), loss, rel_tol=1e-9)
+    def loss(elbo):
+        return elbo.loss(model, guide)
+
+    def differentiable(elbo):
+        found = elbo.differentiable_loss(model, guide)
+        assert found.shape == ()
+        found.backward()
+        grads.append(take_gradients(exact))
+        return found.item()
+
+    def step(elbo):
+        found = elbo.loss_and_grads(model, guide)
+        grads.append(take_gradients(exact))
+        return found
+
+    def bounds(elbo):
+        return -elbo.bounds(model, guide).total.item()
+
+    calls = [loss, differentiable, bounds, step]
+    for first in (case % 2, case % 2 + 2):
+        elbo = OBJECTIVES[objective](vectorize_particles=vectorize)
+        for call in (calls[first], calls[(first + 1) % 4]):
+            pyro.set_rng_seed(1)
+            values.append(call(elbo))
+    assert values == pytest.approx([values[0]] * 4, rel=1e-9)
+    assert any(grad.abs().max() > 0 for grad in grads[0].values())
+    for key in grads[0]:
+        assert torch.allclose(grads[0][key], grads[1][key])
 
 
 @objectives
-def test_an_svi_step_goes_down_the_gradient(objective):
+def test_an_svi_step_goes_down_the_gradient_and_an_evaluation_changes_nothing(objective):
     exact = ConjugateGaussian(N=10, subsample_size=5)
     rate = 0.01
     elbo, other = OBJECTIVES[objective](), OBJECTIVES[objective]()
@@ -136,6 +150,12 @@ def test_an_svi_step_goes_down_the_gradient(objective):
         for name, value in exact.params().items():
             torch.testing.assert_close(value, before[name] + rate * grads[name])
             assert (grads[name] != 0).any()
+    before = exact.params()
+    pyro.set_rng_seed(0)
+    loss = svi.evaluate_loss()
+    pyro.set_rng_seed(0)
+    assert math.isclose(elbo.loss(exact.model, exact.guide), loss, rel_tol=1e-9)
+    assert all((exact.params()[k] == v).all() for k, v in before.items())
 
 
 @trained
@@ -151,20 +171,6 @@ def test_svi_steps_train(objective):
     assert abs(params["a"] - 0.5) < 0.15
     assert abs(params["log_s"] - 0.5 * math.log(0.5)) < 0.35
     assert exact.elbo() > exact.log_evidence() - 3
-
-
-@objectives
-def test_an_evaluation_is_the_loss_and_changes_nothing(objective):
-    exact = ConjugateGaussian(N=6, subsample_size=3)
-    elbo = OBJECTIVES[objective]()
-    svi = SVI(exact.model, exact.guide, pyro.optim.Adam({"lr": 0.1}), loss=elbo)
-    svi.step()
-    before = exact.params()
-    pyro.set_rng_seed(0)
-    loss = svi.evaluate_loss()
-    pyro.set_rng_seed(0)
-    assert math.isclose(elbo.loss(exact.model, exact.guide), loss, rel_tol=1e-9)
-    assert all((exact.params()[k] == v).all() for k, v in before.items())
 
 
 class Decoder(PyroModule):
@@ -237,7 +243,7 @@ def test_single_precision_stays_single(objective, vectorize):
     assert elbo.bounds(exact.model, exact.guide).per_datum.dtype == torch.float32
 
 
-@objectives
+@families
 def test_without_validation_the_loss_is_not_read(objective):
     def guide():
         with pyro.plate("data", 3):
@@ -259,8 +265,9 @@ def test_without_validation_the_loss_is_not_read(objective):
 # Bad input: a clear error, and nothing is left half-changed.
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("first", ["param", "sample"])
+@pytest.mark.parametrize(
+    ("objective", "first"), [(o, ("param", "sample")[i % 2]) for i, o in enumerate(FAMILIES)]
+)
 def test_a_parameter_with_the_name_of_a_latent_is_refused_as_by_pyro(objective, first):
     def model():
         if first == "param":
@@ -291,70 +298,11 @@ def normal_site(name, **kwargs):
     return pyro.sample(name, dist.Normal(0.0, 1.0), **kwargs)
 
 
-def leaves_params_alone(objective, model, guide, match, error=ValueError, **options):
-    """The step raises, no gradient is left, and the next good step works."""
-    weight = pyro.param("weight", torch.tensor(1.0))
-    elbo = OBJECTIVES[objective](**options)
-    with pytest.raises(error, match=match):
-        elbo.loss_and_grads(model, guide)
-    assert weight.unconstrained().grad is None
-    exact = ConjugateGaussian(N=3)
-    assert math.isfinite(elbo.loss_and_grads(exact.model, exact.guide))
+def normal_sites(*names):
+    return lambda: [normal_site(name) for name in names]
 
 
-@in_turn
-def test_model_site_missing_from_the_guide(objective, vectorize):
-    def model():
-        normal_site("a")
-        normal_site("b")
-
-    leaves_params_alone(
-        objective,
-        model,
-        lambda: normal_site("a"),
-        "site 'b' of the model is neither observed nor drawn",
-        vectorize_particles=vectorize,
-    )
-
-
-@in_turn
-def test_guide_site_missing_from_the_model(objective, vectorize):
-    def guide():
-        normal_site("a")
-        normal_site("b")
-
-    leaves_params_alone(
-        objective,
-        lambda: normal_site("a"),
-        guide,
-        "site 'b' of the guide is missing from the model.*is_auxiliary",
-        vectorize_particles=vectorize,
-    )
-
-
-@objectives
-def test_guide_site_that_the_model_observes(objective):
-    leaves_params_alone(
-        objective,
-        lambda: normal_site("a", obs=torch.tensor(0.0)),
-        lambda: normal_site("a"),
-        "site 'a' of the guide is observed in the model",
-    )
-
-
-@objectives
-def test_guide_draws_outside_of_the_models_support(objective):
-    leaves_params_alone(
-        objective,
-        lambda: pyro.sample("a", dist.Gamma(1.0, 1.0)),
-        lambda: pyro.sample("a", dist.Normal(-5.0, 0.1)),
-        "site 'a' of the model.*\n?.*support",
-    )
-
-
-@objectives
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_log_densities_that_are_not_finite_name_their_site(objective, bad):
+def not_finite(bad):
     def model():
         with pyro.plate("data", 3):
             a = normal_site("a")
@@ -362,37 +310,85 @@ def test_log_densities_that_are_not_finite_name_their_site(objective, bad):
             pyro.sample("odd", odd, obs=torch.zeros(3, 0))
 
     def guide():
-        loc = pyro.param("weight")
         with pyro.plate("data", 3):
-            pyro.sample("a", dist.Normal(loc, 1.0))
+            pyro.sample("a", dist.Normal(pyro.param("weight"), 1.0))
 
-    leaves_params_alone(objective, model, guide, "site 'odd' of the model .Unit")
+    return model, guide, "site 'odd' of the model .Unit"
+
+
+def empty_minibatch(observe):
+    with pyro.plate("data", 5, subsample=torch.tensor([], dtype=torch.long)) as idx:
+        z = normal_site("z")
+        if observe:
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(5)[idx])
+
+
+def coin(kind=None):
+    return lambda: pyro.sample("c", dist.Bernoulli(0.5), infer={"enumerate": kind} if kind else {})
+
+
+REFUSED = {
+    "missing from the guide": (
+        normal_sites("a", "b"),
+        normal_sites("a"),
+        "site 'b' of the model is neither observed nor drawn",
+    ),
+    "missing from the model": (
+        normal_sites("a"),
+        normal_sites("a", "b"),
+        "site 'b' of the guide is missing from the model.*is_auxiliary",
+    ),
+    "observed": (
+        lambda: normal_site("a", obs=torch.tensor(0.0)),
+        normal_sites("a"),
+        "site 'a' of the guide is observed in the model",
+    ),
+    "outside of the support": (
+        lambda: pyro.sample("a", dist.Gamma(1.0, 1.0)),
+        lambda: pyro.sample("a", dist.Normal(-5.0, 0.1)),
+        "site 'a' of the model.*\n?.*support",
+    ),
+    "nan": not_finite(math.nan),
+    "infinite": not_finite(-math.inf),
+    "empty minibatch": (
+        lambda: empty_minibatch(True),
+        lambda: empty_minibatch(False),
+        r"plate 'data' has an empty minibatch \(0 of 5 data\)",
+    ),
+    "enumerated in turn": (
+        coin("sequential"),
+        lambda: None,
+        "site 'c' of the model is marked for enumeration",
+    ),
+    "enumerated by the guide": (
+        coin(),
+        coin("parallel"),
+        "site 'c' of the guide is marked for enumeration",
+    ),
+}
+SUMS = {"enumerated in turn": {"rb-plus-3"}, "enumerated by the guide": {"rb-plus-3", "sis"}}
 
 
 @pytest.mark.parametrize(
-    ("objective", "where"),
+    ("objective", "name", "vectorize"),
     [
-        (name, where)
-        for name in OBJECTIVES
-        for where in ("model", "guide")
-        # Those with slots sum a site of the guide.
-        if "rb" not in name and (where == "model" or not ("sis" in name or "ais" in name))
+        (o, name, bool((i + j) % 2))
+        for i, o in enumerate(FAMILIES)
+        for j, name in enumerate(REFUSED)
+        if o not in SUMS.get(name, ())
     ],
 )
-def test_enumerated_sites_are_refused_by_name(objective, where):
-    def coin(kind=None):
-        pyro.sample("c", dist.Bernoulli(0.5), infer={"enumerate": kind} if kind else {})
-
-    def guide():
-        if where == "guide":
-            coin("parallel")
-
-    leaves_params_alone(
-        objective,
-        lambda: coin("sequential") if where == "model" else coin(),
-        guide,
-        f"site 'c' of the {where} is marked for enumeration",
-    )
+def test_bad_programs_are_refused_by_name_and_leave_nothing_behind(objective, name, vectorize):
+    """The step raises, no gradient is left, and the next good step works."""
+    model, guide, match = REFUSED[name]
+    weight = pyro.param("weight", torch.tensor(1.0))
+    elbo = OBJECTIVES[objective](vectorize_particles=vectorize)
+    with pytest.raises(ValueError, match=match):
+        elbo.loss_and_grads(model, guide)
+    assert weight.unconstrained().grad is None
+    assert not poutine.runtime._PYRO_STACK
+    exact = ConjugateGaussian(N=3)
+    assert math.isfinite(elbo.loss_and_grads(exact.model, exact.guide))
 
 
 def test_enumeration_marks_can_be_ignored():
@@ -406,33 +402,15 @@ def test_enumeration_marks_can_be_ignored():
     assert abs(elbo.loss(model, guide)) < 1e-12
 
 
-@in_turn
-def test_empty_minibatches_are_refused(objective, vectorize):
-    data = torch.zeros(5)
-
-    def program(observe):
-        with pyro.plate("data", 5, subsample=torch.tensor([], dtype=torch.long)) as idx:
-            z = normal_site("z")
-            if observe:
-                pyro.sample("x", dist.Normal(z, 1.0), obs=data[idx])
-
-    leaves_params_alone(
-        objective,
-        lambda: program(True),
-        lambda: program(False),
-        r"plate 'data' has an empty minibatch \(0 of 5 data\)",
-        vectorize_particles=vectorize,
-    )
-
-
-@objectives
-@pytest.mark.parametrize("value", [None, -1, 2.5])
+@pytest.mark.parametrize(
+    ("objective", "value"), [*zip(FAMILIES, [None, -1, 2.5, "1"], strict=True)]
+)
 def test_a_nesting_that_is_no_number_of_dims_is_refused(objective, value):
     with pytest.raises(ValueError, match=f"max_plate_nesting must be .* got {value!r}"):
         OBJECTIVES[objective](max_plate_nesting=value)
 
 
-@objectives
+@families
 def test_what_is_no_program_is_refused(objective):
     elbo = OBJECTIVES[objective]()
     exact = ConjugateGaussian(N=3)
@@ -442,7 +420,7 @@ def test_what_is_no_program_is_refused(objective):
         elbo.loss(elbo, exact.guide)
 
 
-@in_turn
+@families_in_turn
 def test_a_declared_nesting_that_is_too_small_is_refused(objective, vectorize):
     deep = NestedGaussian(G=3, M=2)
     elbo = OBJECTIVES[objective](max_plate_nesting=1, vectorize_particles=vectorize)
@@ -477,7 +455,7 @@ def test_programs_that_cannot_be_vectorized_say_so(objective):
         assert math.isfinite(OBJECTIVES[objective]().loss(model, guide))
 
 
-@in_turn
+@families_in_turn
 def test_batch_dims_of_no_plate_are_refused(objective, vectorize):
     # They would be summed as if they were plates, or taken for particles.
     def program():
@@ -487,7 +465,7 @@ def test_batch_dims_of_no_plate_are_refused(objective, vectorize):
         OBJECTIVES[objective](vectorize_particles=vectorize).loss(program, program)
 
 
-@in_turn
+@families_in_turn
 def test_sequential_minibatches_whose_sites_change_from_step_to_step(objective, vectorize):
     def program(observe, rows):
         theta = normal_site("theta")

@@ -48,7 +48,7 @@ def test_too_few_draws_of_one_weight_have_the_plain_gradient():
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("num_particles", [2, 10])
+@pytest.mark.parametrize("num_particles", [pytest.param(2, marks=pytest.mark.slow), 10])
 def test_a_guide_that_is_about_right_has_the_doubly_reparameterized_one(num_particles):
     exact = ConjugateGaussian(N=100)
     exact.set_guide(a=0.45, log_s=-0.4)

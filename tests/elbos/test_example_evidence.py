@@ -147,7 +147,7 @@ def bounds(elbo, model, guide, count):
 )  # fmt: skip
 def test_bounds_lie_below_the_evidence(name, objective, vectorize):
     model, guide, exact = PROGRAMS[name]()
-    mean, error = bounds(OBJECTIVES[objective](vectorize_particles=vectorize), model, guide, 12)
+    mean, error = bounds(OBJECTIVES[objective](vectorize_particles=vectorize), model, guide, 8)
     assert mean < exact + 4.5 * error + 1e-9
 
 

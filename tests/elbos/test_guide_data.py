@@ -67,9 +67,8 @@ def exact(index):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-@pytest.mark.parametrize("index", [[1, 2]])
-def test_the_value_is_that_of_trace_elbo_and_the_gradient_is_its_own(name, index):
-    index = torch.tensor(index)
+def test_the_value_is_that_of_trace_elbo_and_the_gradient_is_its_own(name):
+    index = torch.tensor([1, 2])
     elbo, scale = OBJECTIVES[name](), 4 / len(index)
     expected = Trace_ELBO().loss(model, guide, index)
     if "sis" not in name:  # unadjusted moves leave the posterior
@@ -77,17 +76,12 @@ def test_the_value_is_that_of_trace_elbo_and_the_gradient_is_its_own(name, index
         assert math.isclose(elbo.loss_and_grads(model, guide, index), expected, rel_tol=1e-12)
     else:
         elbo.loss_and_grads(model, guide, index)
+    if "sis" not in name:
+        bounds = elbo.bounds(model, guide, index)
+        assert torch.allclose(bounds.per_datum, exact(index), rtol=1e-12)
+        assert math.isclose(bounds.total, -expected, rel_tol=1e-12)
     logit = pyro.param("logit")
     assert torch.allclose(logit.grad, scale * (T[index] - logit.sigmoid()).sum(), rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", [n for n in OBJECTIVES if "sis" not in n])
-def test_bounds_per_datum_are_bounds_on_the_evidence(name):
-    index = torch.tensor([1, 2])
-    elbo = OBJECTIVES[name]()
-    bounds = elbo.bounds(model, guide, index)
-    assert torch.allclose(bounds.per_datum, exact(index), rtol=1e-12)
-    assert math.isclose(bounds.total, -elbo.loss(model, guide, index), rel_tol=1e-12)
 
 
 def test_no_evidence_contains_it():

@@ -64,8 +64,9 @@ def test_weights_average_to_the_evidence_per_datum(make):
     assert (ratio.std(0) / count**0.5 < 0.1).all(), "the guide is too poor to tell"
 
 
-@per_datum
-@modes
+@pytest.mark.parametrize(
+    ("make", "vectorize"), [(m, bool(i % 2)) for i, m in enumerate(PER_DATUM)], ids=NAMES
+)
 def test_an_exact_guide_makes_the_bound_the_evidence(make, vectorize):
     exact = make()
     exact.set_guide("exact")
@@ -77,8 +78,11 @@ def test_an_exact_guide_makes_the_bound_the_evidence(make, vectorize):
     assert abs(elbo.loss(exact.model, exact.guide) + exact.log_evidence()) < 1e-6
 
 
-@pytest.mark.parametrize(("num_particles", "vectorize"), [(2, True), (3, False)])
-@pytest.mark.parametrize("make", [WIDE[0], WIDE[3]], ids=["gaussian", "mixture"])
+@pytest.mark.parametrize(
+    ("make", "num_particles", "vectorize"),
+    [(WIDE[0], 2, True), (WIDE[3], 3, False)],
+    ids=["gaussian", "mixture"],
+)
 def test_value_is_the_exact_expectation(make, num_particles, vectorize):
     exact = make()
     elbo = TraceIWAE_ELBO(num_particles=num_particles, vectorize_particles=vectorize)
@@ -104,7 +108,9 @@ def test_gradient_is_exact_under_subsampling():
     assert_gradient(elbo, exact, exact.grad(exact.iwae_per_datum, 2), 80)
 
 
-@pytest.mark.parametrize(("size", "vectorize"), [(None, True), (4, False)])
+@pytest.mark.parametrize(
+    ("size", "vectorize"), [pytest.param(None, True, marks=pytest.mark.slow), (4, False)]
+)
 def test_global_latent_drawn_once_with_discrete_local_ones(size, vectorize):
     exact = BetaBernoulli(N=8, subsample_size=size)
     exact.set_guide(log_beta=exact.values["log_beta"] + 1.0)  # far off: gradients that stand out
@@ -181,9 +187,15 @@ def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_
 
 
 @pytest.mark.parametrize(
-    ("estimator", "vectorize"), [("stl", True), ("dreg", False), ("vimco", True), ("auto", True)]
+    ("objective", "estimator", "vectorize"),
+    [
+        (TraceIWAE_ELBO, "stl", True),
+        (functools.partial(TraceRenyi_ELBO, 0.5), "dreg", False),
+        (TraceIWAE_ELBO, "vimco", True),
+        (TraceIWAE_ELBO, "auto", True),
+        (functools.partial(TraceRenyi_ELBO, 0.5), "auto", True),
+    ],
 )
-@pytest.mark.parametrize("objective", [TraceIWAE_ELBO, functools.partial(TraceRenyi_ELBO, 0.5)])
 def test_the_models_gradient_is_that_of_the_bound(objective, estimator, vectorize):
     # Its prior has parameters too, at the sites whose gradient is another one for the guide.
     x = torch.tensor([0.5, -1.0, 2.0, 0.1, 1.3, -0.4])
@@ -256,7 +268,7 @@ def test_mixed_guide_uses_dreg_and_vimco_in_one_program():
     assert (auto["loc"].var(0) < 0.8 * plain["loc"].var(0)).all()
 
 
-@pytest.mark.parametrize("estimator", ["stl", "dreg", "auto"])
+@pytest.mark.parametrize("estimator", ["stl", pytest.param("dreg", marks=pytest.mark.slow), "auto"])
 def test_structured_and_flow_guides_are_unbiased(estimator):
     count = 20
     exact = LinearGaussianChain(N=90, T=2)
@@ -388,7 +400,9 @@ def programs(exact):
     return Programs(exact.model, exact.guide, (), {})
 
 
-@pytest.mark.parametrize("kind", ["scales", "mask", "masked distribution"])
+@pytest.mark.parametrize(
+    "kind", ["scales", "mask", pytest.param("masked distribution", marks=pytest.mark.slow)]
+)
 def test_gradient_under_scale_and_mask_is_that_of_reparam(kind):
     size, count = 600, 16
     x = torch.tensor([0.5, -1.0, 2.0]).repeat(size // 3)

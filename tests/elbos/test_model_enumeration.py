@@ -24,10 +24,18 @@ from pyro_mcvae.coordinates.log_weight import GradientMode
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_latent
+from tests.cases import every
 from tests.elbos.enumerated_programs import PROGRAMS, brute_force
 
 programs = pytest.mark.parametrize("name", PROGRAMS)
-vectorized = pytest.mark.parametrize("vectorize", [False, True], ids=["loop", "vectorized"])
+in_turn = pytest.mark.parametrize(
+    ("name", "vectorize"),
+    [
+        pytest.param(n, v, marks=() if v == i % 2 else pytest.mark.slow)
+        for i, n in enumerate(PROGRAMS)
+        for v in (False, True)
+    ],
+)
 
 
 def gradients(elbo, model, guide):
@@ -52,8 +60,7 @@ def test_the_elbo_is_that_of_trace_enum(name):
         assert torch.allclose(grad, ours[1][site], rtol=1e-8, atol=1e-10)
 
 
-@programs
-@vectorized
+@in_turn
 def test_log_weights_are_sums_over_all_states(name, vectorize):
     program = PROGRAMS[name]
     sampler = ParticleSampler(2, vectorize, math.inf)
@@ -232,16 +239,18 @@ def test_refined_draws_have_states_of_the_posterior():
     assert draws.log_likelihood["x"].shape == (4000, 3)
 
 
-@programs
+@pytest.mark.parametrize("name", every(2, PROGRAMS))
 def test_every_program_trains(name):
+    """With one objective each, in turn."""
     program = PROGRAMS[name]
-    for make in (
+    makers = (
         lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
         lambda: TraceSIS_ELBO(2, ULA(0.01), num_particles=2, vectorize_particles=True),
         lambda: TraceAIS_ELBO(2, MALA(0.01), num_particles=2, vectorize_particles=True),
-    ):
-        loss, found = gradients(make(), program.model, program.guide)
-        assert math.isfinite(loss)
-        for site, grad in found.items():
-            assert grad.isfinite().all(), site
-            assert grad.abs().sum() > 0, site
+    )
+    elbo = makers[list(PROGRAMS).index(name) % 3]()
+    loss, found = gradients(elbo, program.model, program.guide)
+    assert math.isfinite(loss)
+    for site, grad in found.items():
+        assert grad.isfinite().all(), site
+        assert grad.abs().sum() > 0, site

@@ -65,8 +65,9 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    ("name", "objective"), [(list(EXACT)[i % 2], o) for i, o in enumerate(OBJECTIVES)]
+)
 def test_the_bound_is_the_evidence(name, objective):
     model, exact = EXACT[name]
     elbo = OBJECTIVES[objective]()

@@ -85,12 +85,12 @@ def minibatch_guide(x):
     pyro.sample("z", dist.Normal(pyro.param("mean", torch.tensor(0.3)), 0.4))
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize("vectorize", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_without_a_weight_it_is_the_plain_elbo(vectorize):
     """Global latents on minibatches: there were no weights to join."""
     elbo, x = TraceVRMax_ELBO(3, vectorize_particles=vectorize), torch.full((20,), 0.7)
     costs, grads = [], []
-    for _ in range(200):
+    for _ in range(80):
         costs.append(elbo.loss_and_grads(minibatch_model, minibatch_guide, x))
         grads.append(pyro.param("mean").grad.clone())
         pyro.param("mean").grad = None

@@ -73,12 +73,13 @@ def scaled_evidence(num=1500):
 
 
 @pytest.mark.parametrize(
-    ("objective", "vectorize"), [*((c, True) for c in CHAINS), (next(iter(CHAINS)), False)]
+    ("objective", "vectorize"),
+    [*((c, True) for c in CHAINS), pytest.param("sis", False, marks=pytest.mark.slow)],
 )
 def test_a_scale_that_is_drawn_moves_with_the_chain(objective, vectorize):
     # A guide whose sites depend on each other through scales is no mean-field guide.
     model, guide = drawn(scaled)
-    count, particles = (20, 100) if vectorize else (10, 5)
+    count, particles = (8, 100) if vectorize else (6, 5)
     elbo = CHAINS[objective](num_particles=particles, vectorize_particles=vectorize)
     bounds = torch.tensor([-elbo.loss(model, guide) for _ in range(count)])
     error = bounds.std() / count**0.5
@@ -113,11 +114,11 @@ def test_a_factor_belongs_to_the_latents_that_scale_or_mask_it(how):
     with pyro.validation_enabled(False):
         losses = torch.stack(
             [
-                torch.tensor([TraceIWAE_ELBO(3, joint=j).loss(model, guide) for _ in range(60)])
+                torch.tensor([TraceIWAE_ELBO(3, joint=j).loss(model, guide) for _ in range(30)])
                 for j in (False, True)
             ]
         )
-    error = (losses.var(1).sum() / 60).sqrt()
+    error = (losses.var(1).sum() / 30).sqrt()
     assert abs(losses.mean(1).diff()) < 4 * error
 
 
@@ -153,8 +154,9 @@ def test_dims_to_the_left_of_the_particles_are_refused(objective):
     assert math.isfinite(makers[objective](vectorize_particles=False).loss(model, guide))
 
 
-@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
-@pytest.mark.parametrize("objective", ["iwae", *CHAINS])
+@pytest.mark.parametrize(
+    ("objective", "vectorize"), [("iwae", False), ("iwae", True), ("sis", True), ("ais", False)]
+)
 def test_a_site_that_was_reparameterized_is_no_factor(objective, vectorize):
     # Schools, non-centred by a handler and by hand; the data stand in a plate of their own, which
     # makes the schools share one weight.
@@ -190,8 +192,9 @@ def test_a_site_that_was_reparameterized_is_no_factor(objective, vectorize):
     assert math.isclose(*losses, rel_tol=1e-9)
 
 
-@pytest.mark.parametrize("estimator", ["reparam", "stl", "dreg"])
-@pytest.mark.parametrize("vectorize", [False, True], ids=["looped", "vectorized"])
+@pytest.mark.parametrize(
+    ("estimator", "vectorize"), [("reparam", False), ("stl", True), ("dreg", True)]
+)
 def test_a_guide_in_single_precision_has_the_gradient_of_a_double_one(estimator, vectorize):
     # The weights are in double precision, the draws are not.
     size, means, errors = 4000, [], []
@@ -251,10 +254,11 @@ def self_masked(family, wrap):
 @pytest.mark.parametrize(
     ("family", "how", "coordinates", "objective"),
     [
-        (family, how, ("noise", "latent")[(i + j + k) % 2], objective)
+        (family, how, ("noise", "latent")[i], objective)
         for i, family in enumerate(["normal", "gamma"])
         for j, how in enumerate(MASKS)
         for k, objective in enumerate(CHAINS)
+        if (i + j + k) % 2 == 0
     ],
 )
 def test_distributions_that_mask_themselves(family, how, coordinates, objective):
@@ -262,7 +266,8 @@ def test_distributions_that_mask_themselves(family, how, coordinates, objective)
     wrap, rows = MASKS[how]
     model, guide, entries = self_masked(family, wrap)
     exact = entries[list(rows)].sum() if rows else entries[torch.tensor(ENTRIES)].sum()
-    for vectorize, count, slack in ((False, 8, 0.5), (True, 4, 0.05)):
+    ways = [(True, 4, 0.05), (False, 8, 0.5)]
+    for vectorize, count, slack in ways if (family, how) == ("normal", "of entries") else ways[:1]:
         elbo = CHAINS[objective](
             num_particles=150 if vectorize else 3,
             vectorize_particles=vectorize,
@@ -281,7 +286,7 @@ class UnseenDraw:
     Everything is enumerated: the ELBO, and the bound of two particles.
     """
 
-    size = 400
+    size = 1000
 
     def __init__(self):
         self.x = torch.tensor(1.3)
@@ -333,7 +338,7 @@ def test_a_factor_of_the_guide_stands_for_draws_that_are_not_seen(objective):
         "rb sampled": lambda: TraceRaoBlackwell_ELBO(0, num_samples=1),
     }[objective]()
     found = []
-    for _ in range(60):
+    for _ in range(24):
         elbo.loss_and_grads(programs.model, programs.guide)
         params = dict(pyro.get_param_store().named_parameters())
         found.append({n: -params[f"{n}_prob"].grad / programs.size for n in programs.start})

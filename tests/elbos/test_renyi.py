@@ -1,5 +1,7 @@
 """RenyiELBO(alpha=0) is Pyro's importance weighted bound; each test shows where ours is correct."""
 
+import functools
+
 import pytest
 import torch
 from pyro.infer import RenyiELBO
@@ -14,9 +16,12 @@ def both(vectorize, num_particles):
     return TraceIWAE_ELBO(**shared), RenyiELBO(alpha=0, **shared)
 
 
-@pytest.mark.parametrize(
-    ("size", "vectorize"), [(100, True), (50, True), (10, True), (2, True), (10, False)]
-)
+@functools.cache
+def bound_of_all_data():
+    return values(both(True, 20)[0], ConjugateGaussian(N=100), 60).mean()
+
+
+@pytest.mark.parametrize(("size", "vectorize"), [(100, True), (10, True), (10, False)])
 def test_minibatches_keep_the_bound_below_the_evidence(size, vectorize):
     exact = ConjugateGaussian(N=100, subsample_size=size)
     ours, theirs = both(vectorize, num_particles=20)
@@ -26,9 +31,7 @@ def test_minibatches_keep_the_bound_below_the_evidence(size, vectorize):
     evidence = exact.log_evidence()
     assert bound.mean() < evidence + 3 * error
     # A bound, and the same tight one at every minibatch size: 20 particles are worth a nat here.
-    full = ConjugateGaussian(N=100)
-    reference = values(both(True, 20)[0], full, 60).mean()
-    assert abs(bound.mean() - reference) < 4 * error + 0.2
+    assert abs(bound.mean() - bound_of_all_data()) < 4 * error + 0.2
     if size < 100:
         # Theirs multiplies N/B into the weights and rises far above the evidence.
         assert values(theirs, exact, count).mean() > evidence + 5
@@ -36,7 +39,7 @@ def test_minibatches_keep_the_bound_below_the_evidence(size, vectorize):
 
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_a_discrete_guide_gets_the_exact_gradient(vectorize):
-    copies, count = 20, 60  # the same three data many times: as many draws in one step
+    copies, count = 40, 30  # the same three data many times: as many draws in one step
     exact = DiscreteMixture(N=3 * copies, C=3)
     exact.x = exact.x[:3].repeat(copies)
     logits = torch.tensor([[0.5, 0.0, -0.5], [0.0, 0.3, 0.0], [-0.4, 0.2, 0.1]])

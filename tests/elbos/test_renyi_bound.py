@@ -22,16 +22,15 @@ def exact_gradient(exact, alpha, num_particles=2):
 @orders
 @pytest.mark.parametrize("make", [ConjugateGaussian, DiscreteMixture])
 def test_value_is_the_exact_expectation(make, alpha):
-    exact = make(N=100)
+    exact = make(N=250)
     elbo = TraceRenyi_ELBO(alpha, 2, vectorize_particles=True)
-    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(50)])
+    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(20)])
     assert_mean((found - exact.iwae_per_datum(2, alpha=alpha)).sum(-1), 0.0)
 
 
-@orders
-@pytest.mark.parametrize("size", [None, 30])
+@pytest.mark.parametrize(("alpha", "size"), [(-0.5, 60), (0.5, None), (2.0, 60)])
 def test_gradient_is_exact_for_a_discrete_guide(size, alpha):
-    copies, count = 20, 80  # the same three data many times: as many draws in one step
+    copies, count = 40, 40  # the same three data many times: as many draws in one step
     exact = DiscreteMixture(N=3 * copies, C=3, subsample_size=size)
     exact.x = exact.x[:3].repeat(copies)
     logits = torch.tensor([[0.5, 0.0, -0.5], [0.0, 0.3, 0.0], [-0.4, 0.2, 0.1]])

@@ -71,7 +71,10 @@ KERNELS = {
 
 @pytest.mark.parametrize(
     ("chain", "options"),
-    [("sis", {"num_categories": ALL}), ("ais", {"baseline": SummedMean()})],
+    [
+        ("sis", {"num_categories": ALL}),
+        pytest.param("ais", {"baseline": SummedMean()}, marks=pytest.mark.slow),
+    ],
     ids=["sis-all", "ais-k1"],
 )
 def test_labels_of_m2_are_summed_as_those_of_labelled_chains(chain, options):
@@ -143,7 +146,11 @@ def belief_net():
 
 @pytest.mark.parametrize(
     "make",
-    [*KERNELS.values(), TraceRaoBlackwell_ELBO],
+    [
+        KERNELS["sis"],
+        pytest.param(KERNELS["ais"], marks=pytest.mark.slow),
+        TraceRaoBlackwell_ELBO,
+    ],
     ids=[*KERNELS, "rao-blackwell"],
 )
 def test_a_sigmoid_belief_net_is_the_sum_over_all_its_states(make):

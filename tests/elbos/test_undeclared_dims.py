@@ -91,8 +91,15 @@ def test_weights_are_exact_at_the_posterior(program, name):
     assert found == pytest.approx(EXACT.sum().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["sgvb", "sampled", "sis", "latent", "rao-blackwell"])
-@pytest.mark.parametrize("program", [no_plate, right_of_a_plate, in_a_plates_dim])
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (program, name)
+        for i, program in enumerate([no_plate, right_of_a_plate, in_a_plates_dim])
+        for j, name in enumerate(["sgvb", "sampled", "sis", "latent", "rao-blackwell"])
+        if (i + j) % 2 == 0
+    ],
+)
 def test_a_seed_has_the_number_of_the_declared_program(program, name):
     found = []
     for declared in (True, False):
@@ -103,8 +110,15 @@ def test_a_seed_has_the_number_of_the_declared_program(program, name):
     assert found[1] == pytest.approx(found[0], rel=1e-9)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("name", ["iwae", "sis", "ais", "rao-blackwell"])
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (program, name)
+        for i, program in enumerate(PROGRAMS)
+        for j, name in enumerate(["iwae", "sis", "ais", "rao-blackwell"])
+        if (i + j) % 2 == 0
+    ],
+)
 def test_bounds_have_an_entry_for_each_element_of_the_plates(program, name):
     per_datum = MAKES[name]().bounds(*pair(program, False, exact=False)).per_datum
     shape = {right_of_a_plate: (2,), left_of_a_plate: (3,)}.get(program, ())

@@ -172,17 +172,6 @@ def test_a_minibatch_may_be_given_as_indices(vectorize):
         assert sample.plate_names == ("data",)
 
 
-@modes
-def test_an_empty_minibatch_is_refused(vectorize):
-    def program():
-        with pyro.plate("data", 5, 0):
-            pyro.sample("z", normal())
-
-    with pytest.raises(ValueError, match=r"plate 'data' has an empty minibatch"):
-        sampler(vectorize, 1).sample(pair(program, program))
-    assert_clean()
-
-
 @in_turn(
     name=["hierarchical", "subsampled", "nested-subsampled", "two-plates", "subsampled"],
     vectorize=[False, True],
@@ -220,8 +209,7 @@ def test_independent_particles_draw_global_latents_too(vectorize):
     name=[
         *("plain", "structured", "hierarchical", "crossed", "two-plates", "sequential"),
         *("subsampled", "nested-subsampled", "auto-normal", "mixture"),
-    ]
-    * 2,
+    ],
     vectorize=[False, True, True, False, True],
     nesting=["given", "found"],
 )
@@ -387,7 +375,7 @@ REFUSED = r"vectorize_particles=False|invalid log_prob shape"
 UNFIT = [name for name in vars(Unfit) if not name.startswith("_")]
 
 
-@in_turn(name=UNFIT * 2, nesting=["given", "found", "given", "found", "found"])
+@in_turn(name=UNFIT, nesting=["given", "found"])
 @pytest.mark.usefixtures("leading_dims_only")
 def test_programs_that_cannot_be_vectorised_are_refused(name, nesting):
     programs = unfit(name)
@@ -450,21 +438,6 @@ def test_a_programs_own_error_is_raised_as_it_is(vectorize):
     fresh, good = sampler(vectorize, 1), plated(3)
     with pytest.raises(ArithmeticError, match=r"^mine$"):
         fresh.sample(pair(model, good.guide))
-    assert_clean()
-    assert fresh.sample(good).log_weight.shape == (K, 3)
-
-
-@modes
-def test_sites_that_do_not_match_are_named_and_leave_nothing_behind(vectorize):
-    fresh, good = sampler(vectorize, 1), plated(3)
-
-    def nothing():
-        pass
-
-    with pytest.raises(ValueError, match="site 'z' of the model is neither observed nor drawn"):
-        fresh.sample(pair(good.model, nothing))
-    with pytest.raises(ValueError, match="site 'z' of the guide is missing from the model"):
-        fresh.sample(pair(nothing, good.guide))
     assert_clean()
     assert fresh.sample(good).log_weight.shape == (K, 3)
 
@@ -561,13 +534,6 @@ def test_joint_weighs_global_latents_with_the_local_ones(vectorize):
     assert drawn.unique().numel() == K
 
 
-@modes
-def test_joint_is_refused_on_a_minibatch(vectorize):
-    with pytest.raises(ValueError, match=r"joint=True .* plate 'data' is subsampled"):
-        sampler(vectorize, 1, joint=True).sample(subsampled().programs)
-    assert_clean()
-
-
 def test_outer_handlers_see_the_step_and_not_the_looking():
     fresh = sampler()
     with poutine.trace(param_only=True) as outer:
@@ -597,7 +563,7 @@ def test_plates_over_a_drawn_number_of_objects():
         latents(torch.tensor([0.2, 0.3, 0.5]))
 
     pyro.set_rng_seed(0)
-    elbo = TraceIWAE_ELBO(1000, vectorize_particles=False, joint=True)
+    elbo = TraceIWAE_ELBO(400, vectorize_particles=False, joint=True)
     exact = torch.logsumexp(
         torch.stack(
             [

@@ -35,7 +35,12 @@ NAMES = [name for name in EXAMPLES if name != "messenger"]
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [(n, (Way.MAPPED, Way.BOTH_MAPPED)[i % 2]) for i, n in enumerate(NAMES)]
+    ("name", "way"),
+    [
+        pytest.param(n, way, marks=pytest.mark.slow if i // 2 % 2 else ())
+        for i, n in enumerate(NAMES)
+        for way in ((Way.MAPPED, Way.BOTH_MAPPED)[i % 2],)
+    ],
 )
 def test_programs_that_broadcast_have_the_same_numbers_under_vmap(name, way, monkeypatch):
     only(monkeypatch, way)

@@ -1,5 +1,8 @@
 """Which latents share a weight: the blocks of programs that are written down by hand."""
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 from pyro.poutine.indep_messenger import CondIndepStackFrame
 
@@ -68,274 +71,235 @@ DATA = plate("data", -1)
 SUBSAMPLED = plate("data", -1, size=5, full_size=20)
 
 
-@pytest.mark.parametrize("data", [DATA, SUBSAMPLED], ids=["full", "subsampled"])
-def test_vae_has_one_weight_per_datum_and_needs_no_dependencies(data):
+@dataclass
+class Case:
+    """
+    A program and its blocks: of each the plates, and the sites by program.
+
+    :ivar shared: the global sites of the guide, and of the model.
+    :ivar asks: whether plates alone leave the blocks open.
+    """
+
+    program: Program
+    blocks: list[Any]
+    shared: tuple[set[str], set[str]] = field(default_factory=lambda: (set(), set()))
+    asks: bool | None = None
+
+
+def latent(*names):
+    return set(names), set(names)
+
+
+def of_data(data, label):
+    """Programs whose data plate is whole, or a minibatch of it."""
     program = Program().latent("z", data).observed("x", data, given=["z"])
-    assert program.blocks() == [(["data"], {"z"}, {"z", "x"})]
-    assert program.structure().blocks[0].dims == (-1,)
-    assert program.structure().blocks[0].plates == (PlateKey("data", -1, 0),)
-    assert not program.asks
-    assert program.forget().blocks() == [(["data"], {"z"}, {"z", "x"})]
-
-
-@pytest.mark.parametrize("data", [DATA, SUBSAMPLED], ids=["full", "subsampled"])
-def test_latents_of_one_plate_share_a_weight_though_they_are_independent(data):
+    yield f"vae, {label}", Case(program, [(["data"], {"z"}, {"z", "x"})], asks=False)
     program = Program().latent("a", data).latent("b", data).observed("x", data, given=["b"])
-    assert program.blocks() == [(["data"], {"a", "b"}, {"a", "b", "x"})]
-    assert not program.asks
-
-
-@pytest.mark.parametrize("data", [DATA, SUBSAMPLED], ids=["full", "subsampled"])
-def test_a_latent_outside_of_the_plate_is_global(data):
+    blocks = [(["data"], {"a", "b"}, {"a", "b", "x"})]
+    yield f"independent latents of a plate, {label}", Case(program, blocks, asks=False)
     program = Program().latent("theta").latent("z", data, guide=["theta"], model=["theta"])
     program.observed("x", data, given=["theta", "z"]).observed("y", given=["theta"])
-    assert program.asks
-    structure = program.structure()
-    assert program.blocks() == [(["data"], {"z"}, {"z", "x"})]
-    assert structure.global_sites.guide == {"theta"}
-    assert structure.global_sites.model == {"theta", "y"}
+    blocks, shared = [(["data"], {"z"}, {"z", "x"})], ({"theta"}, {"theta", "y"})
+    yield f"a latent outside of the plate, {label}", Case(program, blocks, shared, True)
 
 
-def test_latents_outside_of_every_plate_share_one_weight_with_everything():
+def outside():
     program = Program().latent("a").latent("b", guide=["a"]).observed("x", DATA, given=["a", "b"])
-    assert program.blocks() == [([], {"a", "b"}, {"a", "b", "x"})]
-    assert program.structure().blocks[0].dims == ()
-    assert program.structure().global_sites.guide == frozenset()
-
-
-def test_independent_unplated_latents_still_share_one_weight():
+    yield "no latent in a plate", Case(program, [([], {"a", "b"}, {"a", "b", "x"})])
     program = Program().latent("a").latent("b").observed("x", given=["a"])
-    assert program.blocks() == [([], {"a", "b"}, {"a", "b", "x"})]
-
-
-def test_an_observation_without_latents_joins_the_block_of_its_plates():
+    yield "independent unplated latents", Case(program, [([], {"a", "b"}, {"a", "b", "x"})])
     program = Program().latent("z", DATA).observed("x", DATA, given=["z"])
     program.observed("w", DATA, plate("inner", -2)).observed("v")
-    assert program.blocks() == [(["data"], {"z"}, {"z", "x", "w"})]
-    assert program.structure().global_sites.model == {"v"}
+    blocks = [(["data"], {"z"}, {"z", "x", "w"})]
+    yield "observations without latents", Case(program, blocks, (set(), {"v"}))
+    program = Program().latent("z", DATA).observed("x", DATA, given=["z"])
+    program.observed("total", given=["z"])
+    blocks = [([], {"z"}, {"z", "x", "total"})]
+    yield "a factor outside of the plate", Case(program, blocks, asks=True)
+    program = Program().latent("z", DATA, model_plates=()).observed("x", DATA, given=["z"])
+    blocks = [([], {"z"}, {"z", "x"})]
+    yield "a prior outside of the plate", Case(program, blocks, asks=True)
+    program = Program().latent("z", DATA, model=["theta"]).latent("theta", guide=["z"])
+    program.observed("x", DATA, given=["z"])
+    blocks = [([], {"z", "theta"}, {"z", "theta", "x"})]
+    yield "a global latent drawn from a local one", Case(program, blocks)
+    pixels = plate("pixels", -2)
+    program = Program().observed("x", DATA).observed("w", DATA, pixels).observed("v")
+    blocks = [(["data"], set(), {"x", "w"})]
+    yield "no latents", Case(program, blocks, (set(), {"v"}), False)
 
 
-def test_nested_latents_are_weighed_per_element_of_the_outer_plate():
-    groups, individuals = plate("groups", -1), plate("individuals", -2)
+def several_plates():
+    groups, members = plate("groups", -1), plate("members", -2)
     program = Program().latent("a", groups)
-    program.latent("b", groups, individuals, guide=["a"], model=["a"])
-    program.observed("x", groups, individuals, given=["b"])
-    assert program.blocks() == [(["groups"], {"a", "b"}, {"a", "b", "x"})]
-
-
-def test_latents_of_two_plates_are_weighed_per_element_of_both():
+    program.latent("b", groups, members, guide=["a"], model=["a"])
+    program.observed("x", groups, members, given=["b"])
+    yield "nested", Case(program, [(["groups"], {"a", "b"}, {"a", "b", "x"})])
     outer, inner = plate("outer", -2), plate("inner", -1)
     program = Program().latent("z", outer, inner).observed("x", outer, inner, given=["z"])
-    assert program.blocks() == [(["outer", "inner"], {"z"}, {"z", "x"})]
-    assert program.structure().blocks[0].dims == (-2, -1)
-
-
-def test_crossed_plates_share_one_weight():
+    yield "latents of two plates", Case(program, [(["outer", "inner"], {"z"}, {"z", "x"})])
     rows, columns = plate("rows", -1), plate("columns", -2)
     program = Program().latent("u", rows).latent("v", columns)
     program.observed("x", rows, columns, given=["u", "v"])
-    assert program.asks
-    assert program.blocks() == [([], {"u", "v"}, {"u", "v", "x"})]
-
-
-def test_crossed_plates_that_nothing_connects_are_two_blocks():
-    rows, columns = plate("rows", -1), plate("columns", -2)
+    yield "crossed", Case(program, [([], {"u", "v"}, {"u", "v", "x"})], asks=True)
     program = Program().latent("u", rows).latent("v", columns)
     program.observed("x", rows, given=["u"]).observed("y", columns, given=["v"])
-    assert program.blocks() == [(["rows"], {"u"}, {"u", "x"}), (["columns"], {"v"}, {"v", "y"})]
-
-
-def test_crossed_subsampled_plates_leave_nothing_to_weigh():
-    rows, columns = plate("rows", -1, 5, 10), plate("columns", -2, 5, 10)
-    program = Program().latent("u", rows).latent("v", columns)
-    program.observed("x", rows, columns, given=["u", "v"])
-    assert program.structure().blocks == ()
-    assert set(program.structure().block_of.values()) == {None}
-
-
-@pytest.mark.parametrize("sizes", [(None, None), (20, None), (20, 30)])
-def test_two_data_plates_are_two_blocks(sizes):
-    # Also plates in the same batch dim, as two data sets one after the other.
-    a, b = plate("a", -1, 5, sizes[0]), plate("b", -1, 7, sizes[1])
-    program = Program().latent("za", a).latent("zb", b)
-    program.observed("xa", a, given=["za"]).observed("xb", b, given=["zb"])
-    assert program.asks
-    blocks = program.blocks()
-    assert sorted(blocks, key=lambda b: b[0]) == [
-        (["a"], {"za"}, {"za", "xa"}),
-        (["b"], {"zb"}, {"zb", "xb"}),
-    ]
-
-
-def test_two_data_plates_that_share_a_global_latent_stay_two_blocks():
+    blocks = [(["rows"], {"u"}, {"u", "x"}), (["columns"], {"v"}, {"v", "y"})]
+    yield "crossed, and nothing connects them", Case(program, blocks)
+    for sizes in [(None, None), (20, None), (20, 30)]:
+        # Also plates in the same batch dim, as two data sets one after the other.
+        a, b = plate("a", -1, 5, sizes[0]), plate("b", -1, 7, sizes[1])
+        program = Program().latent("za", a).latent("zb", b)
+        program.observed("xa", a, given=["za"]).observed("xb", b, given=["zb"])
+        blocks = [(["a"], {"za"}, {"za", "xa"}), (["b"], {"zb"}, {"zb", "xb"})]
+        yield f"two data plates of {sizes}", Case(program, blocks, asks=True)
     a, b = plate("a", -1), plate("b", -1, 7)
     program = Program().latent("theta").latent("za", a, model=["theta"])
     program.latent("zb", b, model=["theta"], guide=["theta"])
     program.observed("xa", a, given=["za"]).observed("xb", b, given=["zb", "theta"])
-    assert len(program.blocks()) == 2
-    assert program.structure().global_sites.guide == {"theta"}
-
-
-def test_a_factor_that_joins_two_data_plates_makes_one_joint_weight():
-    a, b = plate("a", -1), plate("b", -1, 7)
+    blocks = [(["a"], {"za"}, {"za", "xa"}), (["b"], {"zb"}, {"zb", "xb"})]
+    yield "two data plates and a global latent", Case(program, blocks, latent("theta"))
     program = Program().latent("za", a).latent("zb", b)
     program.observed("xa", a, given=["za"]).observed("xb", b, given=["zb"])
     program.observed("y", given=["za", "zb"])
-    assert program.blocks() == [([], {"za", "zb"}, {"za", "zb", "xa", "xb", "y"})]
+    blocks = [([], {"za", "zb"}, {"za", "zb", "xa", "xb", "y"})]
+    yield "a factor of two data plates", Case(program, blocks)
 
 
-@pytest.mark.parametrize("full_size", [None, 9])
-def test_sequential_plates_have_a_block_per_turn(full_size):
-    program = Program()
-    for i in range(3):
-        turn = plate("data", None, 3, full_size, counter=i)
-        program.latent(f"z_{i}", turn).observed(f"x_{i}", turn, given=[f"z_{i}"])
-    assert program.blocks() == [(["data"], {f"z_{i}"}, {f"z_{i}", f"x_{i}"}) for i in range(3)]
-    blocks = program.structure().blocks
-    assert [b.plates for b in blocks] == [(PlateKey("data", None, i),) for i in range(3)]
-    assert all(b.dims == () for b in blocks)
-
-
-@pytest.mark.parametrize("sizes", [(4, 4), (4, 2)], ids=["equal", "ragged"])
-@pytest.mark.parametrize("one_name", [True, False])
-def test_inner_plates_of_sequential_turns_are_other_plates_in_each_turn(sizes, one_name):
-    program = Program()
-    for i, size in enumerate(sizes):
-        turn = plate("groups", None, 2, counter=i)
-        inner = plate("inner" if one_name else f"inner_{i}", -1, size)
-        program.latent(f"z_{i}", turn, inner)
-        program.observed(f"x_{i}", turn, inner, given=[f"z_{i}"])
-    blocks = program.blocks()
-    assert [(g, m) for _, g, m in blocks] == [({f"z_{i}"}, {f"z_{i}", f"x_{i}"}) for i in (0, 1)]
-    assert all(b.dims == (-1,) for b in program.structure().blocks)
-
-
-def test_a_latent_per_turn_above_ragged_inner_plates_is_weighed_per_turn():
-    program = Program()
+def turns():
+    for full_size in (None, 9):
+        program = Program()
+        for i in range(3):
+            turn = plate("data", None, 3, full_size, counter=i)
+            program.latent(f"z_{i}", turn).observed(f"x_{i}", turn, given=[f"z_{i}"])
+        blocks = [(["data"], {f"z_{i}"}, {f"z_{i}", f"x_{i}"}) for i in range(3)]
+        yield f"turns of {full_size}", Case(program, blocks)
+    for sizes in ((4, 4), (4, 2)):
+        for name in ("inner", "inner_{}"):
+            program, blocks = Program(), []
+            for i, size in enumerate(sizes):
+                turn, inner = plate("groups", None, 2, counter=i), plate(name.format(i), -1, size)
+                program.latent(f"z_{i}", turn, inner)
+                program.observed(f"x_{i}", turn, inner, given=[f"z_{i}"])
+                blocks.append((["groups", name.format(i)], {f"z_{i}"}, {f"z_{i}", f"x_{i}"}))
+            yield f"plates {name} of {sizes} in turns", Case(program, blocks)
+    program, blocks = Program(), []
     for i, size in enumerate((4, 2)):
         turn, inner = plate("groups", None, 2, counter=i), plate("inner", -1, size)
         program.latent(f"a_{i}", turn)
         program.latent(f"b_{i}", turn, inner, guide=[f"a_{i}"], model=[f"a_{i}"])
         program.observed(f"x_{i}", turn, inner, given=[f"b_{i}"])
-    assert program.blocks() == [
-        (["groups"], {f"a_{i}", f"b_{i}"}, {f"a_{i}", f"b_{i}", f"x_{i}"}) for i in (0, 1)
-    ]
-
-
-def test_turns_that_depend_on_each_other_share_one_weight():
-    program = Program()
+        sites = {f"a_{i}", f"b_{i}"}
+        blocks.append((["groups"], sites, {*sites, f"x_{i}"}))
+    yield "a latent of each turn above ragged plates", Case(program, blocks)
+    program, sites = Program(), {"z_0", "z_1", "z_2"}
     for i in range(3):
         turn = plate("data", None, 3, counter=i)
         program.latent(f"z_{i}", turn, model=[f"z_{i - 1}"] if i else ())
-    assert program.blocks() == [([], {"z_0", "z_1", "z_2"}, {"z_0", "z_1", "z_2"})]
+    yield "turns that depend on each other", Case(program, [([], sites, sites)])
 
 
-def test_latents_outside_of_a_subsampled_plate_are_all_global():
+def minibatches():
+    """N/B may stand inside of no logarithm: what a block cannot hold is global."""
     program = Program().latent("w").latent("b").observed("x", SUBSAMPLED, given=["w", "b"])
-    assert program.asks
-    assert program.structure().blocks == ()
-    assert set(program.structure().block_of.values()) == {None}
-
-
-def test_a_plate_that_does_not_enclose_the_subsampled_one_is_global_too():
+    shared = {"w", "b"}, {"w", "b", "x"}
+    yield "latents outside of a minibatch", Case(program, [], shared, True)
     groups = plate("groups", -2)
     program = Program().latent("a", groups).observed("x", groups, SUBSAMPLED, given=["a"])
-    assert program.structure().blocks == ()
-
-
-def test_over_a_subsampled_inner_plate_the_outer_latent_becomes_global():
-    groups, inner = plate("groups", -2), plate("inner", -1, 3, 9)
+    yield "a plate beside a minibatch", Case(program, [], ({"a"}, {"a", "x"}))
+    rows, columns = plate("rows", -1, 5, 10), plate("columns", -2, 5, 10)
+    program = Program().latent("u", rows).latent("v", columns)
+    program.observed("x", rows, columns, given=["u", "v"])
+    yield "crossed minibatches", Case(program, [], ({"u", "v"}, {"u", "v", "x"}))
+    inner = plate("inner", -1, 3, 9)
     program = Program().latent("a", groups).latent("b", groups, inner, guide=["a"], model=["a"])
     program.observed("x", groups, inner, given=["a", "b"])
-    assert program.blocks() == [(["groups", "inner"], {"b"}, {"b", "x"})]
-    assert program.structure().global_sites.guide == {"a"}
-    assert program.structure().global_sites.model == {"a"}
-
-
-def test_a_subsampled_outer_plate_keeps_the_nested_latents_together():
+    blocks = [(["groups", "inner"], {"b"}, {"b", "x"})]
+    yield "a minibatch inside of a plate", Case(program, blocks, latent("a"))
     groups, inner = plate("groups", -2, 5, 50), plate("inner", -1)
     program = Program().latent("a", groups).latent("b", groups, inner, model=["a"])
     program.observed("x", groups, inner, given=["b"])
-    assert program.blocks() == [(["groups"], {"a", "b"}, {"a", "b", "x"})]
-
-
-def test_no_block_holds_a_factor_in_a_subsampled_plate_that_is_not_its_own():
-    # Its N/B would land inside of the logarithm, or be lost.
+    yield "a minibatch around a plate", Case(program, [(["groups"], {"a", "b"}, {"a", "b", "x"})])
     inner = plate("inner", -2, 3, 9)
     program = Program().latent("theta").latent("z", DATA, model=["theta"])
     program.observed("x", DATA, given=["z"])
     program.observed("y", DATA, inner, given=["theta"]).observed("constant", DATA, inner)
-    structure = program.structure()
-    assert program.blocks() == [(["data"], {"z"}, {"z", "x"})]
-    assert structure.global_sites.model == {"theta", "y", "constant"}
-
-
-def test_a_factor_outside_of_the_plate_joins_its_elements():
-    program = Program().latent("z", DATA).observed("x", DATA, given=["z"])
-    program.observed("total", given=["z"])
-    assert program.asks
-    assert program.blocks() == [([], {"z"}, {"z", "x", "total"})]
-
-
-def test_a_factor_outside_of_a_subsampled_plate_makes_its_latents_global():
+    blocks, shared = [(["data"], {"z"}, {"z", "x"})], ({"theta"}, {"theta", "y", "constant"})
+    yield "a factor in a minibatch of no block", Case(program, blocks, shared)
     program = Program().latent("z", SUBSAMPLED).observed("x", SUBSAMPLED, given=["z"])
     program.observed("total", given=["z"])
-    assert program.structure().blocks == ()
+    yield "a factor outside of a minibatch", Case(program, [], ({"z"}, {"z", "x", "total"}))
+    program = Program().latent("z", SUBSAMPLED, model=["theta"]).latent("theta", guide=["z"])
+    program.observed("x", SUBSAMPLED, given=["z"])
+    shared = {"z", "theta"}, {"z", "theta", "x"}
+    yield "a global latent drawn from one of a minibatch", Case(program, [], shared)
+    program = Program().observed("x", SUBSAMPLED).observed("w", plate("pixels", -2))
+    # N/B of one is not that of the other.
+    yield "no latents and two plates", Case(program, [], (set(), {"x", "w"}))
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [(DATA, [([], {"z", "theta"}, {"z", "theta", "x"})]), (SUBSAMPLED, [])],
-    ids=["full", "subsampled"],
+CASES = dict(
+    [
+        *of_data(DATA, "full"),
+        *of_data(SUBSAMPLED, "subsampled"),
+        *outside(),
+        *several_plates(),
+        *turns(),
+        *minibatches(),
+    ]
 )
-def test_a_global_drawn_from_a_local_latent_cannot_be_drawn_once(data, expected):
-    program = Program().latent("z", data, model=["theta"]).latent("theta", guide=["z"])
-    program.observed("x", data, given=["z"])
-    assert program.blocks() == expected
 
 
-def test_a_latent_whose_prior_stands_outside_of_the_plate_is_weighed_jointly():
-    program = Program().latent("z", DATA, model_plates=()).observed("x", DATA, given=["z"])
-    assert program.asks
-    assert program.blocks() == [([], {"z"}, {"z", "x"})]
+@pytest.mark.parametrize("name", CASES)
+def test_blocks_and_global_sites(name):
+    case = CASES[name]
+    program = case.program
+    assert sorted(program.blocks(), key=str) == sorted(case.blocks, key=str)
+    found = program.structure()
+    of_no_block = {key for key, block in found.block_of.items() if block is None}
+    for which, expected in zip(("guide", "model"), case.shared, strict=True):
+        assert {key.name for key in of_no_block if key.program == which} == expected
+        if case.blocks:
+            assert getattr(found.global_sites, which) == expected
+    for block in found.blocks:
+        assert block.dims == tuple(p.dim for p in block.plates if p.dim is not None)
+    if case.asks is not None:
+        assert program.asks == case.asks
+
+
+def test_plates_of_blocks_are_told_apart_by_their_turns():
+    blocks = CASES["turns of None"].program.structure().blocks
+    assert [b.plates for b in blocks] == [(PlateKey("data", None, i),) for i in range(3)]
+    assert all(b.dims == () for b in blocks)
+    block = CASES["vae, full"].program.structure().blocks[0]
+    assert (block.dims, block.plates) == ((-1,), (PlateKey("data", -1, 0),))
 
 
 @pytest.mark.parametrize(
     ("data", "expected"),
-    [(DATA, [([], {"z"}, {"theta", "z", "x"})]), (SUBSAMPLED, [])],
+    [(DATA, [([], {"theta", "z", "x"})]), (SUBSAMPLED, [])],
     ids=["full", "subsampled"],
 )
 def test_unknown_parents_count_as_all_local_latents(data, expected):
     # The prior of theta might depend on z, for all that is known.
     program = Program().latent("theta").latent("z", data).observed("x", data, given=["z"])
-    program.forget()
-    found = program.blocks()
-    assert [(plates, model) for plates, _, model in found] == [(p, m) for p, _, m in expected]
+    found = program.forget().blocks()
+    assert [(plates, model) for plates, _, model in found] == expected
     # Never per datum: that would be wrong where it does depend.
     assert all(not plates for plates, _, _ in found)
+    alone = Program().latent("z", data).observed("x", data, given=["z"]).forget()
+    assert alone.blocks() == [(["data"], {"z"}, {"z", "x"})]
 
 
-def test_joint_weighs_everything_together():
+def test_joint_weighs_everything_together_and_refuses_minibatches():
     program = Program().latent("theta").latent("z", DATA).observed("x", DATA, given=["z"])
     structure = program.structure(joint=True)
     assert [b.plates for b in structure.blocks] == [()]
     assert set(structure.block_of.values()) == {0}
     assert structure.global_sites.guide == frozenset()
-
-
-def test_joint_is_refused_under_subsampling():
     program = Program().latent("z", SUBSAMPLED).observed("x", SUBSAMPLED, given=["z"])
     with pytest.raises(ValueError, match=r"joint=True .*plate 'data' is subsampled \(5 of 20\)"):
         program.structure(joint=True)
-
-
-def test_a_program_without_latents_has_the_plates_that_its_factors_share():
-    pixels = plate("pixels", -2)
-    program = Program().observed("x", DATA).observed("w", DATA, pixels).observed("v")
-    assert not program.asks
-    assert program.blocks() == [(["data"], set(), {"x", "w"})]
-    apart = Program().observed("x", SUBSAMPLED).observed("w", pixels)
-    assert apart.structure().blocks == ()  # N/B of one is not that of the other
 
 
 @pytest.mark.parametrize(

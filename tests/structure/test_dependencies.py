@@ -532,19 +532,6 @@ def test_nesting_counts_plates_that_hold_deterministic_sites_only():
     assert nesting(model, guide) == 2
 
 
-def test_nesting_refuses_programs_that_do_not_fit_together():
-    with pytest.raises(ValueError, match="site 'z' of the model is neither observed nor drawn"):
-        nesting(lambda: pyro.sample("z", normal()))
-
-
-def test_nesting_refuses_undeclared_batch_dims():
-    def model():
-        pyro.sample("x", normal(torch.zeros(4)), obs=torch.zeros(4))
-
-    with pytest.raises(ValueError, match=r"site .x., invalid log_prob shape"):
-        nesting(model)
-
-
 @pytest.mark.parametrize(
     "route",
     [

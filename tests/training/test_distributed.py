@@ -14,12 +14,17 @@ from tests.training import distributed
 ROOT = Path(__file__).parents[2]
 
 
-def on_ranks(name, num_ranks, out):
+def on_ranks(name, num_ranks, out, objectives):
     """Run a script of this folder on several processes."""
     done = subprocess.run(
         [sys.executable, "tests/training/forked.py", name, str(num_ranks), str(out)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "OBJECTIVES": ",".join(objectives),
+        },
         capture_output=True,
         text=True,
         timeout=300,
@@ -27,14 +32,17 @@ def on_ranks(name, num_ranks, out):
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    out = tmp_path_factory.mktemp("ranks")
-    on_ranks("distributed", 2, out)
+def both_ranks(out, objectives):
+    on_ranks("distributed", 2, out, objectives)
     return [
         {**torch.load(out / f"rank{r}.pt", weights_only=True), "path": out / "run.pt"}
         for r in range(2)
     ]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return both_ranks(tmp_path_factory.mktemp("ranks"), distributed.JOINED)
 
 
 def close(first, second):
@@ -62,6 +70,13 @@ def test_gradients_and_states_are_those_of_the_union(ranks, name):
             close(one[part], a[part])
         if name == "rb-nvil":
             break
+
+
+@pytest.mark.slow
+def test_gradients_and_states_of_further_objectives_are_those_of_the_union(tmp_path):
+    ranks = both_ranks(tmp_path, distributed.ALSO)
+    for name in distributed.ALSO:
+        test_gradients_and_states_are_those_of_the_union(ranks, name)
 
 
 def test_a_run_on_two_ranks_resumes(ranks):

@@ -32,8 +32,7 @@ def guide(size=None):
         pyro.sample("w", dist.Categorical(torch.ones(4)))
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize(("parallel", "size"), [(False, None), (True, 2)])
 def test_states_are_drawn_given_the_draws_beside_them(parallel, size):
     truncated = TruncatedPosterior(model, 2, guide=guide)
     count = 12
@@ -46,8 +45,7 @@ def test_states_are_drawn_given_the_draws_beside_them(parallel, size):
     assert len({*s.flatten().tolist()}) == len({*drawn["z"].flatten().tolist()}) == 2
 
 
-@pytest.mark.parametrize("size", [None, 2])
-@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize(("size", "vectorize"), [(None, True), (2, False)])
 def test_the_elbo_of_any_draw_is_its_free_energy(size, vectorize):
     """log p(x, s, w, z) - log q is the same for all z with weight: here for all draws at all."""
     truncated = TruncatedPosterior(model, 2, guide=guide)
@@ -66,8 +64,7 @@ def weighted(index=None):
             pyro.sample("x", dist.Normal(z + a, 0.5), obs=X[i])
 
 
-@pytest.mark.parametrize("index", [None, torch.tensor([3, 1])])
-@pytest.mark.parametrize("vectorize", [False, True])
+@pytest.mark.parametrize(("index", "vectorize"), [(None, False), (torch.tensor([3, 1]), True)])
 def test_plates_of_an_autoguide_are_made_once(index, vectorize):
     """Given its draws, log p - log q of the discrete part is their exact log evidence."""
     other = AutoNormal(poutine.block(weighted, hide=["z"]), init_scale=0.7)

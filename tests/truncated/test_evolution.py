@@ -38,7 +38,7 @@ def test_every_possible_state_becomes_a_parent_as_often_as_it_should():
     assert found[2] == 0
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2))])
 @pytest.mark.parametrize("mutation", [UniformFlips(), InformedFlips(uniform=0.5)])
 def test_a_search_ends_where_no_move_of_any_state_improves_the_set(seed, mutation):
     """By a look at every neighbour of every state that is kept: the worst one's, too."""

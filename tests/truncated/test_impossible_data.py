@@ -44,7 +44,12 @@ def one_by_one(seen, rate, p, mask):
 
 
 @pytest.mark.parametrize(
-    ("model", "validates"), [(in_an_event, True), (in_a_plate, False), (one_by_one, True)]
+    ("model", "validates"),
+    [
+        (in_an_event, True),
+        pytest.param(in_a_plate, False, marks=pytest.mark.slow),
+        pytest.param(one_by_one, True, marks=pytest.mark.slow),
+    ],
 )
 def test_n_mixtures_have_their_evidence_and_its_gradient(model, validates):
     rate = torch.tensor(3.0, requires_grad=True)

@@ -20,8 +20,9 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_gaps_to_the_exact_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--p", "40", "--d", "8", "--data", "200", "--repeats", "3"]
+    sizes = ["--p", "20", "--d", "4", "--data", "200", "--repeats", "3"]
     found = ppca_gaps.main([*sizes, "--out", str(tmp_path)])
     rows = read(tmp_path / "ppca_gaps.csv")
     assert [row["bound"] for row in rows] == list(found) == list(ppca_gaps.rows())
@@ -39,6 +40,7 @@ def test_gaps_to_the_exact_evidence(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 # Twenty steps leave a guide that misses most of the ring, as it is told.
 @pytest.mark.filterwarnings("ignore:the Pareto k of the weights")
+@pytest.mark.slow
 def test_the_ring_of_every_objective(tmp_path: Path) -> None:
     found = ring.main(["--steps", "20", "--draws", "200", "--out", str(tmp_path)])
     rows = read(tmp_path / "ring.csv")

@@ -142,8 +142,14 @@ def rao_blackwell(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, 
 @pytest.mark.parametrize(
     ("name", "flags", "columns", "count"),
     [
-        ("bernoullis", ["--draws", "3"], ("estimator", "k", "eta"), 16),
-        ("mixture", [], ("method",), 7),
+        pytest.param(
+            "bernoullis",
+            ["--draws", "3"],
+            ("estimator", "k", "eta"),
+            16,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("mixture", [], ("method",), 7, marks=pytest.mark.slow),
     ],
     ids=["bernoullis", "mixture"],
 )
@@ -188,6 +194,7 @@ def test_estimators_begin_alike(rao_blackwell: Callable[[str], dict[str, Any]]) 
     assert len(first["RELAX"][1]) > len(first["exact sum"][1])
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_prints_what_a_whole_one_does(
     data: Path,
     tmp_path: Path,
@@ -231,6 +238,7 @@ def test_a_run_that_was_stopped_prints_what_a_whole_one_does(
         main([*parts, "--seed", "1"])
 
 
+@pytest.mark.slow
 def test_estimators_of_similar_names_are_trained_each(
     data: Path, tmp_path: Path, rao_blackwell: Callable[[str], dict[str, Any]], as_a_command: None
 ) -> None:

@@ -22,7 +22,7 @@ def as_a_command(double_precision: None) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "names",
-    [["SGVB", "SIS-5"], pytest.param(list(quickstart.OBJECTIVES), marks=pytest.mark.slow)],
+    [["SGVB"], pytest.param(list(quickstart.OBJECTIVES), marks=pytest.mark.slow)],
 )
 def test_trains_every_objective(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], names: list[str]

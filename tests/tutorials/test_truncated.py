@@ -52,6 +52,7 @@ def test_bars_are_found():
     assert bars.recovered(model)
 
 
+@pytest.mark.slow
 def test_the_best_start_is_kept(tmp_path, capsys):
     bars, output = load("bars"), tmp_path / "bars.png"
     images = bars.make_data(100)[0]
@@ -109,6 +110,7 @@ def test_patches_are_averaged_by_their_windows():
     assert torch.equal(plain[1], torch.tensor([0.0, 0.5, 0.5, 1.0]))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch):
     path = tmp_path / "image.png"
     matplotlib.image.imsave(path, torch.rand(12, 12).numpy(), cmap="gray", vmin=0, vmax=1)
