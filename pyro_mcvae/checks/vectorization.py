@@ -34,7 +34,7 @@ from pyro_mcvae.programs.types import FactorKey, LeadingDimsError, Message, Site
 from pyro_mcvae.programs.vmap import Way, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analysis
-from pyro_mcvae.structure.dependencies import Batch, Reads, reads_of_latents
+from pyro_mcvae.structure.dependencies import Batch, ReadRecorder, reads_of_latents
 from pyro_mcvae.structure.independence import (
     Values,
     another,
@@ -302,7 +302,7 @@ class LeadingRun:
     def _check(self, tested: int) -> None:
         """:param tested: how many particles are run alone too; the last one never is."""
         nesting, number = self.run.nesting, self._count(tested + 1)
-        with probing(self.programs) as noise, Reads() as watch:
+        with probing(self.programs) as noise, ReadRecorder() as watch:
             first = self._together(number)
         sites = _random_sites(first)
         with other_draws():
@@ -439,7 +439,7 @@ class LeadingRun:
         :param values: the latents of one particle.
         :param together: what is normalised where there are several.
         """
-        with probing(self.programs), Reads() as watch:
+        with probing(self.programs), ReadRecorder() as watch:
             self._alone(values)
         sizes = [batch.size for batch in watch.batches] + [0] * len(together)
         for batch, size in zip(together, sizes, strict=False):

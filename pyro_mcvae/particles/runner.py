@@ -33,7 +33,7 @@ from pyro_mcvae.programs.contract import (
     nesting_of,
     single_run,
 )
-from pyro_mcvae.programs.enumeration import shows_states
+from pyro_mcvae.programs.enumeration import has_unsummed_states
 from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, is_messenger, run_pair, terms_of
@@ -361,7 +361,7 @@ class Runner:
             # Plates without a declared dim have taken dims to the left of the particles'.
             raise ValueError("the programs have more plates than max_plate_nesting says")
         may_sum = not (layout.sums or execution.several or is_messenger(execution.programs))
-        if may_sum and shows_states(run.guide_trace, run.model_trace):
+        if may_sum and has_unsummed_states(run.guide_trace, run.model_trace):
             self._keep(execution.key, _SUMS, True)
             raise _UnsettledError(layout.shared)
         depth = self.declared_nesting
@@ -463,7 +463,7 @@ class Runner:
             self.check_nesting(run.nesting)
             if self._is_open:
                 self._keep(programs, _NESTING, run.nesting)
-            states = shows_states(run.guide_trace, run.model_trace)
+            states = has_unsummed_states(run.guide_trace, run.model_trace)
             if states and not (execution.several or is_messenger(programs)):
                 self._keep(programs, _SUMS, True)
                 run = single_run(programs, self._nesting(execution))

@@ -20,22 +20,22 @@ from pyro_mcvae.programs.messengers import Leading, ParticlePlate
 from pyro_mcvae.programs.sites import changed_draw, site_in_full_precision
 from pyro_mcvae.programs.types import Distribution, LeadingDimsError, Message
 
-# Distributions that a program made of one particle's values, as those of all particles.
+# Rebatch the distributions that a program made for one particle.
 
-# These choose entries by values, which cannot be asked inside the lanes; of Categorical's form.
+# Index by values, which is impossible under vmap; rebatched like Categorical.
 _BY_LOGITS = dist.Multinomial, dist.OneHotCategorical
-# How deep tensors are looked for in what a distribution is made of.
+# The depth to which the attributes of a distribution are searched for tensors.
 _DEPTH = 6
 
 
 def lifted(fn: Distribution, lanes: Lanes, depth: int) -> Distribution:
     """
-    The distribution of all particles.
+    Return the distribution of all particles.
 
-    :param fn: made inside the lanes.
-    :param depth: how many batch dims stand to the right of the lanes.
-    :returns: ``fn`` itself where nothing of it is in a lane.
-    :raises LeadingDimsError: for a distribution that is not made of its parameters alone.
+    :param fn: a distribution made under vmap.
+    :param depth: the number of batch dims to the right of the vmap dim.
+    :returns: ``fn`` itself if none of its tensors is under vmap.
+    :raises LeadingDimsError: for a distribution that cannot be rebuilt from its parameters.
     """
     if not any(lanes.holds(t) for t in _tensors(fn, _DEPTH)):
         return fn
@@ -70,20 +70,20 @@ def lifted(fn: Distribution, lanes: Lanes, depth: int) -> Distribution:
 
 
 def _by_parameters(fn: Distribution, lanes: Lanes, depth: int) -> Distribution:
-    """Of parameters that have the shape of the batch, and the event that their constraint says."""
-    own = vars(fn)
-    found = {
-        name: _lift(own[name], lanes, depth + constraint.event_dim)
+    """Rebuild a distribution from rebatched parameters, whose event dims the constraints give."""
+    attributes = vars(fn)
+    parameters = {
+        name: _lift(attributes[name], lanes, depth + constraint.event_dim)
         for name, constraint in fn.arg_constraints.items()
-        if name in own and not (name == "probs" and "logits" in own)
+        if name in attributes and not (name == "probs" and "logits" in attributes)
     }
     try:
-        return type(fn)(**found, validate_args=False)
+        return type(fn)(**parameters, validate_args=False)
     except TypeError as error:
         raise LeadingDimsError(
-            f"the parameters of a {type(fn).__name__} are not all that it is made of, so that "
-            f"those of all particles are not known: {error}",
-            reason=f"{type(fn).__name__} is not made under vmap",
+            f"a {type(fn).__name__} cannot be rebuilt from its parameters, as is needed for all "
+            f"particles: {error}",
+            reason=f"{type(fn).__name__} is not supported under vmap",
         ) from error
 
 
@@ -92,7 +92,7 @@ def _lift(value: bool | float | Tensor, lanes: Lanes, depth: int) -> bool | floa
 
 
 def _tensors(value: object, depth: int) -> Iterator[Tensor]:
-    """The tensors that a distribution is made of, its networks' parameters left out."""
+    """Yield the tensors of a distribution, without the parameters of its networks."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -105,11 +105,11 @@ def _tensors(value: object, depth: int) -> Iterator[Tensor]:
             yield from _tensors(part, depth - 1)
 
 
-# Programs that are run once for all particles, and each see one: under ``vmap``.
+# Programs that run once for all particles under ``vmap``, so that each call has one particle.
 
 
 class Way(Enum):
-    """How several particles are run; the value says it in words."""
+    """How several particles are run; the value is used in messages."""
 
     BATCHED = "at once, in a leading dim"
     MAPPED = "at once, the model under vmap"
@@ -125,10 +125,10 @@ def particle_plates(
     state_dim: int | None = None,
 ) -> Leading:
     """
-    New plates of the particles, for the guide and for the model.
+    Return new particle plates for the guide and for the model.
 
-    :param shared: the sites of each that all particles share.
-    :param state_dim: as of :class:`~pyro_mcvae.programs.messengers.Leading`.
+    :param shared: for guide and model, the sites that all particles share.
+    :param state_dim: as in :class:`~pyro_mcvae.programs.messengers.Leading`.
     """
     guide = MappedPlate if way is Way.BOTH_MAPPED else ParticlePlate
     model = ParticlePlate if way is Way.BATCHED else MappedPlate
@@ -137,11 +137,11 @@ def particle_plates(
 
 class MappedPlate(ParticlePlate):
     """
-    The particles' plate around a program that is not to see it.
+    The particles' plate around a program that runs under ``vmap``.
 
-    Handlers around it see what they would see around a program that broadcasts: sites with the
-    leading dims. The program is given its values under ``vmap``, so that it may count dims from
-    the left, multiply from the right, or convolve. Draws and densities are made outside that.
+    Outer handlers receive sites with the leading dims, as from a program that broadcasts. The
+    program receives its values under ``vmap``, so it may count dims from the left, multiply from
+    the right, or convolve. Draws and densities are computed outside ``vmap``.
     """
 
     def __init__(self, size: int, dim: int, skip: frozenset[str] = frozenset()) -> None:
@@ -152,7 +152,7 @@ class MappedPlate(ParticlePlate):
 
     def __enter__(self) -> MappedPlate:
         self._stack.enter_context(self._lanes.opened(self.size))
-        # What it reads is not there.
+        # Validation reads values, which is impossible under vmap.
         self._stack.enter_context(pyro.validation_enabled(False))
         super().__enter__()
         return self
@@ -163,14 +163,14 @@ class MappedPlate(ParticlePlate):
 
     def _process_message(self, msg: Message) -> None:
         if msg["type"] == "sample" and not site_is_subsample(msg) and msg["name"] not in self.skip:
-            self._show(msg)
+            self._rebatch(msg)
         elif msg["type"] == "param":
-            # Its beginning may be noise, of which each lane has its own.
-            msg["args"] = tuple(map(self._first, msg["args"]))
-        # Handlers, draws and new parameters know nothing of lanes.
+            # The initial value may be random, and then differs between particles.
+            msg["args"] = tuple(map(self._of_first_particle, msg["args"]))
+        # Handlers, draws and new parameters are outside vmap.
         self._lanes.suspend()
 
-    def _show(self, msg: Message) -> None:
+    def _rebatch(self, msg: Message) -> None:
         site_in_full_precision(msg)
         self._hidden[id(msg)] = Message(**{name: msg.get(name) for name in _FIELDS})  # type: ignore[typeddict-item]
         depth, fn = -self.depth - 1, msg["fn"]
@@ -192,7 +192,7 @@ class MappedPlate(ParticlePlate):
             hidden["value"] = changed_draw(lambda v: self._lanes.lower(v, shape, depth), value)
         msg.update(hidden)
 
-    def _first(self, value: Any) -> Any:
+    def _of_first_particle(self, value: Any) -> Any:
         is_mapped = isinstance(value, Tensor) and self._lanes.holds(value)
         return self._lanes.lift(value, value.dim())[0] if is_mapped else value
 
@@ -204,8 +204,8 @@ _FIELDS = "fn", "value", "mask", "scale", "cond_indep_stack"
 
 
 def _shape_of(value: Tensor, shape: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """The shape of one particle's value, of which there may be more than the program asks for."""
-    own = tuple(value.shape[max(0, value.dim() - depth) :])
-    while len(own) > len(shape) and own[0] == 1:
-        own = own[1:]
-    return own
+    """Return the shape of one particle's value, which may have more dims than requested."""
+    value_shape = tuple(value.shape[max(0, value.dim() - depth) :])
+    while len(value_shape) > len(shape) and value_shape[0] == 1:
+        value_shape = value_shape[1:]
+    return value_shape

@@ -29,7 +29,7 @@ from pyro_mcvae.programs.run import Programs, Run, is_messenger
 from pyro_mcvae.programs.sites import changed_draw, is_delta, is_random, is_record, known_support
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Message, PlateKey, Site, plate_frames, plate_key
-from pyro_mcvae.structure.dependencies import Read, Reads, reads_of_latents
+from pyro_mcvae.structure.dependencies import Read, ReadRecorder, reads_of_latents
 
 Values = dict[str, Tensor]
 
@@ -240,7 +240,7 @@ def find_dependent_plates(
     :param at: latents to begin with, on which the sites of the programs may depend.
     :raises ProgramError: for programs that fail at other latents.
     """
-    with probing(programs), Reads() as watch:
+    with probing(programs), ReadRecorder() as watch:
         first = probe(programs, subsamples, at, leading=leading())
     latents = {n: s for n, s in first.guide_trace.nodes.items() if is_random(s)}
     with other_draws():
