@@ -37,7 +37,7 @@ from pyro_mcvae.programs.sites import (
     with_mask,
 )
 from pyro_mcvae.programs.types import Site
-from pyro_mcvae.structure.independence import another, differing, other_draws
+from pyro_mcvae.structure.independence import differing, other_draws, other_value
 
 # Latents that a mask takes out of the model, though the guide counts their density.
 
@@ -301,7 +301,7 @@ def check_unweighed(programs: Programs, run: Run, weighs: Callable[[Site], bool]
         if counted is None or bool(counted.all()):
             continue
         with other_draws():
-            changed = torch.where(counted | _is_sure(site), site["value"], another(site))
+            changed = torch.where(counted | _is_sure(site), site["value"], other_value(site))
         after = at({**values, name: changed}).log_probs
         for key in (k for k in {**before, **after} if k.program == "model"):
             known = key in before and key in after

@@ -37,10 +37,10 @@ from pyro_mcvae.structure.cache import Analysis
 from pyro_mcvae.structure.dependencies import Batch, ReadRecorder, reads_of_latents
 from pyro_mcvae.structure.independence import (
     Values,
-    another,
     differing,
     intervene,
     other_draws,
+    other_value,
     random_half,
 )
 
@@ -105,7 +105,7 @@ class NotComparedError(LeadingDimsError):
         )
 
 
-def not_settled(attempts: int, shared: frozenset[str]) -> LeadingDimsError:
+def unstable_sharing(attempts: int, shared: frozenset[str]) -> LeadingDimsError:
     """What is wrong with programs whose global sites are others in each run."""
     return LeadingDimsError(
         f"the programs show other global sites in each of {attempts} runs on the same minibatch "
@@ -306,7 +306,7 @@ class LeadingRun:
             first = self._together(number)
         sites = _random_sites(first)
         with other_draws():
-            others = {n: another(s) for n, s in sites.items()}
+            others = {n: other_value(s) for n, s in sites.items()}
             halves = {n: _half(s, nesting) for n, s in sites.items()}
         values = {n: s["value"] for n, s in sites.items()}
 
@@ -538,7 +538,7 @@ def _compare_states(programs: Programs, run: Run) -> None:
     latents = {s["name"]: s for s in scored(guide_trace) if is_random(s)}
     values = {s["name"]: s["value"] for s in scored(guide_trace) if is_latent(s)}
     with other_draws():
-        others = {n: another(s) for n, s in latents.items()}
+        others = {n: other_value(s) for n, s in latents.items()}
         halves = {n: random_half(s["fn"].batch_shape) for n, s in latents.items()}
     states: dict[str, Tensor] = {}
 

@@ -152,9 +152,9 @@ def _match(frame: Frame, frames: list[Frame]) -> Frame | None:
 
 def _plate_mismatch(term: Term, guide: Frame | None, model: Frame | None) -> ValueError:
     return ValueError(
-        f"site '{term.key.name}' lies in {_described(guide)} of the guide and in {_described(model)} "
-        f"of the model, so its two densities are scaled by different N/B: put it in the same "
-        f"plate in both programs, with one name, size and minibatch"
+        f"site '{term.key.name}' lies in {_described(guide)} of the guide and in "
+        f"{_described(model)} of the model, so its two densities are scaled by different N/B: put "
+        f"it in the same plate in both programs, with one name, size and minibatch"
     )
 
 

@@ -260,12 +260,10 @@ class Dependencies(NamedTuple):
         keys = {name: FactorKey("guide", name) for name in names}
         closed = {name: self.factors.get(key, names) | {name} for name, key in keys.items()}
         for _ in names:
-            with_escaped = {
-                n: frozenset().union(*(closed[p] for p in ps)) for n, ps in closed.items()
-            }
-            if with_escaped == closed:
+            wider = {n: frozenset().union(*(closed[p] for p in ps)) for n, ps in closed.items()}
+            if wider == closed:
                 break
-            closed = with_escaped
+            closed = wider
         return closed
 
     def with_sums(self, terms: Iterable[Term]) -> Dependencies:
@@ -322,11 +320,9 @@ def find_dependencies(
     escaped = {n: _iterations(guide_trace.nodes[n]) for n in escapes.names & tracked}
 
     def with_escaped(key: FactorKey, parents: frozenset[str]) -> frozenset[str]:
-        iterations = _iterations(traces[key.program].nodes[key.name])
+        steps = _iterations(traces[key.program].nodes[key.name])
         same = (
-            n
-            for n, own in escaped.items()
-            if all(iterations.get(p, t) == t for p, t in own.items())
+            n for n, own in escaped.items() if all(steps.get(p, t) == t for p, t in own.items())
         )
         return parents.union(same)
 
