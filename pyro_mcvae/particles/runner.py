@@ -239,7 +239,7 @@ class Runner:
                 except LeadingDimsError as error:
                     rewind()  # one seed, one number
                     _restore(execution.subsamples, before)
-                    self._choose_again(execution, count, error)
+                    self._reselect(execution, count, error)
                     shared = execution.shared
 
     def _attempt(self, execution: Execution, count: int | None, shared: GlobalSites) -> Run:
@@ -259,9 +259,7 @@ class Runner:
             self._check_run(execution, final, shared)
         return final
 
-    def _choose_again(
-        self, execution: Execution, count: int | None, error: LeadingDimsError
-    ) -> None:
+    def _reselect(self, execution: Execution, count: int | None, error: LeadingDimsError) -> None:
         """Choose another vectorization after an error, or raise the error."""
         looped = count is None or self.way(execution.key) is Way.LOOPED
         if looped or self._choose(execution, self._single(execution), error) is Way.LOOPED:

@@ -19,7 +19,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_mcvae.checks.vectorization import STATES
-from pyro_mcvae.particles.runner import Execution, Layout, never
+from pyro_mcvae.particles.runner import Execution, Layout, not_executed
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites, nesting_of
 from pyro_mcvae.programs.distributions import with_impossible_data
@@ -449,7 +449,7 @@ class JointRuns:
     def _execution(self) -> Execution:
         return Execution(
             self._programs,
-            never,
+            not_executed,
             self.subsamples,
             self.layouts.structure.global_sites,
             name=STATES,
