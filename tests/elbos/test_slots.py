@@ -415,7 +415,7 @@ def relaxing():
     [
         (wide, {}, "site 'y13' would take 16384 slots of each datum"),
         (observing, {}, "the guide observes site 't', whose density"),
-        (whole, {}, "site 'y' is shared by all data, so that it is drawn once a step"),
+        (whole, {}, "site 'y' is shared by all data, so it is drawn once a step"),
         (None, {"baseline": relaxing()}, "RELAX relaxes guide site 'y', whose slots"),
         (None, {"baseline": REBAR(lambda y, x: y)}, "REBAR relaxes guide site 'y', whose slots"),
         (None, {"baseline": GumbelSoftmax()}, "GumbelSoftmax relaxes guide site 'y', whose slots"),
