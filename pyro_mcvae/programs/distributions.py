@@ -24,8 +24,8 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Beta, LKJCholesky, RelaxedOneHotCategorical, constraints
 
-from pyro_mcvae.ops.lanes import is_mapped
 from pyro_mcvae.ops.tensors import holds
+from pyro_mcvae.ops.vmap_dims import is_mapped
 from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
 

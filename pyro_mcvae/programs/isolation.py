@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, instance_norm
 from torch.overrides import TorchFunctionMode
 
-from pyro_mcvae.ops.lanes import is_mapped
 from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.ops.vmap_dims import is_mapped
 from pyro_mcvae.programs.types import Program, TorchFunction
 
 # The modules of programs.

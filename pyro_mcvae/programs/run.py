@@ -101,14 +101,14 @@ class Programs:
         return owners_of(*self.pair)
 
     @cached_property
-    def _found(self) -> dict[Hashable, object]:
+    def _cache(self) -> dict[Hashable, object]:
         return {}
 
     def once(self, key: Hashable, find: Callable[[], T]) -> T:
         """Return ``find()``, computed once per key for the programs of this call."""
-        if key not in self._found:
-            self._found[key] = find()
-        return cast("T", self._found[key])
+        if key not in self._cache:
+            self._cache[key] = find()
+        return cast("T", self._cache[key])
 
 
 def _no_program(role: str, program: object) -> ValueError:
