@@ -12,7 +12,7 @@ from torch import Tensor
 
 def log_mean_exp(log_weight: Tensor, dim: int = 0) -> Tensor:
     r"""
-    Return the importance weighted bound of Burda et al. [1],
+    Return the importance weighted bound [1],
 
     .. math:: L = \log \frac{1}{K} \sum_{k=1}^K w_k .
 
@@ -119,7 +119,9 @@ def leave_one_out_mean(value: Tensor) -> Tensor:
 
 def leave_one_out_signal(log_weight: Tensor, substitute: Tensor | None = None) -> Tensor:
     r"""
-    Return VIMCO's learning signal :math:`L - L_{-k}` of each particle [1], where
+    Return VIMCO's learning signal :math:`L - L_{-k}` of each particle [1].
+
+    It is defined by
 
     .. math::
         L = \log \frac{1}{K} \sum_j w_j, \qquad

@@ -80,7 +80,7 @@ class Parents:
 
 class FitnessProportional:
     r"""
-    Draws parents with replacement in proportion to
+    Draws parents with replacement in proportion to their fitness,
 
     .. math:: f(z) + \tfrac{1}{10} \bar{f}, \qquad
         f(z) = \log p(x, z) - \min_{z'} \log p(x, z') ,
@@ -173,7 +173,7 @@ class Mutation(ABC):
 
 class UniformFlips(Mutation):
     """
-    Move a uniformly drawn entry, as in [1].
+    Moves a uniformly drawn entry, as in [1].
 
     [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
     with Binary Latents*.
@@ -248,7 +248,7 @@ def _log_move_weights(parents: Parents) -> Tensor:
 @dataclass(frozen=True)
 class EvolutionaryUpdate:
     """
-    The search of one E-step.
+    The evolutionary search of one E-step.
 
     In each generation parents are chosen and mutated, and the best of old states and children are
     kept.
