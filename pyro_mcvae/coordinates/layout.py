@@ -318,8 +318,8 @@ class Plan:
 
     :ivar packing: how they are packed into vectors.
     :ivar normal: whether their density under the guide is standard normal.
-    :ivar entangled: whether one first coordinate may depend on another. A draw without explicit
-        noise depends on earlier draws, so gradients at the first draw are not partial derivatives.
+    :ivar entangled: whether one first coordinate may depend on another. A draw without
+        explicit noise depends on earlier draws, so its gradients are not partial derivatives.
     :ivar discrete: the sites with a discrete coordinate, which chains do not move.
     :ivar bounded: whether the values of a site have a bounded support.
     :ivar looked: the keys of the checks that are done.

@@ -33,7 +33,7 @@ def _initialized() -> bool:
 
 def _check_not_recording() -> None:
     # A replay would not wait for the other ranks, but they would wait for it.
-    refuse("the ranks communicate within the step, for example to adapt a common step size")
+    refuse("the ranks communicate within the step, for example for a common step size")
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

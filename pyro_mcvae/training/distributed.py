@@ -109,7 +109,7 @@ class RankBatches:
         """
         if state["num_data"] != self.num_data:
             raise ValueError(
-                f"the state is of {state['num_data']} data, but num_data={self.num_data}"
+                f"the batches were of {state['num_data']} data, but now num_data={self.num_data}"
             )
         for name in _STATE:
             setattr(self, name, state[name])
