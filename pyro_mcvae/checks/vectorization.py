@@ -224,17 +224,17 @@ class LeadingRun:
         :param count: the size of the leading dim, equal to the size of another dim of the run.
         :raises LeadingDimsError: if the programs do not run with another count.
         """
-        other = self._count(count + 1)
-        error = self._failure(other)
+        other_count = self._count(count + 1)
+        error = self._failure(other_count)
         if error is None:
             return
         if self.run.leading != count and self._failure(count) is not None:
             return  # these programs have leading dims at some sites only
         raise LeadingDimsError(
             f"the model or the guide runs with {count} {self.name.name}, the size of another dim, "
-            f"but not with {other}, so one dim may be mistaken for the other. {self.name.remedy} "
-            f"make it broadcast over leading dims: index from the right, as in means[..., group] "
-            f"instead of means[group]. The error was: {error}",
+            f"but not with {other_count}, so one dim may be mistaken for the other. "
+            f"{self.name.remedy} make it broadcast over leading dims: index from the right, as in "
+            f"means[..., group] instead of means[group]. The error was: {error}",
             reason=f"{count} {self.name.name} are mistaken for another dim of this size",
         ) from error
 
@@ -545,9 +545,9 @@ def _compare_states(programs: Programs, run: Run) -> None:
     def batched(at: Values) -> Densities:
         leading = Leading(state_dim=-1 - run.nesting)
         with probing(programs):
-            found = probe_model(programs, guide_trace, run.subsamples, at, leading).values()
-        states.update({t.key.name: support_of_state(t.site) for t in found if is_state(t.site)})
-        return {t.key: t.log_prob.detach() for t in found}
+            terms = probe_model(programs, guide_trace, run.subsamples, at, leading).values()
+        states.update({t.key.name: support_of_state(t.site) for t in terms if is_state(t.site)})
+        return {t.key: t.log_prob.detach() for t in terms}
 
     def single(k: int, at: Values) -> Densities:
         def sample_fn(msg: Message) -> Tensor | None:
@@ -555,8 +555,8 @@ def _compare_states(programs: Programs, run: Run) -> None:
             return None if state is None else state[k].expand(msg["fn"].shape())
 
         with probing(programs):
-            found = probe(programs, run.subsamples, at, sample_fn).log_probs
-        return {key: d for key, d in found.items() if key.program == "model"}
+            densities = probe(programs, run.subsamples, at, sample_fn).log_probs
+        return {key: d for key, d in densities.items() if key.program == "model"}
 
     before = batched(values)
     entries = [
@@ -564,8 +564,8 @@ def _compare_states(programs: Programs, run: Run) -> None:
     ]
     singles = [entry.single(values) for entry in entries]
     for pair in zip(entries, singles, strict=True):
-        for key, found in _mismatched(before, *pair).items():
-            raise _state_mismatch(key, _in_sum(*found))
+        for key, densities in _mismatched(before, *pair).items():
+            raise _state_mismatch(key, _in_sum(*densities))
     smooth = any(values[n].is_floating_point() for n in latents)
     for undefined, half in itertools.product((True, False) if smooth else (False,), (True, False)):
         where = {n: chosen if half else ~chosen for n, chosen in halves.items()}

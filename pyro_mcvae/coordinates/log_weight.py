@@ -176,11 +176,11 @@ def guide_elbo(sample: WeightedParticles, at_latents: list[dict[str, Tensor]]) -
     def pick(term: Term, i: int) -> Tensor | int:
         if not term.in_guide:
             return 0
-        found, site = at_latents[i].get(term.key.name), term.site
-        if found is None:
+        gradient, site = at_latents[i].get(term.key.name), term.site
+        if gradient is None:
             return -term.log_prob
         # A constant if the guide has no parameters.
-        return sum_event(found * site["value"], site["fn"].event_dim) - term.log_prob
+        return sum_event(gradient * site["value"], site["fn"].event_dim) - term.log_prob
 
     return sample.local_sum(pick)
 

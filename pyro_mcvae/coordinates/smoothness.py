@@ -87,23 +87,23 @@ class Smoothness:
     def _look(self, log_weight: LogWeight, kernel: Kernel) -> bool:
         log_weight.plan.looked.add(Smoothness)
         step = _length(kernel, log_weight)
-        known = self.widths(log_weight.programs)
-        before = dict(known)
+        widths = self.widths(log_weight.programs)
+        before = dict(widths)
         # If programs fail at positions outside the chain's range, no kinks are found.
         unvalidated = isolated(log_weight.programs.owners), pyro.validation_enabled(False)
         with suppress(ValueError, RuntimeError), entered(*unvalidated), torch.enable_grad():
             v = _STEPS * step * torch.randn_like(log_weight.coordinates)
             v = v if log_weight.movable is None else v * log_weight.movable.detach()
             if _jumps(log_weight, v):
-                self._smooth(log_weight, known, v)
-        return known != before
+                self._smooth(log_weight, widths, v)
+        return widths != before
 
-    def _smooth(self, log_weight: LogWeight, known: _Kinks, v: Tensor) -> None:
+    def _smooth(self, log_weight: LogWeight, widths: _Kinks, v: Tensor) -> None:
         """Smooth the kinks, those in densities only if smoothing the others is not enough."""
         all_kinks = _find_kinks(log_weight, v)
         outside = {place: w for place, w in all_kinks.items() if not place.in_density}
         for kinks in filter(None, (outside, all_kinks)) if self._smooths else ():
-            known.update(kinks)
+            widths.update(kinks)
             if not _jumps(log_weight, v):
                 self._warn_about(_SMOOTHED, _names(kinks, log_weight))
                 return

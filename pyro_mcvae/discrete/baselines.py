@@ -419,7 +419,7 @@ class REBAR(RELAX):
         scale: float = 1.0,
     ) -> None:
         # A lambda, because parameters of a submodule would be trained.
-        super().__init__(lambda relaxed, given: cost(relaxed, given), temperature)
+        super().__init__(lambda relaxed, data: cost(relaxed, data), temperature)
         self.scale = torch.nn.Parameter(torch.tensor(float(scale)))
 
     def control(self, relaxed: Tensor, signal: SiteSignal) -> Tensor:

@@ -515,8 +515,8 @@ def _log_choice(
 ) -> None:
     model = poutine.unwrap(programs.model)
     # The first vmap error is usually the one that the user can fix.
-    shown = [w for w in errors if w is not Way.BOTH_MAPPED or Way.MAPPED not in errors]
-    why = "; ".join(f"{_IN_WORDS[w]}: {errors[w].reason}" for w in shown)
+    reported = [w for w in errors if w is not Way.BOTH_MAPPED or Way.MAPPED not in errors]
+    why = "; ".join(f"{_IN_WORDS[w]}: {errors[w].reason}" for w in reported)
     _logger.log(
         logging.WARNING if way is Way.LOOPED else logging.INFO,
         "%s of %s are run %s (%s)",

@@ -130,8 +130,8 @@ def _check_choice(name: str, chosen: Any, drawn: Tensor) -> None:
 
 
 def _some(index: Any) -> str:
-    shown = [int(i) for i in index[:4]]
-    return f"[{', '.join(map(str, shown))}{', ...' if len(index) > 4 else ''}]"
+    first = [int(i) for i in index[:4]]
+    return f"[{', '.join(map(str, first))}{', ...' if len(index) > 4 else ''}]"
 
 
 def _empty(msg: Message) -> ValueError:

@@ -36,17 +36,17 @@ from pyro_mcvae.structure.independence import find_dependent_plates, find_shared
 
 
 def find_collapsed(
-    programs: Programs, run: Run, names: frozenset[str], known: Dependencies | None = None
+    programs: Programs, run: Run, names: frozenset[str], deps: Dependencies | None = None
 ) -> tuple[str, str] | None:
     """
     Find a guide site that reaches no data, and an observed site with its parameters instead.
 
     :param names: the guide's random sites.
-    :param known: their dependencies, if already traced.
+    :param deps: their dependencies, if already traced.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # programs that cannot be tracked have no result
-        traced = known or dependencies_of(programs, names, run)
+        traced = deps or dependencies_of(programs, names, run)
     observed = {
         t.key
         for t in run.terms

@@ -56,13 +56,13 @@ class DataRecord:
         before = searched_for.index_select(0, index.to(fingerprints.device))
         # NaN, for data without a search, compares as False.
         scale = torch.maximum(before[:, 1], fingerprints[:, 1])
-        other = (before[:, 0] - fingerprints[:, 0]).abs() > _TOLERANCE * scale
-        if not bool(other.any()):
+        differs = (before[:, 0] - fingerprints[:, 0]).abs() > _TOLERANCE * scale
+        if not bool(differs.any()):
             return fingerprints
         names, many = sorted(map(repr, runs.layouts.given)), len(runs.layouts.given) > 1
         message = (
             f"site{'s' * many} {', '.join(names)} {'are' if many else 'is'} observed with other "
-            f"values than before at datum {int(index[other.to(index.device)][0])} of plate "
+            f"values than before at datum {int(index[differs.to(index.device)][0])} of plate "
             f"'{layout.plates[-1].name}': states belong to a datum by its index, and these were "
             f"searched for other observations. For minibatches pass their indices, "
             f"pyro.plate(..., N, subsample=index); for held-out data make their guide by "
@@ -291,10 +291,10 @@ class TruncatedPosterior(FixedOptions, nn.Module):
             torch.Size([2])
         """
         num_steps = check_count("num_steps", num_steps, 0)
-        other = new_posterior(self, self.model)
-        with evaluation_modules(find_modules(self.model, other)):
-            other.fit(*args, num_steps=num_steps, **kwargs)
-        return other.eval()
+        posterior = new_posterior(self, self.model)
+        with evaluation_modules(find_modules(self.model, posterior)):
+            posterior.fit(*args, num_steps=num_steps, **kwargs)
+        return posterior.eval()
 
     def posterior(self, *args: object, **kwargs: object) -> StatePosterior:
         """
@@ -307,10 +307,10 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         return self._posterior(args, kwargs)
 
     def _posterior(
-        self, args: Args, kwargs: Kwargs, given: GuideDraws | None = None
+        self, args: Args, kwargs: Kwargs, draws: GuideDraws | None = None
     ) -> StatePosterior:
         with hidden_from_handlers(), torch.no_grad():
-            step = EStep(self, Programs(self.model, self, args, kwargs), self._sampler, given)
+            step = EStep(self, Programs(self.model, self, args, kwargs), self._sampler, draws)
             return StatePosterior(step.runs, *step.evaluate())
 
     def forward(self, *args: object, **kwargs: object) -> dict[str, Tensor]:
@@ -382,7 +382,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
             )
 
     @torch.inference_mode(False)
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         self._record = DataRecord()
         # States are made at the first call, which may follow the loading.
         for key, value in state_dict.items():
@@ -392,7 +392,7 @@ class TruncatedPosterior(FixedOptions, nn.Module):
                 if kept is None or kept.shape != value.shape:
                     self.register_buffer(name, torch.empty_like(value))
                     self._layout_cache = []
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class EStep:
@@ -412,14 +412,14 @@ class EStep:
         guide: TruncatedPosterior,
         programs: Programs,
         sampler: ParticleSampler,
-        given: GuideDraws | None = None,
+        draws: GuideDraws | None = None,
     ) -> None:
         model, args, kwargs = programs.model, programs.args, dict(programs.kwargs)
         layouts = guide._layouts(model, sampler, args, kwargs)
         self._guide, self._layout = guide, layouts.layout
         self._states = guide.get_buffer(f"states_{layouts.layout.name}")
         self._observed: Tensor | None = None
-        self.runs = JointRuns(sampler, layouts, model, guide.guide, args, kwargs, given)
+        self.runs = JointRuns(sampler, layouts, model, guide.guide, args, kwargs, draws)
 
     def agree(self) -> None:
         """Use the initial states of rank 0 on all ranks of a distributed run."""

@@ -320,7 +320,7 @@ class JointRuns:
         guide: Program | None,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-        given: GuideDraws | None = None,
+        draws: GuideDraws | None = None,
     ) -> None:
         self._sampler, self.layouts = sampler, layouts
         model = with_impossible_data(model)
@@ -328,9 +328,9 @@ class JointRuns:
         # Programs in which the model draws the discrete sites itself, with any dims.
         self._plain = Programs(model, guide or _draw_nothing, args, kwargs)
         self.args, self.kwargs = args, kwargs
-        given = GuideDraws() if given is None else given
-        self.subsamples = Minibatch(given.subsamples)
-        with Recorder(Substitutes(self.subsamples, given.values), records=False):
+        draws = GuideDraws() if draws is None else draws
+        self.subsamples = Minibatch(draws.subsamples)
+        with Recorder(Substitutes(self.subsamples, draws.values), records=False):
             self.guide_trace = run_guide(guide, args, kwargs)
         self._guide_terms = [
             shared_by_data(guide_term(s), layouts.plates) for s in scored(self.guide_trace)
