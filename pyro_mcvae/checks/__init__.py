@@ -1,1 +1,1 @@
-"""What may stop a run, and never changes a number."""
+"""Checks that may raise errors, and never change a number."""

@@ -1,1 +1,1 @@
-"""The log weight of a pair of programs as a function of its latents' coordinates."""
+"""Compute the log weight of a model and guide as a function of their latents' coordinates."""

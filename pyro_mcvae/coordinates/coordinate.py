@@ -34,17 +34,17 @@ from pyro_mcvae.programs.types import (
     Transform,
 )
 
-# Between the real numbers and where a distribution's values lie.
+# Bijections from the real numbers to the support of a distribution.
 
 
 def bijection_of(fn: Distribution) -> Transform:
     """
-    From the real numbers to the values that a distribution draws.
+    Return a bijection from the real numbers to the values of a distribution.
 
-    PyTorch takes the last transform's codomain for the support, whatever comes in: it has the real
-    numbers for ``TransformedDistribution(Beta(2.0, 2.0), AffineTransform(0.0, 10.0))`` and for its
-    own ``biject_to(constraints.positive)``, which ends in a shift by zero. So where less comes in
-    than a transform could take, the bijection of what comes in goes through it.
+    PyTorch uses the last transform's codomain as the support, whatever its input is: the real
+    numbers for ``TransformedDistribution(Beta(2.0, 2.0), AffineTransform(0.0, 10.0))``, and for its
+    own ``biject_to(constraints.positive)``, which ends in a shift by zero. So if the input does not
+    cover a transform's domain, the bijection of the input is composed with the transform.
 
     Example::
 
@@ -54,15 +54,16 @@ def bijection_of(fn: Distribution) -> Transform:
         >>> scaled.support, bijection_of(scaled)(torch.tensor(0.0))
         (Real(), tensor(5.))
     """
-    image, pushed = _reach(bare(fn))
+    image, pushed = _uncovered(bare(fn))
     return ComposeTransform([biject_to(image), *pushed]) if pushed else biject_to(_support(fn))
 
 
-def _reach(fn: Distribution) -> tuple[Constraint, list[Transform]]:
-    """What constrains values up to the transform that takes less than it could, and those on."""
+def _uncovered(fn: Distribution) -> tuple[Constraint, list[Transform]]:
+    """Return the constraint before the first transform whose domain is not covered, and the
+    transforms from there on."""
     if not is_pushed_forward(fn):
         return _support(fn), []
-    image, pushed = _reach(bare(fn.base_dist))
+    image, pushed = _uncovered(bare(fn.base_dist))
     for transform in _flat(fn.transforms):
         if pushed or not _same(image, transform.domain):
             pushed.append(transform)
@@ -77,7 +78,7 @@ def _flat(transforms: list[Transform]) -> list[Transform]:
 
 
 def _same(image: Constraint, domain: Constraint) -> bool:
-    """Whether all that a transform could take comes in."""
+    """Return whether an image covers a transform's domain."""
     image, domain = elementwise(image), elementwise(domain)
     if type(image) is not type(domain):
         return False
@@ -86,30 +87,30 @@ def _same(image: Constraint, domain: Constraint) -> bool:
 
 
 def _support(fn: Distribution) -> Constraint:
-    """The support, of a mixture that of its components."""
+    """Return the support; for a mixture, that of its components."""
     support = fn.support
-    # Newer versions of torch check a mixture's values by a constraint that has no bijection.
+    # Newer versions of torch have a constraint without bijection for mixtures.
     mixture = getattr(constraints, "MixtureSameFamilyConstraint", ())
     return support.base_constraint if isinstance(support, mixture) else support
 
 
-# Draws by their logarithms, where these reach further than the numbers.
+# Draws by their logarithms, which have a larger range than the values.
 
 _TRANSFORMED = torch.distributions.TransformedDistribution
 
 
 def logarithmic_draw(fn: Distribution) -> Tensor:
     """
-    Return a reparameterized draw, with its logarithms known where it lies near a boundary.
+    Return a reparameterized draw, with exact logarithms if it may lie near a boundary.
 
-    A draw of ``Gamma(0.05, 1)`` is below the least number of single precision once in 80, and one
-    of ``Beta(0.05, 0.05)`` is rounded to 1 once in 5: PyTorch moves them there, where their density
-    is another. Draws of Gamma in double precision have logarithms of usual size. Beta, Dirichlet
-    and their transforms follow. Call it within
+    One draw of ``Gamma(0.05, 1)`` in 80 is below the least number of single precision, and one of
+    ``Beta(0.05, 0.05)`` in 5 is rounded to 1. PyTorch clamps them, which changes their density.
+    Logarithms of Gamma draws in double precision have moderate size. Draws of Beta, Dirichlet and
+    their transforms are computed from them. Call it within
     :class:`~pyro_mcvae.programs.known_logs.KnownLogs`.
     """
-    found = _draw(fn)
-    return fn() if found is None else found  # called, as by Pyro: Zuko's have no other draw
+    drawn = _draw(fn)
+    return fn() if drawn is None else drawn  # Zuko's distributions are drawn by a call
 
 
 def _draw(fn: Any) -> Tensor | None:
@@ -118,8 +119,8 @@ def _draw(fn: Any) -> Tensor | None:
     draw = _DRAWS.get(type(fn).__name__)
     if draw is not None and type(fn).__module__.startswith(("torch.", "pyro.")):
         return draw(fn)
-    own = getattr(type(fn), "rsample", None) is _TRANSFORMED.rsample
-    if not (own and all(map(is_elementary, fn.transforms))):
+    is_transformed = getattr(type(fn), "rsample", None) is _TRANSFORMED.rsample
+    if not (is_transformed and all(map(is_elementary, fn.transforms))):
         return None
     value = _draw(fn.base_dist)
     if value is None:
@@ -130,8 +131,8 @@ def _draw(fn: Any) -> Tensor | None:
 
 
 def _log_gamma(concentration: Tensor) -> Tensor:
-    """The logarithm of a draw of Gamma(concentration, 1)."""
-    # In double precision less than one in 1e12 is below the least number down to 0.04.
+    """Return the logarithm of a draw of Gamma(concentration, 1)."""
+    # Down to a concentration of 0.04, less than one draw in 1e12 underflows in double precision.
     return gamma._standard_gamma(concentration.double()).log().to(concentration.dtype)
 
 
@@ -160,7 +161,7 @@ _DRAWS: dict[str, Callable[[Any], Tensor]] = {
 }
 
 
-# Coordinates of a guide's draws: what a chain moves, a search changes, or a sum enumerates.
+# Coordinates of a guide's draws, for chains, searches and sums.
 
 Coordinates = Literal["noise", "latent", "resting"]
 
@@ -170,12 +171,12 @@ class Coordinate(ABC):
     A parameterization of one guide site's draw.
 
     :ivar event_shape: the shape of the coordinate of one batch element.
-    :ivar reparameterized: whether gradients may pass through draws, to the guide's parameters.
-    :ivar normal: whether its density is the standard normal one.
+    :ivar reparameterized: whether draws have gradients to the guide's parameters.
+    :ivar normal: whether its density is standard normal.
     :ivar moves: whether chains move it.
-    :ivar bounded: whether its values lie in a part of the real numbers only.
-    :ivar follows: whether its density may depend on other coordinates. Then it belongs to the
-        density of all of them, also where a mask takes it out of the weight: it was drawn.
+    :ivar bounded: whether its values have a bounded support.
+    :ivar follows: whether its density may depend on other coordinates. Then it is part of their
+        joint density, even if a mask removes it from the weight, because it was drawn.
     """
 
     event_shape: torch.Size
@@ -187,50 +188,51 @@ class Coordinate(ABC):
 
     @property
     def kind(self) -> tuple[type, bool, bool]:
-        """What tells the coordinates of a site in two runs apart, but for their shape."""
+        """Return the properties, except shape, that a site's coordinate has in all runs."""
         return type(self), self.reparameterized, self.normal
 
     @abstractmethod
     def draw(self) -> Tensor:
-        """A draw of the coordinate such that ``value(draw())`` follows the site's distribution."""
+        """Draw a coordinate such that ``value(draw())`` has the site's distribution."""
 
     @abstractmethod
     def value(self, coordinate: Tensor) -> Tensor:
-        """The site's value at a coordinate."""
+        """Return the site's value at a coordinate."""
 
     @abstractmethod
     def at(self, value: Tensor) -> Tensor:
         """
-        The coordinate of a given value, the inverse of :meth:`value`.
+        Return the coordinate of a value, the inverse of :meth:`value`.
 
-        :raises NoCoordinateError: if it is not known.
+        :raises NoCoordinateError: if it is unknown.
         """
 
     @abstractmethod
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
-        """The density of the coordinate under the guide, batch-shaped."""
+        """Return the density of the coordinate under the guide, batch-shaped."""
 
     def log_prob(self, coordinate: Tensor) -> Tensor | None:
         r"""
-        :math:`\log q(T(\epsilon)) = \log \text{base}(\epsilon) - \log |\det T'|`, the site's
-        density, where the determinant does not depend on the noise: cheaper than the distribution's
-        own, and without the way through the value. None elsewhere, and where the distribution masks
-        itself, of which the noise knows nothing.
+        Return :math:`\log q(T(\epsilon)) = \log \text{base}(\epsilon) - \log |\det T'|`, or None.
+
+        If the determinant does not depend on the noise, this density of the site is cheaper than
+        the distribution's ``log_prob``, and does not need the value. It is None otherwise, and for
+        distributions with a mask.
         """
         return None
 
 
 class NoiseCoordinate(Coordinate):
     r"""
-    Noise of independent standard variables: :math:`z = T(\epsilon)`, with T the guide's.
+    Noise of independent standard variables: :math:`z = T(\epsilon)`, with the guide's map T.
 
     :param fn: the site's distribution, for its batch shape.
-    :param Noise noise: how its draws are made.
+    :param Noise noise: the map from noise to draws.
     """
 
     def __init__(self, fn: Distribution, noise: Noise) -> None:
         self.batch_shape = fn.batch_shape
-        self.reparameterized = not _forbids_rsample(fn)
+        self.reparameterized = not _has_no_rsample(fn)
         self.noise = noise
         self.normal = isinstance(noise.standard, StandardNormal)
         self.event_shape = noise.event_shape
@@ -240,7 +242,7 @@ class NoiseCoordinate(Coordinate):
             support is constraints.simplex,
         )
         self._masked = is_masked(fn)
-        # The noise and its density at the last call of log_prob, which log_base then shares.
+        # The noise and its density in the last call of log_prob, reused by log_base.
         self._latest: tuple[Tensor, Tensor] | None = None
 
     def draw(self) -> Tensor:
@@ -256,7 +258,7 @@ class NoiseCoordinate(Coordinate):
 
     def at(self, value: Tensor) -> Tensor:
         if self.noise.inverse is None:
-            raise NoCoordinateError("the noise that a given value was made of is not known")
+            raise NoCoordinateError("the noise of a given value is unknown")
         return self.noise.inverse(value)
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
@@ -279,7 +281,7 @@ class NoiseCoordinate(Coordinate):
 
 
 class UnconstrainedCoordinate(Coordinate):
-    """The value itself, mapped to the real line where its support is constrained."""
+    """The value itself, mapped to the real line if its support is constrained."""
 
     follows = True
 
@@ -293,13 +295,13 @@ class UnconstrainedCoordinate(Coordinate):
             support is constraints.simplex,
         )
         shape = self.transform.inverse_shape(fn.batch_shape + fn.event_shape)
-        # A tuple where torch 2.5 adds the shapes of an expanded distribution.
+        # In torch 2.5 the sum of an expanded distribution's shapes is a tuple.
         self.event_shape = torch.Size(shape[len(fn.batch_shape) :])
 
     def draw(self) -> Tensor:
         with knowing():
             value = logarithmic_draw(self.fn) if self.reparameterized else self.fn.sample()
-            # An alias: a flow knows the density of the tensor that it drew, without a gradient.
+            # An alias: a flow caches the density of the tensor that it drew, without a gradient.
             return self.transform.inv(positive(value.view_as(value), self._simplex))
 
     def value(self, coordinate: Tensor) -> Tensor:
@@ -318,11 +320,11 @@ class UnconstrainedCoordinate(Coordinate):
 
 class CircularCoordinate(UnconstrainedCoordinate):
     """
-    An angle, wound off to the real line.
+    An angle, unwrapped to the real line.
 
-    The density of a von Mises distribution is one on the circle, and repeats itself on the line, on
-    which a model need not. So the program sees the angle in [-pi, pi), wherever the coordinate is:
-    then everything repeats itself, and a chain on the line is one on the circle.
+    A von Mises density is periodic on the line, but a model need not be. So the program receives
+    the angle in [-pi, pi) for every coordinate: then everything is periodic, and a chain on the
+    line is one on the circle.
     """
 
     def value(self, coordinate: Tensor) -> Tensor:
@@ -333,12 +335,12 @@ class CircularCoordinate(UnconstrainedCoordinate):
 
 
 def _drawn(fn: Distribution) -> Any:
-    """The distribution without its masks, but for those inside a transform."""
+    """Return the distribution without its masks, except those inside a transform."""
     return with_mask(fn, None) if is_masked(fn) else fn
 
 
 def _without_masks(fn: Distribution) -> Any:
-    """The distribution of what is drawn, with the density of masked entries, too."""
+    """Return the distribution without masks, so that masked entries have a density, too."""
     bare = _drawn(fn)
     if is_masked(bare):
         name = type(bare).__name__
@@ -350,7 +352,7 @@ def _without_masks(fn: Distribution) -> Any:
 
 
 class ValueCoordinate(Coordinate):
-    """The value itself, as it is."""
+    """The value itself."""
 
     def __init__(self, fn: Distribution) -> None:
         self.fn = fn
@@ -359,7 +361,7 @@ class ValueCoordinate(Coordinate):
     def draw(self) -> Tensor:
         with torch.no_grad():
             value: Tensor = self.fn()
-        return value.view_as(value)  # an alias, as of an unconstrained coordinate
+        return value.view_as(value)  # an alias, as in UnconstrainedCoordinate.draw
 
     def value(self, coordinate: Tensor) -> Tensor:
         return coordinate
@@ -372,7 +374,7 @@ class ValueCoordinate(Coordinate):
 
 
 class DiscreteCoordinate(ValueCoordinate):
-    """A discrete value, which no chain moves."""
+    """A discrete value, which chains do not move."""
 
     moves = False
     follows = True
@@ -385,19 +387,19 @@ class DiscreteCoordinate(ValueCoordinate):
         return self._drawn.log_prob(value)
 
 
-def _forbids_rsample(fn: Distribution) -> bool:
-    """Whether has_rsample_(False) was said of this very distribution, as of a rough model's."""
+def _has_no_rsample(fn: Distribution) -> bool:
+    """Return whether ``has_rsample_(False)`` was set on this distribution."""
     return any(vars(layer).get("has_rsample") is False for layer in layers(fn))
 
 
 def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coordinate:
     """
-    The coordinate of a guide site's draws.
+    Return the coordinate of a guide site's draws.
 
     :param fn: the site's distribution.
-    :param coordinates: ``"noise"``; ``"latent"``, unconstrained values throughout; or, for draws
-        that nothing moves, ``"resting"``: noise, and the values where it is not known.
-    :raises NotImplementedError: where there is none.
+    :param coordinates: ``"noise"``; ``"latent"``, unconstrained values; or, for draws that are not
+        moved, ``"resting"``: noise, or else the values themselves.
+    :raises NotImplementedError: if it has none.
     """
     if known_support(fn).is_discrete:
         return DiscreteCoordinate(fn)
@@ -407,42 +409,41 @@ def coordinate_of(fn: Distribution, coordinates: Coordinates = "noise") -> Coord
 
 def _without_noise(fn: Distribution, coordinates: Coordinates) -> Coordinate:
     if is_straight_through(fn):
-        # Their density is that of values that were never rounded: moving those leaves the
-        # program, whose model sees 0 and 1 only.
+        # Their density is that of the unrounded values, but the model receives only 0 and 1.
         raise NotImplementedError("it rounds its draws")
     if coordinates == "resting":
         return ValueCoordinate(fn)
     return CircularCoordinate(fn) if is_circular(fn) else UnconstrainedCoordinate(fn)
 
 
-# Where the local sites of a guide begin: at draws of its own, or at what is given.
+# The initial values of a guide's local sites: draws, or given values.
 
 
 class Beginning:
     """
-    Where the sites of a guide begin in each of a step's leading rows: at draws of the guide's.
+    The initial values of a guide's sites in each leading row of a step: draws of the guide.
 
-    :ivar count: how many rows there are; None for as many as there are particles.
-    :ivar held: the discrete sites that stay where they begin.
+    :ivar count: the number of rows; None for the number of particles.
+    :ivar held: the discrete sites that are fixed at their initial values.
     """
 
     count: int | None = None
     held: frozenset[str] = frozenset()
 
     def begin(self, msg: Message, rows: range, coordinate: Coordinate) -> Tensor:
-        """The coordinate of a site in some rows of the first run."""
+        """Return the coordinate of a site in some rows of the first run."""
         return coordinate.draw()
 
     def again(self, msg: Message, rows: range) -> Tensor | None:
-        """The coordinate of a held site, for a further run; None for another site."""
+        """Return the coordinate of a fixed site in a further run; None for another site."""
         return None
 
 
 class GivenLatents(Beginning):
     """
-    Given values, the same in all rows, and draws of other sites.
+    Given initial values, the same in all rows, and draws of other sites.
 
-    :param values: by site, in the shape of a run without particles.
+    :param values: the values by site, in the shape of a run without particles.
     """
 
     def __init__(self, values: Mapping[str, Tensor]) -> None:
@@ -450,7 +451,9 @@ class GivenLatents(Beginning):
 
     def begin(self, msg: Message, rows: range, coordinate: Coordinate) -> Tensor:
         """
-        :raises NoCoordinateError: naming a site at which the coordinate of a value is not known.
+        Return the coordinate of a given value, or a draw.
+
+        :raises NoCoordinateError: naming a site whose value has no known coordinate.
         """
         value = self._values.get(msg["name"])
         return coordinate.draw() if value is None else _given_at(msg, coordinate, value)

@@ -36,7 +36,7 @@ from pyro_mcvae.programs.types import (
     note,
 )
 
-# Packs the coordinates of several sites into one vector per datum, and unpacks them.
+# Pack the coordinates of several sites into one vector per datum, and unpack them.
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SiteShape:
     The shape of one site's coordinate, which is ``[leading, *batch_shape, *event_shape]``.
 
     :ivar block: the index of the block that the site belongs to.
-    :ivar batch_shape: the sizes of all plate dims, 1 where the site lies in no plate.
+    :ivar batch_shape: the sizes of all plate dims, 1 for plates that the site is outside of.
     """
 
     block: int
@@ -56,11 +56,11 @@ class SiteShape:
 
 class _Place(NamedTuple):
     """
-    Where a site stands in the vectors of its block.
+    The position of a site in the vectors of its block.
 
-    :ivar inner: the shape of what one vector holds of it, events last.
-    :ivar order: its leading and plate dims, the block's first; ``back``, as they were; None where
-        nothing changes.
+    :ivar inner: the shape of its part of one vector, events last.
+    :ivar order: the permutation of its leading and plate dims that puts the block's dims first;
+        ``back`` is the inverse; None for the identity.
     """
 
     begin: int
@@ -71,7 +71,7 @@ class _Place(NamedTuple):
 
 
 def _permuted(value: Tensor, order: list[int] | None) -> Tensor:
-    """The first dims in another order; None where they stay as they are."""
+    """Permute the first dims; None for the identity."""
     return value if order is None else value.permute(*order, *range(len(order), value.dim()))
 
 
@@ -81,7 +81,7 @@ def _unless_same(order: list[int]) -> list[int] | None:
 
 def _leading(value: Tensor, site: SiteShape) -> int:
     batch = value.shape[: value.dim() - len(site.event_shape)]
-    # Not -1, which could be anything where an event is empty, as that of dist.Unit.
+    # Not -1, which is ambiguous for an empty event, such as that of dist.Unit.
     return math.prod(batch) // math.prod(site.batch_shape)
 
 
@@ -89,12 +89,12 @@ class Packing:
     """
     A bijection between coordinates by site and ``[leading, *plates, D]``.
 
-    With several blocks the elements of their plates are laid side by side, ``[leading, elements,
-    D]``, and shorter vectors are padded with zeros.
+    With several blocks the elements of their plates are concatenated, ``[leading, elements, D]``,
+    and shorter vectors are padded with zeros.
 
     :param sites: the shape of each site's coordinate.
-    :param dims: for each block the (negative) batch dims of its plates.
-    :param plates: for each block the sizes of its plates, for blocks without a site.
+    :param dims: the (negative) batch dims of each block's plates.
+    :param plates: the sizes of each block's plates, for blocks without a site.
 
     Example::
 
@@ -122,25 +122,25 @@ class Packing:
         self._shapes: list[tuple[int, ...]] = [()] * len(dims) if plates is None else [*plates]
         for name, site in self.sites.items():
             nesting = len(site.batch_shape)
-            own = [1 + nesting + d for d in dims[site.block]]
-            rest = [a for a in range(1, nesting + 1) if a not in own]
-            sizes = tuple(site.batch_shape[a - 1] for a in rest)
+            block_dims = [1 + nesting + d for d in dims[site.block]]
+            inner_dims = [a for a in range(1, nesting + 1) if a not in block_dims]
+            sizes = tuple(site.batch_shape[a - 1] for a in inner_dims)
             begin = self._widths[site.block]
             end = begin + math.prod(sizes) * math.prod(site.event_shape)
-            order = [0, *own, *rest]
+            order = [0, *block_dims, *inner_dims]
             orders = order, [order.index(a) for a in range(len(order))]
             inner = sizes + site.event_shape
             self._places[name] = _Place(begin, end, inner, *map(_unless_same, orders))
             self._widths[site.block] = end
-            self._shapes[site.block] = tuple(site.batch_shape[a - 1] for a in own)
+            self._shapes[site.block] = tuple(site.batch_shape[a - 1] for a in block_dims)
 
     @property
     def padded(self) -> bool:
-        """Whether some vectors are shorter than others, and are filled up."""
+        """Return whether some vectors are shorter than others, and padded."""
         return len(set(self._widths)) > 1
 
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Coordinates by site to ``[leading, *plates, D]``."""
+        """Pack coordinates by site into ``[leading, *plates, D]``."""
         parts: list[list[Tensor]] = [[] for _ in self._widths]
         for name, site in self.sites.items():
             place, value = self._places[name], values[name]
@@ -150,12 +150,12 @@ class Packing:
             value = _permuted(value, place.order)
             shape = (value.shape[0], *self._shapes[site.block], place.end - place.begin)
             parts[site.block].append(as_shape(value, shape))
-        parts = parts if all(parts) else self._filled(parts)
+        parts = parts if all(parts) else self._with_empty(parts)
         blocks = [p[0] if len(p) == 1 else torch.cat(p, dim=-1) for p in parts]
         return blocks[0] if len(blocks) == 1 else self._side_by_side(blocks)
 
-    def _filled(self, parts: list[list[Tensor]]) -> list[list[Tensor]]:
-        """With vectors of no entries for blocks without a site."""
+    def _with_empty(self, parts: list[list[Tensor]]) -> list[list[Tensor]]:
+        """Add empty vectors for blocks without a site."""
         like = next(p[0] for p in parts if p)
         empty = [[like.new_zeros((len(like), *shape, 0))] for shape in self._shapes]
         return [p or e for p, e in zip(parts, empty, strict=True)]
@@ -170,12 +170,12 @@ class Packing:
         return torch.cat(padded, dim=1)
 
     def pack_runs(self, values: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """The coordinates of several runs, one after the other in the leading dim."""
+        """Pack the coordinates of several runs, concatenated in the leading dim."""
         packed = [self.pack(part) for part in values]
         return packed[0] if len(packed) == 1 else torch.cat(packed)
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        """``[leading, *plates, D]`` to coordinates by site, in each site's dtype."""
+        """Unpack ``[leading, *plates, D]`` to coordinates by site, in each site's dtype."""
         blocks = [packed] if len(self._widths) == 1 else self._split(packed)
         values = {}
         for name, site in self.sites.items():
@@ -194,11 +194,11 @@ class Packing:
         ]
 
 
-# Where the guide's random sites of a run stand, and their values there.
+# The coordinates of the guide's random sites in a run, and their values.
 
 
 class Placed(NamedTuple):
-    """A site's coordinate, and where it stands."""
+    """A site's coordinate system, and its position there."""
 
     coordinate: Coordinate
     at: Tensor
@@ -210,38 +210,38 @@ Record = dict[str, Placed]
 
 def coordinate_at(msg: Message, kind: Coordinates) -> Coordinate:
     """
-    The coordinate of a site of the guide.
+    Return the coordinate of a site of the guide.
 
-    :raises NoCoordinateError: naming the site, where there is none.
+    :raises NoCoordinateError: naming the site, if it has none.
     """
     try:
         return coordinate_of(msg["fn"], kind)
     except NotImplementedError as error:
-        raise _unknown(msg, error) from error
+        raise _no_coordinate(msg, error) from error
 
 
-def _unknown(msg: Message, error: Exception) -> NoCoordinateError:
+def _no_coordinate(msg: Message, error: Exception) -> NoCoordinateError:
     if is_straight_through(msg["fn"]):
         return NoCoordinateError(
             f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) rounds its draws, so "
-            f"that they cannot be moved: use the relaxed distribution without StraightThrough "
-            f"in guide and model, or weigh the draws where they are with TraceIWAE_ELBO"
+            f"they cannot be moved: use the relaxed distribution without StraightThrough in "
+            f"guide and model, or TraceIWAE_ELBO, which does not move draws"
         )
     fn = bare(msg["fn"])
     site = f"guide site '{msg['name']}' ({type(fn).__name__})"
-    reason = str(error) or "it does not say its support"
+    reason = str(error) or "it does not define its support"
     if noise_of(fn) is not None:
         return NoCoordinateError(
             f'{site} has no unconstrained form ({reason}): use coordinates="noise"'
         )
     return NoCoordinateError(
         f"{site} has neither explicit noise nor an unconstrained form ({reason}): use another "
-        f"distribution, or say how it is made from noise with register_noise"
+        f"distribution, or register its map from noise by register_noise"
     )
 
 
 def value_at(msg: Message, placed: Placed) -> Tensor:
-    """The value of a guide site, and what is known of it: its density, that it needs a score."""
+    """Return the value of a guide site, and annotate its density and whether it needs a score."""
     coordinate, at = placed
     note(msg, scored=not coordinate.reparameterized, log_prob=coordinate.log_prob(at))
     return coordinate.value(at)
@@ -251,21 +251,21 @@ def placing_at(
     values: Mapping[str, Tensor],
     record: Record,
     kind: Coordinates,
-    held: SampleFn,
+    fixed: SampleFn,
 ) -> SampleFn:
     """
-    What gives the sites of a run their values at given coordinates.
+    Return a sample function that gives the sites of a run their values at given coordinates.
 
     :param values: the coordinates by site, of any shape.
-    :param record: fills with them, and with what sites have that are not among them.
-    :param held: the coordinates of further sites.
+    :param record: is filled with the coordinates of all sites.
+    :param fixed: returns the coordinates of fixed sites.
     """
 
     def sample_fn(msg: Message) -> Tensor | None:
         coordinate, value = coordinate_at(msg, kind), values.get(msg["name"])
-        value = held(msg) if value is None else value
+        value = fixed(msg) if value is None else value
         if value is None:
-            # A site of other draws: noted, to be refused once the run is over.
+            # A site without coordinates: recorded, and rejected by check_names after the run.
             record[msg["name"]] = Placed(coordinate, msg["fn"]())
             return None
         at = as_shape(value, msg["fn"].batch_shape + coordinate.event_shape)
@@ -276,27 +276,27 @@ def placing_at(
 
 
 def latents_at(record: Record, detach: bool) -> SiteChanges:
-    """What changes at each guide site of a run at other coordinates: value and annotations."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the changed fields of each guide site at other coordinates."""
+    changes: dict[str, dict[str, Any]] = {}
     for name, placed in record.items():
         msg: Message = {"infer": {}}
         value = value_at(msg, placed)
-        found[name] = {**msg, "value": changed_draw(Tensor.detach, value) if detach else value}
-    return found
+        changes[name] = {**msg, "value": changed_draw(Tensor.detach, value) if detach else value}
+    return changes
 
 
-def packing_of(sample: WeightedParticles, record: Record, held: Set[str]) -> Packing:
-    """How the local sites of a record, but for those held, are packed into one vector per datum."""
+def packing_of(sample: WeightedParticles, record: Record, fixed: Set[str]) -> Packing:
+    """Return the packing of a record's local sites, except fixed ones."""
     nesting = max((-d for b in sample.blocks for d in b.dims), default=0)
     nesting = max(nesting, sample.runs[0].nesting)
     if sample.runs[0].leading is None:
-        # Dims that lie in no plate are parts of the vector, as those of an event are.
+        # Dims outside plates are part of the vector, like event dims.
         depths = (at.dim() - len(c.event_shape) for c, at in record.values())
         nesting = max(nesting, *depths, 0)
     shapes = {}
     for name, (coordinate, at) in record.items():
         block = sample.block_of[0].get(FactorKey("guide", name))
-        if block is not None and name not in held:
+        if block is not None and name not in fixed:
             events = len(coordinate.event_shape)
             batch = tuple(at.shape[: at.dim() - events])
             batch = batch[max(0, len(batch) - nesting) :]
@@ -305,25 +305,24 @@ def packing_of(sample: WeightedParticles, record: Record, held: Set[str]) -> Pac
     return Packing(shapes, [b.dims for b in sample.blocks], sample.shapes)
 
 
-# What holds for the coordinates of all draws of one structure, found out once.
+# Plans: properties of the coordinates of all draws of one structure.
 
-# Programs of stochastic structure can show ever new shapes: then all are forgotten.
+# The number of cached plans, for programs with stochastic structure; then the cache is cleared.
 _MAX_PLANS = 256
 
 
 @dataclass(frozen=True)
 class Plan:
     """
-    What the coordinates of a structure are.
+    The coordinates of a structure.
 
     :ivar packing: how they are packed into vectors.
-    :ivar normal: whether their density under the guide is the standard normal one.
-    :ivar entangled: whether a first coordinate may depend on another one, as a draw whose noise is
-        not explicit does on the draws before it: gradients at the first draw are then no partial
-        derivatives.
-    :ivar discrete: the sites whose coordinate is a discrete value, which no chain moves.
-    :ivar bounded: whether values of a site lie in a part of the real numbers only.
-    :ivar looked: who has looked at the sites already, by keys of their own.
+    :ivar normal: whether their density under the guide is standard normal.
+    :ivar entangled: whether one first coordinate may depend on another. A draw without
+        explicit noise depends on earlier draws, so its gradients are not partial derivatives.
+    :ivar discrete: the sites with a discrete coordinate, which chains do not move.
+    :ivar bounded: whether the values of a site have a bounded support.
+    :ivar looked: the keys of the checks that are done.
     """
 
     packing: Packing
@@ -335,24 +334,24 @@ class Plan:
 
     @property
     def moving(self) -> Set[str]:
-        """The sites that chains move."""
+        """Return the sites that chains move."""
         return self.packing.sites.keys() - set(self.discrete)
 
 
-def plan_of(sample: WeightedParticles, records: list[Record], held: frozenset[str]) -> Plan:
+def plan_of(sample: WeightedParticles, records: list[Record], fixed: frozenset[str]) -> Plan:
     """
-    The plan of a first draw.
+    Return the plan of a first draw.
 
-    :param records: for each of its runs, where each site stands.
-    :param held: local sites of the guide that stay as they are, so that no vector has them.
-    :raises ValueError: for guides of which no latent has a weight, or coordinates; and if a mask
-        depends on a latent that moves, so that it would change.
+    :param records: the coordinates of each run's sites.
+    :param fixed: local sites of the guide that are fixed, and not packed.
+    :raises ValueError: for guides without a latent that has a weight, or coordinates, or if a mask
+        depends on a latent that moves.
     """
     run, plans = sample.runs[0], sample.structure.notes
     sites = [(n, at.shape, at.dtype, c.kind) for record in records for n, (c, at) in record.items()]
-    key = run.nesting, run.leading, run.shapes, len(records), tuple(sites), held
+    key = run.nesting, run.leading, run.shapes, len(records), tuple(sites), fixed
     if key not in plans:
-        _add(plans, key, _made(sample, records, held))
+        _add(plans, key, _new_plan(sample, records, fixed))
     return plans[key]
 
 
@@ -362,77 +361,76 @@ def _add(plans: dict[Hashable, Plan], key: Hashable, plan: Plan) -> None:
     plans[key] = plan
 
 
-def _made(sample: WeightedParticles, records: list[Record], held: frozenset[str]) -> Plan:
+def _new_plan(sample: WeightedParticles, records: list[Record], fixed: frozenset[str]) -> Plan:
     points = [t.key.name for t in sample.runs[0].terms if t.in_guide]
     if points and not any(is_random(t.site) for t in sample.runs[0].terms if t.in_guide):
         raise ValueError(
-            f"the guide draws no random latent (its site '{points[0]}' is a point mass), so that "
-            f"there are no coordinates to move: use TraceSGVB_ELBO, which needs none"
+            f"the guide draws no random latent (its site '{points[0]}' is a point mass), so there "
+            f"are no coordinates to move: use TraceSGVB_ELBO, which needs none"
         )
     if not sample.blocks:
         raise NothingToMoveError(
-            f"no latent of the guide ({', '.join(points) or 'it has none'}) can be weighed by "
-            f"itself, because a subsampled plate does not enclose them: pass the full data, or "
-            f"use TraceSGVB_ELBO"
+            f"no latent of the guide ({', '.join(points) or 'it has none'}) has its own weight, "
+            f"because a subsampled plate does not enclose them: pass the full data, or use "
+            f"TraceSGVB_ELBO"
         )
-    packing = packing_of(sample, records[0], held)
-    if points and not (packing.sites or held):
+    packing = packing_of(sample, records[0], fixed)
+    if points and not (packing.sites or fixed):
         raise NothingToMoveError(
-            "all random latents of the guide are shared by several data of a minibatch, so "
-            "that none can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
+            "all random latents of the guide are shared by several data of a minibatch, so none "
+            "can be moved for one datum: pass the full data, or use TraceSGVB_ELBO"
         )
-    check_names(records, packing, sample.structure.global_sites.guide | held)
+    check_names(records, packing, sample.structure.global_sites.guide | fixed)
     first = [records[0][n].coordinate for n in packing.sites]
     unexplicit = any(isinstance(c, UnconstrainedCoordinate) for c in first)
     entangled = len(first) > 1 and unexplicit and not sample.structure.mean_field
-    # The density of what is held may depend on the coordinates, unless no draw does on another.
-    normal = all(c.normal for c in first) and (sample.structure.mean_field or not held)
+    # The density of fixed sites may depend on the coordinates, except in a mean-field guide.
+    normal = all(c.normal for c in first) and (sample.structure.mean_field or not fixed)
     discrete = (n for n in packing.sites if not records[0][n].coordinate.moves)
     bounded = any(c.bounded for c in first)
     plan = Plan(packing, normal, entangled, tuple(discrete), bounded)
     for name, draws in sample.structure.masked_by.items():
         if not draws.isdisjoint(plan.moving):
-            raise _moving(name, draws)
+            raise _mask_moves_error(name, draws)
     return plan
 
 
-def _moving(name: str, draws: frozenset[str]) -> ValueError:
+def _mask_moves_error(name: str, draws: frozenset[str]) -> ValueError:
     return ValueError(
         f"the mask of site '{name}' of the guide depends on {', '.join(sorted(draws))}, so "
-        f"moves would change how many latents count: let the masks of both programs depend on "
+        f"moves would change the number of latents: let the masks of both programs depend on "
         f"data only (an unmasked latent without an effect does no harm), or use TraceIWAE_ELBO"
     )
 
 
 def check_names(records: list[Record], packing: Packing, others: frozenset[str]) -> None:
     """
-    Check that sites do not come and go with the draws: they would have no place in a vector.
+    Check that all draws have the same sites, as packing needs.
 
-    :param others: the guide's sites that are not in it.
-    :raises ValueError: naming such a site.
+    :param others: the guide's sites that are not packed.
+    :raises ValueError: naming a site that only some draws have.
     """
     for record in records:
         differing = (record.keys() | others) ^ (packing.sites.keys() | others)
         if differing:
             raise ValueError(
                 f"guide site '{min(differing)}' is drawn in some executions and not in others, "
-                f"so that the latents make no vector of coordinates: draw it always, and mask "
-                f"it where it does not count, or weigh whole draws with TraceIWAE_ELBO"
+                f"so the latents have no vector of coordinates: draw it always, and mask it if "
+                f"it is not used, or use TraceIWAE_ELBO, which weighs whole draws"
             )
 
 
-# Which coordinates are part of the weight, and which of these move.
+# Masks of the coordinates that are part of the weight, and that move.
 
 
 def coordinates_that_count(
     sample: WeightedParticles, records: list[Record], plan: Plan, without: Collection[str] = ()
 ) -> Tensor | None:
     """
-    Return 1 for coordinates that are part of the weight; 0 for masked ones, and for the zeros that
-    fill up shorter vectors.
+    Return 1 for coordinates that are part of the weight; 0 for masked ones and for padding.
 
-    :param without: sites whose coordinates are left out like masked ones.
-    :returns: shape ``[K, *plates, D]``; None where every entry is 1.
+    :param without: sites whose coordinates are excluded like masked ones.
+    :returns: shape ``[K, *plates, D]``; None if every entry is 1.
     """
     packing, sites = plan.packing, plan.packing.sites
     masks = [
@@ -442,9 +440,9 @@ def coordinates_that_count(
     if not (any(masks) or without or packing.padded):
         return None
     packed = []
-    for record, found in zip(records, masks, strict=True):
-        one = {n: torch.full_like(record[n].at, float(n not in without)) for n in sites}
-        packed.append(one | {n: one[n] * _as_event(m, record[n]) for n, m in found.items()})
+    for record, site_masks in zip(records, masks, strict=True):
+        full = {n: torch.full_like(record[n].at, float(n not in without)) for n in sites}
+        packed.append(full | {n: full[n] * _as_event(m, record[n]) for n, m in site_masks.items()})
     return packing.pack_runs(packed)
 
 

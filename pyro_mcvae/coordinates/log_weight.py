@@ -38,17 +38,17 @@ from pyro_mcvae.programs.sites import masked_entries, without_autocast
 from pyro_mcvae.programs.terms import Term, scored
 from pyro_mcvae.programs.types import Distribution, Message
 
-# What a log weight is differentiated with respect to, and what keeps its graph.
+# The gradients of a log weight that are needed, and the graphs that are kept for them.
 
 
 class GradientMode(enum.Flag):
     """
-    Which gradients of a log weight are needed; ``|`` joins them.
+    The gradients of a log weight that are needed; combine them by ``|``.
 
-    * ``NONE``: none; graphs are kept where gradients are enabled around it.
-    * ``COORDINATES``: at each evaluation, with respect to the coordinates, as kernels ask for.
-    * ``FIRST``: the first draw keeps its graph, its latents detached from the guide, so that guide
-      and model get gradients of their own; later evaluations keep none.
+    * ``NONE``: none; graphs are kept if gradients are enabled in the caller.
+    * ``COORDINATES``: at each evaluation, with respect to the coordinates, for kernels.
+    * ``FIRST``: the first draw keeps its graph, with latents detached from the guide, so that guide
+      and model get separate gradients; later evaluations keep no graph.
     * ``CHAIN``: every evaluation keeps its graph, back to the first draw.
     """
 
@@ -59,12 +59,12 @@ class GradientMode(enum.Flag):
 
     @classmethod
     def of_kernel(cls, needs_gradient: bool) -> GradientMode:
-        """What moves of a kernel need, whose chain nobody differentiates."""
+        """Return the mode for a kernel whose chain is not differentiated."""
         return cls.COORDINATES if needs_gradient else cls.NONE
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether some evaluation keeps its graph, for the gradient of a bound."""
+        """Return whether some evaluation keeps its graph, for the gradient of a bound."""
         return bool(self & (GradientMode.FIRST | GradientMode.CHAIN))
 
 
@@ -77,10 +77,10 @@ class Evaluation:
     The log weight at given coordinates of the local latents.
 
     :ivar log_weight: :math:`\log p(x, z) - \log q(z \mid x)`, shape ``[*leading, *plates]``.
-    :ivar log_base: the coordinates' density under the guide, of the same shape; coordinates that
-        a mask takes out of the guide are left out, unless their density follows others.
-    :ivar sample: the execution behind them.
-    :ivar records: for each of its runs, where each site stands.
+    :ivar log_base: the coordinates' density under the guide, of the same shape, without masked
+        coordinates, unless their density depends on others.
+    :ivar sample: the execution at these coordinates.
+    :ivar records: the coordinates of each run's sites.
     """
 
     log_weight: Tensor
@@ -89,18 +89,18 @@ class Evaluation:
     records: list[Record]
 
     def with_lead(self, lead: torch.Size) -> Evaluation:
-        """With other leading dims."""
+        """Reshape the leading dims."""
         shape = lead + self.log_weight.shape[1:]
         log_weight, log_base = self.log_weight.reshape(shape), self.log_base.reshape(shape)
         return replace(self, log_weight=log_weight, log_base=log_base)
 
 
 def evaluate(sample: WeightedParticles, records: list[Record]) -> Evaluation:
-    """The log weight of a sample, and the density of its coordinates, also of those held."""
+    """Return the log weight of a sample, and the density of its coordinates, also fixed ones."""
 
     def log_base(term: Term, i: int) -> Tensor | int:
         placed = records[i].get(term.key.name) if term.in_guide else None
-        if placed is None:  # a point mass, or the model's
+        if placed is None:  # a point mass, or a site of the model
             return 0
         density = placed.coordinate.log_base(placed.at, term.site["value"])
         mask = masked_entries(term.site)
@@ -112,11 +112,11 @@ def evaluate(sample: WeightedParticles, records: list[Record]) -> Evaluation:
     return Evaluation(sample.log_weight, sample.local_sum(log_base), sample, records)
 
 
-# The gradients of a log weight: with respect to its coordinates, and of guide and model apart.
+# Gradients of a log weight: with respect to its coordinates, and separately for guide and model.
 
 
 def base_gradient(plan: Plan, at: Evaluation, create_graph: bool) -> Tensor:
-    """The gradient of the coordinates' own density: ``[*leading, *plates, D]``."""
+    """Return the gradient of the coordinates' base density: ``[*leading, *plates, D]``."""
     packing = plan.packing
     if not plan.normal:
         return coordinate_gradient(packing, at.records, at.log_base, create_graph, True)
@@ -128,9 +128,9 @@ def coordinate_gradient(
     packing: Packing, records: list[Record], value: Tensor, create_graph: bool, reused: bool
 ) -> Tensor:
     """
-    The gradient of a value per datum with respect to the coordinates: ``[*leading, *plates, D]``.
+    Return the gradient of a value per datum in the coordinates: ``[*leading, *plates, D]``.
 
-    It moves chains, and is smoothed at the kinks of programs that ran with their widths.
+    It moves chains. At the kinks of programs that ran with widths it is smoothed.
 
     :param value: shape ``[*leading, *plates]``.
     :param bool create_graph: whether it can be differentiated again.
@@ -138,56 +138,56 @@ def coordinate_gradient(
     """
     names = list(packing.sites)
     inputs = [record[n].at for record in records for n in names]
-    moving = [i for i in inputs if i.requires_grad]  # discrete values do not
-    found: Sequence[Tensor | None] = ()
+    moving = [i for i in inputs if i.requires_grad]  # discrete values have no gradient
+    raw: Sequence[Tensor | None] = ()
     if value.requires_grad:
-        # The backward pass of an operator computes in the precision that its forward pass had.
+        # The backward pass of an operator has the precision of its forward pass.
         with without_autocast(), drifting():
-            ones, kept = torch.ones_like(value), reused or create_graph
-            found = torch.autograd.grad(value, moving, ones, kept, create_graph, allow_unused=True)
-    grads = {id(i): g for i, g in zip(moving, found, strict=False) if g is not None}
+            ones, retain = torch.ones_like(value), reused or create_graph
+            raw = torch.autograd.grad(value, moving, ones, retain, create_graph, allow_unused=True)
+    grads = {id(i): g for i, g in zip(moving, raw, strict=False) if g is not None}
     full = (grads[id(i)] if id(i) in grads else torch.zeros_like(i) for i in inputs)
     packed = packing.pack_runs([{n: next(full) for n in names} for _ in records])
     return as_shape(packed, value.shape + packed.shape[-1:])
 
 
 def gradients_at_latents(sample: WeightedParticles) -> list[dict[str, Tensor]]:
-    """For each run the gradient of log p at the local draws, which are leaves of their graph."""
+    """Return each run's gradient of log p at the local draws, which are leaves of the graph."""
     leaves = []
     for run, block_of in zip(sample.runs, sample.block_of, strict=True):
         names = [t.key.name for t in run.terms if t.in_guide and block_of[t.key] is not None]
         nodes = run.model_trace.nodes
         leaves.append({n: nodes[n]["value"] for n in names if n in nodes})
-    inputs = [v for found in leaves for v in found.values() if v.requires_grad]
+    inputs = [v for values in leaves for v in values.values() if v.requires_grad]
     log_prob = sample.local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
-    found = torch.autograd.grad(log_prob.sum(), inputs, allow_unused=True) if inputs else ()
-    grads = iter(found)
+    values = torch.autograd.grad(log_prob.sum(), inputs, allow_unused=True) if inputs else ()
+    grads = iter(values)
     return [
-        {n: g for n, v in found.items() if v.requires_grad and (g := next(grads)) is not None}
-        for found in leaves
+        {n: g for n, v in values.items() if v.requires_grad and (g := next(grads)) is not None}
+        for values in leaves
     ]
 
 
 def guide_elbo(sample: WeightedParticles, at_latents: list[dict[str, Tensor]]) -> Tensor:
     r"""
-    :math:`z \cdot \nabla_z \log p(x, z) - \log q(z \mid x)` of local latents, ``[K, *plates]``.
+    Return :math:`z \cdot \nabla_z \log p(x, z) - \log q(z \mid x)`, shape ``[K, *plates]``.
 
-    :param at_latents: by :func:`gradients_at_latents`.
+    :param at_latents: from :func:`gradients_at_latents`.
     """
 
     def pick(term: Term, i: int) -> Tensor | int:
         if not term.in_guide:
             return 0
-        found, site = at_latents[i].get(term.key.name), term.site
-        if found is None:
+        gradient, site = at_latents[i].get(term.key.name), term.site
+        if gradient is None:
             return -term.log_prob
-        # A constant where the guide has no parameters: then nothing is to be learned.
-        return sum_event(found * site["value"], site["fn"].event_dim) - term.log_prob
+        # A constant if the guide has no parameters.
+        return sum_event(gradient * site["value"], site["fn"].event_dim) - term.log_prob
 
     return sample.local_sum(pick)
 
 
-# The log weight of a pair of programs as a function of its local latents.
+# The log weight of a model and guide as a function of their local latents.
 
 _CHECKED = ("checked",)
 
@@ -196,41 +196,39 @@ class LogWeight:
     r"""
     :math:`\log w` of one step, as a function of the local latents' coordinates.
 
-    Made once per step: draws the minibatch and the global latents, which stay fixed, and a first
-    set of coordinates. Calling it evaluates both programs at other coordinates, with any leading
-    dimensions, in one vectorised run (or in a loop over a model that cannot be vectorised). In
+    It is made once per step. It draws the minibatch and the global latents, which are then fixed,
+    and a first set of coordinates. Calling it evaluates both programs at other coordinates, with
+    any leading dimensions, in one vectorized run (or in a loop if they cannot be vectorized). In
     ``"noise"`` coordinates
 
     .. math:: \log \gamma_\beta(\epsilon) = \log \text{base}(\epsilon) + \beta \log w(\epsilon)
 
-    is a path from the guide to the posterior, and gradients with respect to the parameters flow
-    through the guide's own map from noise to latents. A guide whose draws do not depend on each
-    other is not run again: its distributions are those of the first run.
+    is a path from the guide to the posterior, and parameter gradients go through the guide's map
+    from noise to latents. A mean-field guide runs only once: its distributions are reused.
 
     :param sampler: runs the programs.
     :param programs: model, guide and their arguments.
     :param coordinates: ``"noise"``, ``"latent"`` or ``"resting"``; see
         :func:`~pyro_mcvae.coordinates.coordinate.coordinate_of`.
-    :param GradientMode gradient: what is differentiated. With any gradient the first coordinates
-        are drawn such that :meth:`gradients` exist there, and, where they depend on the guide's
-        parameters, with a gradient to these. With ``FIRST`` the first local draws reach the model
-        without their gradient to the guide, so that the parameters of the two get gradients of
-        their own: :meth:`guide_elbo`, :meth:`model_log_prob`.
-    :param WeightedParticles within: a step whose minibatch and global latents are taken instead of
-        new ones.
-    :param Beginning begin: where local sites begin, in as many leading rows as it says; left
-        out, at draws of the guide's. Discrete sites that it holds stay there: no vector has them,
-        but their density given the coordinates is part of the base density. So the path leads from
-        the guide's joint density to the model's, at these values.
+    :param GradientMode gradient: the gradients that are needed. With any of them,
+        :meth:`gradients` exist at the first coordinates; these have a gradient to the guide's
+        parameters if they depend on them. With ``FIRST`` the first local draws are detached in the
+        model, so that guide and model get separate gradients: :meth:`guide_elbo`,
+        :meth:`model_log_prob`.
+    :param WeightedParticles within: a step whose minibatch and global latents are reused.
+    :param Beginning begin: the initial values of local sites, and their number of rows; by default
+        draws of the guide. Its fixed discrete sites are not part of the vectors, but their density
+        given the coordinates is part of the base density. So the path goes from the guide's joint
+        density to the model's, at these values.
 
-    :param widths: of the kinks of the programs, at which :meth:`gradients` are smoothed to be
-        differentiated again; see :mod:`pyro_mcvae.ops.smoothing`. None if they are not.
+    :param widths: the widths of the programs' kinks, at which :meth:`gradients` are smoothed for
+        second derivatives; see :mod:`pyro_mcvae.ops.smoothing`. None for no smoothing.
 
     :ivar coordinates: the first draw, shape ``[K, *plates, D]`` (or ``[K, elements, D]`` for
-        several blocks), where D counts the numbers that describe one datum's latents.
-    :ivar first: the :class:`Evaluation` of that draw.
-    :ivar kind: of the coordinates, as given.
-    :raises ValueError: if no latent can be weighed by itself, or a guide site has no coordinate.
+        several blocks), where D is the number of coordinates of one datum's latents.
+    :ivar first: the :class:`Evaluation` of the first draw.
+    :ivar kind: the kind of the coordinates.
+    :raises ValueError: if no latent has its own weight, or a guide site has no coordinate.
 
     Example::
 
@@ -266,7 +264,7 @@ class LogWeight:
         generators = Generators() if sampler.runner.bounded is None else None
         sample = self._planned(within)
         if self.plan.bounded and not sampler.runner.bounded:
-            # From now on programs are run with known logarithms, and this draw is made again.
+            # From now on programs run with exact logarithms, and this draw is repeated.
             sampler.runner.bounded = True
             if generators is not None:
                 generators.put_back()
@@ -275,8 +273,8 @@ class LogWeight:
         self.packing = self.plan.packing
         with self._running(), knowing(self.plan.bounded):
             self.first = evaluate(sample, self._records)
-        at = [{n: placed.at for n, placed in record.items()} for record in self._records]
-        self.coordinates = self.packing.pack_runs(at) if self.packing.sites else self._empty()
+        start = [{n: placed.at for n, placed in record.items()} for record in self._records]
+        self.coordinates = self.packing.pack_runs(start) if self.packing.sites else self._empty()
 
     def _planned(self, within: WeightedParticles | None) -> WeightedParticles:
         with knowing(bool(self._sampler.runner.bounded)):
@@ -321,31 +319,32 @@ class LogWeight:
         detach = GradientMode.FIRST in self.gradient
         with self._running():
             if within is None:
-                of_guide = make_sample_fn, detach, self._beginning.count
-                sample = sampler.sample(self.programs, *of_guide, keep_noise=True)
+                options = make_sample_fn, detach, self._beginning.count
+                sample = sampler.sample(self.programs, *options, keep_noise=True)
             else:
-                given = within, sampler.num_particles, make_sample_fn, detach
-                sample = sampler.resample(self.programs, *given)
-        # A step whose structure was new may have begun more than once.
+                rerun = within, sampler.num_particles, make_sample_fn, detach
+                sample = sampler.resample(self.programs, *rerun)
+        # A step with a new structure may have made several attempts.
         return sample, records[-len(sample.runs) :]
 
     @property
     def unreparameterized(self) -> tuple[str, ...]:
-        """The continuous local sites whose first draw has no gradient to the guide's parameters."""
+        """Return the continuous local sites whose first draw has no gradient to the parameters."""
         record = self._records[0]
         return tuple(n for n in self.packing.sites if not record[n][0].reparameterized)
 
     @property
     def unconstrained(self) -> dict[str, Distribution]:
-        """The distributions of the local sites that move as unconstrained values."""
-        found = ((n, self._records[0][n][0]) for n in self.packing.sites)
-        return {n: c.fn for n, c in found if isinstance(c, UnconstrainedCoordinate)}
+        """Return the distributions of the local sites that move as unconstrained values."""
+        pairs = ((n, self._records[0][n][0]) for n in self.packing.sites)
+        return {n: c.fn for n, c in pairs if isinstance(c, UnconstrainedCoordinate)}
 
     @cached_property
     def movable(self) -> Tensor | None:
         """
-        1 for coordinates that chains move: those of :attr:`valid` but for discrete sites. Shape
-        ``[K, *plates, D]``, or None where all move.
+        Return 1 for coordinates that chains move: those of :attr:`valid` except discrete sites.
+
+        :returns: shape ``[K, *plates, D]``, or None if all move.
         """
         return coordinates_that_count(
             self.first.sample, self._records, self.plan, self.plan.discrete
@@ -354,31 +353,33 @@ class LogWeight:
     @cached_property
     def valid(self) -> Tensor:
         """
-        1 for coordinates that are part of the weight; 0 for masked ones, and for those that fill
-        up shorter vectors where the blocks' lengths differ. Shape ``[K, *plates, D]``.
+        Return 1 for coordinates that are part of the weight; 0 for masked ones and for padding.
+
+        :returns: shape ``[K, *plates, D]``.
         """
-        found = coordinates_that_count(self.first.sample, self._records, self.plan)
-        return torch.ones_like(self.coordinates) if found is None else found
+        mask = coordinates_that_count(self.first.sample, self._records, self.plan)
+        return torch.ones_like(self.coordinates) if mask is None else mask
 
     def gradients(self, at: Evaluation, create_graph: bool = True) -> tuple[Tensor, Tensor]:
         """
-        The gradients of ``log_base`` and ``log_weight`` with respect to the coordinates.
+        Return the gradients of ``log_base`` and ``log_weight`` with respect to the coordinates.
 
-        :param Evaluation at: made where gradients were enabled.
+        :param Evaluation at: an evaluation with gradients enabled.
         :param bool create_graph: whether they can be differentiated again.
         :returns: two tensors of shape ``[*leading, *plates, D]``.
         """
-        # With FIRST the way from the model to its coordinates leads through detached latents.
-        apart = at is self.first and GradientMode.FIRST in self.gradient
-        value = self.guide_elbo() if apart else at.log_weight
+        # With FIRST the latents between model and coordinates are detached.
+        separate = at is self.first and GradientMode.FIRST in self.gradient
+        value = self.guide_elbo() if separate else at.log_weight
         base = base_gradient(self.plan, at, create_graph)
-        return base, coordinate_gradient(self.packing, at.records, value, create_graph, apart)
+        return base, coordinate_gradient(self.packing, at.records, value, create_graph, separate)
 
     def guide_elbo(self) -> Tensor:
         r"""
-        A tensor whose gradient is that of the plain ELBO of the first draw, with respect to the
-        guide's parameters only: :math:`z \cdot \nabla_z \log p(x, z) - \log q(z \mid x)`, shape
-        ``[K, *plates]``. Needs ``GradientMode.FIRST`` and gradients enabled.
+        Return a surrogate of the plain ELBO of the first draw, for the guide's parameters only.
+
+        It is :math:`z \cdot \nabla_z \log p(x, z) - \log q(z \mid x)`, shape ``[K, *plates]``.
+        Needs ``GradientMode.FIRST`` and gradients enabled.
         """
         return guide_elbo(self.first.sample, self._at_latents)
 
@@ -388,7 +389,7 @@ class LogWeight:
 
     def model_log_prob(self, coordinates: Tensor) -> Tensor:
         """
-        log p(x, z) at latents that stay fixed, with gradients to the model and the global latents.
+        Return log p(x, z) at detached latents, with gradients to the model and the global latents.
 
         :param coordinates: shape ``[K, *plates, D]``.
         :returns: shape ``[K, *plates]``.
@@ -397,7 +398,7 @@ class LogWeight:
 
     def at_rest(self, coordinates: Tensor) -> WeightedParticles:
         """
-        Both programs at latents that stay fixed: these have no gradient to the guide.
+        Run both programs at latents that are detached from the guide.
 
         :param coordinates: shape ``[K, *plates, D]``.
         """
@@ -439,8 +440,8 @@ class LogWeight:
         def make_sample_fn(rows: range, shared: frozenset[str]) -> SampleFn:
             records.append({})
             values = self.packing.unpack(flat[rows.start : rows.stop])
-            held = partial(self._beginning.again, rows=rows)
-            return placing_at(values, records[-1], self.kind, held)
+            fixed = partial(self._beginning.again, rows=rows)
+            return placing_at(values, records[-1], self.kind, fixed)
 
         sample = self._sampler.resample(self.programs, first, len(flat), make_sample_fn, detach)
         others = first.structure.global_sites.guide | self._beginning.held
@@ -448,10 +449,10 @@ class LogWeight:
         return sample, records
 
     def _draw(self, record: Record, rows: range, msg: Message) -> Tensor:
-        """The first value of a site."""
+        """Return the first value of a site, and record its coordinate."""
         name, coordinate = msg["name"], coordinate_at(msg, self.kind)
-        wanted = bool(self.gradient) and name not in self._beginning.held
-        moves = wanted and torch.is_grad_enabled()
+        needs_gradient = bool(self.gradient) and name not in self._beginning.held
+        moves = needs_gradient and torch.is_grad_enabled()
         with torch.set_grad_enabled(moves):
             at = self._beginning.begin(msg, rows, coordinate)
         if moves and at.is_floating_point() and not at.requires_grad:
@@ -460,8 +461,8 @@ class LogWeight:
         return value_at(msg, record[name])
 
 
-def _other_shape(found: Tensor, inner: torch.Size) -> ValueError:
+def _other_shape(coordinates: Tensor, inner: torch.Size) -> ValueError:
     return ValueError(
         f"coordinates must have shape [*leading, {', '.join(map(str, inner))}], got "
-        f"{tuple(found.shape)}"
+        f"{tuple(coordinates.shape)}"
     )

@@ -1,7 +1,7 @@
 r"""
-How distributions draw: the map from standard noise, of fixed density, to the value.
+Map standard noise, of fixed density, to draws of distributions.
 
-A registry by class, which users extend with :func:`register_noise`.
+The maps are registered by class, and users add others by :func:`register_noise`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pyro_mcvae.programs.types import Distribution, NoCoordinateError
 
 class Noise(NamedTuple):
     r"""
-    How a distribution's draws are made: :math:`z = T(\epsilon)`.
+    The map from noise to a distribution's draws: :math:`z = T(\epsilon)`.
 
     :ivar standard: a scalar distribution on the real line, without parameters to learn.
-    :ivar event_shape: how many standard variables one batch element takes.
+    :ivar event_shape: the shape of the standard variables of one batch element.
     :ivar transform: T, from the noise to the value.
-    :ivar log_scale: returns log of T's derivative per standard variable, broadcastable to batch
-        and event, where T acts on each by itself and its derivative does not depend on the noise.
-    :ivar inverse: T's inverse, from the value to the noise, where there is one.
+    :ivar log_scale: returns the log derivative of T per standard variable, broadcastable to batch
+        and event; only if T acts elementwise and its derivative does not depend on the noise.
+    :ivar inverse: T's inverse, from the value to the noise, if it exists.
 
-    Example, for :func:`register_noise`; a log-normal distribution's::
+    Example, the noise of a log-normal distribution, for :func:`register_noise`::
 
         >>> standard = dist.Normal(torch.zeros(()), torch.ones(()))
         >>> noise = Noise(standard, torch.Size(), torch.exp, inverse=torch.log)
@@ -47,7 +47,7 @@ class Noise(NamedTuple):
 
 
 class StandardNormal:
-    """N(0, 1) in as few operations as it takes."""
+    """N(0, 1), with as few operations as possible."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like.detach()
@@ -60,21 +60,21 @@ class StandardNormal:
 
 
 _LOG_TWO_PI = math.log(2 * math.pi)
-NoiseMaker = Callable[[Any], Any]  # of one class of distributions, which takes its own
+NoiseMaker = Callable[[Any], Any]  # takes a distribution of its class
 _REGISTRY: dict[type, NoiseMaker] = {}
 
 
 def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
     """
-    Register how distributions of these classes are made from noise.
+    Register the map from noise to draws for classes of distributions.
 
-    Chains then move that noise; the draws of other classes move as unconstrained values. A class of
-    your own that is not registered is one of these, and works.
+    Chains then move the noise. The draws of all other classes, custom ones too, move as
+    unconstrained values.
 
-    :param classes: of which subclasses are taken for, too, unless they draw in another way: have
-        an ``rsample``, ``log_prob``, ``__call__`` or ``has_rsample`` of their own.
+    :param classes: the classes, with their subclasses, unless these override ``rsample``,
+        ``log_prob``, ``__call__`` or ``has_rsample``.
     :returns: a decorator for a function that maps a distribution to a :class:`Noise` (or a tuple of
-        its fields), or to None where it has no explicit noise.
+        its fields), or to None if it has no explicit noise.
 
     Example::
 
@@ -97,14 +97,14 @@ def register_noise(*classes: type) -> Callable[[NoiseMaker], NoiseMaker]:
 
 
 def noise_of(fn: Distribution) -> Noise | None:
-    """How a distribution draws, or None where its noise is not explicit."""
+    """Return the noise of a distribution's draws, or None if it is not explicit."""
     function = _REGISTRY.get(type(fn)) or _inherited(type(fn))
-    found = None if function is None else function(fn)
-    return None if found is None else Noise(*found)
+    noise = None if function is None else function(fn)
+    return None if noise is None else Noise(*noise)
 
 
 def _inherited(cls: type) -> NoiseMaker | None:
-    """That of the nearest parent, if a subclass draws as it does."""
+    """Return the function of the nearest registered parent, if the subclass draws like it."""
     parent = next((c for c in cls.__mro__ if c in _REGISTRY), object)
     draws = "rsample", "log_prob", "__call__", "has_rsample"
     same = all(getattr_static(cls, n, None) is getattr_static(parent, n, None) for n in draws)
@@ -118,12 +118,12 @@ def _standard(cls: type, like: Tensor, *args: Tensor) -> Any:
 
 
 def _pair(*names: str) -> list[type]:
-    found = [getattr(module, n, None) for module in (dist, torch.distributions) for n in names]
-    return [cls for cls in dict.fromkeys(found) if cls is not None]
+    classes = [getattr(module, n, None) for module in (dist, torch.distributions) for n in names]
+    return [cls for cls in dict.fromkeys(classes) if cls is not None]
 
 
 def _scaled(fn: Distribution, standard: Distribution | StandardNormal) -> Noise:
-    """Of location-scale families."""
+    """Return the noise of a location-scale family."""
     return Noise(
         standard,
         fn.event_shape,
@@ -159,9 +159,9 @@ def _uniform(fn: Distribution) -> Noise:
     inner = torch.nextafter(low, high), torch.nextafter(high, low)
 
     def transform(eps: Tensor) -> Tensor:
-        # From the nearer end, whose distance may be far below rounding of the other, as for Gumbel.
+        # From the nearer end: the distance may be far below the rounding of the other end.
         below, above = fn.low + width() * tail(-eps), fn.high - width() * tail(eps)
-        # Rounding puts far noise on the interval's ends, where densities are infinite.
+        # Rounding would put extreme noise on the interval's ends, where densities are infinite.
         return torch.where(eps < 0, below, above).clamp(*inner)
 
     def width() -> Tensor:
@@ -203,7 +203,7 @@ def _low_rank_normal(fn: Distribution) -> Noise:
 
 @register_noise(dist.ProjectedNormal)
 def _projected_normal(fn: Distribution) -> Noise:
-    # As many numbers as the value has entries, of which one is lost: not one to one.
+    # As many variables as entries of the value, which has one degree of freedom less.
     return Noise(
         StandardNormal(fn.concentration),
         fn.event_shape,
@@ -213,12 +213,12 @@ def _projected_normal(fn: Distribution) -> Noise:
 
 @register_noise(*_pair("Independent"), torch.distributions.Independent)
 def _independent(fn: Distribution) -> Noise | None:
-    found = noise_of(fn.base_dist)
-    if found is None:
+    noise = noise_of(fn.base_dist)
+    if noise is None:
         return None
     count = fn.reinterpreted_batch_ndims
     extra = fn.base_dist.batch_shape[len(fn.base_dist.batch_shape) - count :]
-    return found._replace(event_shape=extra + found.event_shape)
+    return noise._replace(event_shape=extra + noise.event_shape)
 
 
 @register_noise(
@@ -229,23 +229,23 @@ def _wrapped(fn: Distribution) -> Noise | None:
 
 
 def _flow_classes() -> list[type]:
-    # LogNormal, Gumbel and the like are transformed distributions by inheritance.
+    # LogNormal, Gumbel and others inherit from TransformedDistribution.
     root = torch.distributions.TransformedDistribution
-    found = [
+    classes = [
         cls
         for module in (dist, torch.distributions)
         for cls in vars(module).values()
         if isinstance(cls, type) and issubclass(cls, root) and cls.rsample is root.rsample
     ]
-    return list(dict.fromkeys([root, *found]))
+    return list(dict.fromkeys([root, *classes]))
 
 
 @register_noise(*_flow_classes())
 def _transformed(fn: Distribution) -> Noise | None:
-    found = noise_of(fn.base_dist)
-    if found is None:
+    noise = noise_of(fn.base_dist)
+    if noise is None:
         return None
-    standard, event_shape, base, _, base_inverse = found
+    standard, event_shape, base, _, base_inverse = noise
     count = len(fn.base_dist.batch_shape) - len(fn.batch_shape)
     if count > 0:
         # Transforms that mix batch elements of the base make them one event.
@@ -261,7 +261,7 @@ def _transformed(fn: Distribution) -> Noise | None:
         assert base_inverse is not None
         for part in reversed(fn.transforms):
             if not part.bijective:
-                # As an absolute value, whose noise may have had either sign.
+                # For example AbsTransform, whose noise may have either sign.
                 raise NoCoordinateError(f"{type(part).__name__} is not one to one")
             try:
                 value = part.inv(value)
@@ -289,17 +289,17 @@ def _kumaraswamy(fn: Distribution) -> Noise:
 @register_noise(ZukoToPyro)
 def _zuko(fn: Distribution) -> Noise | None:
     flow = fn.dist
-    if type(flow).__name__ != "NormalizingFlow":  # of Zuko, which is no dependency
+    if type(flow).__name__ != "NormalizingFlow":  # by name, because Zuko is not a dependency
         return noise_of(flow)
-    found = noise_of(flow.base)
-    if found is None:
+    noise = noise_of(flow.base)
+    if noise is None:
         return None
-    base, back = found.transform, found.inverse
+    base, inverse = noise.transform, noise.inverse
     # Its transform goes from the value to the base.
-    return found._replace(
+    return noise._replace(
         transform=lambda eps: flow.transform.inv(base(eps)),
         log_scale=None,
-        inverse=None if back is None else lambda value: back(flow.transform(value)),
+        inverse=None if inverse is None else lambda value: inverse(flow.transform(value)),
     )
 
 

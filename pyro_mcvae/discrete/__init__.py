@@ -1,1 +1,1 @@
-"""Sums over discrete sites: slots, enumeration, and the control variates of what is sampled."""
+"""Sum over discrete sites: slots, enumeration, and control variates of sampled values."""

@@ -21,11 +21,11 @@ from pyro_mcvae.programs.supports import Categories, Support
 
 def score_surrogate(signal: Tensor, score: Tensor) -> Tensor:
     r"""
-    A scalar whose gradient is :math:`\sum_s r_s \nabla \log q(z_s)`.
+    Return a scalar whose gradient is :math:`\sum_s r_s \nabla \log q(z_s)`.
 
-    :param ~torch.Tensor signal: r, what multiplies each slot's score; no gradient passes it.
-    :param ~torch.Tensor score: :math:`\log q(z_s)`, of the same shape; where the signal is zero it
-        may be infinite.
+    :param ~torch.Tensor signal: r, the factor of each slot's score; it is detached.
+    :param ~torch.Tensor score: :math:`\log q(z_s)`, of the same shape; it may be infinite if the
+        signal is zero.
 
     Example::
 
@@ -40,21 +40,20 @@ def score_surrogate(signal: Tensor, score: Tensor) -> Tensor:
 
 def leave_one_out_baseline(cost: Tensor, sampled: Tensor) -> Tensor:
     r"""
-    For each draw the mean cost of the other draws, for each summed category that of all draws.
+    Return the mean cost of the other draws, or of all draws for summed categories.
 
-    With :math:`b_j` of the draws and their mean :math:`\bar b` at the summed categories,
+    With :math:`b_j` for the draws and their mean :math:`\bar b` for the summed categories,
 
     .. math::
         \sum_{z \in C} \bar b \nabla q(z)
             + \frac{q(\bar C)}{n} \sum_j b_j \nabla \log q(v_j)
 
-    has mean zero: each :math:`b_j` is independent of :math:`v_j`, so that the second term's mean
-    is :math:`E[b] \nabla q(\bar C)`, and q sums to one.
+    has mean zero: each :math:`b_j` is independent of :math:`v_j`, so the second term's mean is
+    :math:`E[b] \nabla q(\bar C)`, and q sums to one.
 
     :param ~torch.Tensor cost: shape ``[S, *batch]``.
-    :param ~torch.Tensor sampled: which slots are draws; two or more, or none, of each batch
-        element.
-    :returns: the baselines, of the same shape; zero where there are no draws.
+    :param ~torch.Tensor sampled: which slots are draws; at least two, or none, per batch element.
+    :returns: the baselines, of the same shape; zero without draws.
 
     Example::
 
@@ -68,7 +67,7 @@ def leave_one_out_baseline(cost: Tensor, sampled: Tensor) -> Tensor:
     return torch.where(sampled, others, total / count.clamp_min(1))
 
 
-# Baselines of the score function: what is subtracted from a discrete site's cost.
+# Baselines of the score function, subtracted from a discrete site's cost.
 
 _counter = itertools.count()
 
@@ -76,18 +75,18 @@ _counter = itertools.count()
 @dataclass(frozen=True)
 class SiteSignal:
     """
-    What a baseline sees of one discrete site: everything detached but ``score``.
+    The input of a baseline for one discrete site; all tensors are detached except ``score``.
 
     :ivar name: the site's name.
     :ivar weight: the weight of each slot, shape ``[S, *batch]``.
     :ivar sampled: which slots are draws.
     :ivar score: log q of each slot's value, with its gradient.
-    :ivar cost: the expected ELBO terms behind each slot, times ``upstream``.
+    :ivar cost: the expected ELBO terms downstream of each slot, times ``upstream``.
     :ivar upstream: the weight of the slots of other sites on which the site depends, a shape that
         broadcasts with ``weight``.
     :ivar support: the site's values.
     :ivar value: the slots' values, ``[S, *batch, *event]``.
-    :ivar exact: whether the slots are all values, so that nothing is random.
+    :ivar exact: whether the slots are all values, without randomness.
     :ivar extra: whether the last slot is an independent draw, without weight.
     :ivar input: ``infer={"mcvae": {"baseline_input": ...}}`` of the site, or None.
     """
@@ -106,18 +105,18 @@ class SiteSignal:
     programs: Programs
 
     def average_cost(self) -> Tensor:
-        """The expected cost behind each slot by itself; zero where nothing leads there."""
-        known = self.upstream > 0
-        return torch.where(known, self.cost / torch.where(known, self.upstream, 1.0), 0.0)
+        """Return the expected cost downstream of each slot; zero if its upstream weight is zero."""
+        reached = self.upstream > 0
+        return torch.where(reached, self.cost / torch.where(reached, self.upstream, 1.0), 0.0)
 
 
 class Baseline(ABC):
     """
-    A variance reduction of one discrete site's gradient that leaves its mean as it is.
+    A variance reduction of one discrete site's gradient that does not change its mean.
 
-    :cvar min_samples: how many draws it needs.
-    :cvar extra_draw: whether it needs one further draw of the site, independent of the slots.
-    :cvar relaxed: whether the site is not drawn at all, but relaxed.
+    :cvar min_samples: the number of draws it needs.
+    :cvar extra_draw: whether it needs another draw of the site, independent of the slots.
+    :cvar relaxed: whether the site is relaxed instead of drawn.
 
     Example, a constant that is subtracted from the cost of draws (``num_categories=0``)::
 
@@ -134,11 +133,11 @@ class Baseline(ABC):
 
     @abstractmethod
     def surrogate(self, signal: SiteSignal) -> Tensor:
-        """A scalar with the gradient of the site's distribution, and of learned parts."""
+        """Return a scalar with the gradient of the site's distribution, and of learned parts."""
 
 
 def no_baseline(signal: SiteSignal) -> Tensor:
-    r"""REINFORCE: :math:`\sum_s w_s f(z_s) \nabla \log q(z_s)`."""
+    r"""Return the surrogate of REINFORCE: :math:`\sum_s w_s f(z_s) \nabla \log q(z_s)`."""
     return score_surrogate(signal.weight * signal.cost, signal.score)
 
 
@@ -158,7 +157,7 @@ class IndependentDraw(Baseline):
     def surrogate(self, signal: SiteSignal) -> Tensor:
         if not signal.extra:  # an exact sum
             return no_baseline(signal)
-        # The last slot has no weight of its own.
+        # The last slot has weight zero.
         return score_surrogate(signal.weight * (signal.cost - signal.cost[-1:]), signal.score)
 
 
@@ -186,8 +185,8 @@ class SummedMean(Baseline):
     The mean cost :math:`b = \sum_{z \in C} q(z) f(z) / q(C)` of the summed categories is
     subtracted from all slots' costs.
 
-    It takes no further evaluation, and does not depend on the draws, so the mean stays as it is.
-    Not in the paper. Where nothing is summed it is REINFORCE.
+    It needs no further evaluation. It does not depend on the draws, so the mean does not change.
+    It is not in the paper. Without summed categories it is REINFORCE.
 
     Example::
 
@@ -206,13 +205,13 @@ class LearnedBaseline(Baseline, torch.nn.Module):
     """
     A baseline with parameters. As part of an ELBO it is trained by the optimizer of the step.
 
-    It sees the first argument of the programs' call, or what a site hands it by
+    Its input is the first argument of the programs' call, or a site's
     ``infer={"mcvae": {"baseline_input": x[idx]}}``.
     """
 
     def __init__(self) -> None:
         torch.nn.Module.__init__(self)
-        # One name for each instance: the parameter store would let others share its parameters.
+        # One name per instance: with equal names instances would share parameters in the store.
         self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -220,7 +219,7 @@ class LearnedBaseline(Baseline, torch.nn.Module):
         self.param_name = f"mcvae_{type(self).__name__}_{next(_counter)}"
 
     def input_of(self, signal: SiteSignal) -> object:
-        """What the network is applied to."""
+        """Return the input of the network."""
         if signal.input is not None:
             return signal.input
         args = signal.programs.args
@@ -233,12 +232,12 @@ class LearnedBaseline(Baseline, torch.nn.Module):
         return args[0]
 
     def fitted(self, output: Tensor, signal: SiteSignal) -> Tensor:
-        """A network's output, ``[*plates]`` or ``[*plates, 1]``, checked against the site."""
+        """Check a network's output, ``[*plates]`` or ``[*plates, 1]``, against the site's shape."""
         shape = torch.broadcast_shapes(signal.weight.shape, signal.cost.shape)[1:]
-        for found in (output, output.squeeze(-1) if output.shape[-1:] == (1,) else output):
+        for prediction in (output, output.squeeze(-1) if output.shape[-1:] == (1,) else output):
             try:
-                if torch.broadcast_shapes(found.shape, shape) == shape:
-                    return found
+                if torch.broadcast_shapes(prediction.shape, shape) == shape:
+                    return prediction
             except RuntimeError:
                 pass
         while shape[:1] == (1,):
@@ -260,8 +259,8 @@ class NVIL(LearnedBaseline):
         \min_b \sum_s w_s (f(z_s) - b(x))^2 .
 
     :param torch.nn.Module network: maps data to one number each, ``[*plates]`` or
-        ``[*plates, 1]``. Its input is the first argument of the programs, or what the site says
-        under ``"baseline_input"``. Costs include N/B of subsampled plates.
+        ``[*plates, 1]``. Its input is the first argument of the programs, or the site's
+        ``"baseline_input"``. Costs include N/B of subsampled plates.
 
     [1] Mnih, Gregor (2014), *Neural Variational Inference and Learning in Belief Networks*.
 
@@ -284,33 +283,32 @@ class NVIL(LearnedBaseline):
         return gradient - loss.sum()
 
 
-# Control variates and estimators that relax a discrete site: REBAR, RELAX, Gumbel-softmax.
+# Relaxations of a discrete site: REBAR, RELAX, Gumbel-softmax.
 
 
 class RELAX(LearnedBaseline):
     r"""
     A learned control variate c of the relaxed site [1], conditioned on each slot's category.
 
-    With Gumbel noise :math:`g` given that its argmax is :math:`z_s`, an independent
-    :math:`\tilde g` likewise, :math:`\sigma = \text{softmax}(g / \lambda)` as a function of the
-    logits at fixed noise :math:`g - l`, and :math:`\tilde\sigma` at fixed category,
+    Let :math:`g` and :math:`\tilde g` be independent Gumbel noise given that the argmax is
+    :math:`z_s`. With :math:`\sigma = \text{softmax}(g / \lambda)` as a function of the logits at
+    fixed noise :math:`g - l`, and :math:`\tilde\sigma` at fixed category,
 
     .. math::
         \sum_s w_s \big\{ (f(z_s) - c(\tilde\sigma_s)) \nabla \log q(z_s)
             + \nabla c(\sigma_s) - \nabla c(\tilde\sigma_s) \big\}
 
-    has the mean of REINFORCE for every c and weights of slots, because averaged over the category
-    :math:`c(\tilde\sigma) \nabla \log q(z) + \nabla c(\tilde\sigma)` and
+    has the mean of REINFORCE for every c and weights of slots. The reason is that, averaged over
+    the category, :math:`c(\tilde\sigma) \nabla \log q(z) + \nabla c(\tilde\sigma)` and
     :math:`\nabla c(\sigma)` are both the gradient of :math:`E[c(\sigma)]`. The network and the
-    temperature :math:`\lambda` are trained to make the squared gradient with respect to the logits
-    small. Exact sums take no control variate.
+    temperature :math:`\lambda` are trained to minimize the squared gradient with respect to the
+    logits. Exact sums have no control variate.
 
     :param torch.nn.Module network: ``network(relaxed, input)`` maps relaxed sites ``[S, *batch,
-        K]``, and the first argument of the programs or what the site says under
-        ``"baseline_input"`` (None if there is neither), to numbers ``[S, *batch]`` or ``[S,
-        *batch, 1]``.
-    :param float temperature: what :math:`\lambda` starts at.
-    :raises ValueError: if the temperature is not positive; at a step, for sites that cannot be
+        K]`` to numbers ``[S, *batch]`` or ``[S, *batch, 1]``. The second input is the first
+        argument of the programs, or the site's ``"baseline_input"``, or None.
+    :param float temperature: the initial :math:`\lambda`.
+    :raises ValueError: if the temperature is not positive; in a step, for sites that cannot be
         relaxed.
 
     [1] Grathwohl et al. (2018), *Backpropagation through the Void: Optimizing control variates for
@@ -335,18 +333,18 @@ class RELAX(LearnedBaseline):
         self.log_temperature = torch.nn.Parameter(torch.tensor(math.log(temperature)))
 
     def control(self, relaxed: Tensor, signal: SiteSignal) -> Tensor:
-        """c at relaxed values ``[S, *batch, K]``: ``[S, *batch]``."""
+        """Return c at relaxed values ``[S, *batch, K]``: ``[S, *batch]``."""
         args = signal.programs.args
-        given = signal.input if signal.input is not None else (args[0] if args else None)
-        found = self.network(relaxed, given)
-        if found.shape == (*relaxed.shape[:-1], 1):
-            found = found.squeeze(-1)
-        if found.shape != relaxed.shape[:-1]:
+        data = signal.input if signal.input is not None else (args[0] if args else None)
+        values = self.network(relaxed, data)
+        if values.shape == (*relaxed.shape[:-1], 1):
+            values = values.squeeze(-1)
+        if values.shape != relaxed.shape[:-1]:
             raise ValueError(
                 f"{type(self).__name__} needs one number for each relaxed value of guide site "
-                f"'{signal.name}', shape {tuple(relaxed.shape[:-1])}, got {tuple(found.shape)}"
+                f"'{signal.name}', shape {tuple(relaxed.shape[:-1])}, got {tuple(values.shape)}"
             )
-        return found
+        return values
 
     def surrogate(self, signal: SiteSignal) -> Tensor:
         if not isinstance(signal.support, Categories):
@@ -363,17 +361,17 @@ class RELAX(LearnedBaseline):
         return (gradient.detach() * finite).sum() - self._variance_surrogate(gradient)
 
     def _variance_surrogate(self, gradient: Tensor) -> Tensor | float:
-        """A scalar with the gradient of the variance, of which only the square depends on c."""
+        """Return a scalar with the gradient of the variance; only the square depends on c."""
         learned = [p for p in self.parameters() if p.requires_grad]
         if not learned or not gradient.requires_grad:
             return 0.0
-        # For the control variate alone: it may be computed from the programs' parameters.
-        found = torch.autograd.grad((gradient**2).sum(), learned, allow_unused=True)
-        parts = [(g * p).sum() for g, p in zip(found, learned, strict=True) if g is not None]
+        # Only for the control variate, which may also depend on the programs' parameters.
+        gradients = torch.autograd.grad((gradient**2).sum(), learned, allow_unused=True)
+        parts = [(g * p).sum() for g, p in zip(gradients, learned, strict=True) if g is not None]
         return torch.stack(parts).sum().to(gradient.dtype) if parts else 0.0
 
     def _gradient(self, signal: SiteSignal, logits: Tensor) -> Tensor:
-        """The estimate with respect to the site's logits, differentiable in c's parameters."""
+        """Return the gradient in the site's logits, differentiable in c's parameters."""
         category = signal.support.category(signal.value)  # type: ignore[union-attr]
         category = category.expand(torch.broadcast_shapes(category.shape, signal.weight.shape))
         temperature = self.log_temperature.exp().to(logits)
@@ -382,11 +380,11 @@ class RELAX(LearnedBaseline):
         free = ((floored + noise) / temperature).softmax(-1)
         bound_noise = conditional_gumbel(logits, category)
         bound = (bound_noise / temperature).softmax(-1)
-        held = (bound_noise.detach() / temperature).softmax(-1)
-        at_free, at_bound, at_held = (self.control(r, signal) for r in (free, bound, held))
+        fixed = (bound_noise.detach() / temperature).softmax(-1)
+        at_free, at_bound, at_fixed = (self.control(r, signal) for r in (free, bound, fixed))
         score = logits.log_softmax(-1).expand(*category.shape, -1)
         score = score.gather(-1, category.unsqueeze(-1)).squeeze(-1)
-        cost = signal.cost - signal.upstream * at_held
+        cost = signal.cost - signal.upstream * at_fixed
         total = cost * torch.where(signal.weight > 0, score, 0.0)
         total = signal.weight * (total + signal.upstream * (at_free - at_bound))
         return torch.autograd.grad(total.sum(), logits, create_graph=True)[0]
@@ -398,11 +396,11 @@ class REBAR(RELAX):
 
     Its scale :math:`\eta` and its temperature are trained. See :class:`RELAX` for the estimator.
 
-    :param cost: ``cost(relaxed, input)``, an approximation of the ELBO terms behind the site that
-        takes relaxed values ``[S, *batch, K]``; its own parameters are not trained by it.
-    :param float temperature: what :math:`\lambda` starts at.
-    :param float scale: what :math:`\eta` starts at.
-    :raises ValueError: as :class:`RELAX`.
+    :param cost: ``cost(relaxed, input)``, an approximation of the ELBO terms downstream of the site
+        at relaxed values ``[S, *batch, K]``; its parameters are not trained here.
+    :param float temperature: the initial :math:`\lambda`.
+    :param float scale: the initial :math:`\eta`.
+    :raises ValueError: as in :class:`RELAX`.
 
     [1] Tucker, Mnih, Maddison, Lawson, Sohl-Dickstein (2017), *REBAR: Low-variance, unbiased
     gradient estimates for discrete latent variable models*.
@@ -420,8 +418,8 @@ class REBAR(RELAX):
         temperature: float = 0.5,
         scale: float = 1.0,
     ) -> None:
-        # Not a module of this one, whose parameters would be trained.
-        super().__init__(lambda relaxed, given: cost(relaxed, given), temperature)
+        # A lambda, because parameters of a submodule would be trained.
+        super().__init__(lambda relaxed, data: cost(relaxed, data), temperature)
         self.scale = torch.nn.Parameter(torch.tensor(float(scale)))
 
     def control(self, relaxed: Tensor, signal: SiteSignal) -> Tensor:
@@ -430,15 +428,15 @@ class REBAR(RELAX):
 
 class GumbelSoftmax(Baseline):
     r"""
-    For comparison: the site is drawn from its Gumbel-softmax relaxation [1], with gradients through
-    it.
+    A biased estimator, for comparison: draws the site from its Gumbel-softmax relaxation [1].
 
-    A biased estimator. OneHotCategorical and Bernoulli sites, and vectors of them; nothing is
-    summed, and their log densities are extended linearly to relaxed values. ``entropy="exact"``
-    takes the relaxation out of the entropy.
+    Gradients pass through the relaxed draw. It supports OneHotCategorical and Bernoulli sites, and
+    vectors of them. Nothing is summed, and log densities are extended linearly to relaxed values.
+    ``entropy="exact"`` computes the entropy without the relaxation.
 
-    :param float temperature: may be set again between steps, to anneal it.
-    :param bool hard: straight-through: the programs see one-hot values, the gradient the soft ones.
+    :param float temperature: may be changed between steps, to anneal it.
+    :param bool hard: straight-through: the programs receive one-hot values, the gradient is that of
+        the soft ones.
     :raises ValueError: if the temperature is not positive.
 
     [1] Jang, Gu, Poole (2017), *Categorical Reparameterization with Gumbel-Softmax*.

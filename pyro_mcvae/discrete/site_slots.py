@@ -1,4 +1,4 @@
-"""Choose the slots of a discrete site: the values that are summed, and those that are drawn."""
+"""Choose the slots of a discrete site: summed values, and drawn ones."""
 
 from __future__ import annotations
 
@@ -40,24 +40,25 @@ from pyro_mcvae.programs.types import (
     options_of,
 )
 
-# How many slots a discrete site has, and which.
+# Options: the number of slots of a discrete site.
 
 
 class SlotError(SiteError):
-    """A site cannot have the slots that are asked for."""
+    """A site cannot have the requested slots."""
 
 
 @dataclass(frozen=True)
 class SiteOptions:
     """
-    How many values of one site are summed, and how many sampled.
+    The number of summed and sampled values of one site.
 
-    :ivar num_categories: k, a whole number or infinity; by default 1, without a budget.
-    :ivar num_samples: n; likewise.
-    :ivar budget: instead of both, k + n, divided for each datum by itself.
-    :ivar baseline: what is subtracted from the cost; None for nothing.
+    :ivar num_categories: k, an integer or infinity; 1 by default without a budget.
+    :ivar num_samples: n, an integer; 1 by default without a budget.
+    :ivar budget: k + n, instead of both; divided separately for each datum.
+    :ivar baseline: the baseline that is subtracted from the cost; None for no baseline.
     :ivar exact_entropy: sum the site's entropy over all of its values.
-    :raises ValueError: for counts out of range or beside a budget, and for no baseline.
+    :raises ValueError: for counts out of range or together with a budget, and for an invalid
+        baseline.
     """
 
     num_categories: float | None = None
@@ -77,7 +78,7 @@ class SiteOptions:
         if budget is not None:
             if k is not None or n is not None:
                 raise ValueError(
-                    f"budget={budget!r} says how many values of a site are evaluated, and chooses "
+                    f"budget={budget!r} is the number of evaluated values of a site, and chooses "
                     f"for each datum how many of them are summed: pass it without num_categories="
                     f"{k!r} and num_samples={n!r}, or these without it"
                 )
@@ -104,57 +105,59 @@ class SiteOptions:
 
     @property
     def min_samples(self) -> int:
-        """How many draws the baseline needs."""
+        """Return the number of draws that the baseline needs."""
         return getattr(self.baseline, "min_samples", 1)
 
     @property
     def plain(self) -> bool:
-        """Whether one draw is all."""
+        """Return whether the site has only a single draw."""
         one = self.budget == 1 or (self.num_categories == 0 and self.num_samples == 1)
         return one and not self.extra_draw
 
     @property
     def extra_draw(self) -> bool:
-        """Whether the baseline needs an independent draw of its own."""
+        """Return whether the baseline needs an additional independent draw."""
         return getattr(self.baseline, "extra_draw", False)
 
     def of(self, site: Site) -> SiteOptions:
         """
-        These options, with a site's own in ``infer={"mcvae": {...}}`` put over them, or what Pyro's
-        marks for enumeration say: all values, or so many draws.
+        Override the options by those of a site.
+
+        These are in ``infer={"mcvae": {...}}``. Without them, Pyro's marks for enumeration
+        determine the slots: all values, or ``infer["num_samples"]`` draws.
         """
         infer = site["infer"]
-        own = {k: v for k, v in options_of(site).items() if k in SLOT_OPTIONS}
-        if infer.get("enumerate") and not own:
+        overrides = {k: v for k, v in options_of(site).items() if k in SLOT_OPTIONS}
+        if infer.get("enumerate") and not overrides:
             if infer.get("num_samples") is None:
                 return SiteOptions(math.inf, 0, exact_entropy=self.exact_entropy)
-            own = {"num_categories": 0, "num_samples": infer["num_samples"]}
-        if not own:
+            overrides = {"num_categories": 0, "num_samples": infer["num_samples"]}
+        if not overrides:
             return self
-        # A budget stands in place of both counts, and they in its.
-        if own.keys() & {"num_categories", "num_samples"}:
-            own = {"budget": None, **own}
-        if own.get("budget") is not None:
-            own = {"num_categories": None, "num_samples": None, **own}
+        # A budget replaces both counts, and they replace it.
+        if overrides.keys() & {"num_categories", "num_samples"}:
+            overrides = {"budget": None, **overrides}
+        if overrides.get("budget") is not None:
+            overrides = {"num_categories": None, "num_samples": None, **overrides}
         try:
-            return replace(self, **own)
+            return replace(self, **overrides)
         except ValueError as error:
             raise SlotError(f"guide site '{site['name']}', infer={infer}: {error}") from error
 
 
 # The slots of one discrete site: values, weights, and the gradient of its distribution.
 
-# How many slots of a datum the slots of several sites may lead to.
+# The maximal number of slots of a datum, over all sites.
 _MAX_SLOTS = 10_000
-_PLAINLY = "{'mcvae': {'num_categories': 0, 'num_samples': 1}}"
+_SINGLE_DRAW = "{'mcvae': {'num_categories': 0, 'num_samples': 1}}"
 
 
 @dataclass(frozen=True)
 class SiteSlots:
     """
-    What the slots of one site are, wherever they stand: in a dim of their own, or in rows.
+    The slots of one site, in a batch dim or in rows.
 
-    :ivar support: the site's values; None where they cannot be listed, and for single rows.
+    :ivar support: the site's values; None if they cannot be listed, and for single rows.
     :ivar choice: the slots' values, weights, and which are draws.
     :ivar extra: whether the last slot is an independent draw.
     :ivar exact: whether the slots are all values.
@@ -170,7 +173,7 @@ class SiteSlots:
         return len(self.choice.value)
 
     def spread(self, fn: Distribution, joined: tuple[int, ...] = ()) -> SiteSlots:
-        """The same, of each batch element; weights have size 1 in the dims of joined plates."""
+        """Expand the slots to all batch elements; weights have size 1 in dims of joined plates."""
         (value, weight, sampled), size = self.choice, (len(self),)
         dims = range(-len(fn.batch_shape), 0)
         batch = [1 if d in joined else n for d, n in zip(dims, fn.batch_shape, strict=True)]
@@ -180,9 +183,9 @@ class SiteSlots:
 
     def possible(self) -> SiteSlots:
         """
-        The same where slots without weight, but for an independent draw, have the likeliest value.
+        Replace values with weight zero by the likeliest one, except an independent draw.
 
-        A value of probability zero makes an inf - inf of its log weight, which gradients find.
+        A value of probability zero has a log weight of inf - inf, whose gradient is NaN.
         """
         value, weight, _ = self.choice
         weight = weight.reshape(weight.shape + (1,) * (value.dim() - weight.dim()))
@@ -193,37 +196,37 @@ class SiteSlots:
         return replace(self, choice=self.choice._replace(value=taken))
 
     def padded(self, count: int) -> SiteSlots:
-        """With slots without weight in front, so that there are as many as elsewhere."""
+        """Prepend slots with weight zero up to ``count``."""
         missing = count - len(self)
         if not missing:
             return self
         value, *others = self.choice
         first = value[:1].expand(missing, *value.shape[1:])
         none = [torch.zeros_like(t[:1]).expand(missing, *t.shape[1:]) for t in others]
-        rest = [torch.cat(pair) for pair in zip(none, others, strict=True)]
-        return replace(self, choice=Choice(torch.cat([first, value]), *rest))
+        padded = [torch.cat(pair) for pair in zip(none, others, strict=True)]
+        return replace(self, choice=Choice(torch.cat([first, value]), *padded))
 
     def at(self, index: tuple[Tensor | int, ...]) -> SiteSlots:
-        """Some of them, one in each row."""
+        """Select some slots, one in each row."""
         return replace(self, support=None, choice=Choice(*(t[index] for t in self.choice)))
 
     def entropy(self, fn: Distribution) -> Tensor | None:
-        """The distribution's, over all values, where that is asked for and known; batch-shaped."""
+        """Return the exact entropy if it is requested and known, else None; batch-shaped."""
         if not self.options.exact_entropy or self.support is None or is_masked(fn):
             return None
         return self.support.entropy()
 
-    def tell_entropy(self, name: str, why: str, tell: Callable[[str], object]) -> None:
-        """Say that an entropy over all values is asked for, and taken at slots that are not all."""
+    def warn_entropy(self, name: str, why: str, warn: Callable[[str], object]) -> None:
+        """Warn if an exact entropy is requested, but estimated at the slots."""
         if self.options.exact_entropy and not self.exact:
-            tell(
-                f"the entropy of guide site '{name}' is taken at its slots, not summed over all of "
-                f"its values as entropy='exact' asks, because {why}"
+            warn(
+                f"the entropy of guide site '{name}' is estimated at its slots, not summed over "
+                f"all of its values as entropy='exact' requests, because {why}"
             )
 
     def surrogate(self, site: Site, programs: Programs, **tensors: Tensor) -> Tensor:
         """
-        A scalar with the gradient of the site's distribution, and of learned parts.
+        Return a scalar with the gradient of the site's distribution, and of learned parts.
 
         :param tensors: the fields of a :class:`SiteSignal`, with the slots first.
         """
@@ -240,73 +243,76 @@ class SiteSlots:
         if baseline is None:
             return no_baseline(signal)
         if isinstance(baseline, LearnedBaseline):
-            # So that SVI's optimizer sees its parameters, also where they were loaded into the
+            # So that SVI's optimizer receives its parameters, also if they were loaded into the
             # store.
             pyro.module(baseline.param_name, baseline, update_module_params=True)
             follow(baseline, signal.cost)
-        return baseline.surrogate(signal)
+        surrogate: Tensor = baseline.surrogate(signal)
+        return surrogate
 
 
 def is_discrete(msg: Message) -> bool:
     """
-    Whether a site of the guide draws a discrete value, with the score as its gradient.
+    Return whether a site of the guide draws a discrete value with a score-function gradient.
 
-    :raises SlotError: for one that passes a gradient through its values.
+    :raises SlotError: for a discrete site with gradients through its values.
     """
     if not is_random(msg) or not known_support(msg["fn"]).is_discrete:
         return False
     if reparameterized(msg):
         raise SlotError(
             f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) passes a gradient through "
-            f"its discrete values, which sums and score functions of them do not have: use the "
+            f"its discrete values, but sums and score functions of them have none: use the "
             f"distribution without it, such as OneHotCategorical; or TraceSGVB_ELBO or "
-            f"TraceIWAE_ELBO without slots, which leave the site its own (biased) gradient"
+            f"TraceIWAE_ELBO without slots, which keep the site's (biased) gradient"
         )
     return True
 
 
 def check_num_slots(name: str, count: int) -> None:
     """
-    :raises SlotError: for a site whose slots, times those of the sites before, are too many.
+    Check the number of slots of a site, times those of the sites before.
+
+    :raises SlotError: if it is too large.
     """
     if count > _MAX_SLOTS:
         raise SlotError(
             f"guide site '{name}' would take {count} slots of each datum, because every slot of "
-            f"the sites before it has slots of its own: sum the sites of a sequence exactly, under "
+            f"the sites before it has slots of this site: sum a sequence's sites exactly, under "
             f"pyro.markov (num_categories=math.inf), or in the model (infer={{'enumerate': "
-            f"'parallel'}}), draw them in one vectorised plate, or sample some of them plainly by "
-            f"infer={_PLAINLY}"
+            f"'parallel'}}), draw them in one vectorized plate, or sample some of them once by "
+            f"infer={_SINGLE_DRAW}"
         )
 
 
 def choose(
     msg: Message,
     options: SiteOptions,
-    tell: Callable[[str], object],
+    warn: Callable[[str], object],
     joined: tuple[int, ...] = (),
 ) -> SiteSlots | None:
     """
     Choose the slots of a site of the guide; None for a site that has none.
 
-    :param options: for all sites that do not say otherwise.
-    :param tell: called with a message for sites that are sampled though slots were asked for.
-    :param joined: batch dims of plates whose elements are one variable together.
+    :param options: the default options of all sites.
+    :param warn: called with a message for sites that are sampled although slots were requested.
+    :param joined: batch dims of plates whose elements form one variable.
     :raises SlotError: naming the site.
     """
-    asked = bool(options_of(msg).keys() & SLOT_OPTIONS)
+    requested = bool(options_of(msg).keys() & SLOT_OPTIONS)
     if not is_random(msg):
         return None
     site_in_full_precision(msg)
     if not is_discrete(msg):
-        if asked:
+        if requested:
             raise SlotError(
                 f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) is continuous, so "
                 f"it has no categories to sum: remove infer['mcvae'] = {options_of(msg)}"
             )
         if (count := msg["infer"].get("num_samples")) is not None:
-            tell(
+            warn(
                 f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) is marked for {count} "
-                f"draws of its own, and is drawn once for each particle: raise num_particles"
+                f"draws, but is drawn once for each particle: increase num_particles"
             )
         return None
     options = options.of(msg)
@@ -320,9 +326,9 @@ def choose(
             f"guide site '{msg['name']}' ({type(msg['fn']).__name__}) has a support that "
             f"cannot be listed"
         )
-        if asked:
-            raise SlotError(f"{message}: pass infer={_PLAINLY}")
-        tell(f"{message}, so it is sampled, with the score function as its gradient")
+        if requested:
+            raise SlotError(f"{message}: pass infer={_SINGLE_DRAW}")
+        warn(f"{message}, so it is sampled, with the score function as its gradient")
         return None
     return _slots(msg, options, support)
 
@@ -347,7 +353,7 @@ def _relaxed(msg: Message, options: SiteOptions) -> SiteSlots:
 
 
 def single(msg: Message, options: SiteOptions) -> SiteSlots:
-    """One draw."""
+    """Return a single draw as slots."""
     with torch.no_grad():
         return _one(msg, options, msg["fn"].sample())
 
@@ -365,7 +371,7 @@ def _slots(msg: Message, options: SiteOptions, support: Support) -> SiteSlots:
             choice = support.budget(budget, options.min_samples)
         elif budget is not None or k >= support.size:
             if support.size == math.inf:
-                marked = " (infer={'enumerate': ...} asks for all)" * bool(
+                marked = " (infer={'enumerate': ...} requests all)" * bool(
                     msg["infer"].get("enumerate")
                 )
                 raise SlotError(
@@ -386,9 +392,9 @@ def _slots(msg: Message, options: SiteOptions, support: Support) -> SiteSlots:
         if not options.extra_draw:
             return SiteSlots(options, support, choice)
         none = torch.zeros_like(choice.weight[:1])
-        wider = Choice(
+        extended = Choice(
             torch.cat([choice.value, support.draw().to(choice.value)]),
             torch.cat([choice.weight, none]),
             torch.cat([choice.sampled, none.bool()]),
         )
-        return SiteSlots(options, support, wider, extra=True)
+        return SiteSlots(options, support, extended, extra=True)

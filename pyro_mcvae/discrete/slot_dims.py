@@ -54,12 +54,12 @@ from pyro_mcvae.structure.independence import find_dependent_plates
 
 # Slots for the discrete sites of a guide: several values of a site in one run of the programs.
 
-# Where a guide site's slots are kept: site["infer"][SLOTS_KEY].
+# The key of a guide site's slots: site["infer"][SLOTS_KEY].
 SLOTS_KEY = "_mcvae_slots"
 
 
 class _StandIn(dist.TorchDistribution):
-    """Hands slots to Pyro's enumeration in place of a distribution's support."""
+    """Passes slots to Pyro's enumeration instead of a distribution's support."""
 
     arg_constraints: ClassVar[dict[str, Constraint]] = {}
 
@@ -73,36 +73,36 @@ class _StandIn(dist.TorchDistribution):
 
 class SlotMessenger(EnumMessenger):
     """
-    Gives the guide's discrete sites their slots, each site in a batch dim of its own.
+    Gives the guide's discrete sites their slots, each site in a separate batch dim.
 
-    Pyro's enumeration keeps track of the dims, also through ``pyro.markov``; what stands in them
-    are not a distribution's values but the slots chosen for each batch element.
+    Pyro's enumeration allocates the dims, also for ``pyro.markov``. They contain the slots chosen
+    for each batch element, instead of all values of a distribution.
 
-    :param options: for all sites that do not say otherwise.
+    :param options: the default options of all sites.
     :param int first_available_dim: the first batch dim that belongs to no plate.
-    :param tell: called with a message for sites that are sampled though slots were asked for.
-    :param bool expand: values have the sizes of the plates also where all elements have the same.
+    :param warn: called with a message for sites that are sampled although slots were requested.
+    :param bool expand: expand values to the plates' sizes even if all elements have the same.
     """
 
     def __init__(
         self,
         options: SiteOptions,
         first_available_dim: int,
-        tell: Callable[[str], object],
+        warn: Callable[[str], object],
         expand: bool = False,
     ) -> None:
         super().__init__(first_available_dim)
         self.expand = expand
         self.options = options
-        self.tell = tell
+        self.warn = warn
 
     def _pyro_sample(self, msg: Message) -> None:
         fn = msg["fn"]
         if msg["done"] or msg["is_observed"] or not isinstance(fn, TorchDistributionMixin):
             super()._pyro_sample(msg)
             return
-        slots = choose(msg, self.options, self.tell)
-        # A copy: users share these dicts between runs and sites.
+        slots = choose(msg, self.options, self.warn)
+        # A copy: users may share these dicts between runs and sites.
         infer = {k: v for k, v in msg["infer"].items() if k not in ("enumerate", "num_samples")}
         msg["infer"] = infer
         if slots is None:
@@ -110,13 +110,13 @@ class SlotMessenger(EnumMessenger):
             return
         infer[SLOTS_KEY] = slots.spread(fn)
         if len(slots) == 1:
-            # One slot takes no dim of its own: the site is a plain draw.
+            # One slot needs no dim: the site is a plain draw.
             msg["value"] = infer[SLOTS_KEY].choice.value[0]
             super()._pyro_sample(msg)
             return
         self._check_nested(msg, len(slots))
         infer["enumerate"] = "parallel"
-        # As the program asks, for operators such as cat that do not broadcast.
+        # At the program's request, for operators such as cat that do not broadcast.
         expand = self.expand or infer.get("expand")
         msg["fn"] = _StandIn(fn, (infer[SLOTS_KEY] if expand else slots).choice.value)
         super()._pyro_sample(msg)
@@ -131,17 +131,17 @@ class SlotMessenger(EnumMessenger):
             check_num_slots(msg["name"], upstream * count)
 
 
-# The costs and weights of one run in which discrete sites have several slots.
+# The costs and weights of one run with several slots of discrete sites.
 
 
 @dataclass
 class SlotCost:
     """
-    A summand of the ELBO, with a dimension for every slot that it depends on.
+    A term of the ELBO, with a dimension for every site with slots that it depends on.
 
-    :ivar term: the site that it belongs to; for a sum over states of the model, one of its sites.
+    :ivar term: the term of its site; for a sum over states of the model, of one of the sites.
     :ivar value: packed, detached, without the plates' N/B.
-    :ivar path: what its gradient passes through, packed like ``value``; or 0.
+    :ivar path: the same with its gradient, packed like ``value``; or 0.
     :ivar scale: N/B.
     :ivar plates: the symbols of the plates around it.
     :ivar keys: the factors that it was computed from.
@@ -162,11 +162,11 @@ class SlotCost:
 @dataclass
 class ScoredSite:
     """
-    A guide site whose distribution gets its gradient through log q of its draws.
+    A guide site with a score-function gradient.
 
     :ivar score: log q of each slot, with its gradient, without scale and mask: ``[..., *batch]``.
-    :ivar weight: the numbers that multiply what depends on the site, packed like ``score``.
-    :ivar symbol: the symbol of the slots' dimension; None where there is one slot.
+    :ivar weight: the weights of the slots, packed like ``score``.
+    :ivar symbol: the symbol of the slots' dimension; None for a single slot.
     :ivar plates: the symbols of the plates around it.
     :ivar dim_of: the batch dim of each symbol.
     """
@@ -182,12 +182,12 @@ class ScoredSite:
 
     @property
     def dim(self) -> int | None:
-        """The batch dim of the slots; None where there is one slot."""
+        """Return the batch dim of the slots; None for a single slot."""
         return None if self.symbol is None else self.dim_of[self.symbol]
 
     @property
     def order(self) -> str:
-        """The symbols of the dims of ``weight``."""
+        """Return the symbols of the dims of ``weight``."""
         return self.weight._pyro_dims  # type: ignore[attr-defined]
 
     @property
@@ -195,24 +195,24 @@ class ScoredSite:
         return frozenset(self.order)
 
     def sampled(self) -> Tensor:
-        """Which slots are draws, ``[S, *batch]``."""
+        """Return the mask of slots that are draws, ``[S, *batch]``."""
         sampled = self.slots.choice.sampled
         return sampled if self.dim is None else self.first(_slots_to(sampled, self.dim))
 
     def values(self) -> Tensor:
-        """The slots' values, ``[S, *batch, *event]``."""
+        """Return the slots' values, ``[S, *batch, *event]``."""
         value, event_dim = self.site["value"].unsqueeze(0), self.site["fn"].event_dim
         return value if self.dim is None else value.transpose(0, self.dim - event_dim)
 
     def slots_first(self, value: Tensor) -> Tensor:
-        """A packed tensor as ``[S, *batch]``."""
+        """Unpack a tensor to ``[S, *batch]``."""
         value = packed.unpack(value, self.dim_of)
         depth = self.score.dim()
         value = value.reshape((1,) * (depth - value.dim()) + value.shape)
         return self.first(value)
 
     def first(self, value: Tensor) -> Tensor:
-        """A tensor in the layout of ``score`` as ``[S, *batch]``, with 1 in place of the slots."""
+        """Move the slots of a tensor in the layout of ``score`` to the front: ``[S, *batch]``."""
         value = value.unsqueeze(0)
         return value if self.dim is None else value.transpose(0, self.dim)
 
@@ -222,7 +222,7 @@ class SlotRun:
     """
     The costs and the weights of one execution.
 
-    :ivar run: its terms, as of any other run.
+    :ivar run: the execution.
     """
 
     run: Run
@@ -230,10 +230,10 @@ class SlotRun:
     scored: dict[str, ScoredSite]
 
 
-def take_apart(run: Run) -> SlotRun:
-    """The costs and the weights of a run."""
+def slot_run_of(run: Run) -> SlotRun:
+    """Return the costs and the weights of a run."""
     guide, model = run.guide_trace, run.model_trace
-    # The guide first: both traces share what a site knows about its dims.
+    # The guide first: both traces share the sites' symbols of dims.
     guide.symbolize_dims()
     scored, costs = {}, []
     for term in run.summands:
@@ -283,7 +283,7 @@ def _cost(term: Term, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _detached(path: Tensor) -> tuple[Tensor, Tensor]:
-    """A packed tensor without and with its gradient."""
+    """Return a packed tensor without and with its gradient."""
     value = path.detach()
     value._pyro_dims = path._pyro_dims  # type: ignore[attr-defined]
     return value, path
@@ -318,18 +318,18 @@ def _exact_entropy(term: Term) -> Tensor | None:
 
 
 def _sum_states(model: list[SlotCost], states: set[FactorKey]) -> list[SlotCost]:
-    """Sum over the states of the model's own enumerated sites, inside the logarithm."""
+    """Sum over the states of the model's enumerated sites, inside the logarithm."""
     dims = {c.term.site["infer"]["_enumerate_symbol"] for c in model if c.term.key in states}
     inside: list[SlotCost] = []
     costs: list[SlotCost] = []
     for c in model:
-        found = inside if c.term.key in states or not dims.isdisjoint(c.dims) else costs
-        found.append(c)
+        group = inside if c.term.key in states or not dims.isdisjoint(c.dims) else costs
+        group.append(c)
     for s in sum_states([_state_factor(c, c.term.key in states) for c in inside], dims):
         own = [inside[i] for i in s.members]
-        home = next((c.term for c in own if c.plates == s.plates), own[0].term)
+        term = next((c.term for c in own if c.plates == s.plates), own[0].term)
         value, path = _detached(s.log_prob)
-        costs.append(SlotCost(home, value, path, s.scale, s.plates, tuple(c.term.key for c in own)))
+        costs.append(SlotCost(term, value, path, s.scale, s.plates, tuple(c.term.key for c in own)))
     return costs
 
 
@@ -338,31 +338,31 @@ def _state_factor(cost: SlotCost, is_state: bool) -> StateFactor:
     return StateFactor(site, pack(site, "model", inside_sum(site, is_state)), cost.plates)
 
 
-# Which guide sites each factor of a program depends on, directly or through others.
+# The guide sites that each factor of a program depends on, directly or through others.
 
 
 class CoupledSlotsError(ValueError):
-    """Elements of a site meet in a factor, so that each of their combinations is a value."""
+    """A factor depends on several elements of a site, whose combinations would be summed."""
 
 
 def find_ancestors(programs: Programs, slot_run: SlotRun) -> Mapping[FactorKey, frozenset[str]]:
     """
-    The random guide sites behind each factor: its ancestors, and itself.
+    Return the random guide sites upstream of each factor: its ancestors, and itself.
 
-    Factors for which that cannot be found out count as depending on everything.
+    Factors with unknown ancestors are treated as depending on every site.
 
-    :raises CoupledSlotsError: for sites whose elements meet in a factor, or may.
+    :raises CoupledSlotsError: for sites with several elements that a factor depends on, or may.
     """
     run = slot_run.run
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
-    found = dependencies.find_dependencies(programs, names, run.subsamples)
-    direct = {t.key: found.factors.get(t.key, names) for t in run.summands}
-    closed = found.ancestors(names)
-    # A factor of the guide with a score function stands for draws that are not seen: anything may
-    # depend on them.
-    unseen = {t.key.name for t in run.terms if t.in_guide and t.site["is_observed"]}
-    hidden = frozenset(unseen & slot_run.scored.keys())
-    ancestors = {key: hidden.union(*(closed[p] for p in ps)) for key, ps in direct.items()}
+    traced = dependencies.find_dependencies(programs, names, run.subsamples)
+    direct = {t.key: traced.factors.get(t.key, names) for t in run.summands}
+    upstream = traced.ancestors(names)
+    # A factor of the guide with a score function represents unknown draws: everything may depend
+    # on them.
+    factors = {t.key.name for t in run.terms if t.in_guide and t.site["is_observed"]}
+    hidden = frozenset(factors & slot_run.scored.keys())
+    ancestors = {key: hidden.union(*(upstream[p] for p in ps)) for key, ps in direct.items()}
     try:
         coupled = find_dependent_plates(programs, run.subsamples).plates
     except ProgramError as error:
@@ -376,13 +376,13 @@ def _check_uncoupled(
     ancestors: Mapping[FactorKey, frozenset[str]],
     coupled: Mapping[FactorKey, frozenset[PlateKey]],
 ) -> None:
-    """Find sites whose elements meet in a factor: their slots cannot be summed one by one."""
+    """Check that no factor depends on several elements of a site, which must be summed jointly."""
     for cost in slot_run.costs:
         for site in slot_run.scored.values():
             if site.symbol in cost.dims and not site.plates <= cost.plates:
                 raise CoupledSlotsError(
                     f"site '{cost.term.key.name}' of the {cost.term.key.program} depends on "
-                    f"'{site.name}', but lies outside of a plate of '{site.name}'"
+                    f"'{site.name}', but lies outside a plate of '{site.name}'"
                 )
     for key, plates in coupled.items():
         for name in sorted(ancestors.get(key, frozenset()) & slot_run.scored.keys()):
@@ -395,58 +395,58 @@ def _check_uncoupled(
                 )
 
 
-# Runs a pair of programs with slots, for all particles of a step.
+# Run a model and guide with slots, for all particles of a step.
 
 _logger = logging.getLogger(__name__)
 
-# Whether the slots of the programs share a run.
-_TOGETHER = ("slots together",)
+# The cache key of whether the slots of the programs share a run.
+_SHARES_RUN = ("slots together",)
 
 
 class SlotSampler:
     """
-    Runs programs with the slots of each site in a batch dim of its own, where that is right.
+    Runs programs with the slots of each site in a separate batch dim, if that is correct.
 
-    Latents are drawn independently in every particle, and have the slots of their own draw.
+    Latents are drawn independently in every particle, with slots per draw.
 
-    :param sampler: of the objective.
-    :param options: how many slots a discrete site has that does not say so itself.
+    :param sampler: the sampler of the objective.
+    :param options: the default options of all sites.
     """
 
     def __init__(self, sampler: ParticleSampler, options: SiteOptions) -> None:
         self.sampler, self.options = sampler, options
-        self._tell = WarnOnce(_logger)
+        self._warn = WarnOnce(_logger)
 
     def runs(self, programs: Programs) -> list[SlotRun] | None:
         """
-        One vectorised run, or one run per particle, all on one minibatch.
+        Return one vectorized run, or one run per particle, all on one minibatch.
 
         :returns: None for programs whose slots cannot share a run, in a leading dim or under vmap.
         """
         analysis = self.sampler.analyses.of(programs)
-        together = analysis.get(_TOGETHER)
-        if together is False:
+        shares_run = analysis.get(_SHARES_RUN)
+        if shares_run is False:
             return None
-        with rewindable(together is None) as rewind:
+        with rewindable(shares_run is None) as rewind:
             try:
-                found = [take_apart(run) for run in self._runs(programs)]
+                runs = [slot_run_of(run) for run in self._runs(programs)]
             except (LeadingDimsError, CoupledSlotsError) as error:
                 if isinstance(error, LeadingDimsError) and self.sampler.runner.refuses_loops:
                     raise
-                self._tell(
-                    f"the slots of all discrete sites of a datum are summed together, each with "
-                    f"all of its weight: {getattr(error, 'reason', error)}"
+                self._warn(
+                    f"the slots of all discrete sites of a datum are summed jointly, each with its "
+                    f"full weight: {getattr(error, 'reason', error)}"
                 )
-                analysis.compared(_TOGETHER, lambda: False)
+                analysis.compared(_SHARES_RUN, lambda: False)
                 rewind()
                 return None
-        analysis.compared(_TOGETHER, lambda: True)
-        return found
+        analysis.compared(_SHARES_RUN, lambda: True)
+        return runs
 
     def ancestors(
         self, programs: Programs, slot_run: SlotRun
     ) -> Mapping[FactorKey, frozenset[str]]:
-        """The random guide sites behind each factor, found once for each structure."""
+        """Return the random guide sites upstream of each factor, found once per structure."""
         if not slot_run.scored:
             return {}
         key = "ancestors", slot_run.run.signature, slot_run.run.sizes
@@ -461,7 +461,7 @@ class SlotSampler:
             return self._execute(programs, Substitutes(subsamples), layout)
 
         def check(run: Run) -> None:
-            self._check(programs, take_apart(run))
+            self._check(programs, slot_run_of(run))
 
         execution = Execution(programs, execute, subsamples, name=SLOTS, several=True, check=check)
         if count > 1 or runner.way(programs) in (Way.MAPPED, Way.BOTH_MAPPED):
@@ -471,20 +471,20 @@ class SlotSampler:
         try:
             return [runner.run(execution, None) for _ in range(count)]
         except LeadingDimsError:
-            # Under vmap the one particle is a lane, too.
+            # Under vmap the single particle has a vmap dim, too.
             run = runner.run_together(execution, 1) if count == 1 else None
             if run is None:
                 raise
             return [run]
 
     def _check(self, programs: Programs, slot_run: SlotRun) -> None:
-        """Look at a run of a structure that is not known."""
+        """Check a run of a new structure."""
         self.ancestors(programs, slot_run)
         for name, scored in slot_run.scored.items():
             fn = scored.site["fn"]
             if scored.slots.entropy(fn) is None:
-                why = f"that of {type(fn).__name__} has no closed form here"
-                scored.slots.tell_entropy(name, why, self._tell)
+                why = f"the entropy of {type(fn).__name__} has no closed form here"
+                scored.slots.warn_entropy(name, why, self._warn)
 
     def _execute(self, programs: Programs, substitutes: Substitutes, layout: Layout) -> Run:
         """Run the guide with slots, then the model on its values."""
@@ -492,12 +492,12 @@ class SlotSampler:
         assert nesting is not None
         leading = layout.leading()
         first_dim = -1 - nesting - (layout.count is not None)
-        # Under vmap a program sees the value of one slot as it would see a draw.
+        # Under vmap a program receives the value of one slot like a draw.
         expand = layout.way is not Way.BATCHED
-        slots = SlotMessenger(self.options, first_dim, self._tell, expand)
+        slots = SlotMessenger(self.options, first_dim, self._warn, expand)
         with Recorder(substitutes) as recorder, slots, entered(leading.guide):
             programs.guide(*programs.args, **programs.kwargs)
-        # The second one goes on where the first stopped to give dims away.
+        # The model's enumeration continues with the dims after the guide's.
         with (
             Recorder(substitutes) as tracer,
             poutine.replay(trace=recorder.trace),

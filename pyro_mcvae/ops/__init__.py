@@ -1,1 +1,1 @@
-"""Monte Carlo arithmetic on tensors; imports torch only."""
+"""Monte Carlo arithmetic on tensors, without Pyro."""

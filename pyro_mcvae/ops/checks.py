@@ -1,4 +1,4 @@
-"""Checks of arguments, options that stay fixed, and warnings that are given once."""
+"""Check arguments, fix options at construction, and log warnings once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
-# Checks of arguments that have one answer for all: counts, flags and choices.
+# Checks of common arguments: counts, flags and choices.
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
     """
-    Check a number of things.
+    Check a count.
 
-    :returns: the number; integers of NumPy and integer tensors without dims are numbers too.
+    :returns: the count as an int; NumPy integers and integer tensors without dims are accepted.
     :raises ValueError: unless ``value`` is an int of at least ``least``.
 
     Example::
@@ -36,7 +36,7 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """
-    Check a choice between several.
+    Check a choice among several strings.
 
     :raises ValueError: unless ``value`` is one of them.
 
@@ -53,10 +53,10 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def check_positive(name: str, value: Any) -> float:
     """
-    Check a number that is to be positive and finite.
+    Check that a number is positive and finite.
 
     :returns: the number.
-    :raises ValueError: unless it is.
+    :raises ValueError: otherwise.
 
     Example::
 
@@ -72,7 +72,7 @@ def check_positive(name: str, value: Any) -> float:
 
 
 def as_int(value: Any) -> int | None:
-    """A whole number as an int; None for anything else, bools among them."""
+    """Return an integer as an int; None for anything else, including bools."""
     if getattr(value, "ndim", 0) != 0 or "bool" in str(getattr(value, "dtype", type(value))):
         return None
     try:
@@ -83,7 +83,7 @@ def as_int(value: Any) -> int | None:
 
 def check_flag(name: str, value: Any, or_none: bool = False) -> None:
     """
-    Check a choice between two.
+    Check a flag.
 
     :raises ValueError: unless ``value`` is True or False (or None, if that is allowed).
 
@@ -95,11 +95,11 @@ def check_flag(name: str, value: Any, or_none: bool = False) -> None:
         ValueError: joint must be True or False, got 'yes'
     """
     if not isinstance(value, bool) and not (or_none and value is None):
-        known = "True, False or None" if or_none else "True or False"
-        raise ValueError(f"{name} must be {known}, got {value!r}")
+        choices = "True, False or None" if or_none else "True or False"
+        raise ValueError(f"{name} must be {choices}, got {value!r}")
 
 
-# Options that are given when an object is made, and cannot be assigned afterwards.
+# Options that are fixed when an object is made.
 
 _PACKAGE = __name__.partition(".")[0]
 
@@ -108,10 +108,10 @@ class FixedOptions:
     """
     Base class of objects whose options are fixed when they are made.
 
-    The parts of an object are made for its options. An option that is assigned later would reach
-    only some of them, or none, so that assigning one is an error.
+    The parts of an object are made for its options. A later assignment would reach only some parts,
+    or none, so it raises an error.
 
-    :cvar _also_fixed: attributes that are no arguments, and fixed too.
+    :cvar _also_fixed: other attributes that are fixed, too.
     :cvar _assignable: options that may be assigned, because all parts read them at each use.
 
     Example::
@@ -140,19 +140,19 @@ class FixedOptions:
         super().__setattr__(name, value)
 
 
-def options_of(made: object) -> frozenset[str]:
+def options_of(instance: object) -> frozenset[str]:
     """
-    Return the names of the options that an object of this package is made with.
+    Return the names of the options of an object of this package.
 
-    Those of users' own subclasses are theirs: they may read them at each step.
+    Options of user-defined subclasses are not included, because they may be read at each step.
     """
-    return _options_of(type(made))  # type: ignore[arg-type]
+    return _options_of(type(instance))  # type: ignore[arg-type]
 
 
 @cache
 def _options_of(kind: type[Any]) -> frozenset[str]:
-    own = (c for c in kind.__mro__ if c.__module__.partition(".")[0] == _PACKAGE)
-    inits = (vars(c)["__init__"] for c in own if "__init__" in vars(c))
+    classes = (c for c in kind.__mro__ if c.__module__.partition(".")[0] == _PACKAGE)
+    inits = (vars(c)["__init__"] for c in classes if "__init__" in vars(c))
     named = (p for init in inits for p in inspect.signature(init).parameters.values())
     names = {p.name for p in named if p.kind is not p.VAR_KEYWORD}
     fixed: frozenset[str] = getattr(kind, "_also_fixed", frozenset())
@@ -160,14 +160,14 @@ def _options_of(kind: type[Any]) -> frozenset[str]:
     return frozenset((names | fixed) - free - {"self"})
 
 
-# What a user is told, and not told again.
+# Warnings that are logged once.
 
 
 class WarnOnce:
     """
-    Warnings of one object, each of which is logged the first time only.
+    Logs each warning of one object only once.
 
-    :param logger: where.
+    :param logger: the logger.
 
     Example::
 
@@ -180,34 +180,34 @@ class WarnOnce:
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def __call__(self, message: str) -> bool:
-        """Log it, unless it was logged before; whether it was new."""
-        if message in self._told:
+        """Log a message unless it was logged before; return whether it was new."""
+        if message in self._logged:
             return False
-        self._told.add(message)
+        self._logged.add(message)
         self._logger.warning("%s", message)
         return True
 
 
 @contextmanager
 def each_once() -> Iterator[None]:
-    """Let the package's loggers say each line once inside, however often programs are inspected."""
-    told: set[str] = set()
+    """Let the package's loggers log each line only once inside."""
+    logged: set[str] = set()
 
     def is_new(record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        new = text not in told
-        told.add(text)
+        new = text not in logged
+        logged.add(text)
         return new
 
-    known = list(logging.root.manager.loggerDict.items())
-    own = [v for n, v in known if n.startswith("pyro_mcvae") and isinstance(v, logging.Logger)]
-    for logger in own:
+    loggers = list(logging.root.manager.loggerDict.items())
+    ours = [v for n, v in loggers if n.startswith("pyro_mcvae") and isinstance(v, logging.Logger)]
+    for logger in ours:
         logger.addFilter(is_new)
     try:
         yield
     finally:
-        for logger in own:
+        for logger in ours:
             logger.removeFilter(is_new)

@@ -1,9 +1,9 @@
 """
 Statistics over the processes of a distributed run.
 
-A process group of :mod:`torch.distributed` with several ranks is taken account of where there is
-one; otherwise these functions return what they are given. They are collective: every rank must
-call them equally often and in the same order.
+These functions use the process group of :mod:`torch.distributed`, if it has several ranks;
+otherwise they return their argument. They are collective: every rank must call them equally often
+and in the same order.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pyro_mcvae.ops.tensors import refuse
 
 
 def num_ranks() -> int:
-    """How many processes train together; 1 without a process group."""
+    """Return the number of processes that train together; 1 without a process group."""
     return distributed.get_world_size() if _initialized() else 1
 
 
 def rank() -> int:
-    """Which of them this is; 0 without a process group."""
+    """Return the rank of this process; 0 without a process group."""
     return distributed.get_rank() if _initialized() else 0
 
 
@@ -31,14 +31,14 @@ def _initialized() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _meet() -> None:
-    # A replay would not wait for the other ranks, and they would wait for it.
-    refuse("the ranks talk within the step: a step size that adapts, say, is that of all ranks")
+def _check_not_recording() -> None:
+    # A replay would not wait for the other ranks, but they would wait for it.
+    refuse("the ranks communicate within the step, for example for a common step size")
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:
     """
-    The sum of a tensor over the ranks, detached.
+    Return the sum of a tensor over the ranks, detached.
 
     Example::
 
@@ -47,21 +47,21 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     """
     if num_ranks() == 1:
         return value.detach()
-    _meet()
+    _check_not_recording()
     total = value.detach().clone(memory_format=torch.contiguous_format)
     distributed.all_reduce(total)
     return total
 
 
 def mean_over_ranks(value: Tensor) -> Tensor:
-    """The mean of a tensor over the ranks, detached."""
+    """Return the mean of a tensor over the ranks, detached."""
     return sum_over_ranks(value) / num_ranks() if num_ranks() > 1 else value.detach()
 
 
 def from_first_rank(value: Tensor) -> None:
-    """Overwrite a tensor by that of rank 0."""
+    """Overwrite a tensor with that of rank 0."""
     if num_ranks() > 1:
-        _meet()
+        _check_not_recording()
         whole = value.detach().contiguous()
         distributed.broadcast(whole, 0)
         with torch.no_grad():
@@ -69,36 +69,36 @@ def from_first_rank(value: Tensor) -> None:
 
 
 def concat_over_ranks(value: Tensor) -> Tensor:
-    """The tensors of all ranks one after the other; they may differ in their first size only."""
+    """Concatenate the tensors of all ranks, which may differ only in their first size."""
     if num_ranks() == 1:
         return value
-    _meet()
+    _check_not_recording()
     size = torch.tensor([len(value)], device=value.device)
     sizes = [torch.zeros_like(size) for _ in range(num_ranks())]
     distributed.all_gather(sizes, size)
     counts = [int(s) for s in sizes]
-    # Collectives want one size: the rest of a shorter tensor is never read.
+    # Collectives need equal sizes: the padding of a shorter tensor is dropped.
     wide = value.new_zeros(max(counts), *value.shape[1:])
     wide[: len(value)] = value.detach()
-    found = [torch.empty_like(wide) for _ in counts]
-    distributed.all_gather(found, wide)
-    return torch.cat([f[:n] for f, n in zip(found, counts, strict=True)])
+    tensors = [torch.empty_like(wide) for _ in counts]
+    distributed.all_gather(tensors, wide)
+    return torch.cat([f[:n] for f, n in zip(tensors, counts, strict=True)])
 
 
 def gather(value: Any) -> list[Any]:
-    """Any picklable value of each rank, in their order."""
+    """Return the (picklable) value of each rank, in order."""
     if num_ranks() == 1:
         return [value]
-    found: list[Any] = [None] * num_ranks()
-    distributed.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * num_ranks()
+    distributed.all_gather_object(values, value)
+    return values
 
 
 def first_alone(action: Callable[[], None]) -> None:
     """
-    Do something on rank 0, while the others wait.
+    Run an action on rank 0, while the others wait.
 
-    :raises RuntimeError: on the other ranks, if it failed there.
+    :raises RuntimeError: on the other ranks, if it fails on rank 0.
     """
     failure: list[str | None] = [None]
     try:

@@ -1,4 +1,4 @@
-"""Sums over the most probable categories, and draws from the others."""
+"""Sum over the most probable categories, and draw from the others."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Gumbel noise of categorical variables: by itself, and given the category that it leads to.
+# Gumbel noise of categorical variables, unconditional, and given its argmax.
 
-# Stands for minus infinity: exp of it is zero, and its gradients are numbers.
+# Replaces minus infinity: its exp is zero, and gradients are finite.
 FLOOR = -1e4
 
 
 def gumbel(logits: Tensor) -> Tensor:
     r"""
-    :math:`g = l + \epsilon` with standard Gumbel :math:`\epsilon`; argmax g is categorical.
+    Draw :math:`g = l + \epsilon` with standard Gumbel :math:`\epsilon`; argmax g is categorical.
 
     :param ~torch.Tensor logits: shape ``[..., K]``; the gradient passes through.
     """
@@ -25,13 +25,13 @@ def gumbel(logits: Tensor) -> Tensor:
 
 
 def one_hot(category: Tensor, size: int) -> Tensor:
-    """Booleans ``[..., size]``; unlike PyTorch's, without a look at the values by the host."""
+    """Return booleans ``[..., size]``; unlike PyTorch's function, without synchronization."""
     return category.unsqueeze(-1) == torch.arange(size, device=category.device)
 
 
 def conditional_gumbel(logits: Tensor, category: Tensor) -> Tensor:
     r"""
-    A draw of :func:`gumbel` given that its argmax is a category [1]:
+    Draw from :func:`gumbel` given that its argmax is a category [1]:
 
     .. math::
         g_z = \log \textstyle\sum_i e^{l_i} - \log E_z, \qquad
@@ -59,50 +59,52 @@ def conditional_gumbel(logits: Tensor, category: Tensor) -> Tensor:
 
 
 def straight_through(soft: Tensor) -> Tensor:
-    """The one-hot vector of the largest entry, with the gradient of the soft one."""
+    """Return the one-hot vector of the largest entry, with the gradient of the soft one."""
     hard = one_hot(soft.argmax(-1), soft.shape[-1]).to(soft)
     return hard + (soft - soft.detach())
 
 
 def _exponential(like: Tensor, shape: torch.Size) -> Tensor:
-    # In single precision the smallest draws may be zero, whose logarithm is not finite.
+    # In single precision a draw may be zero, with an infinite logarithm.
     noise = torch.empty(shape, dtype=like.dtype, device=like.device).exponential_()
     return noise.clamp_min(torch.finfo(like.dtype).tiny)
 
 
-# Slots of a sum over categories: the most probable ones summed, the rest sampled.
+# Slots of a sum over categories: the most probable ones summed, the others sampled.
 
 
 class Slots(NamedTuple):
     """
-    Categories at which a summand is evaluated, for each batch element; slots come first.
+    Categories at which a summand is evaluated, for each batch element; the first dim has slots.
 
     :ivar index: the category of each slot, shape ``[S, *batch]``.
     :ivar weight: the slot's weight in the sum, of the same shape; sums to one over the slots.
-    :ivar sampled: where the slot is a draw from the complement, of the same shape.
+    :ivar sampled: whether the slot is a draw from the complement, of the same shape.
     """
 
-    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nothing calls
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which is not used
     weight: Tensor
     sampled: Tensor
 
 
 def top_k_slots(log_q: Tensor, num_categories: int, num_samples: int) -> Slots:
     r"""
-    The estimator of Liu et al. [1], as weights: with C the k most probable categories,
+    Return the slots and weights of the estimator of Liu et al. [1].
+
+    With C the k most probable categories,
 
     .. math::
         E_q[g(z)] \approx \sum_{z \in C} q(z) g(z)
             + q(\bar C) \frac{1}{n} \sum_{j=1}^n g(v_j), \qquad
         v_j \sim q(\cdot \mid \bar C).
 
-    Slots that would carry no weight (probability zero, or no mass left over) repeat the most
-    probable category, so that nothing is ever evaluated where q is zero.
+    Slots with weight zero (probability zero, or no remaining mass) repeat the most probable
+    category, so that nothing is evaluated where q is zero.
 
-    :param ~torch.Tensor log_q: log probabilities, shape ``[*batch, K]``; may hold minus infinity.
+    :param ~torch.Tensor log_q: log probabilities, shape ``[*batch, K]``; may be minus infinity.
     :param int num_categories: k; K or more sums over all categories, without draws.
     :param int num_samples: n, draws from the complement.
-    :raises ValueError: if mass is left over and nothing is drawn from it.
+    :raises ValueError: if mass remains and nothing is drawn from it.
 
     [1] Liu et al. (2019), *Rao-Blackwellized Stochastic Gradients for Discrete Distributions*.
 
@@ -128,16 +130,16 @@ def top_k_slots(log_q: Tensor, num_categories: int, num_samples: int) -> Slots:
 
 def budget_slots(log_q: Tensor, budget: int, min_samples: int = 1) -> Slots:
     r"""
-    As :func:`top_k_slots` with N slots, where each batch element has a k of its own [1, Prop. 2]:
+    Return the slots of :func:`top_k_slots` with a separate k per batch element [1, Prop. 2]:
 
     .. math:: \hat k = \operatorname{argmin}_{0 \le k < N} \frac{q(\bar C_k)}{N - k} .
 
-    The variance is then never more than that of N draws from q. (k = N - 1 with one category left
-    over is the exact sum.)
+    With N slots the variance is never larger than that of N draws from q. (k = N - 1 with one
+    remaining category is the exact sum.)
 
     :param ~torch.Tensor log_q: log probabilities, shape ``[*batch, K]``.
     :param int budget: N; K or more sums over all categories.
-    :param int min_samples: how many draws from the complement to keep, for leave-one-out.
+    :param int min_samples: the least number of draws from the complement, for leave-one-out.
     :raises ValueError: if ``budget`` is smaller than ``min_samples``.
 
     Example::
@@ -186,12 +188,12 @@ def fill_slots(
 
     :param best: the most probable values, most probable first, shape ``[*batch, k, *event]``.
     :param prob: their probabilities, shape ``[*batch, k]``.
-    :param mode: what slots without weight repeat, shape ``[*batch, 1, *event]``.
+    :param mode: the value of slots with weight zero, shape ``[*batch, 1, *event]``.
     :param outside: returns the probability of all other values, shape ``[*batch]``.
-    :param draw: maps which of the best are summed, shape ``[*batch, k]``, and a count to draws from
-        the rest, shape ``[*batch, count, *event]``, and the rest's probability, shape ``[*batch]``.
-    :param budget: the number of slots, of which each batch element sums as many as is best; None
-        sums all k, and draws ``num_samples``.
+    :param draw: maps the mask of summed values, shape ``[*batch, k]``, and a count to draws from
+        the others, shape ``[*batch, count, *event]``, and their probability, shape ``[*batch]``.
+    :param budget: the number of slots, divided optimally for each batch element; None sums all k,
+        and draws ``num_samples``.
     """
     events = (1,) * (best.dim() - prob.dim())
     rank = torch.arange(prob.shape[-1], device=prob.device)
@@ -204,9 +206,9 @@ def fill_slots(
             rank
         )
     else:
-        # From the small end: one minus the sum of the best would lose its digits.
-        rest = outside().unsqueeze(-1) + prob.flip(-1).cumsum(-1).flip(-1)
-        criterion = (rest / (budget - rank))[..., : budget - min_samples + 1]
+        # Summed from the small end: one minus the sum of the best would lose precision.
+        remaining = outside().unsqueeze(-1) + prob.flip(-1).cumsum(-1).flip(-1)
+        criterion = (remaining / (budget - rank))[..., : budget - min_samples + 1]
         summed = rank < criterion.argmin(-1, keepdim=True)
         value, mass = draw(summed, budget)
         value = torch.where(summed.reshape(*summed.shape, *events), best, value)
@@ -218,14 +220,14 @@ def fill_slots(
 
 
 def _complement(log_q: Tensor, chosen: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
-    """Draws from q restricted to what is not chosen, ``[*batch, n]``, and its mass."""
-    rest = log_q.masked_fill(chosen, -math.inf)
-    log_mass = rest.logsumexp(-1)
+    """Return draws from q outside the chosen categories, ``[*batch, n]``, and their mass."""
+    complement = log_q.masked_fill(chosen, -math.inf)
+    log_mass = complement.logsumexp(-1)
     if num_samples == 0:
         return log_q.new_empty((*log_q.shape[:-1], 0), dtype=torch.long), log_mass.exp()
     empty = log_mass.isneginf().unsqueeze(-1)
-    # Relative to the complement's mass, which may be smaller than the smallest float's root.
-    relative = torch.where(empty, log_q, rest - log_mass.unsqueeze(-1).clamp_min(-1e30)).exp()
+    # Relative to the complement's mass, which may be extremely small.
+    relative = torch.where(empty, log_q, complement - log_mass.unsqueeze(-1).clamp_min(-1e30)).exp()
     draws = relative.reshape(-1, log_q.shape[-1]).multinomial(num_samples, replacement=True)
     return draws.reshape(*log_q.shape[:-1], num_samples), log_mass.exp()
 
@@ -235,12 +237,13 @@ def _complement(log_q: Tensor, chosen: Tensor, num_samples: int) -> tuple[Tensor
 
 def product_top_k(log_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
-    The most probable configurations of independent variables, exactly.
+    Return the most probable configurations of independent variables, exactly.
 
-    A beam: the best configurations of the first d + 1 variables extend the best of the first d.
+    It is a beam search: the best configurations of the first d + 1 variables extend the best of the
+    first d.
 
     :param ~torch.Tensor log_p: log probabilities, shape ``[*batch, D, K]``.
-    :param int count: how many, at most K ** D.
+    :param int count: their number, at most K ** D.
     :returns: their digits ``[*batch, count, D]`` and log probabilities ``[*batch, count]``, most
         probable first.
 
@@ -270,12 +273,12 @@ def product_slots(
     min_samples: int = 1,
 ) -> Slots:
     """
-    As :func:`~pyro_mcvae.ops.slots.top_k_slots` and ``budget_slots`` of the product.
+    Return slots of the product, as :func:`~pyro_mcvae.ops.slots.top_k_slots` or ``budget_slots``.
 
     :param ~torch.Tensor log_p: log probabilities, shape ``[*batch, D, K]``.
-    :returns: slots whose ``index`` holds digits, shape ``[S, *batch, D]``.
+    :returns: slots whose ``index`` has digits, shape ``[S, *batch, D]``.
     """
-    # One minus the mass of the most probable configurations takes all digits that there are.
+    # One minus the mass of the most probable configurations needs double precision.
     log_p = log_p.detach()
     exact = log_p.double()
     every = log_p.shape[-1] ** log_p.shape[-2]
@@ -299,10 +302,10 @@ def product_slots(
 
 def _other_digits(log_p: Tensor, digits: Tensor, summed: Tensor, count: int) -> Tensor:
     r"""
-    Draws from the product given that they are none of the summed configurations.
+    Draw from the product, excluding the summed configurations.
 
-    One variable after the other: a value's probability is what is left of its own when those
-    summed configurations that begin like the draw are taken out,
+    Variables are drawn one after the other. A value's probability is reduced by the summed
+    configurations with the same first digits as the draw,
     :math:`q_d(a) (1 - \sum_c \prod_{d' > d} q_{d'}(c_{d'}))`.
 
     :returns: digits ``[*batch, count, D]``.
@@ -310,27 +313,27 @@ def _other_digits(log_p: Tensor, digits: Tensor, summed: Tensor, count: int) -> 
     batch, size = log_p.shape[:-2], log_p.shape[-1]
     each = log_p.unsqueeze(-3).expand(*digits.shape, size)
     each = each.gather(-1, digits.unsqueeze(-1)).squeeze(-1)
-    # The probability of the rest of each configuration, behind variable d.
-    behind = (each.flip(-1).cumsum(-1).flip(-1) - each).exp()
-    behind = torch.where(each.isneginf().any(-1, keepdim=True), 0.0, behind)
+    # The probability of each configuration's digits after variable d.
+    tail_prob = (each.flip(-1).cumsum(-1).flip(-1) - each).exp()
+    tail_prob = torch.where(each.isneginf().any(-1, keepdim=True), 0.0, tail_prob)
     alive = summed.unsqueeze(-2).expand(*batch, count, summed.shape[-1])
-    found = []
+    values = []
     for d in range(log_p.shape[-2]):
         column = digits[..., d].unsqueeze(-2).expand(alive.shape)
-        taken = torch.where(alive, behind[..., d].unsqueeze(-2), 0.0)
+        taken = torch.where(alive, tail_prob[..., d].unsqueeze(-2), 0.0)
         removed = taken.new_zeros((*batch, count, size)).scatter_add(-1, column, taken)
         prob = log_p[..., d, :].exp().unsqueeze(-2)
         left = prob * (1 - removed).clamp_min(0)
         left = torch.where(left.sum(-1, keepdim=True) > 0, left, prob)
         value = left.reshape(-1, size).multinomial(1).reshape(*batch, count)
         alive = alive & (column == value.unsqueeze(-1))
-        found.append(value)
-    return torch.stack(found, -1)
+        values.append(value)
+    return torch.stack(values, -1)
 
 
 # The most probable counts of unimodal distributions, and draws from all others.
 
-# Counts up to 2^24, which single precision represents.
+# Counts up to 2^24, which are exact in single precision.
 _BISECTIONS = 24
 
 
@@ -341,7 +344,7 @@ class CountLaw(NamedTuple):
     :ivar log_prob: log probabilities of counts, broadcast with the batch.
     :ivar cdf: :math:`P(X \\le x)`; counts may be -1.
     :ivar tail: :math:`P(X > x)`, without cancellation.
-    :ivar side: the first where a condition holds, the second elsewhere, at the price of one.
+    :ivar side: ``cdf`` where a mask is True, ``tail`` elsewhere, at the cost of one.
     :ivar mode: a most probable count, batch-shaped.
     """
 
@@ -354,9 +357,9 @@ class CountLaw(NamedTuple):
 
 def count_window(law: CountLaw, size: int) -> tuple[Tensor, Tensor]:
     """
-    The most probable counts and their probabilities, most probable first: ``[*batch, size]``.
+    Return the most probable counts and their probabilities, in this order: ``[*batch, size]``.
 
-    They are contiguous, so none is further than ``size - 1`` from the mode.
+    They are contiguous, so their distance from the mode is at most ``size - 1``.
     """
     reach = torch.arange(1 - size, size, device=law.mode.device)
     counts = law.mode.unsqueeze(-1) + reach
@@ -370,12 +373,11 @@ def count_slots(
     law: CountLaw, num_categories: int, num_samples: int, budget: int | None, min_samples: int
 ) -> Slots:
     r"""
-    The slots of :func:`~pyro_mcvae.ops.slots.top_k_slots` for infinitely many categories.
+    Return slots for infinitely many categories, as :func:`~pyro_mcvae.ops.slots.top_k_slots`.
 
-    The complement of the window is drawn from by the inverse of the distribution function on
-    either side of it.
+    Draws from the complement of the window use the inverse distribution function on either side.
 
-    :returns: counts, weights and which are draws, slots first.
+    :returns: counts, weights, and the mask of draws; the first dim has slots.
     """
     size = num_categories if budget is None else budget
     window, prob = (
@@ -395,7 +397,7 @@ def count_slots(
 
 
 def _ends(law: CountLaw, window: Tensor, summed: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest summed count; mode and mode - 1 where there is none."""
+    """Return the smallest and the largest summed count; mode and mode - 1 if there is none."""
     low, high = law.mode, law.mode - 1
     if window.shape[-1] == 0:
         return low, high
@@ -409,7 +411,7 @@ def _draw_outside(law: CountLaw, low: Tensor, high: Tensor, count: int) -> tuple
     below, above = law.cdf(low - 1), law.tail(high)
     uniform = torch.rand((count, *low.shape), dtype=below.dtype, device=low.device)
     left = uniform * (below + above) < below
-    # Uniform on the chosen side, again: what is left of the first would be short of digits.
+    # Draw again for the chosen side: the remainder of the first draw would lack precision.
     uniform = torch.rand_like(uniform).clamp_min(torch.finfo(uniform.dtype).tiny)
     target = uniform * torch.where(left, below, above)
     # The smallest x with cdf(x) >= target; on the right, with tail(x) <= target.
@@ -418,18 +420,18 @@ def _draw_outside(law: CountLaw, low: Tensor, high: Tensor, count: int) -> tuple
     for _ in range(_BISECTIONS + 1):
         middle = ((start + end) / 2).floor()
         side = law.side(middle, left)
-        found = torch.where(left, side >= target, side < target)
-        found = found & (middle > start)
-        end = torch.where(found, middle, end)
-        start = torch.where(found, start, torch.maximum(start, middle))
+        reached = torch.where(left, side >= target, side < target)
+        reached = reached & (middle > start)
+        end = torch.where(reached, middle, end)
+        start = torch.where(reached, start, torch.maximum(start, middle))
     return end.movedim(0, -1), below + above
 
 
 def betainc(a: Tensor, b: Tensor, x: Tensor, steps: int = 64) -> Tensor:
     r"""
-    The regularised incomplete beta function :math:`I_x(a, b)`, by its continued fraction [1].
+    Return the regularized incomplete beta function :math:`I_x(a, b)`, by a continued fraction [1].
 
-    :param int steps: the fraction converges in about the square root of the larger of a and b.
+    :param int steps: needs to be about the square root of the larger of a and b.
 
     [1] Press et al., *Numerical Recipes*, section 6.4.
 
@@ -445,18 +447,18 @@ def betainc(a: Tensor, b: Tensor, x: Tensor, steps: int = 64) -> Tensor:
     front = (front - a.lgamma() - b.lgamma() + (a + b).lgamma()).exp() / a
     tiny = torch.finfo(x.dtype).tiny
     c = torch.ones_like(x)
-    d = _away(1 - (a + b) * x / (a + 1), tiny).reciprocal()
+    d = _away_from_zero(1 - (a + b) * x / (a + 1), tiny).reciprocal()
     total = d
     for m in range(1, steps):
         even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
         for part in (even, odd):
-            d = _away(1 + part * d, tiny).reciprocal()
-            c = _away(1 + part / c, tiny)
+            d = _away_from_zero(1 + part * d, tiny).reciprocal()
+            c = _away_from_zero(1 + part / c, tiny)
             total = total * c * d
-    found = (front * total).clamp(0, 1)
-    return torch.where(swap, 1 - found, found)
+    result = (front * total).clamp(0, 1)
+    return torch.where(swap, 1 - result, result)
 
 
-def _away(value: Tensor, tiny: float) -> Tensor:
+def _away_from_zero(value: Tensor, tiny: float) -> Tensor:
     return torch.where(value.abs() < tiny, tiny, value)

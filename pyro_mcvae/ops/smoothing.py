@@ -1,4 +1,4 @@
-"""Operations with kinks as smooth functions, so that their gradients can be differentiated."""
+"""Smooth operations with kinks, so that their gradients can be differentiated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.backends import cuda
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-# Attention whose gradient can be differentiated again.
+# Attention with second derivatives.
 
 # Each backend: whether it is enabled, how to enable it, and whether it has a second derivative.
 _BACKENDS = (
@@ -30,10 +30,10 @@ _BACKENDS = (
 @contextmanager
 def math_attention() -> Iterator[None]:
     """
-    ``scaled_dot_product_attention`` of plain operations, on any device.
+    Use plain operations for ``scaled_dot_product_attention``, on any device.
 
-    Fused kernels have no second derivative. This sets what
-    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` sets, without its 70 microseconds.
+    Fused kernels have no second derivative. This is equivalent to
+    ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``, without its 70 microseconds.
     """
     before = [enabled() for enabled, _, _ in _BACKENDS]
     for _, enable, twice in _BACKENDS:
@@ -45,16 +45,16 @@ def math_attention() -> Iterator[None]:
             enable(was)
 
 
-# Gradients without jumps, through operations whose own gradients jump.
+# Smooth gradients of operations whose exact gradients jump.
 
 _functorch = torch._C._functorch
 
-# Widths of a smoothed kink, as shares of the spread of its argument. Digits VAE with ReLU, 300
-# steps of SIS-5: the bound is -23.84 +- 0.03 for any share between 0.05 and 0.4, -23.94 for 0.8.
-_SHARE = 0.2
+# The width of a smoothed kink, relative to the spread of its argument. Digits VAE with ReLU, 300
+# steps of SIS-5: the bound is -23.84 +- 0.03 for any value between 0.05 and 0.4, -23.94 for 0.8.
+_RELATIVE_WIDTH = 0.2
 
-# Files whose frames stand between an operation and the code that asks for it.
-_BETWEEN = (
+# Files with frames between an operation and the code that calls it.
+_INTERNAL_FILES = (
     __file__,
     os.path.join(os.path.dirname(os.path.dirname(__file__)), "programs", "known_logs.py"),
     functional.__file__,
@@ -70,10 +70,10 @@ _drifts: list[None] = []
 
 class Place(NamedTuple):
     """
-    Where a program calls an operation.
+    The place where a program calls an operation.
 
-    :ivar code: that calls it, in this line.
-    :ivar module: PyTorch's own one that does so, ``nn.ReLU`` say; None elsewhere.
+    :ivar code: the calling code, at ``line``.
+    :ivar module: PyTorch's module that calls it, such as ``nn.ReLU``; else None.
     """
 
     name: str
@@ -83,17 +83,17 @@ class Place(NamedTuple):
 
     @property
     def in_density(self) -> bool:
-        """Whether it is part of a distribution, many of which have kinks that cancel."""
+        """Return whether it is in a distribution; many of these have kinks that cancel."""
         return f"{os.sep}distributions{os.sep}" in self.code.co_filename
 
 
-# By place, the width at each kink of an operation: None where nothing has to be smoothed.
+# The width of each kink of an operation, by place; None for kinks that need no smoothing.
 Widths = Mapping[Place, tuple[float | None, ...]]
 
 
 @contextmanager
 def drifting() -> Iterator[None]:
-    """Gradients that are taken within are the smoothed ones."""
+    """Make gradients that are computed inside the smoothed ones."""
     _drifts.append(None)
     try:
         yield
@@ -103,7 +103,7 @@ def drifting() -> Iterator[None]:
 
 def smoothed(widths: Widths) -> AbstractContextManager[object]:
     """
-    Programs that run within have gradients that :func:`drifting` smooths.
+    Let :func:`drifting` smooth the gradients of programs that run inside.
 
     Example::
 
@@ -124,7 +124,7 @@ def smoothed(widths: Widths) -> AbstractContextManager[object]:
 
 
 class _Switch(torch.autograd.Function):
-    """The first argument, whose gradient goes to the second one inside :func:`drifting`."""
+    """The first argument; inside :func:`drifting` its gradient goes to the second one."""
 
     generate_vmap_rule = True
 
@@ -158,15 +158,15 @@ class _Hinge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (d,) = ctx.saved_tensors
-        # Drifts are functions of this value, whose own derivative is the exact one.
+        # A function of the value, so its derivative is exact.
         return grad * (torch.sigmoid(d / ctx.width) if _drifts else d > 0), None
 
 
 class _Hinges:
     """
-    What operations with kinks are made of; smooth where a width is given.
+    The hinges that operations with kinks are made of; smooth if a width is given.
 
-    :ivar arguments: of each kink so far, which is smoothed at 0.
+    :ivar arguments: the argument of each kink so far; the kink is at 0.
     """
 
     def __init__(self, widths: tuple[float | None, ...] = ()) -> None:
@@ -196,7 +196,7 @@ _Smooth = Callable[[_Hinges], Tensor | None]
 
 
 class _Mode(TorchFunctionMode):
-    """Calls :meth:`kinked` of operations with kinks."""
+    """Calls :meth:`kinked` for operations with kinks."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -204,11 +204,11 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         name: str = getattr(func, "__name__", "")
         bare = name.strip("_")
-        again = _OPERATIONS.get(bare)
-        if again is None or not _on_floats(args):
+        hinge_form = _OPERATIONS.get(bare)
+        if hinge_form is None or not _on_floats(args):
             return func(*args, **kwargs)
         place = _place(bare)
-        if not self.wanted(place):
+        if not self.is_smoothed(place):
             return func(*args, **kwargs)
         inplace = name == bare + "_"
         if isinstance(func, FunctionType):  # of torch.nn.functional
@@ -218,16 +218,16 @@ class _Mode(TorchFunctionMode):
         source = args[0].clone() if inplace else args[0]
         exact = func(source.clone() if inplace else source, *args[1:], **kwargs)
         values = exact if isinstance(exact, Tensor) else exact[0]
-        values = self.kinked(place, values, lambda h: again(h, source, *args[1:], **kwargs))
+        values = self.kinked(place, values, lambda h: hinge_form(h, source, *args[1:], **kwargs))
         if inplace:
             return args[0].copy_(values)
         return values if isinstance(exact, Tensor) else type(exact)((values, *exact[1:]))
 
-    def wanted(self, place: Place) -> bool:
+    def is_smoothed(self, place: Place) -> bool:
         return True
 
     def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
-        """The result of an operation."""
+        """Return the result of an operation."""
         raise NotImplementedError
 
 
@@ -236,22 +236,22 @@ class _Smoothing(_Mode):
         super().__init__()
         self._widths = widths
 
-    def wanted(self, place: Place) -> bool:
+    def is_smoothed(self, place: Place) -> bool:
         return place in self._widths
 
     def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
-        if not _unwrapped(exact).requires_grad:  # which those under vmap do not say
+        if not _unwrapped(exact).requires_grad:  # requires_grad is unreliable under vmap
             return exact
-        with torch._C.DisableTorchFunction():  # no part of the program
+        with torch._C.DisableTorchFunction():  # not part of the program
             surrogate = smooth(_Hinges(self._widths[place]))
         return exact if surrogate is None else cast(Tensor, _Switch.apply(exact, surrogate))
 
 
 class KinkFinder(_Mode):
     """
-    Find the operations with kinks of programs that run within.
+    Finds the operations with kinks in programs that run inside.
 
-    :ivar found: by place, for each call the result, and the argument of each kink.
+    :ivar found: for each call, by place, the result and the argument of each kink.
     """
 
     def __init__(self) -> None:
@@ -261,23 +261,23 @@ class KinkFinder(_Mode):
     def kinked(self, place: Place, exact: Tensor, smooth: _Smooth) -> Tensor:
         hinges = _Hinges()
         with torch._C.DisableTorchFunction():
-            known = smooth(hinges) is not None
-        if known:
+            has_kinks = smooth(hinges) is not None
+        if has_kinks:
             arguments = list(map(_unwrapped, hinges.arguments))
             self.found.setdefault(place, []).append((_unwrapped(exact), arguments))
         return exact
 
     def widths(self, log_weight: Tensor, position: Tensor) -> dict[Place, tuple[float | None, ...]]:
         """
-        The widths of the kinks at which the gradient of a log weight jumps.
+        Return the widths of the kinks at which the gradient of a log weight jumps.
 
-        :param log_weight: computed within.
-        :param position: with respect to which it is differentiated.
+        :param log_weight: the log weight, computed inside this context.
+        :param position: the position at which it is differentiated.
         """
         results = [y for calls in self.found.values() for y, _ in calls if y.requires_grad]
-        found = _gradients(log_weight, results)
+        grads = _gradients(log_weight, results)
         used = {
-            id(y) for y, g in zip(results, found, strict=True) if g is not None and bool(g.any())
+            id(y) for y, g in zip(results, grads, strict=True) if g is not None and bool(g.any())
         }
         widths = dict[Place, tuple[float | None, ...]]()
         for place, calls in self.found.items():
@@ -295,7 +295,7 @@ def _gradients(value: Tensor, inputs: list[Tensor]) -> tuple[Tensor | None, ...]
 
 
 def _width(arguments: tuple[Tensor, ...], position: Tensor) -> float | None:
-    """The width of one kink, if arguments that depend on the position lie on both its sides."""
+    """Return the width of a kink, if arguments that depend on the position lie on both sides."""
     moving = [d for d in arguments if _gradients(d, [position])[0] is not None]
     if not moving:
         return None
@@ -304,20 +304,20 @@ def _width(arguments: tuple[Tensor, ...], position: Tensor) -> float | None:
     sides = d[d > 0], d[d < 0]
     if not all(map(len, sides)):
         return None
-    # Of the nearer side, so that a bound that hardly binds hardly changes anything.
+    # The spread of the nearer side, so that rarely active bounds have little effect.
     spread = torch.stack([side.square().mean() for side in sides]).min().sqrt()
-    # A power of two: a little more or less changes nothing, and a recorded step has it as it is.
-    return float(2.0 ** torch.log2(_SHARE * spread).round())
+    # A power of two, so that it rarely changes between steps: recorded steps have it as a constant.
+    return float(2.0 ** torch.log2(_RELATIVE_WIDTH * spread).round())
 
 
 def _on_floats(args: tuple[Any, ...]) -> bool:
-    # Subclasses carry what a custom function would lose.
+    # Subclasses have attributes that a custom function would lose.
     return bool(args) and type(args[0]) in _PLAIN and args[0].is_floating_point()
 
 
 def _place(name: str) -> Place:
     frame = sys._getframe(2)
-    while frame.f_code.co_filename in _BETWEEN and frame.f_back is not None:
+    while frame.f_code.co_filename in _INTERNAL_FILES and frame.f_back is not None:
         frame = frame.f_back
     code, module = frame.f_code, None
     if code.co_filename.startswith(_MODULES):
@@ -363,7 +363,7 @@ def _maximum(h: _Hinges, x: Tensor, other: Tensor) -> Tensor:
     return other + h.relu(x - other)
 
 
-# Operations as sums of hinges; None where a call has no kink, or one that cannot be smoothed.
+# Operations as sums of hinges; None for calls without a kink that can be smoothed.
 _OPERATIONS: dict[str, Callable[..., Tensor | None]] = {
     "relu": lambda h, x: h.relu(x),
     "relu6": lambda h, x: h.relu(x) - h.relu(x - 6),

@@ -15,16 +15,16 @@ from torch.utils._pytree import TreeSpec
 
 
 def as_shape(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``value.reshape(shape)``, without a step in the graph where it changes nothing."""
+    """Return ``value.reshape(shape)``, without a node in the graph if the shape is the same."""
     return value if value.shape == shape else value.reshape(shape)
 
 
-# How tensors are put together in tuples, lists and dicts.
+# Trees of tensors in tuples, lists and dicts.
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A part of a key: a ``TreeSpec`` has no hash in torch 2.5."""
+    """A hashable ``TreeSpec``, which has no hash in torch 2.5."""
 
     spec: TreeSpec
 
@@ -32,21 +32,21 @@ class Tree:
         return hash(self.spec.num_leaves)
 
 
-# What code on tensors has to know while a step of it is recorded.
+# Guards of recorded steps.
 
 _open: list[list[Tensor]] = []
 
 
 def is_recording() -> bool:
-    """Whether a step is being recorded, so that nothing may be looked at from time to time."""
+    """Return whether a step is being recorded, so that periodic checks must not run."""
     return bool(_open) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def holds(condition: Tensor) -> bool:
     """
-    Whether a condition holds; True while a step is recorded, whose replays check it.
+    Return whether a condition holds; while a step is recorded, add it as a guard and return True.
 
-    :param ~torch.Tensor condition: one truth value.
+    :param ~torch.Tensor condition: a boolean scalar.
 
     Example::
 
@@ -63,7 +63,7 @@ def holds(condition: Tensor) -> bool:
 
 
 def assume(condition: Tensor) -> bool:
-    """Assume a condition, if a step is being recorded; whether one is."""
+    """Add a condition as a guard if a step is being recorded; return whether one is."""
     if _open:
         _open[-1].append(condition.detach())
     return bool(_open)
@@ -71,9 +71,9 @@ def assume(condition: Tensor) -> bool:
 
 def refuse(reason: str) -> None:
     """
-    Say that what comes now cannot be replayed.
+    Raise an error if a step is being recorded: the following code cannot be replayed.
 
-    :raises RuntimeError: with the reason, if a step is being recorded, which then runs uncompiled.
+    :raises RuntimeError: with the reason; the step then runs uncompiled.
     """
     if _open:
         raise RuntimeError(reason)
@@ -81,11 +81,11 @@ def refuse(reason: str) -> None:
 
 @contextmanager
 def assumptions() -> Iterator[list[Tensor]]:
-    """A step is recorded within; the list fills with what it assumes."""
-    found: list[Tensor] = []
-    _open.append(found)
+    """Record a step inside; the yielded list is filled with its guards."""
+    guards: list[Tensor] = []
+    _open.append(guards)
     try:
-        yield found
+        yield guards
     finally:
         _open.pop()
 
@@ -123,11 +123,11 @@ def follow(module: nn.Module, like: Tensor) -> None:
         module._apply(moved)
 
 
-# PyTorch's generators: to draw the same numbers once more.
+# The states of PyTorch's generators, to draw the same numbers again.
 
 
 class Generators:
-    """PyTorch's default generators as they are when this is made, to be put back."""
+    """The states of PyTorch's default generators at construction."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
@@ -136,25 +136,25 @@ class Generators:
             self._cuda = torch.cuda.get_rng_state_all()
 
     def put_back(self) -> None:
-        """Draw the same numbers once more."""
+        """Restore the states, so that the same numbers are drawn again."""
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
 
     def have_moved(self) -> bool:
-        """Whether numbers were drawn since."""
+        """Return whether numbers were drawn since."""
         now = Generators()
         before, after = [self._cpu, *self._cuda], [now._cpu, *now._cuda]
-        with torch._C.DisableTorchFunction():  # no number of the step, if that is recorded
+        with torch._C.DisableTorchFunction():  # not part of a recorded step
             return [t.numpy().tobytes() for t in before] != [t.numpy().tobytes() for t in after]
 
 
-# A value with the gradient of another tensor; what is done after a backward pass.
+# A value with the gradient of another tensor; callbacks after a backward pass.
 
 
 def with_gradient_of(value: Tensor, surrogate: Tensor) -> Tensor:
     """
-    Return a loss with the gradient of minus a surrogate, whatever the surrogate's own value is.
+    Return a loss with the gradient of minus a surrogate, whose value is not used.
 
     Example::
 
@@ -164,8 +164,8 @@ def with_gradient_of(value: Tensor, surrogate: Tensor) -> Tensor:
         >>> loss.item()
         7.0
     """
-    found: Tensor = _WithGradientOf.apply(value, surrogate)
-    return found
+    loss: Tensor = _WithGradientOf.apply(value, surrogate)
+    return loss
 
 
 class _WithGradientOf(torch.autograd.Function):
@@ -185,5 +185,5 @@ class _WithGradientOf(torch.autograd.Function):
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call a function at the end of the backward pass that is going on, whose errors it raises."""
+    """Call a function at the end of the running backward pass, which raises its errors."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-# Importance weights in log space: averages, normalised weights, effective sample size.
+# Averages, normalized weights, effective sample size.
 
 
 def log_mean_exp(log_weight: Tensor, dim: int = 0) -> Tensor:
     r"""
-    The importance weighted bound of Burda et al. [1],
+    Return the importance weighted bound [1],
 
     .. math:: L = \log \frac{1}{K} \sum_{k=1}^K w_k .
 
@@ -32,12 +32,12 @@ def log_mean_exp(log_weight: Tensor, dim: int = 0) -> Tensor:
 
 def renyi_bound(log_weight: Tensor, alpha: float = 0.0, dim: int = 0) -> Tensor:
     r"""
-    The variational Rényi bound of order alpha [1], from K draws:
+    Return the variational Rényi bound of order alpha [1], from K draws:
 
     .. math:: L_\alpha = \frac{1}{1 - \alpha} \log \frac{1}{K} \sum_{k=1}^K w_k^{1 - \alpha} .
 
-    It is :func:`log_mean_exp` for ``alpha=0``, falls as alpha grows, and tends to the average of
-    log w, the ELBO, as alpha tends to 1.
+    It equals :func:`log_mean_exp` for ``alpha=0``, and decreases with alpha. Its limit for alpha
+    to 1 is the average of log w, the ELBO.
 
     :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]`` for ``dim=0``.
     :param float alpha: the order, other than 1.
@@ -51,7 +51,7 @@ def renyi_bound(log_weight: Tensor, alpha: float = 0.0, dim: int = 0) -> Tensor:
         >>> renyi_bound(torch.tensor([1.0, 3.0]).log(), alpha=-1.0).exp()  # (1 + 9) / 2 = 5
         tensor(2.2361)
     """
-    # The power 1 of IWAE costs no operation.
+    # IWAE needs no power.
     if alpha == 0:
         return log_mean_exp(log_weight, dim)
     return log_mean_exp((1 - alpha) * log_weight, dim) / (1 - alpha)
@@ -59,7 +59,7 @@ def renyi_bound(log_weight: Tensor, alpha: float = 0.0, dim: int = 0) -> Tensor:
 
 def normalized_weights(log_weight: Tensor, dim: int = 0) -> Tensor:
     r"""
-    Self-normalised weights :math:`w_k / \sum_j w_j`; all zero where every weight is zero.
+    Return self-normalized weights :math:`w_k / \sum_j w_j`; all zero if every weight is zero.
 
     :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]`` for ``dim=0``.
     :param int dim: the dimension of the particles.
@@ -70,13 +70,13 @@ def normalized_weights(log_weight: Tensor, dim: int = 0) -> Tensor:
         >>> normalized_weights(torch.tensor([0.0, -float("inf")]))
         tensor([1., 0.])
     """
-    # NaN where all are zero: a datum whose particles all have weight zero carries no gradient.
+    # Softmax is NaN if all weights are zero: such a datum has no gradient.
     return log_weight.softmax(dim).masked_fill(log_weight == -math.inf, 0.0)
 
 
 def effective_sample_size(log_weight: Tensor, dim: int = 0) -> Tensor:
     r"""
-    Kish's effective sample size :math:`(\sum_k w_k)^2 / \sum_k w_k^2`, between 1 and K.
+    Return Kish's effective sample size :math:`(\sum_k w_k)^2 / \sum_k w_k^2`, between 1 and K.
 
     :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]`` for ``dim=0``.
     :param int dim: the dimension of the particles.
@@ -87,7 +87,7 @@ def effective_sample_size(log_weight: Tensor, dim: int = 0) -> Tensor:
         >>> effective_sample_size(torch.zeros(8))
         tensor(8.)
     """
-    # Relative to the largest weight: the difference of two huge numbers would lose its digits.
+    # Relative to the largest weight: the difference of two huge numbers would lose precision.
     largest = log_weight.amax(dim, keepdim=True)
     log_weight = log_weight - largest.clamp_min(torch.finfo(log_weight.dtype).min)
     return (2.0 * log_weight.logsumexp(dim) - (2.0 * log_weight).logsumexp(dim)).exp()
@@ -95,7 +95,7 @@ def effective_sample_size(log_weight: Tensor, dim: int = 0) -> Tensor:
 
 def leave_one_out_mean(value: Tensor) -> Tensor:
     r"""
-    The mean over the other particles, :math:`\frac{1}{K-1} \sum_{j \ne k} x_j`.
+    Return the mean over the other particles, :math:`\frac{1}{K-1} \sum_{j \ne k} x_j`.
 
     :param ~torch.Tensor value: x, shape ``[K, *plates]``, K at least 2.
     :returns: the same shape.
@@ -109,8 +109,8 @@ def leave_one_out_mean(value: Tensor) -> Tensor:
     num_particles = value.shape[0]
     if num_particles < 2:
         raise ValueError(f"a leave-one-out baseline needs num_particles >= 2, got {num_particles}")
-    # Sums over j < k and j > k: subtracting particle k from the total would be wrong where it is
-    # infinite, and inexact where it dwarfs the others.
+    # Sums over j < k and j > k: subtracting particle k from the total would be wrong if it is
+    # infinite, and inexact if it is much larger than the others.
     none = torch.zeros_like(value[:1])
     before = torch.cat([none, value[:-1].cumsum(0)])
     after = torch.cat([value[1:].flip(0).cumsum(0).flip(0), none])
@@ -119,16 +119,18 @@ def leave_one_out_mean(value: Tensor) -> Tensor:
 
 def leave_one_out_signal(log_weight: Tensor, substitute: Tensor | None = None) -> Tensor:
     r"""
-    VIMCO's learning signal :math:`L - L_{-k}` of each particle [1], where
+    Return VIMCO's learning signal :math:`L - L_{-k}` of each particle [1].
+
+    It is defined by
 
     .. math::
         L = \log \frac{1}{K} \sum_j w_j, \qquad
         L_{-k} = \log \frac{1}{K} \Big( \sum_{j \ne k} w_j + \exp s_k \Big), \qquad
         s_k = \frac{1}{K-1} \sum_{j \ne k} \log w_j .
 
-    :math:`L_{-k}` does not depend on particle k, so subtracting it leaves the expectation of
-    the score-function gradient unchanged. Where it is minus infinity (all other weights are
-    zero) nothing is subtracted, for the same reason.
+    :math:`L_{-k}` does not depend on particle k, so subtracting it does not change the expectation
+    of the score-function gradient. If it is minus infinity (all other weights are zero), nothing is
+    subtracted.
 
     :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]``, K at least 2.
     :param ~torch.Tensor substitute: another s, which must not depend on the decision that is
@@ -154,32 +156,32 @@ def leave_one_out_signal(log_weight: Tensor, substitute: Tensor | None = None) -
     return log_mean_exp(log_weight) - torch.where(others.isneginf(), 0.0, baseline)
 
 
-# Pareto's k-hat: how heavy the tail of importance weights is.
+# Pareto k-hat: the tail index of importance weights.
 
-# Fewer exceedances than this say nothing about a tail.
+# The least number of exceedances for a fit.
 _FEWEST = 5
-# Largest weights that agree to a tenth of a percent: rounding, or ties, but no tail.
+# If the largest weights agree to a tenth of a percent, they are ties, not a tail.
 _FLAT = 1e-3
 
 
 def tail_length(num_particles: int) -> int:
-    """How many of the largest weights make the tail: a fifth, but at most three square roots."""
+    """Return the number of weights in the tail: a fifth, but at most three square roots."""
     return math.ceil(min(num_particles / 5, 3 * math.sqrt(num_particles)))
 
 
 def pareto_k(log_weight: Tensor, num_particles: int | None = None) -> Tensor:
     r"""
-    The shape :math:`\hat k` of the generalized Pareto distribution fitted to the largest weights.
+    Fit the shape :math:`\hat k` of a generalized Pareto distribution to the largest weights.
 
-    The weights' distribution has about :math:`1 / \hat k` finite moments: below 0.5 the central
-    limit theorem holds, below 0.7 averages are usable in practice, above it they are not to be
-    trusted [1].
+    The weights' distribution has about :math:`1 / \hat k` finite moments. Below 0.5 the central
+    limit theorem holds, below 0.7 averages are usable in practice, above it they are unreliable
+    [1].
 
     :param ~torch.Tensor log_weight: log w, shape ``[K, *plates]``; or only the largest of them, at
         least ``tail_length(num_particles) + 1``.
-    :param num_particles: how many weights there were; by default those given.
-    :returns: shape ``[*plates]``, float64; ``-inf`` where the largest weights are equal, ``inf``
-        where only a few stand above the others, NaN for too few particles (20 or less).
+    :param num_particles: the number of all weights; by default of the given ones.
+    :returns: shape ``[*plates]``, float64; ``-inf`` if the largest weights are equal, ``inf`` if
+        only a few are larger than the others, NaN for too few particles (20 or less).
 
     [1] Vehtari, Simpson, Gelman, Yao, Gabry (2024), *Pareto Smoothed Importance Sampling*.
     [2] Zhang, Stephens (2009), *A New and Efficient Estimation Method for the Generalized Pareto
@@ -200,22 +202,24 @@ def pareto_k(log_weight: Tensor, num_particles: int | None = None) -> Tensor:
     top = log_weight.detach().double().topk(length + 1, dim=0).values.reshape(length + 1, -1)
     lowest = torch.finfo(torch.float64).min
     top = top - top[:1].clamp_min(lowest)
-    # Weights below the smallest number are zeros, and no part of a tail.
+    # Weights below the smallest number are zeros, and not part of a tail.
     cutoff = top[-1].clamp_min(math.log(torch.finfo(torch.float64).tiny))
     above = top[:-1] > cutoff
     exceedance = torch.where(above, top[:-1].exp() - cutoff.exp(), 0.0).flip(0)
-    found = _shape(exceedance, above.sum(0))
-    found = torch.where(above.sum(0) < _FEWEST, math.inf, found)
-    found = torch.where(cutoff > -_FLAT, -math.inf, found)
-    return torch.where(top[0].isnan(), math.nan, found).reshape(shape)
+    k_hat = _shape(exceedance, above.sum(0))
+    k_hat = torch.where(above.sum(0) < _FEWEST, math.inf, k_hat)
+    k_hat = torch.where(cutoff > -_FLAT, -math.inf, k_hat)
+    return torch.where(top[0].isnan(), math.nan, k_hat).reshape(shape)
 
 
 def _shape(exceedance: Tensor, count: Tensor) -> Tensor:
     """
-    The shape of a generalized Pareto distribution fitted to the last ``count`` entries of each
-    column: the empirical Bayes estimate [2], shrunk towards 0.5 by ten observations' worth [1].
+    Fit the shape of a generalized Pareto distribution to the last ``count`` entries of each column.
 
-    :param exceedance: increasing, zeros where there is none, shape ``[n, columns]``.
+    It is the empirical Bayes estimate [2], shrunk towards 0.5 with the weight of ten observations
+    [1].
+
+    :param exceedance: increasing, padded with zeros, shape ``[n, columns]``.
     """
     count = count.clamp_min(1)
     n = count.double()
@@ -225,8 +229,8 @@ def _shape(exceedance: Tensor, count: Tensor) -> Tensor:
     grid = 30 + n.sqrt().long()
     steps = torch.arange(1, int(grid.max()) + 1, device=n.device).double().unsqueeze(-1)
     b = (1 - (grid / (steps - 0.5)).sqrt()) / (3 * quartile) + 1 / largest
-    # Zeros add log(1) = 0: only the division knows how many entries there are. One step at a time,
-    # so that no tensor has both the grid's and the tail's size.
+    # Zeros add log(1) = 0, so only the division depends on the count. A loop, so that no tensor has
+    # the sizes of both the grid and the tail.
     k = torch.stack([torch.log1p(-row * exceedance).sum(0) for row in b]) / n
     likelihood = n * ((-b / k).log() - k - 1)
     usable = (steps <= grid) & likelihood.isfinite()

@@ -1,1 +1,1 @@
-"""The one place that runs programs with leading dimensions, and the weights of such runs."""
+"""Run programs with leading dimensions, and compute the weights of such runs."""

@@ -21,8 +21,8 @@ from pyro_mcvae.checks.vectorization import (
     LeadingRun,
     compare_leading_dims,
     compare_states,
-    not_settled,
     not_vectorizable,
+    unstable_sharing,
 )
 from pyro_mcvae.ops.tensors import is_recording
 from pyro_mcvae.programs.contract import (
@@ -33,7 +33,7 @@ from pyro_mcvae.programs.contract import (
     nesting_of,
     single_run,
 )
-from pyro_mcvae.programs.enumeration import shows_states
+from pyro_mcvae.programs.enumeration import has_unsummed_states
 from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, is_messenger, run_pair, terms_of
@@ -43,7 +43,7 @@ from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analyses
 from pyro_mcvae.structure.finder import without_auxiliary
 
-# What a runner is asked to run, and where the leading dims of a run stand.
+# The requested execution, and the layout of its leading dims.
 
 _NONE = GlobalSites()
 
@@ -51,13 +51,13 @@ _NONE = GlobalSites()
 @dataclass(frozen=True)
 class Layout:
     """
-    Where the leading dims of a run stand.
+    The layout of the leading dims of a run.
 
     :ivar count: the size of the particles' dim, or None for a run without one.
-    :ivar nesting: how many batch dims belong to plates; None, in a run without leading dims, for
-        as many as it shows.
+    :ivar nesting: the number of batch dims of plates; None, in a run without leading dims, to infer
+        it from the run.
     :ivar shared: the guide's and the model's sites that all particles share.
-    :ivar way: how the particles are run.
+    :ivar way: how the particles are vectorized.
     :ivar sums: whether the model's enumerated sites are summed; then ``nesting`` is known.
     """
 
@@ -68,7 +68,7 @@ class Layout:
     sums: bool = False
 
     def leading(self) -> Leading:
-        """The leading dims of one run, with new plates of the particles."""
+        """Return the leading dims of one run, with new particle plates."""
         if self.nesting is None:
             return ALONE
         dim = -self.nesting - 1
@@ -78,38 +78,38 @@ class Layout:
         return particle_plates(self.way, self.count, dim, self.shared, state_dim)
 
     def run(self, programs: Programs, substitutes: Substitutes) -> Run:
-        """Run both programs; ``substitutes`` are what they do not draw."""
+        """Run both programs with ``substitutes``."""
         leading = self.leading()
         return self.run_of(*run_pair(programs, substitutes, leading), leading, substitutes)
 
     def run_of(
         self, guide_trace: Trace, model_trace: Trace, leading: Leading, substitutes: Substitutes
     ) -> Run:
-        """The run that two traces are, of programs that ran in these leading dims."""
+        """Return the run of two traces, recorded with these leading dims."""
         nesting = nesting_of(guide_trace, model_trace) if self.nesting is None else self.nesting
         terms = terms_of(guide_trace, model_trace, leading.state_dim)
-        shown = nesting, self.count, substitutes.subsamples, leading.state_dim
-        return Run(guide_trace, model_trace, terms, *shown, substitutes.noise, self.way)
+        options = nesting, self.count, substitutes.subsamples, leading.state_dim
+        return Run(guide_trace, model_trace, terms, *options, substitutes.noise, self.way)
 
 
 @dataclass(frozen=True)
 class Execution:
     """
-    What is to be run.
+    A requested run of a model and guide.
 
-    :ivar programs: the pair that is run.
+    :ivar programs: the model and guide.
     :ivar execute: makes the run for a layout, on the minibatch below.
-    :ivar subsamples: the minibatch; set back before another attempt.
-    :ivar shared: the sites that all particles share, as far as that is known.
-    :ivar find_shared: finds them out from a run; None where they are settled. A run whose sites
-        turn out to be others is made again.
+    :ivar subsamples: the minibatch; restored before another attempt.
+    :ivar shared: the sites that all particles are assumed to share.
+    :ivar find_shared: finds these sites from a run; None if they are certain. If they differ from
+        the assumed ones, the run is repeated.
     :ivar depends: whether a run without leading dims depends on these sites, too.
-    :ivar name: what stands in the leading dims.
-    :ivar several: whether there may be leading dims although ``count`` is None, as of slots.
-    :ivar nesting: how many batch dims belong to plates, where that is known.
-    :ivar compared: the pair whose runs with and without leading dims are compared, where it is
-        another one; ``execute`` then checks the contract of the programs itself.
-    :ivar check: a further look at a run that is not known.
+    :ivar name: the contents of the leading dims, for errors.
+    :ivar several: whether there may be leading dims (of slots) although ``count`` is None.
+    :ivar nesting: the number of batch dims of plates, if known.
+    :ivar compared: another model and guide, whose runs with and without leading dims are compared;
+        ``execute`` then checks the contract of the programs itself.
+    :ivar check: another check of new runs.
     """
 
     programs: Programs
@@ -126,16 +126,16 @@ class Execution:
 
     @property
     def key(self) -> Programs:
-        """The pair that is checked."""
+        """Return the model and guide that are checked."""
         return self.compared or self.programs
 
 
-def never(layout: Layout) -> Run:
-    """Of an execution that is checked and not run."""
-    raise NotImplementedError("a run that was made elsewhere")
+def not_executed(layout: Layout) -> Run:
+    """Raise an error: this execution is only checked."""
+    raise NotImplementedError("this execution is only checked")
 
 
-# The place that runs programs with leading dims: particles, chains, slots, states, evaluators.
+# Batched execution, for particles, chains, slots, states and evaluators.
 
 _logger = logging.getLogger(__name__)
 
@@ -146,23 +146,22 @@ _IN_WORDS = {
     Way.MAPPED: "under vmap",
     Way.BOTH_MAPPED: "under vmap, the guide too",
 }
-# How often a step is begun again when its structure turns out to be another than assumed.
+# The number of attempts of a step whose structure differs from the assumed one.
 _MAX_ATTEMPTS = 3
 
 
 class Runner:
     """
-    Makes the runs of one objective or evaluator, and knows how many batch dims their plates occupy.
+    Runs all batched executions of one objective or evaluator, and checks them.
 
-    Whatever runs with leading dims runs here, and only here it is checked: whether programs that
-    fail do so without leading dims too, have other plates than before, or cannot be vectorised;
-    whether particles are taken for data of which there are as many; whether their densities are
-    those of a loop.
+    If programs fail, it finds out whether they also fail without leading dims, whether their plates
+    have changed, or whether they cannot be vectorized. It checks that particles are not mistaken
+    for data of the same number, and that their densities are those of a loop.
 
-    :param max_plate_nesting: how many batch dims belong to plates; infinite to find out.
-    :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
-    :param vectorize: True to refuse programs that have to be looped over; False to loop.
-    :param analyses: what is known of the programs.
+    :param max_plate_nesting: the number of batch dims of plates; infinite to infer it.
+    :param bool strict_enumeration: reject guide sites that are marked for enumeration.
+    :param vectorize: True to reject programs that need a loop; False to always loop.
+    :param analyses: the cached analyses of the programs.
     """
 
     def __init__(
@@ -177,37 +176,37 @@ class Runner:
         self.analyses = analyses or Analyses()
         self.strict_enumeration = strict_enumeration
         self._vectorize = vectorize
-        # Whether chains have moved latents of a bounded support, or None before the first.
+        # Whether chains have moved latents with a bounded support; None before the first chain.
         self.bounded: bool | None = None
         self._has_run = False
 
     @property
     def refuses_loops(self) -> bool:
-        """Whether programs that have to be looped over are refused."""
+        """Return whether programs that need a loop are rejected."""
         return self._vectorize is True
 
     def way(self, programs: Programs) -> Way | None:
-        """How the particles of a pair are run; None before it was found out."""
+        """Return how the particles of a model and guide are vectorized; None if not yet chosen."""
         if self._vectorize is False:
             return Way.LOOPED
-        # Programs that are run at once with all of their particles, and only so, may rely on it.
-        # And plain steps come before one that is recorded, and a look would be recorded.
+        # With vectorize=True, programs may rely on leading dims. And uncompiled steps precede a
+        # recorded one, and a check would be recorded.
         at_once = (self.refuses_loops and not self._is_open) or is_recording()
         way: Way | None = self.analyses.of(programs).get(_WAY, Way.BATCHED if at_once else None)
         return way
 
     def together(self, execution: Execution) -> bool:
         """
-        Whether several particles share one run; found out at the first of a pair of programs.
+        Return whether several particles share one run, determined at the first execution.
 
-        :param execution: of the programs; its ``execute`` is not called.
-        :raises LeadingDimsError: for programs that have to be looped over, if that is refused.
+        :param execution: an execution of the programs; its ``execute`` is not called.
+        :raises LeadingDimsError: for programs that need a loop, if loops are rejected.
         """
-        way = self.way(execution.key) or self._choose(execution, self._look(execution))
+        way = self.way(execution.key) or self._choose(execution, self._single(execution))
         return way is not Way.LOOPED
 
     def run_together(self, execution: Execution, count: int) -> Run | None:
-        """One run for all of several particles; None where they are to be run one by one."""
+        """Return one run of several particles; None if they need a loop."""
         if not self.together(execution):
             return None
         try:
@@ -222,48 +221,48 @@ class Runner:
         Make one run.
 
         :param count: the size of the particles' dim; None for a run without one.
-        :raises LeadingDimsError: for programs that cannot be run with leading dims, or are others
-            with them, naming the remedy.
+        :raises LeadingDimsError: for programs that cannot run with leading dims, or have other
+            densities with them, naming the remedy.
         """
         shared, before, attempt = execution.shared, Minibatch(execution.subsamples), 1
         with rewindable(not self._has_run or self._is_new(execution)) as rewind:
             while True:
                 try:
                     return self._attempt(execution, count, shared)
-                except _UnsettledError as other:
+                except _SharedSitesError as changed:
                     if count is not None and attempt == _MAX_ATTEMPTS:
-                        raise not_settled(attempt, other.names) from None
-                    shared, attempt = other.shared, attempt + 1
+                        raise unstable_sharing(attempt, changed.names) from None
+                    shared, attempt = changed.shared, attempt + 1
                     if rewind():
                         # The generators draw the same minibatch again.
-                        _set_back(execution.subsamples, before)
+                        _restore(execution.subsamples, before)
                 except LeadingDimsError as error:
                     rewind()  # one seed, one number
-                    _set_back(execution.subsamples, before)
-                    self._change_way(execution, count, error)
+                    _restore(execution.subsamples, before)
+                    self._reselect(execution, count, error)
                     shared = execution.shared
 
     def _attempt(self, execution: Execution, count: int | None, shared: GlobalSites) -> Run:
-        """A run that all guards have looked at, if it has the shared sites that were assumed."""
-        sums = bool(self._known(execution.key, _SUMS)) and not execution.several
+        """Return a checked run, if it has the assumed shared sites."""
+        sums = bool(self._finding(execution.key, _SUMS)) and not execution.several
         if count is None and not execution.several and not sums:
-            run, known = self._execute(execution, Layout(None, None, shared))
+            run, checked = self._execute(execution, Layout(None, None, shared))
         else:
-            run, known = self._leading(execution, count, shared, sums)
-        found = shared if execution.find_shared is None else execution.find_shared(run)
-        if found != shared and (execution.depends or run.leading is not None):
-            # Shared sites were drawn once per particle, or others once: to be run again.
-            raise _UnsettledError(found)
+            run, checked = self._leading(execution, count, shared, sums)
+        actual = shared if execution.find_shared is None else execution.find_shared(run)
+        if actual != shared and (execution.depends or run.leading is not None):
+            # The wrong sites were drawn once for all particles: repeat the run.
+            raise _SharedSitesError(actual)
         self._has_run = True
-        settled = self.without_auxiliary(execution.programs, run)
-        if not known:
-            self._look_at(execution, settled, shared)
-        return settled
+        final = self.without_auxiliary(execution.programs, run)
+        if not checked:
+            self._check_run(execution, final, shared)
+        return final
 
-    def _change_way(self, execution: Execution, count: int | None, error: LeadingDimsError) -> None:
-        """Choose another way to run particles together, or raise what is wrong with this one."""
+    def _reselect(self, execution: Execution, count: int | None, error: LeadingDimsError) -> None:
+        """Choose another vectorization after an error, or raise the error."""
         looped = count is None or self.way(execution.key) is Way.LOOPED
-        if looped or self._choose(execution, self._look(execution), error) is Way.LOOPED:
+        if looped or self._choose(execution, self._single(execution), error) is Way.LOOPED:
             raise error
 
     def check(
@@ -273,21 +272,23 @@ class Runner:
         shared: GlobalSites,
         name: LeadingDimsName = PARTICLES,
     ) -> None:
-        """Look at a run that was made elsewhere, if none of its structure and sizes was."""
+        """Check a run that was made elsewhere, unless one of its structure and sizes was."""
         if self._is_known(programs, run, shared):
             return
         leads = run.leading is not None
         depth = run.nesting + 1 if leads else self.declared_nesting
-        self._check_promises(run, depth, leads)
-        self._look_at(Execution(programs, never, name=name), run, shared)
+        self._check_pair(run, depth, leads)
+        self._check_run(Execution(programs, not_executed, name=name), run, shared)
 
     def without_auxiliary(self, programs: Programs, run: Run) -> Run:
-        """A run without the density of auxiliary draws that are no latents."""
+        """Remove the density of auxiliary draws that do not determine latents from a run."""
         return without_auxiliary(programs, run, self.analyses.of(programs))
 
     def check_nesting(self, nesting: int) -> None:
         """
-        :raises ValueError: if the programs have more plates than ``max_plate_nesting`` says.
+        Check the number of plate dims against ``max_plate_nesting``.
+
+        :raises ValueError: if the programs have more plates.
         """
         if nesting > self.declared_nesting:
             raise ValueError(
@@ -295,11 +296,11 @@ class Runner:
                 f"{nesting} batch dims: pass max_plate_nesting={nesting} or leave it out"
             )
 
-    def _look_at(self, execution: Execution, run: Run, shared: GlobalSites) -> None:
-        """Compare a run with a loop, if it has leading dims, and take it for one that is known."""
+    def _check_run(self, execution: Execution, run: Run, shared: GlobalSites) -> None:
+        """Compare a run with a loop, if it has leading dims, and record it as checked."""
         programs, analysis = execution.key, self.analyses.of(execution.key)
         if run.leading is not None or (execution.several and run.outer_sizes):
-            # Without particles other leading dims stand by themselves, as those of slots do.
+            # Without particles, other leading dims (of slots) are compared on their own.
             way = Way.BATCHED if run.leading is None else self.way(programs) or Way.BATCHED
             one = _without_slots(run) if run.leading is None else shared
             leading = LeadingRun(programs, run, one, way, execution.name)
@@ -308,45 +309,45 @@ class Runner:
             compare_states(analysis, programs, run)
         if execution.check is not None:
             execution.check(run)
-        analysis.put(_shown(run, shared), True)
+        analysis.put(_run_key(run, shared), True)
 
     def _leading(
         self, execution: Execution, count: int | None, shared: GlobalSites, sums: bool
     ) -> tuple[Run, bool]:
-        """A run with leading dims; again, where plates or the way have changed."""
+        """Run with leading dims, again if the plates or the vectorization have changed."""
         way = Way.BATCHED
         if count is not None:
-            way = self.way(execution.key) or self._choose(execution, self._look(execution))
+            way = self.way(execution.key) or self._choose(execution, self._single(execution))
         nesting = self._nesting(execution)
         before = Minibatch(execution.subsamples)
         while True:
             try:
                 return self._execute(execution, Layout(count, nesting, shared, way, sums))
-            except (SiteError, _UnsettledError, _StopRecomputationError):
+            except (SiteError, _SharedSitesError, _StopRecomputationError):
                 raise
             except Exception as error:
-                nesting, way = self._recovered(execution, count, nesting, way, error)
-            _set_back(execution.subsamples, before)
+                nesting, way = self._recover(execution, count, nesting, way, error)
+            _restore(execution.subsamples, before)
 
     def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
-        """A run, and whether all guards have seen its like."""
+        """Return a run, and whether one of its form was checked before."""
         run = execution.execute(layout)
-        known = self._is_known(execution.key, run, layout.shared)
-        if not known and execution.compared is None:
+        checked = self._is_known(execution.key, run, layout.shared)
+        if not checked and execution.compared is None:
             self._check_contract(execution, layout, run)
-        return run, known
+        return run, checked
 
     def _is_known(self, programs: Programs, run: Run, shared: GlobalSites) -> bool:
-        """Whether such a run was checked by all guards."""
+        """Return whether a run of this form was checked before."""
         if is_recording():
-            return True  # plain steps of the same kind were checked, and a check would be recorded
-        return self.analyses.of(programs).get(_shown(run, shared)) is not None
+            return True  # uncompiled steps were checked, and a check would be recorded
+        return self.analyses.of(programs).get(_run_key(run, shared)) is not None
 
-    def _check_promises(self, run: Run, depth: float, leads: bool) -> None:
+    def _check_pair(self, run: Run, depth: float, leads: bool) -> None:
         """
-        Check what the programs promise each other, and where the particles stand.
+        Check that model and guide fit each other, and that particles lie in the leading dim.
 
-        :param depth: how many batch dims may belong to plates and leading dims.
+        :param depth: the number of batch dims that may belong to plates and leading dims.
         :param leads: whether the run has particles in a leading dim, and no slots.
         """
         check_run(run, depth, self.strict_enumeration)
@@ -358,57 +359,57 @@ class Runner:
         if layout.nesting is None:
             self.check_nesting(run.nesting)
         elif nesting_of(run.guide_trace, run.model_trace) > layout.nesting:
-            # Plates without a declared dim have taken dims to the left of the particles'.
-            raise ValueError("the programs have more plates than max_plate_nesting says")
+            # Plates without a declared dim were placed to the left of the particles.
+            raise ValueError("the programs have more plates than max_plate_nesting")
         may_sum = not (layout.sums or execution.several or is_messenger(execution.programs))
-        if may_sum and shows_states(run.guide_trace, run.model_trace):
+        if may_sum and has_unsummed_states(run.guide_trace, run.model_trace):
             self._keep(execution.key, _SUMS, True)
-            raise _UnsettledError(layout.shared)
+            raise _SharedSitesError(layout.shared)
         depth = self.declared_nesting
         if layout.nesting is not None:
             depth = layout.nesting + (layout.count is not None)
         leads = layout.count is not None and not execution.several
-        self._check_promises(run, depth, leads)
+        self._check_pair(run, depth, leads)
 
-    def _recovered(
+    def _recover(
         self, execution: Execution, count: int | None, nesting: int, way: Way, error: Exception
     ) -> tuple[int, Way]:
-        """Another nesting or way to run with, or what is wrong with the programs."""
-        # Either they fail without particles too (then this raises their own error), or their
-        # plates have changed since the last step, or they cannot be vectorised in this way.
+        """Return another nesting or vectorization after an error, or raise the cause."""
+        # Either they fail without particles too (then this raises their error), or their plates
+        # have changed since the last step, or this vectorization does not work.
         actual = self._checked_run(execution.programs).nesting
         self.check_nesting(actual)
         if execution.nesting is None and self._is_open and actual != nesting:
             self._keep(execution.key, _NESTING, actual)
             return actual, way
-        sums = count is None and self._known(execution.key, _SUMS)
+        sums = count is None and self._finding(execution.key, _SUMS)
         name = ENUMERATED if sums else execution.name
-        wrong = not_vectorizable(name, count, nesting, error)
+        cause = not_vectorizable(name, count, nesting, error)
         if count is None:
-            raise wrong from error
-        run = self._look(execution)
-        other = self._choose(execution, run)
-        if other is way is not Way.BATCHED:
-            # What a few particles without gradients can do may be refused of a step: statistics of
-            # a batch are written into a buffer.
-            other = self._choose(execution, run, wrong)
-        if other is Way.LOOPED or other is way:
-            raise wrong from error
-        return nesting, other
+            raise cause from error
+        run = self._single(execution)
+        choice = self._choose(execution, run)
+        if choice is way is not Way.BATCHED:
+            # A few particles may run without gradients, but fail in a step: for example if batch
+            # statistics are written into a buffer.
+            choice = self._choose(execution, run, cause)
+        if choice is Way.LOOPED or choice is way:
+            raise cause from error
+        return nesting, choice
 
     def _nesting(self, execution: Execution) -> int:
         if execution.nesting is not None:
             return execution.nesting
         if not self._is_open:
             return int(self.declared_nesting)
-        nesting = self._known(execution.key, _NESTING)
+        nesting = self._finding(execution.key, _NESTING)
         if nesting is None:
             nesting = self._checked_run(execution.programs).nesting
             self._keep(execution.key, _NESTING, nesting)
         return int(nesting)
 
-    def _known(self, programs: Programs, key: tuple[str]) -> Any:
-        """What this analysis, or the one before, has found."""
+    def _finding(self, programs: Programs, key: tuple[str]) -> Any:
+        """Return a finding of this analysis, or of the previous one."""
         analysis = self.analyses.of(programs)
         return analysis.get(key, analysis.before(key))
 
@@ -417,21 +418,21 @@ class Runner:
 
     def _choose(self, execution: Execution, run: Run, error: LeadingDimsError | None = None) -> Way:
         """
-        Choose how particles are run: the fastest way that has a loop's numbers.
+        Choose the fastest vectorization that has the densities of a loop.
 
-        Tried with a few particles before there are many: programs that broadcast them against each
-        other may need memory for the square of their number. What was chosen stays, until other
-        sizes show that it is not right for them.
+        It is tried with a few particles first, because programs that broadcast particles against
+        each other need memory for the square of their number. The choice is kept until it fails for
+        other sizes.
 
-        :param run: shows the programs' plates and sizes.
-        :param error: what is wrong with the present way, if it is known.
-        :raises LeadingDimsError: if only a loop is right, and is refused.
+        :param run: a run with the programs' plates and sizes.
+        :param error: the error of the present vectorization, if any.
+        :raises LeadingDimsError: if only a loop is correct, and loops are rejected.
         """
         programs, name, find = execution.key, execution.name, execution.find_shared
         analysis = self.analyses.of(programs)
         shared = execution.shared if find is None else find(run)
-        # What a fresh analysis tries first is the way that the last one chose.
-        before: Way | None = self._known(programs, _WAY)
+        # A fresh analysis first tries the choice of the last one.
+        before: Way | None = self._finding(programs, _WAY)
         errors = {} if error is None else {before or Way.BATCHED: error}
         ways = [Way.BATCHED] if is_messenger(programs) else [*_AT_ONCE]
         if before is not None:
@@ -440,30 +441,30 @@ class Runner:
             leading = LeadingRun(programs, run, shared, way, name, False, self.refuses_loops)
             try:
                 compare_leading_dims(analysis, leading, False)
-            except LeadingDimsError as found:
-                errors[way] = found
+            except LeadingDimsError as failure:
+                errors[way] = failure
                 continue
             break
         else:
             way = Way.LOOPED
             if self.refuses_loops and errors:
                 raise next(iter(errors.values()))
-        analysis.forget("run")  # all runs are checked again, which are run in another way
+        analysis.forget("run")  # check all runs again with the new vectorization
         analysis.compared(_WAY, lambda: way)
         analysis.put(_WAY, way)
         if way is not before:
-            _tell(programs, way, name, errors)
+            _log_choice(programs, way, name, errors)
         return way
 
-    def _look(self, execution: Execution) -> Run:
-        """A run without leading dims that shows the plates and sizes to be run with them."""
+    def _single(self, execution: Execution) -> Run:
+        """Return a run without leading dims, with the plates and sizes for them."""
         programs = execution.programs
         if execution.compared is None:
             run = self._checked_run(programs)
             self.check_nesting(run.nesting)
             if self._is_open:
                 self._keep(programs, _NESTING, run.nesting)
-            states = shows_states(run.guide_trace, run.model_trace)
+            states = has_unsummed_states(run.guide_trace, run.model_trace)
             if states and not (execution.several or is_messenger(programs)):
                 self._keep(programs, _SUMS, True)
                 run = single_run(programs, self._nesting(execution))
@@ -482,15 +483,15 @@ class Runner:
         return checked_run(programs, self.strict_enumeration)
 
 
-class _UnsettledError(Exception):
-    """Programs share other sites among particles than assumed, or have sites to be summed."""
+class _SharedSitesError(Exception):
+    """The programs have other shared sites than assumed, or enumerated sites to be summed."""
 
     def __init__(self, shared: GlobalSites) -> None:
         self.shared, self.names = shared, shared.guide | shared.model
 
 
 def _without_slots(run: Run) -> GlobalSites:
-    """The guide's sites of which a run without particles has one value: others have slots."""
+    """Return the guide's sites with one value in a run without particles: others have slots."""
     shared = set()
     for t in (t for t in run.terms if t.in_guide):
         inner = run.nesting + t.site["fn"].event_dim
@@ -499,23 +500,23 @@ def _without_slots(run: Run) -> GlobalSites:
     return GlobalSites(frozenset(shared), frozenset(shared))
 
 
-def _set_back(subsamples: Minibatch, before: Minibatch) -> None:
+def _restore(subsamples: Minibatch, before: Minibatch) -> None:
     subsamples.clear()
     subsamples.update(before)
 
 
-def _shown(run: Run, shared: GlobalSites) -> tuple[Hashable, ...]:
-    """All of a run that guards check."""
+def _run_key(run: Run, shared: GlobalSites) -> tuple[Hashable, ...]:
+    """Return the cache key of a checked run: everything that the checks depend on."""
     return "run", run.form, run.nesting, run.leading, shared, is_validation_enabled()
 
 
-def _tell(
+def _log_choice(
     programs: Programs, way: Way, name: LeadingDimsName, errors: dict[Way, LeadingDimsError]
 ) -> None:
     model = poutine.unwrap(programs.model)
-    # Of the two under vmap the first says what the user may mend.
-    told = [w for w in errors if w is not Way.BOTH_MAPPED or Way.MAPPED not in errors]
-    why = "; ".join(f"{_IN_WORDS[w]}: {errors[w].reason}" for w in told)
+    # The first vmap error is usually the one that the user can fix.
+    reported = [w for w in errors if w is not Way.BOTH_MAPPED or Way.MAPPED not in errors]
+    why = "; ".join(f"{_IN_WORDS[w]}: {errors[w].reason}" for w in reported)
     _logger.log(
         logging.WARNING if way is Way.LOOPED else logging.INFO,
         "%s of %s are run %s (%s)",

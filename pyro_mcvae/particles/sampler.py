@@ -1,4 +1,4 @@
-"""The particles of one step: their log weights per datum, and how these map back to sites."""
+"""Draw the particles of one step, and map their log weights per datum to sites."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from torch import Tensor
 
 from pyro_mcvae.checks.faults import check_not_collapsed
-from pyro_mcvae.particles.runner import Execution, Layout, Runner, never
+from pyro_mcvae.particles.runner import Execution, Layout, Runner, not_executed
 from pyro_mcvae.programs.enumeration import draw_states
 from pyro_mcvae.programs.messengers import Minibatch, ModelNoise, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, replay_model, run_model, terms_of, with_changes
@@ -36,13 +36,13 @@ class WeightedParticles:
     r"""
     Runs of both programs that share one minibatch and their global latents.
 
-    The log weights have shape ``[K, *plates]``, one per particle and datum, where a program has
-    one block. With several blocks (sequential plates, or separate data plates) the blocks'
-    elements are laid side by side: ``[K, elements]``; with none there are no elements. In any case
-    each entry is independent of the others given the global latents, and an objective need not know
-    which case it is.
+    For a program with one block the log weights have shape ``[K, *plates]``, one per particle and
+    datum. With several blocks (sequential plates, or separate data plates) the blocks' elements are
+    concatenated: ``[K, elements]``; without blocks there are no elements. In every case the entries
+    are independent of each other given the global latents, so objectives need not distinguish the
+    cases.
 
-    :ivar runs: one vectorised run, or one run per particle.
+    :ivar runs: one vectorized run, or one run per particle.
     :ivar block_of: for each run, the block of each factor (None: global).
     """
 
@@ -52,7 +52,7 @@ class WeightedParticles:
 
     @property
     def subsamples(self) -> Minibatch:
-        """The minibatch that all runs share: the indices of each plate."""
+        """Return the minibatch of all runs: the indices of each plate."""
         return self.runs[0].subsamples
 
     @property
@@ -61,7 +61,7 @@ class WeightedParticles:
 
     @property
     def plate_names(self) -> tuple[str, ...]:
-        """The names of the plates of :attr:`log_weight`; empty for several blocks side by side."""
+        """Return the names of the plates of :attr:`log_weight`; empty for several blocks."""
         if len(self.blocks) != 1:
             return ()
         return tuple(p.name for p in self.blocks[0].plates if p.dim is not None)
@@ -71,15 +71,15 @@ class WeightedParticles:
         return self.runs[0].leading or len(self.runs)
 
     def noise(self, count: int) -> Iterator[ModelNoise]:
-        """For further runs, of so many particles, what the models are to draw apart from sites."""
-        known = [r.noise for r in self.runs if r.noise] if count == self.num_particles else []
-        return itertools.chain(known, iter(ModelNoise, None))
+        """Yield the noise outside sample sites for further runs with ``count`` particles."""
+        recorded = [r.noise for r in self.runs if r.noise] if count == self.num_particles else []
+        return itertools.chain(recorded, iter(ModelNoise, None))
 
     def local_sum(self, pick: Callable[[Term, int], Tensor | int], signed: bool = False) -> Tensor:
         """
         Sum a quantity of the local terms per particle and datum.
 
-        :param pick: maps a term and its run's index to a batch-shaped tensor, or 0 to leave out.
+        :param pick: maps a term and its run's index to a batch-shaped tensor, or 0 to omit it.
         :param bool signed: whether the guide's terms are subtracted.
         :returns: shape ``[K, *plates]`` (or ``[K, elements]``).
         """
@@ -94,18 +94,20 @@ class WeightedParticles:
 
     @cached_property
     def log_weight(self) -> Tensor:
-        r"""log p(x_n, z_n) - log q(z_n | x_n), without subsampling's N/B: ``[K, *plates]``."""
+        r"""Return log p(x_n, z_n) - log q(z_n | x_n), without N/B: shape ``[K, *plates]``."""
         return self.local_sum(lambda t, i: t.log_prob, signed=True)
 
     @property
     def weights_shape(self) -> tuple[int, ...]:
-        """``[*plates]``, or ``[elements]``: that of one particle's weights."""
+        """Return the shape of one particle's weights: ``[*plates]``, or ``[elements]``."""
         shapes = self.shapes
         return shapes[0] if len(shapes) == 1 else (sum(math.prod(s) for s in shapes),)
 
     def check_shapes(self, **values: Tensor) -> None:
         """
-        :raises ValueError: for what has no entry for each weight: it would be summed all the same.
+        Check that tensors have an entry for each weight; others would be broadcast and summed.
+
+        :raises ValueError: otherwise.
         """
         for name, value in values.items():
             if value.shape != self.weights_shape:
@@ -117,48 +119,48 @@ class WeightedParticles:
 
     @cached_property
     def scale(self) -> float | Tensor:
-        """N/B of each entry's plates; a float where it is the same for all."""
+        """Return N/B of each entry's plates; a float if it is the same for all."""
         scales = [subsampling_scale(frames) for frames in self.frames] or [1.0]
         return scales[0] if len(set(scales)) == 1 else self._spread(scales)
 
     @property
     def num_weights(self) -> Tensor:
-        """How many weights a bound is the sum of, N/B times those of a minibatch."""
+        """Return the number of weights in the bound, N/B times those of a minibatch."""
         return (self.log_weight.new_ones(self.log_weight.shape[1:]) * self.scale).sum()
 
     def _spread(self, values: list[float]) -> Tensor:
-        """A number for each block, at each of its entries."""
+        """Expand one number per block to the block's entries."""
         parts = self.split(self.log_weight[0])
         return torch.cat([p.new_full((p.numel(),), v) for p, v in zip(parts, values, strict=True)])
 
     def with_runs(self, runs: list[Run]) -> WeightedParticles:
-        """A sample of further runs that show the same sites and plates as these."""
+        """Return a sample of further runs with the same sites and plates."""
         sample = WeightedParticles(runs, self.block_of, self.structure)
-        vars(sample).update(frames=self.frames, shapes=self.shapes)  # which are cached
+        vars(sample).update(frames=self.frames, shapes=self.shapes)  # cached properties
         return sample
 
     def global_values(self) -> dict[str, Tensor]:
-        """The draws of the guide's global sites."""
+        """Return the draws of the guide's global sites."""
         nodes = self.runs[0].guide_trace.nodes
         return {name: nodes[name]["value"] for name in self.structure.global_sites.guide}
 
     def is_local(self, term: Term) -> bool:
-        """Whether a term of the first run belongs to a block."""
+        """Return whether a term of the first run belongs to a block."""
         return self.block_of[0][term.key] is not None
 
     @property
     def has_local_scores(self) -> bool:
-        """Whether a local draw is not reparameterized."""
+        """Return whether a local draw is not reparameterized."""
         terms = self.runs[0].terms
         return any(isinstance(t.score, Tensor) and self.is_local(t) for t in terms)
 
     def global_terms(self) -> list[Term]:
-        """The terms outside every block, from the first run (they are the same in all)."""
+        """Return the terms outside every block, from the first run (all runs have the same)."""
         return [t for t in self.runs[0].terms if not self.is_local(t)]
 
     def align(self, value: Tensor, term: Term, i: int) -> Tensor:
         """
-        A block's part of ``[K, *plates]`` in the shape that multiplies a site's value in run i.
+        Reshape a block's part of ``[K, *plates]`` so that it multiplies a site's value in run i.
 
         :param value: the part of the term's block, from :meth:`split`.
         """
@@ -173,37 +175,37 @@ class WeightedParticles:
 
     @cached_property
     def frames(self) -> list[tuple[CondIndepStackFrame, ...]]:
-        """For each block its plates in this step, with their sizes."""
-        known = {plate_key(f): f for t in self.runs[0].terms for f in plate_frames(t.site)}
-        return [tuple(known[key] for key in b.plates) for b in self.blocks]
+        """Return each block's plates in this step, with their sizes."""
+        frames = {plate_key(f): f for t in self.runs[0].terms for f in plate_frames(t.site)}
+        return [tuple(frames[key] for key in b.plates) for b in self.blocks]
 
     @cached_property
     def shapes(self) -> list[tuple[int, ...]]:
-        """For each block its plates' sizes, those of sequential ones left out."""
+        """Return the sizes of each block's plates, without sequential ones."""
         return [tuple(f.size for f in frames if f.dim is not None) for frames in self.frames]
 
     def _stack(self, parts: list[Tensor | None], sizes: tuple[int, ...]) -> Tensor:
-        shape, found = (self.runs[0].leading or 1, *sizes), [p for p in parts if p is not None]
-        if len(found) < len(parts):
-            like = found[0] if found else torch.zeros(())
-            found = [like.new_zeros(shape) if p is None else p for p in parts]
-        found = [p if p.dim() == len(shape) else p.unsqueeze(0) for p in found]
-        full = [p if p.shape == shape else p.expand(shape) for p in found]
+        shape, tensors = (self.runs[0].leading or 1, *sizes), [p for p in parts if p is not None]
+        if len(tensors) < len(parts):
+            like = tensors[0] if tensors else torch.zeros(())
+            tensors = [like.new_zeros(shape) if p is None else p for p in parts]
+        tensors = [p if p.dim() == len(shape) else p.unsqueeze(0) for p in tensors]
+        full = [p if p.shape == shape else p.expand(shape) for p in tensors]
         return full[0] if len(full) == 1 else torch.cat(full)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """One ``[K, *plates]`` per block, laid side by side; the inverse of :meth:`split`."""
+        """Concatenate one ``[K, *plates]`` per block; the inverse of :meth:`split`."""
         if len(parts) == 1:
             return parts[0]
         flat = [p.reshape(p.shape[0], -1) for p in parts]
         return torch.cat(flat, dim=1) if flat else self._no_weights()
 
     def _no_weights(self) -> Tensor:
-        """Where a subsampled plate lies around the factors of every latent."""
+        """Return empty weights, for a program whose latents all became global."""
         return self.runs[0].terms[0].log_prob.new_zeros((self.num_particles, 0))
 
     def split(self, value: Tensor) -> list[Tensor]:
-        """``[K, *plates]`` (or ``[K, elements]``) as one tensor per block."""
+        """Split ``[K, *plates]`` (or ``[K, elements]``) into one tensor per block."""
         if len(self.blocks) == 1:
             return [value]
         lead = value.shape[:-1]
@@ -217,28 +219,27 @@ def _plus(total: Tensor | None, part: Tensor, minus: bool) -> Tensor:
     return total - part if minus else total + part
 
 
-# The particles of one step: what is drawn for each of them, and what once for all.
+# The particles of one step: local latents drawn per particle, and global ones once.
 
 _NONE = GlobalSites()
 
-# Makes what draws the guide's sites in one run, from its particles and the sites that all share.
+# Returns the sample function of one run's guide, from its particles and the shared sites.
 MakeSampleFn = Callable[[range, frozenset[str]], SampleFn]
 
 
 class ParticleSampler:
     """
-    Draws the particles of one objective, vectorised or one after the other.
+    Draws the particles of one objective, vectorized or one after the other.
 
-    A sampler keeps what it learned about the programs' structure from step to step, and looks
-    again when a program shows another structure.
+    A sampler caches the programs' structure between steps, and analyzes it again when it changes.
 
     :param int num_particles: the number of draws of the local latents.
-    :param vectorize: run the programs once for all particles; None where that is right, and in a
-        loop elsewhere.
-    :param max_plate_nesting: how many batch dims belong to plates; infinite to find out.
-    :param bool joint: one weight over everything.
-    :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
-    :param bool find_roots: find out which guide sites depend on no other draw.
+    :param vectorize: run the programs once for all particles; None to do so only if it is correct,
+        else in a loop.
+    :param max_plate_nesting: the number of batch dims of plates; infinite to infer it.
+    :param bool joint: use one weight for the whole program.
+    :param bool strict_enumeration: reject guide sites that are marked for enumeration.
+    :param bool find_roots: find the guide sites that depend on no other draw.
     """
 
     def __init__(
@@ -258,14 +259,14 @@ class ParticleSampler:
         self._latest = Structure((), {})
 
     def vectorizes(self, programs: Programs, count: int) -> bool:
-        """Whether that many particles share one run."""
+        """Return whether ``count`` particles share one run."""
         find_shared = partial(self._shared_sites, programs)
         return count > 1 and self.runner.together(
-            Execution(programs, never, find_shared=find_shared)
+            Execution(programs, not_executed, find_shared=find_shared)
         )
 
     def _shared_sites(self, programs: Programs, run: Run) -> GlobalSites:
-        """What all particles of a run share."""
+        """Return the sites that all particles of a run share."""
         self._latest = self.structures.of(programs, run)
         return self._latest.global_sites
 
@@ -273,7 +274,7 @@ class ParticleSampler:
         """
         Draw every latent, global ones too, once per particle; no weights are formed.
 
-        :param detach_latents: they reach the model without their gradient to the guide.
+        :param detach_latents: whether latents are detached in the model.
         """
         substitutes = Substitutes(attached=frozenset() if detach_latents else None)
         execution = _execution(programs, substitutes)
@@ -294,12 +295,12 @@ class ParticleSampler:
         """
         Draw global latents once and local ones once per particle.
 
-        :param make_sample_fn: called for each run with its particles, and the sites of the guide
-            that all of them share, returns what draws the guide's sites.
-        :param detach_latents: local ones reach the model without their gradient to the guide.
+        :param make_sample_fn: called for each run with its particles, and the guide's sites that
+            they share; returns the sample function of the guide's sites.
+        :param detach_latents: whether local latents are detached in the model.
         :param count: another number of particles.
-        :param keep_noise: for runs at other latents, in which models draw the same numbers apart
-            from their sites.
+        :param keep_noise: whether to record random numbers outside sample sites, for further runs
+            at other latents.
         """
         count, subsamples = count or self.num_particles, Minibatch()
 
@@ -329,11 +330,11 @@ class ParticleSampler:
         count: int,
         run_rows: Callable[[Mapping[str, Tensor], range, Layout], Run],
     ) -> WeightedParticles:
-        """The first particle and the others, which share what is global, one by one."""
-        settled = replace(execution, shared=sample.structure.global_sites, find_shared=None)
-        alone, fixed = (range(k, k + 1) for k in range(1, count)), sample.global_values()
-        others = (partial(run_rows, fixed, row) for row in alone)
-        each = (replace(settled, execute=other) for other in others)
+        """Run the other particles one by one, with the global latents of the first."""
+        fixed_sharing = replace(execution, shared=sample.structure.global_sites, find_shared=None)
+        rows, fixed = (range(k, k + 1) for k in range(1, count)), sample.global_values()
+        executions = (partial(run_rows, fixed, row) for row in rows)
+        each = (replace(fixed_sharing, execute=other) for other in executions)
         runs = [*sample.runs, *(self.runner.run(e, None) for e in each)]
         return self.arrange(execution.programs, runs)
 
@@ -341,9 +342,9 @@ class ParticleSampler:
         self, programs: Programs, subsamples: Minibatch, values: Mapping[str, Tensor] | None = None
     ) -> WeightedParticles:
         """
-        One draw of every latent, global ones too, on a given minibatch.
+        Draw every latent once, global ones too, on a given minibatch.
 
-        :param values: of guide sites that are fixed.
+        :param values: values of fixed guide sites.
         """
         return self.arrange(programs, [self.run_once(programs, subsamples, values)])
 
@@ -353,7 +354,7 @@ class ParticleSampler:
         subsamples: Minibatch | None = None,
         values: Mapping[str, Tensor] | None = None,
     ) -> Run:
-        """One run without leading dims."""
+        """Run the programs without leading dims."""
         batch = Minibatch() if subsamples is None else subsamples
         return self.runner.run(_execution(programs, Substitutes(batch, values or {})), None)
 
@@ -368,16 +369,16 @@ class ParticleSampler:
         """
         Run the programs again on the minibatch and the global latents of ``sample``.
 
-        :param count: the leading size, which need not be the sample's.
-        :param make_sample_fn: as of :meth:`sample`, returns what gives the local sites their
-            values; None to draw them again.
-        :param detach_latents: local ones reach the model without their gradient to the guide.
+        :param count: the number of particles, which may differ from the sample's.
+        :param make_sample_fn: as in :meth:`sample`; returns the sample function of local sites;
+            None to draw them again.
+        :param detach_latents: whether local latents are detached in the model.
         """
         fixed, shared = sample.global_values(), sample.structure.global_sites
         attached: frozenset[str] | None = frozenset() if detach_latents else None
 
         def find_shared(run: Run) -> GlobalSites:
-            self.structures.of(programs, run)  # looks at what particles share
+            self.structures.of(programs, run)  # checks the structure
             return shared
 
         def execution(rows: range, noise: ModelNoise) -> Execution:
@@ -401,37 +402,37 @@ class ParticleSampler:
         """
         Run the model alone at other latents, with the guide's distributions of ``sample``.
 
-        For guides whose structure is mean-field only.
+        Only for mean-field guides.
 
-        :param latents: for each run of ``sample``, by guide site, what changes there: its value,
-            and annotations.
+        :param latents: for each run of ``sample``, the changed fields by guide site: values and
+            annotations.
         """
-        found, shared = [], sample.structure.global_sites
+        replays, shared = [], sample.structure.global_sites
         for run, changes in zip(sample.runs, latents, strict=True):
             layout = Layout(run.leading, run.nesting, shared, run.way, run.state_dim is not None)
-            found.append(replay_model(programs, run, changes, layout.leading()))
-        if all(same for _, same in found):
-            return sample.with_runs([run for run, _ in found])
-        runs = [run if same else self._looked_at(programs, run, shared) for run, same in found]
+            replays.append(replay_model(programs, run, changes, layout.leading()))
+        if all(same for _, same in replays):
+            return sample.with_runs([run for run, _ in replays])
+        runs = [run if same else self._checked(programs, run, shared) for run, same in replays]
         return self.arrange(programs, runs)
 
     def replay_at_rest(
         self, programs: Programs, sample: WeightedParticles
     ) -> WeightedParticles | None:
         """
-        Run the model alone at the very draws of ``sample``, of which no gradient is left.
+        Run the model alone at the detached draws of ``sample``.
 
-        :returns: a sample with the terms of the model only, or None if the model shows other sites.
+        :returns: a sample with the terms of the model only, or None if the model has other sites.
         """
-        bare = []
+        detached = []
         for run in sample.runs:
             nodes = run.guide_trace.nodes
             draws = {n: {"value": nodes[n]["value"].detach()} for n in nodes if is_latent(nodes[n])}
             terms = tuple(t for t in run.terms if not t.in_guide)
             trace = with_changes(run.guide_trace, draws)
-            bare.append(replace(run, guide_trace=trace, terms=terms))
-        found = self.replay(programs, sample.with_runs(bare), [{} for _ in bare])
-        return found if found.block_of is sample.block_of else None
+            detached.append(replace(run, guide_trace=trace, terms=terms))
+        replayed = self.replay(programs, sample.with_runs(detached), [{} for _ in detached])
+        return replayed if replayed.block_of is sample.block_of else None
 
     def arrange(self, programs: Programs, runs: list[Run]) -> WeightedParticles:
         """Sort runs whose global latents may differ into a sample, to sum them per datum."""
@@ -443,8 +444,8 @@ class ParticleSampler:
             )
         return WeightedParticles(runs, [s.block_of for s in structures], structures[0])
 
-    def _looked_at(self, programs: Programs, run: Run, shared: GlobalSites) -> Run:
-        """Another branch of the model may have latents that the guide's draws are not for."""
+    def _checked(self, programs: Programs, run: Run, shared: GlobalSites) -> Run:
+        """Check a run of another branch of the model, which may have other latents."""
         run = replace(run, terms=terms_of(run.guide_trace, run.model_trace, run.state_dim))
         self.runner.check(programs, run, shared)
         return self.runner.without_auxiliary(programs, run)
@@ -459,11 +460,11 @@ def _execution(
     return Execution(programs, execute, substitutes.subsamples, shared)
 
 
-# A sample in which the model's enumerated sites have a value each, as all other latents have.
+# A sample in which the model's enumerated sites are drawn, like all other latents.
 
 
 def with_drawn_states(programs: Programs, sample: WeightedParticles) -> WeightedParticles:
-    """The same latents, and each enumerated site drawn from its posterior given these."""
+    """Draw each enumerated site from its posterior given the other latents of a sample."""
     if all(run.state_dim is None for run in sample.runs):
         return sample
     shared = sample.structure.global_sites

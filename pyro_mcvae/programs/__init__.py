@@ -1,1 +1,1 @@
-"""Runs a pair of Pyro programs and says what its sites are; decides nothing."""
+"""Run a model and a guide, and describe their sites."""

@@ -50,10 +50,10 @@ def check_sites(
     """
     Check that the guide draws what the model needs, and nothing else.
 
-    :param bool strict_enumeration: refuse guide sites that are marked for enumeration.
-    :param bool before_sums: whether the model drew the sites that it is to enumerate.
-    :raises ValueError: naming the site and what to do.
-    :raises RuntimeError: likewise, for a site that is no draw of the guide.
+    :param bool strict_enumeration: reject guide sites that are marked for enumeration.
+    :param bool before_sums: whether the model drew the sites marked for enumeration.
+    :raises ValueError: naming the site and the remedy.
+    :raises RuntimeError: naming a site that the guide has, but does not draw.
     """
     guide, model = guide_trace.nodes, model_trace.nodes
     _check_places(guide, model)
@@ -61,7 +61,7 @@ def check_sites(
         if not is_latent(site):
             continue
         if name in guide and (guide[name]["type"] != "sample" or guide[name]["is_observed"]):
-            raise _no_draw(name, guide[name])
+            raise _not_drawn_error(name, guide[name])
         if name not in guide:
             kind = site["infer"].get("enumerate")
             if is_state(site) or (kind == "parallel" and before_sums):
@@ -87,8 +87,8 @@ def check_sites(
         )
 
 
-def _no_draw(name: str, found: Site) -> RuntimeError:
-    kind = "observed" if found["type"] == "sample" else f"a {found['type']}"
+def _not_drawn_error(name: str, site: Site) -> RuntimeError:
+    kind = "observed" if site["type"] == "sample" else f"a {site['type']}"
     return RuntimeError(
         f"site '{name}' is drawn by the model, and is {kind} in the guide: draw it there too, by "
         f"pyro.sample without obs=, or give it another name"
@@ -96,7 +96,7 @@ def _no_draw(name: str, found: Site) -> RuntimeError:
 
 
 def _check_places(guide: Mapping[str, Site], model: Mapping[str, Site]) -> None:
-    """Refuse model and guide in each other's place."""
+    """Raise an error if model and guide are swapped."""
     if any(s["type"] == "sample" and s["is_observed"] and is_scored(s) for s in model.values()):
         return
     for name, site in guide.items():
@@ -119,47 +119,47 @@ def _enumerated(name: str) -> str:
 def _not_summed(name: str, kind: str) -> str:
     return (
         f"site '{name}' of the model is marked for enumeration ({kind}), and is not summed here: "
-        f"mark it infer={{'enumerate': 'parallel'}}, of which every loss and judge has the exact "
-        f"sum, unless the guide is a messenger; or draw it in the guide"
+        f"mark it infer={{'enumerate': 'parallel'}}, which every loss and evaluator sums exactly, "
+        f"unless the guide is a messenger; or draw it in the guide"
     )
 
 
 def _check_same_plates(run: Run) -> None:
     """
-    Check that latents have the N/B of the model's plates in the guide too.
+    Check that latents have the same N/B in the guide as in the model.
 
     :raises ValueError: naming both plates, where their sizes differ or one program has none.
     """
-    known = [f for t in run.terms if not t.in_guide for m in t.sites for f in _frames(m.site)]
+    every = [f for t in run.terms if not t.in_guide for m in t.sites for f in _frames(m.site)]
     for term in (t for t in run.terms if t.in_guide and not is_delta(t.site["fn"])):
-        own, site = _frames(term.site), run.model_trace.nodes.get(term.key.name)
-        other = known if site is None else _frames(site)
-        for f in own:
-            named = [g for g in other if g.name == f.name]
+        guide, site = _frames(term.site), run.model_trace.nodes.get(term.key.name)
+        model = every if site is None else _frames(site)
+        for f in guide:
+            named = [g for g in model if g.name == f.name]
             if named and all((g.size, g.full_size) != (f.size, f.full_size) for g in named):
-                raise _other_plate(term, f, named[0])
-        for f in filter(is_subsampled, () if site is None else (*own, *other)):
-            mine, theirs = _match(f, own), _match(f, other)
-            if mine is None or theirs is None or mine.name != theirs.name:
-                raise _other_plate(term, mine, theirs)
+                raise _plate_mismatch(term, f, named[0])
+        for f in filter(is_subsampled, () if site is None else (*guide, *model)):
+            in_guide, in_model = _match(f, guide), _match(f, model)
+            if in_guide is None or in_model is None or in_guide.name != in_model.name:
+                raise _plate_mismatch(term, in_guide, in_model)
 
 
 def _frames(site: Site) -> list[Frame]:
-    """The user's plates around a site, the outermost one first."""
+    """Return the user's plates around a site, the outermost one first."""
     return [f for f in site["cond_indep_stack"] if f.name != LEADING]
 
 
 def _match(frame: Frame, frames: list[Frame]) -> Frame | None:
-    """The plate of that name, or else in that dim."""
+    """Return the plate with the frame's name, else the plate in its dim, else None."""
     named = (f for f in frames if f.name == frame.name)
     return next(named, next((f for f in frames if f.dim == frame.dim), None))
 
 
-def _other_plate(term: Term, own: Frame | None, other: Frame | None) -> ValueError:
+def _plate_mismatch(term: Term, guide: Frame | None, model: Frame | None) -> ValueError:
     return ValueError(
-        f"site '{term.key.name}' lies in {_described(own)} of the guide and in {_described(other)} "
-        f"of the model, so that its two densities are scaled by different N/B: put it in the same "
-        f"plate in both programs, with one name, size and minibatch"
+        f"site '{term.key.name}' lies in {_described(guide)} of the guide and in "
+        f"{_described(model)} of the model, so its two densities are scaled by different N/B: put "
+        f"it in the same plate in both programs, with one name, size and minibatch"
     )
 
 
@@ -172,18 +172,20 @@ def _described(frame: Frame | None) -> str:
 
 def check_nesting(value: object) -> None:
     """
-    :raises ValueError: unless ``max_plate_nesting`` is a number of batch dims, or infinity.
+    Check that ``max_plate_nesting`` is a number of batch dims, or infinity.
+
+    :raises ValueError: otherwise.
     """
     number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else -1.0
     if not (number >= 0 and (number == math.inf or number == int(number))):
         raise ValueError(
             f"max_plate_nesting must be the number of batch dims that the programs' plates occupy, "
-            f"an int of at least 0, got {value!r}: leave it out to have it found"
+            f"an int of at least 0, got {value!r}: leave it out to have it inferred"
         )
 
 
 def nonfinite_sites(runs: list[Run]) -> list[str]:
-    """A line for every site whose log density is not finite, over all runs."""
+    """Return a line for every site whose log density is not finite, over all runs."""
     lines = []
     for term in (t for run in runs for t in run.summands):
         lines += _nonfinite(term)
@@ -191,25 +193,25 @@ def nonfinite_sites(runs: list[Run]) -> list[str]:
 
 
 def _nonfinite(term: Term) -> list[str]:
-    """A line for a term that is not finite, or for each of the factors that made a sum so."""
+    """Return a line for a nonfinite term, or for each nonfinite factor of a sum."""
     lines = [
         nonfinite_report(t.site, t.key.program, torch.as_tensor(t.log_prob))
         for t in (term, *term.members)
     ]
-    own, *inside = lines
-    return [] if own is None else [line for line in inside if line is not None] or [own]
+    total, *members = lines
+    return [] if total is None else [line for line in members if line is not None] or [total]
 
 
 def check_run(run: Run, depth: float, strict_enumeration: bool, before_sums: bool = False) -> None:
     """
-    Check a run: that guide and model draw the same sites in the same shapes, and, while Pyro's
-    validation is enabled, that batch dims lie in plates, as Pyro does.
+    Check that guide and model draw the same sites in the same shapes.
 
-    A value of another shape would be broadcast: drawn once, and scored as often as the model has
-    latents. That is looked for with validation off, too, but Pyro's warnings are then left out.
+    While Pyro's validation is enabled, also check that batch dims lie in plates, as Pyro does. A
+    value of another shape would be broadcast: drawn once, and scored once per latent of the model.
+    This is checked with validation off, too, but without Pyro's warnings.
 
-    :param depth: how many batch dims may belong to plates and particles.
-    :param bool before_sums: whether the model drew the sites that it is to enumerate.
+    :param depth: the number of batch dims that may belong to plates and particles.
+    :param bool before_sums: whether the model drew the sites marked for enumeration.
     """
     check_sites(run.guide_trace, run.model_trace, strict_enumeration, before_sums)
     _check_same_plates(run)
@@ -223,34 +225,34 @@ def check_run(run: Run, depth: float, strict_enumeration: bool, before_sums: boo
 
 
 def _check_shapes(terms: Sequence[Term], guide_trace: Trace, depth: float) -> None:
-    apart = _slots_are_apart(terms)
+    distinct_dims = _slots_have_distinct_dims(terms)
     for term in terms:
         infer = term.site["infer"]
-        if apart and not term.in_guide and term.key.name in guide_trace:
-            # Its own slots may come back through what it depends on in the model, where the guide
-            # drew that later and chose its slots for each of this site's.
+        if distinct_dims and not term.in_guide and term.key.name in guide_trace:
+            # The site's slots may return through its parents in the model, if the guide drew these
+            # later, with slots for each slot of this site.
             infer = {k: v for k, v in infer.items() if k != "_enumerate_dim"}
         check_site_shape({**term.site, "log_prob": term.log_prob, "infer": infer}, depth)
 
 
-def _slots_are_apart(terms: Sequence[Term]) -> bool:
-    """Whether no two enumerated sites share a batch dim, as those of ``pyro.markov`` do."""
+def _slots_have_distinct_dims(terms: Sequence[Term]) -> bool:
+    """Return whether no two enumerated sites share a batch dim, as in ``pyro.markov``."""
     dims = {t.key.name: t.site["infer"].get("_enumerate_dim") for t in terms}
     used = [dim for dim in dims.values() if dim is not None]
     return len(used) == len(set(used))
 
 
 def _comparable(*traces: Trace) -> list[Trace]:
-    """Traces without the latents that only one of the programs has per particle."""
+    """Return the traces without latents that only one of the programs has per particle."""
     model_trace, guide_trace = traces
-    apart = [
+    one_sided = [
         name
         for name, site in guide_trace.nodes.items()
         if name in model_trace and _leads(site) != _leads(model_trace.nodes[name])
     ]
-    copies = [trace.copy() for trace in traces] if apart else list(traces)
+    copies = [trace.copy() for trace in traces] if one_sided else list(traces)
     for trace in copies:
-        for name in apart:
+        for name in one_sided:
             trace.remove_node(name)
     return copies
 
@@ -262,9 +264,9 @@ def _leads(site: Site) -> bool:
 
 def check_batch_dims(terms: Sequence[Term], nesting: int) -> None:
     """
-    Check that the particles of a run stand in the leading dim, and data in theirs.
+    Check that the particles of a run lie in the leading dim, and data in plate dims.
 
-    :raises ValueError: naming a site with particles elsewhere, as z.sum(-1) in a model moves them.
+    :raises ValueError: naming a site with particles elsewhere, for example after z.sum(-1).
     """
     for term in terms:
         _check_batch_dims(term, nesting)
@@ -279,7 +281,7 @@ def _check_batch_dims(term: Term, nesting: int) -> None:
         raise ValueError(
             f"site '{term.key.name}' of the {term.key.program} has log_prob of shape "
             f"{tuple(shape)}, which has dims to the left of the particles' (dim {-nesting - 1}): "
-            f"latents outside of a plate broadcast by themselves, without unsqueeze or reshape"
+            f"latents outside a plate broadcast by themselves, without unsqueeze or reshape"
         )
     for dim in range(-min(nesting, len(shape)), 0):
         if shape[dim] != 1 and dim not in declared:
@@ -290,11 +292,11 @@ def _check_batch_dims(term: Term, nesting: int) -> None:
             )
 
 
-# How many batch dims belong to the plates of a pair of programs.
+# The number of batch dims that belong to the plates of a model and a guide.
 
 
 def nesting_of(*traces: Trace) -> int:
-    """The depth of the deepest plate dim in the traces, the particles' plate left out."""
+    """Return the depth of the deepest plate dim in the traces, without the particles' plate."""
     dims = [
         frame.dim
         for trace in traces
@@ -309,10 +311,10 @@ def nesting_of(*traces: Trace) -> int:
 
 def single_run(programs: Programs, sums_in: int | None = None) -> Run:
     """
-    A run without leading dims that leaves nothing behind.
+    Return a run without leading dims, and restore all state afterwards.
 
-    :param sums_in: how many batch dims belong to plates, to sum enumerated sites to their left;
-        None to draw these.
+    :param sums_in: the number of batch dims of plates, to sum enumerated sites to their left; None
+        to draw these sites.
     """
     state_dim = None if sums_in is None else -sums_in - 1
     with isolated(programs.owners):
@@ -324,9 +326,9 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
 
 def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
     """
-    A run without leading dims, whose plates show how many batch dims they occupy.
+    Return a checked run without leading dims; its plates determine the nesting.
 
-    :raises ValueError: for programs that do not fit together, as without particles.
+    :raises ValueError: for a model and a guide that do not fit together.
     """
     with isolated(programs.owners):
         batch = Minibatch()
@@ -334,11 +336,11 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
         check_sites(*traces, strict_enumeration, before_sums=True)
         run = Run(*traces, terms_of(*traces), nesting_of(*traces), None, subsamples=batch)
         with warnings.catch_warnings():
-            # What the model is to enumerate is in the model alone.
+            # Sites that the model enumerates are in the model alone.
             warnings.filterwarnings("ignore", "Found vars in model but not guide")
             check_run(run, math.inf, strict_enumeration, before_sums=True)
-    # Dims of size 1 that lie in no plate keep their place as well: what broadcasts against them
-    # lies to their right, as the time of pyro.contrib.forecast.
+    # Dims of size 1 outside plates keep their place as well, for example the time dim of
+    # pyro.contrib.forecast: tensors that broadcast against them lie to their right.
     deepest = max((t.log_prob.dim() for t in run.terms), default=0)
     return replace(run, nesting=max(run.nesting, deepest))
 

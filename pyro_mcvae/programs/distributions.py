@@ -1,4 +1,4 @@
-"""Distributions with care: patched samplers, supports that move, values outside a support."""
+"""Fixes for distributions: patched samplers, moving supports, values outside a support."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Beta, LKJCholesky, RelaxedOneHotCategorical, constraints
 
-from pyro_mcvae.ops.lanes import is_mapped
 from pyro_mcvae.ops.tensors import holds
+from pyro_mcvae.ops.vmap_dims import is_mapped
 from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
 
-# The transforms that make a distribution of another, and what they are made of.
+# The transforms of a distribution, and their parts.
 
 
 def transforms_of(fn: Distribution) -> Iterator[Transform]:
-    """All transforms of a distribution, also below wrappers."""
+    """Yield all transforms of a distribution, also below wrappers."""
     for layer in layers(fn):
         yield from getattr(layer, "transforms", ())
 
 
 def parts_of(transform: Transform) -> Iterator[Transform]:
-    """The transforms that a transform is made of, down to those that are made of no other."""
+    """Yield the elementary transforms that a transform is composed of."""
     inner = _inner(transform)
     if not inner:
         yield transform
@@ -48,7 +48,7 @@ def parts_of(transform: Transform) -> Iterator[Transform]:
 
 
 def _inner(transform: Transform) -> list[Transform]:
-    """The transforms that a transform is made of."""
+    """Return the transforms that a transform is directly composed of."""
     if type(transform).__name__ == "_InverseTransform":
         return [transform.inv]
     base = getattr(transform, "base_transform", None)
@@ -56,39 +56,39 @@ def _inner(transform: Transform) -> list[Transform]:
 
 
 def is_elementary(transform: Transform) -> bool:
-    """Whether a transform is made of torch's closed-form ones."""
+    """Return whether a transform is composed of torch's closed-form transforms."""
     return type(transform).__module__ == "torch.distributions.transforms" and all(
         is_elementary(part) for part in _inner(transform)
     )
 
 
-# Draws that have their density and its gradient: those of six distributions do not.
+# Patched samplers: the draws of six distributions have a wrong density or gradient upstream.
 
 _ONE = torch.Size()
-Mend = Callable[[Distribution], Distribution]
+Patch = Callable[[Distribution], Distribution]
 
 
 def mended(fn: Distribution) -> Distribution:
-    """The same distribution, with right draws."""
-    return _mended(fn) if any(isinstance(f, _WRONG) for f in layers(fn)) else fn
+    """Return the same distribution with a correct sampler."""
+    return _patched(fn) if any(isinstance(f, _FAULTY) for f in layers(fn)) else fn
 
 
-def _mended(fn: Distribution) -> Distribution:
-    for cls, mend in _MENDS.items():
+def _patched(fn: Distribution) -> Distribution:
+    for cls, patch in _PATCHES.items():
         if isinstance(fn, cls):
-            return mend(fn)
+            return patch(fn)
     new = copy(fn)
-    new.base_dist = _mended(fn.base_dist)
+    new.base_dist = _patched(fn.base_dist)
     return new
 
 
 def _correlations(fn: Distribution) -> Distribution:
     """
-    With the sampler of Lewandowski et al. (2009), section 3.2.
+    Patch LKJCholesky with the sampler of Lewandowski et al. (2009), section 3.2.
 
     The squared length of row k of the Cholesky factor, k = 1, 2, ..., without its diagonal, is
-    Beta(k / 2, .); PyTorch draws it from Beta(k - 1/2, .), so that the mean weight of such draws is
-    1.13 in three dims, with concentrations of 1 and 1.5, where it has to be 1.
+    Beta(k / 2, .). PyTorch draws it from Beta(k - 1/2, .): in three dims, with concentrations of 1
+    and 1.5, the mean weight of such draws is 1.13 instead of 1.
     """
     beta = getattr(fn, "_beta", None)
     if beta is None or fn.dim < 3:
@@ -99,17 +99,17 @@ def _correlations(fn: Distribution) -> Distribution:
     return new
 
 
-def _drawn_by(sampler: Callable[..., Tensor], name: str = "sample") -> Mend:
-    def mend(fn: Distribution) -> Distribution:
+def _drawn_by(sampler: Callable[..., Tensor], name: str = "sample") -> Patch:
+    def patch(fn: Distribution) -> Distribution:
         new = copy(fn)
         setattr(new, name, partial(sampler, fn))
         return new
 
-    return mend
+    return patch
 
 
 def _times(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
-    """Of coalescence at the distribution's rate, where Pyro's are those of a rate of 1."""
+    """Draw coalescence times at the distribution's rate; Pyro draws them at a rate of 1."""
     rate = fn.rate.detach().unsqueeze(-1)
     return CoalescentTimes(fn.leaf_times * rate).sample(sample_shape) / rate
 
@@ -117,14 +117,14 @@ def _times(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
 @torch.no_grad()
 def _angles(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
     """
-    By the rejection sampler of Kent, Ganeiber and Mardia (2018).
+    Draw two angles by the rejection sampler of Kent, Ganeiber and Mardia (2018).
 
-    Pyro's gives one angle's proposals the scale of another coordinate's: with concentrations of 5
-    and a correlation of 2 the mean cosine of the first angle is 0.82, where it has to be 0.88.
+    Pyro's sampler scales one angle's proposals by another coordinate's scale. With concentrations
+    of 5 and a correlation of 2 the mean cosine of the first angle is 0.82 instead of 0.88.
     """
     shape = fn._extended_shape(sample_shape)[:-1]
-    own = fn.phi_concentration, fn.psi_concentration, fn.correlation
-    first, second, correlation = (t.expand(shape) for t in own)
+    concentrations = fn.phi_concentration, fn.psi_concentration, fn.correlation
+    first, second, correlation = (t.expand(shape) for t in concentrations)
     # The first angle's density on the circle, below one of x -> exp(-sum(bend * x**2)).
     curve = (first - correlation.square() / second) / 2
     low = curve.clamp(max=0)
@@ -135,14 +135,14 @@ def _angles(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
     while left.any():
         x = scale * torch.randn_like(scale)
         x = x / x.norm(dim=0)
-        other = _log_i0(torch.hypot(second, correlation * x[1])) - _log_i0(second)
+        log_ratio = _log_i0(torch.hypot(second, correlation * x[1])) - _log_i0(second)
         envelope = size / 2 - 1 - (size / 2 + (bend * x.square()).sum(0)).log()
-        log_density = first * (x[0] - 1) + other + low
+        log_density = first * (x[0] - 1) + log_ratio + low
         taken = left & (torch.rand_like(first).log() < log_density - envelope)
         angle, left = torch.where(taken, torch.atan2(x[1], x[0]), angle), left & ~taken
     lean = correlation * angle.sin()
-    given = VonMises(torch.atan2(lean, second), torch.hypot(second, lean)).sample()
-    angles = torch.stack([angle + fn.phi_loc, given + fn.psi_loc], -1)
+    second_angle = VonMises(torch.atan2(lean, second), torch.hypot(second, lean)).sample()
+    angles = torch.stack([angle + fn.phi_loc, second_angle + fn.psi_loc], -1)
     return (angles + math.pi).remainder(2 * math.pi) - math.pi
 
 
@@ -152,10 +152,10 @@ def _log_i0(x: Tensor) -> Tensor:
 
 def _mixture(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
     """
-    With the implicit gradient of Figurnov et al. (2018), one dim after the other.
+    Draw with the implicit gradient of Figurnov et al. (2018), one dim after the other.
 
-    Pyro's gradient with respect to the components' logits takes for granted that the line through
-    two means goes through the origin, and that the smallest scale is 1: elsewhere it is wrong.
+    Pyro's gradient with respect to the components' logits is correct only if the line through two
+    means goes through the origin, and the smallest scale is 1.
     """
     value, scales = fn.sample(sample_shape), fn.coord_scale
     if scales.dim() < fn.locs.dim():
@@ -177,10 +177,10 @@ def _mixture(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
 
 def _relaxed(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
     """
-    With a sum of one.
+    Draw values that sum to one.
 
-    At a temperature of 0.05 the logits lie hundreds apart. In single precision PyTorch's draws then
-    sum to one up to 1e-5 only, which its own check of the support refuses.
+    At a temperature of 0.05 the logits differ by hundreds. In single precision PyTorch's draws then
+    sum to one only up to 1e-5, which fails PyTorch's check of the support.
     """
     value = fn.rsample(sample_shape)
     if isinstance(fn, RelaxedOneHotCategoricalStraightThrough):
@@ -188,7 +188,7 @@ def _relaxed(fn: Distribution, sample_shape: torch.Size = _ONE) -> Tensor:
     return value / value.detach().sum(-1, keepdim=True)
 
 
-_MENDS: dict[type, Mend] = {
+_PATCHES: dict[type, Patch] = {
     LKJCholesky: _correlations,
     CoalescentTimes: _drawn_by(_times),
     SineBivariateVonMises: _drawn_by(_angles),
@@ -196,19 +196,20 @@ _MENDS: dict[type, Mend] = {
     MixtureOfDiagNormals: _drawn_by(_mixture, "rsample"),
     MixtureOfDiagNormalsSharedCovariance: _drawn_by(_mixture, "rsample"),
 }
-_WRONG = tuple(_MENDS)
+_FAULTY = tuple(_PATCHES)
 
 
-# Which values have passed Pyro's validation before, and need not pass it again.
+# Values that have passed Pyro's validation before, and are not validated again.
 
 
 def was_checked(old: Site, site: Site) -> bool:
     """
-    Whether a value has passed Pyro's validation before, at a site of the same shape: the same
-    tensor, as an observation is, with the same support. Parameters are validated as always, when a
-    distribution is made.
+    Return whether a value has passed Pyro's validation before.
+
+    It is the same tensor (an observation) at a site of the same shape and support. Parameters are
+    validated as usual, when a distribution is made.
     """
-    # Constraints with parameters (an interval) are new objects each time: to be checked again.
+    # Constraints with parameters (an interval) are new objects each time, and checked again.
     same = site["value"] is old["value"] and site["fn"].shape() == old["fn"].shape()
     return same and _support(site) is _support(old)
 
@@ -219,8 +220,8 @@ def _support(site: Site) -> Constraint:
 
 @contextmanager
 def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
-    """Within, distributions take values as they are, and so do those that they are made of."""
-    own: dict[Distribution, bool | None] = {}
+    """Turn off the validation of distributions, and of those that they are made of."""
+    settings: dict[Distribution, bool | None] = {}
     inner, seen = list(fns), set()
     while inner:
         fn = inner.pop()
@@ -229,23 +230,23 @@ def unvalidated(fns: Iterable[Distribution]) -> Iterator[None]:
             inner += [
                 d for d in vars(fn).values() if isinstance(d, torch.distributions.Distribution)
             ]
-            # That of Independent is a property, which asks the distribution inside.
+            # In Independent it is a property that reads the base distribution.
             if not isinstance(getattr(type(fn), "_validate_args", None), property):
-                own[fn] = vars(fn).get("_validate_args")
-    for fn in own:
+                settings[fn] = vars(fn).get("_validate_args")
+    for fn in settings:
         fn._validate_args = False
     try:
         yield
     finally:
-        for fn, before in own.items():
+        for fn, before in settings.items():
             del fn._validate_args
             if before is not None:
                 fn._validate_args = before
 
 
-# Data that some states of the latents make impossible, as counts of more than there are.
+# Data that some states of the latents make impossible, such as counts above a drawn total.
 
-# Their lower end is a value that they hold.
+# Constraints whose lower bound is a valid value.
 _BOUNDED = (
     type(constraints.integer_interval(0, 1)),
     type(constraints.interval(0, 1)),
@@ -253,9 +254,9 @@ _BOUNDED = (
 )
 
 
-@lru_cache(maxsize=8)  # one object for one model, by which analyses know it
+@lru_cache(maxsize=8)  # one object for one model, because analyses are cached by it
 def with_impossible_data(model: Program) -> Program:
-    """The model, of which some latents may make data impossible: density zero, and no error."""
+    """Return the model with density zero, instead of an error, at impossible data."""
     return cast("Program", _Impossible()(model))
 
 
@@ -267,8 +268,9 @@ class _Impossible(Messenger):
 
 def zero_outside(fn: Distribution) -> Distribution:
     """
-    A distribution of data for which latents may set the ends of the support: of density zero beyond
-    them, where it would refuse to compute one. All others are returned as they are.
+    Return a distribution with density zero, instead of an error, beyond the ends of its support.
+
+    Distributions whose ends are not tensors are returned unchanged.
 
     Example::
 
@@ -286,7 +288,7 @@ class ZeroOutside(dist.TorchDistribution):
     """
     A distribution with density zero beyond the ends of its support.
 
-    What is wrong in any other way, as NaN or half of a count, is still refused.
+    Other invalid values, such as NaN or half of a count, still raise an error.
 
     :param base_dist: the distribution.
     :param bounds: the ends of the support of its innermost part.
@@ -299,8 +301,8 @@ class ZeroOutside(dist.TorchDistribution):
         super().__init__(base_dist.batch_shape, base_dist.event_shape, validate_args=False)
 
     @property
-    def users(self) -> Distribution:
-        """What the program calls it by."""
+    def user_fn(self) -> Distribution:
+        """Return the distribution of the user's program."""
         return self.base_dist
 
     @property
@@ -320,7 +322,7 @@ class ZeroOutside(dist.TorchDistribution):
     def log_prob(self, value: Tensor) -> Tensor:
         low, high = self._bounds
         beyond = (value < low) | (value > high)
-        # Another value in its place: the gradient of a density that does not exist may be NaN.
+        # A valid value instead: the gradient at a value outside the support may be NaN.
         log_prob = self.base_dist.log_prob(torch.where(beyond, low, value))
         for layer in layers(self.base_dist):
             if isinstance(layer, MaskedDistribution) and isinstance(layer._mask, Tensor):
@@ -337,10 +339,10 @@ _TRANSFORMED = torch.distributions.TransformedDistribution
 
 def moves_support(fn: Distribution) -> bool:
     """
-    Whether the support's ends have a gradient to parameters.
+    Return whether the support's ends have a gradient to parameters.
 
-    Of transformed distributions that do not say their own support: whether a bounded base meets a
-    transform that may move its ends.
+    For a transformed distribution without an explicit support, return whether a bounded base meets
+    a transform that may move its ends.
     """
     fn = bare(fn)
     if is_pushed_forward(fn):
@@ -349,7 +351,7 @@ def moves_support(fn: Distribution) -> bool:
 
 
 def is_pushed_forward(fn: Distribution) -> bool:
-    """Whether transforms make a distribution of another, and it does not say its own support."""
+    """Return whether a distribution is transformed, and does not define its support."""
     return isinstance(fn, _TRANSFORMED) and type(fn).support is _TRANSFORMED.support
 
 
@@ -361,7 +363,7 @@ def _moved_by_transforms(fn: Distribution) -> bool:
     image: Constraint | None = known_support(base)
     for transform in fn.transforms:
         fills = image is not None and _fills(image, transform.domain)
-        # The ends of what a transform takes go to infinity, and those of a part of it do not.
+        # The ends of the whole domain go to infinity; those of a part of it do not.
         opens = fills and _is_real(transform.codomain) and not _is_real(transform.domain)
         if bounded and _may_learn(transform) and not (opens and is_elementary(transform)):
             return True
@@ -371,29 +373,29 @@ def _moved_by_transforms(fn: Distribution) -> bool:
 
 
 def _fills(image: Constraint, domain: Constraint) -> bool:
-    """Whether all that a transform could take comes in."""
+    """Return whether an image covers a transform's domain."""
     image, domain = elementwise(image), elementwise(domain)
     ends = [(vars(image).get(name), end) for name, end in vars(domain).items()]
     return type(image) is type(domain) and all(_agree(*pair) for pair in ends)
 
 
-def _agree(end: Any, other: Any) -> bool:
-    if end is other or isinstance(other, Tensor | list):
-        return end is other
+def _agree(end: Any, domain_end: Any) -> bool:
+    if end is domain_end or isinstance(domain_end, Tensor | list):
+        return end is domain_end
     if not isinstance(end, Tensor):
-        return bool(end == other)
-    return not is_mapped(end) and holds((end == other).all())
+        return bool(end == domain_end)
+    return not is_mapped(end) and holds((end == domain_end).all())
 
 
 def elementwise(constraint: Constraint) -> Constraint:
-    """The constraint of each element of what a vector's is about."""
+    """Return the constraint of each element of a vector's constraint."""
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
     return constraint
 
 
 def _bounds(constraint: Constraint) -> Iterator[Tensor]:
-    """The tensors that a constraint is made of."""
+    """Yield the tensors in a constraint."""
     if isinstance(constraint, Tensor):
         yield constraint
     elif isinstance(constraint, list | tuple):
@@ -409,7 +411,7 @@ def _is_real(constraint: Constraint) -> bool:
 
 
 def _may_learn(transform: Transform) -> bool:
-    """Whether a transform has parameters; of flows it is taken for granted."""
+    """Return whether a transform has parameters; flows are assumed to have some."""
     if not is_elementary(transform):
         return True
     return any(_learns(value) for part in parts_of(transform) for value in vars(part).values())

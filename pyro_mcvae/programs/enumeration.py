@@ -1,4 +1,4 @@
-"""Discrete latents of a model that the guide does not draw: enumerated and summed."""
+"""Enumerate and sum discrete latents of a model that the guide does not draw."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pyro_mcvae.programs.types import (
     plate_frames,
 )
 
-# Discrete latents of a model that the guide does not draw: all of their values at once.
+# Discrete latents of a model that the guide does not draw: all of their values in parallel.
 #
 # Pyro's enumeration gives each of them a batch dim of its own, to the left of the plates' and of
 # the particles'; :mod:`~pyro_mcvae.programs.enumeration` sums over them.
@@ -40,12 +40,12 @@ from pyro_mcvae.programs.types import (
 
 class ModelEnumeration(EnumMessenger):
     """
-    Gives all values to those of a model's sites that are to be enumerated.
+    Gives a model's enumerated sites all of their values.
 
     :param guide_trace: the guide's draws.
-    :param first_available_dim: the first batch dim that is free; None to go on behind the guide's.
-    :raises SiteError: for a site that the guide does not draw, marked for another sum than that, or
-        whose dim is that of a site that it depends on.
+    :param first_available_dim: the first free batch dim; None to continue after the guide's dims.
+    :raises SiteError: for a site that the guide does not draw, if it is marked for another kind of
+        enumeration, or shares a dim with a site that it depends on.
     """
 
     def __init__(self, guide_trace: Trace, first_available_dim: int | None = None) -> None:
@@ -53,24 +53,24 @@ class ModelEnumeration(EnumMessenger):
         self._drawn = guide_trace.nodes
 
     def _pyro_sample(self, msg: Message) -> None:
-        own = not msg["is_observed"] and msg["name"] not in self._drawn
-        if own:
+        undrawn = not msg["is_observed"] and msg["name"] not in self._drawn
+        if undrawn:
             _check_kind(msg)
         super()._pyro_sample(msg)
-        if own and is_state(msg):
+        if undrawn and is_state(msg):
             _check_dim(msg)
 
 
 class StateMessenger(ModelEnumeration):
     """
-    Gives a model the guide's draws, and all values to those of its sites that are to be enumerated.
+    Gives a model the guide's draws, and its enumerated sites all of their values.
 
-    Pyro's ``replay`` and enumeration in one handler, which leaves the guide's annotations and the
-    user's as they are: chains run a model many times on one trace.
+    It combines Pyro's ``replay`` and enumeration in one handler. It does not change the annotations
+    of the guide or the user, because chains run a model many times on one trace.
 
     :param guide_trace: the draws.
     :param int first_available_dim: the first batch dim that belongs to no plate and no particles.
-    :raises RuntimeError: as the model does, with the sites whose values it may not broadcast over.
+    :raises RuntimeError: the model's error, with the enumerated sites it may not broadcast over.
     """
 
     def __init__(self, guide_trace: Trace, first_available_dim: int) -> None:
@@ -101,13 +101,13 @@ class StateMessenger(ModelEnumeration):
             raise RuntimeError(
                 f"{first_line(error or kind())}: the model runs with all values of {names} side by "
                 f"side, in dims to the left of all plates, and has to broadcast over them: expand "
-                f"what is concatenated to one shape (torch.broadcast_shapes), index by "
+                f"concatenated tensors to one shape (torch.broadcast_shapes), index by "
                 f"Vindex(table)[..., y], and count batch dims from the right (dim=-1); or draw the "
                 f"site in the guide"
             ) from error
 
 
-# What enumeration notes at a site.
+# The annotations that enumeration adds to a site.
 _OF_A_RUN = ("enumerate", "_enumerate_dim", "_dim_to_id")
 
 
@@ -116,7 +116,7 @@ def _check_kind(msg: Message) -> None:
     if kind == "sequential" or (kind == "parallel" and draws is not None):
         raise SiteError(
             f"site '{msg['name']}' of the model is marked for enumeration ({kind}, num_samples="
-            f"{draws}), of which the exact sum in parallel is done: mark it "
+            f"{draws}), but only exact sums in parallel are supported: mark it "
             f"infer={{'enumerate': 'parallel'}}, or draw it in the guide"
         )
 
@@ -132,12 +132,12 @@ def _check_dim(msg: Message) -> None:
 
 
 def is_state(site: Site) -> bool:
-    """Whether a scored site of a model has all of its values, in a dim of its own."""
+    """Return whether a scored site of a model is enumerated, with its values in a batch dim."""
     return "_enumerate_dim" in site["infer"]
 
 
-def shows_states(guide_trace: Trace, model_trace: Trace) -> bool:
-    """Whether a model that drew everything has sites that are to be summed."""
+def has_unsummed_states(guide_trace: Trace, model_trace: Trace) -> bool:
+    """Return whether a model that drew all of its sites has some to be summed."""
     return any(
         not site["is_observed"]
         and site["infer"].get("enumerate") == "parallel"
@@ -148,12 +148,12 @@ def shows_states(guide_trace: Trace, model_trace: Trace) -> bool:
 
 
 def support_of_state(site: Site) -> Tensor:
-    """The values of an enumerated site: ``[S, *event]``."""
+    """Return the values of an enumerated site: ``[S, *event]``."""
     value, event_dim = site["value"], site["fn"].event_dim
     dim = site["infer"]["_enumerate_dim"] - event_dim
-    for other in range(value.dim() - event_dim):
-        if other != value.dim() + dim:
-            value = value.narrow(other, 0, 1)
+    for axis in range(value.dim() - event_dim):
+        if axis != value.dim() + dim:
+            value = value.narrow(axis, 0, 1)
     return value.reshape(-1, *value.shape[value.dim() - event_dim :])
 
 
@@ -175,15 +175,15 @@ class StateFactor(NamedTuple):
 
     @property
     def dims(self) -> str:
-        """The symbols of the dims of ``log_prob``."""
+        """Return the symbols of the dims of ``log_prob``."""
         return self.log_prob._pyro_dims  # type: ignore[attr-defined]
 
 
 class StateSum(NamedTuple):
     """
-    What the sum over connected enumerated sites leaves.
+    The result of a sum over connected enumerated sites.
 
-    :ivar members: which of the factors are in it.
+    :ivar members: the indices of its factors.
     :ivar log_prob: packed, not scaled.
     :ivar plates: the symbols of the plates that all members share.
     :ivar scale: the common scale of all members, which multiplies the logarithm.
@@ -196,7 +196,7 @@ class StateSum(NamedTuple):
 
 
 def plates_of(site: Site, trace: Trace) -> frozenset[str]:
-    """The symbols of the plates around a site of a trace whose dims have symbols."""
+    """Return the symbols of the plates around a site of a trace whose dims have symbols."""
     frames = site["cond_indep_stack"]
     return frozenset(
         trace.plate_to_symbol[f.name] for f in frames if f.vectorized and f.name != LEADING
@@ -205,25 +205,25 @@ def plates_of(site: Site, trace: Trace) -> frozenset[str]:
 
 def pack(site: Site, program: str, value: Tensor, sums: bool = True) -> Tensor:
     """
-    A batch-shaped tensor of a site, of which each dim has a symbol.
+    Pack a batch-shaped tensor of a site, so that each dim has a symbol.
 
-    :param bool sums: whether dims that lie in no plate may be summed. Those of an enumerated site
-        may not: it has one value for each of their elements.
+    :param bool sums: whether dims outside plates may be summed. Those of an enumerated site are
+        never summed: it has one value for each of their elements.
     :raises ValueError: naming a site with batch dims that lie in no plate.
     """
     if sums and site["infer"].get("_enumerate_dim") is None:
-        known = site["infer"]["_dim_to_symbol"]
-        # States stand to the left of the plates. A program that moves them there sums nothing.
-        states = known.keys() - {f.dim for f in site["cond_indep_stack"]}
+        symbols = site["infer"]["_dim_to_symbol"]
+        # States lie to the left of the plates. If a program moves them there, nothing is summed.
+        states = symbols.keys() - {f.dim for f in site["cond_indep_stack"]}
         first = max(-value.dim(), max(states, default=-value.dim() - 1) + 1)
-        apart = [d for d in range(first, 0) if value.shape[d] != 1 and d not in known]
-        value = value.sum(apart, keepdim=True) if apart else value
+        unnamed = [d for d in range(first, 0) if value.shape[d] != 1 and d not in symbols]
+        value = value.sum(unnamed, keepdim=True) if unnamed else value
     try:
         return packed.pack(value, site["infer"]["_dim_to_symbol"])
     except ValueError as error:
         raise ValueError(
-            f"site '{site['name']}' of the {program} has batch shape {tuple(value.shape)}, of "
-            f"which some dims lie in no plate: enclose it in pyro.plate(...), or make them an "
+            f"site '{site['name']}' of the {program} has batch shape {tuple(value.shape)}, and "
+            f"some of its dims lie in no plate: enclose it in pyro.plate(...), or make them an "
             f"event by .to_event(...)"
         ) from error
 
@@ -232,12 +232,12 @@ def sum_states(
     factors: Sequence[StateFactor], states: Iterable[str], make_ring: type[LogRing] = LogRing
 ) -> Iterator[StateSum]:
     """
-    Sum over enumerated sites, inside the logarithm: one sum for each set of connected factors.
+    Sum over enumerated sites, inside the logarithm, once for each set of connected factors.
 
     :param states: the symbols of the enumerated sites.
-    :param make_ring: what Pyro's algorithm does with the sums.
-    :raises SiteError: for factors of one sum with different scales, for a sum that holds a whole
-        plate of which there is a minibatch only, and for one over crossed plates.
+    :param make_ring: the ring for Pyro's algorithm.
+    :raises SiteError: for factors of one sum with different scales, for a sum that contains a whole
+        plate of which only a minibatch is given, and for a sum over crossed plates.
     """
     dims = set(states)
     sizes: dict[str, int] = {}
@@ -253,60 +253,60 @@ def sum_states(
         try:
             ((plates, (total,)),) = contract_tensor_tree(tree, dims, ring=ring).items()
         except NotImplementedError as error:
-            # Not a matter of dims: no run with others would help.
+            # A run with other dims would not help.
             raise _crossed([f.site for f in inside]) from error
         yield StateSum(members, total, plates, scale)
 
 
 def inside_sum(site: Site, is_summed: bool) -> Tensor:
-    """The log density of a model's site inside a sum: masks act there, scales outside it."""
+    """Return the log density of a model's site inside a sum, masked but not scaled."""
     log_prob = sites.unscaled_log_prob(site, "model")
-    # A mask takes factors out of the sum, and no state: what remains of those sums to one.
+    # A mask removes factors from the sum, but no states: the remaining probabilities sum to one.
     return log_prob if is_summed else sites.unscaled_masked(site, log_prob)
 
 
 def _connected(factors: Sequence[StateFactor], dims: set[str]) -> Iterator[tuple[int, ...]]:
-    """The factors that share enumerated sites, directly or through others."""
+    """Yield the factors that share enumerated sites, directly or through others."""
     groups: list[tuple[set[str], list[int]]] = []
     for i, f in enumerate(factors):
-        own, members = dims.intersection(f.dims), [i]
-        apart = []
+        group_dims, members = dims.intersection(f.dims), [i]
+        disjoint = []
         for group in groups:
-            if own.isdisjoint(group[0]):
-                apart.append(group)
+            if group_dims.isdisjoint(group[0]):
+                disjoint.append(group)
             else:
-                own, members = own | group[0], group[1] + members
-        groups = [*apart, (own, members)]
+                group_dims, members = group_dims | group[0], group[1] + members
+        groups = [*disjoint, (group_dims, members)]
     return (tuple(sorted(members)) for _, members in groups)
 
 
-def _crossed(found: Sequence[Site]) -> SiteError:
-    """What is wrong where Pyro's algorithm finds sites in crossed plates that meet in a factor."""
-    frames = {s["name"]: [f.name for f in plate_frames(s) if f.vectorized] for s in found}
+def _crossed(members: Sequence[Site]) -> SiteError:
+    """Return the error for sites in crossed plates that meet in one factor."""
+    frames = {s["name"]: [f.name for f in plate_frames(s) if f.vectorized] for s in members}
     inside = ", ".join(f"'{n}' in {' and '.join(sorted(p))}" for n, p in frames.items() if p)
     return SiteError(
         f"Expected tree-structured plate nesting, but enumerated sites of the model in crossed "
-        f"plates meet in one factor ({inside}), which has no exact sum but over all combinations: "
+        f"plates meet in one factor ({inside}), whose exact sum needs all combinations: "
         f"make one of the plates sequential, for i in pyro.plate(...), at a cost exponential in "
         f"its size, or draw the sites of one of them in the guide"
     )
 
 
-def _common_scale(found: Sequence[Site]) -> float | Tensor:
-    """The one scale of all factors of a sum, which multiplies its logarithm."""
-    shared = frozenset.intersection(*map(plate_frames, found))
-    for site in found:
+def _common_scale(members: Sequence[Site]) -> float | Tensor:
+    """Return the common scale of all factors of a sum, which multiplies its logarithm."""
+    shared = frozenset.intersection(*map(plate_frames, members))
+    for site in members:
         for f in plate_frames(site) - shared:
             if is_subsampled(f):
                 raise SiteError(
                     f"site '{site['name']}' of the model lies in plate '{f.name}', and depends on "
-                    f"an enumerated site outside of it, whose sum needs all {f.full_size} data, "
+                    f"an enumerated site outside it, whose sum needs all {f.full_size} data, "
                     f"but the plate is subsampled ({f.size}): pass the full data, put the "
                     f"enumerated site into the plate, or draw it in the guide"
                 )
-    scales = {s["name"]: s["scale"] for s in found}
+    scales = {s["name"]: s["scale"] for s in members}
     common = next(iter(scales.values()))
-    if not all(_is_the(common, s) for s in scales.values()):
+    if not all(_is_same_scale(common, s) for s in scales.values()):
         raise SiteError(
             f"Expected all enumerated sample sites to share a common poutine.scale, but "
             f"{', '.join(map(repr, scales))} of the model, which depend on the same one, have "
@@ -315,8 +315,8 @@ def _common_scale(found: Sequence[Site]) -> float | Tensor:
     return common
 
 
-def _is_the(common: float | Tensor, scale: float | Tensor) -> bool:
-    """Whether a scale is the common number, of which poutine.scale makes a tensor at each site."""
+def _is_same_scale(common: float | Tensor, scale: float | Tensor) -> bool:
+    """Return whether a scale equals the common number; poutine.scale makes tensors of it."""
     if isinstance(common, Tensor) or isinstance(scale, Tensor):
         a, b = torch.as_tensor(common), torch.as_tensor(scale)
         return not a.dim() and not b.dim() and (common is scale or holds(a.detach() == b.detach()))
@@ -327,9 +327,9 @@ class StateFactors(NamedTuple):
     """
     The factors of a model that has run under :class:`StateMessenger`.
 
-    :ivar terms: those that depend on no enumerated site.
-    :ivar inside: the others.
-    :ivar factors: these packed, as they are to be summed.
+    :ivar terms: the factors that depend on no enumerated site.
+    :ivar inside: the other factors.
+    :ivar factors: the same, packed for the sum.
     :ivar states: the symbols of the enumerated sites.
     """
 
@@ -340,12 +340,12 @@ class StateFactors(NamedTuple):
 
 
 def state_factors(model_trace: Trace) -> StateFactors:
-    """The factors of a model that has run under :class:`StateMessenger`."""
-    found = list(scored(model_trace))
+    """Return the factors of a model that has run under :class:`StateMessenger`."""
+    scored_sites = list(scored(model_trace))
     model_trace.symbolize_dims()
-    states = {s["infer"]["_enumerate_symbol"] for s in found if is_state(s)}
+    states = {s["infer"]["_enumerate_symbol"] for s in scored_sites if is_state(s)}
     parts = StateFactors([], [], [], states)
-    for site in found:
+    for site in scored_sites:
         masked = inside_sum(site, is_state(site))
         factor = StateFactor(site, pack(site, "model", masked), plates_of(site, model_trace))
         if is_state(site) or not states.isdisjoint(factor.dims):
@@ -357,30 +357,30 @@ def state_factors(model_trace: Trace) -> StateFactors:
 
 
 def summed_terms(model_trace: Trace) -> list[Term]:
-    """The factors of a model that has run under :class:`StateMessenger`: none has states left."""
-    found = list(scored(model_trace))
-    if not any(map(is_state, found)):
-        return [model_term(s) for s in found]
+    """Return the factors of a model run under :class:`StateMessenger`, with states summed."""
+    scored_sites = list(scored(model_trace))
+    if not any(map(is_state, scored_sites)):
+        return [model_term(s) for s in scored_sites]
     terms, inside, factors, states = state_factors(model_trace)
-    return terms + [_term(s, inside, model_trace) for s in sum_states(factors, states)]
+    return terms + [_summed_term(s, inside, model_trace) for s in sum_states(factors, states)]
 
 
-def _term(found: StateSum, inside: Sequence[Term], trace: Trace) -> Term:
-    """A sum as the factor that it is, in place of its members."""
-    members = tuple(inside[i] for i in found.members)
-    home = next(t.site for t in members if is_state(t.site))
-    frames = tuple(_shared_frames(home, members, found.plates, trace))
-    log_prob = batch_shaped(packed.unpack(found.log_prob, trace.symbol_to_dim), frames)
+def _summed_term(state_sum: StateSum, inside: Sequence[Term], trace: Trace) -> Term:
+    """Return a sum as one factor, which replaces its members."""
+    members = tuple(inside[i] for i in state_sum.members)
+    state_site = next(t.site for t in members if is_state(t.site))
+    frames = tuple(_shared_frames(state_site, members, state_sum.plates, trace))
+    log_prob = batch_shaped(packed.unpack(state_sum.log_prob, trace.symbol_to_dim), frames)
     site: Site = {
         "type": "sample",
-        "name": f"{home['name']} (summed)",
+        "name": f"{state_site['name']} (summed)",
         "fn": dist.Unit(log_prob, validate_args=False),
         "value": log_prob.new_empty(0),
         "is_observed": True,
         "args": (),
         "kwargs": {},
         "infer": {},
-        "scale": found.scale,
+        "scale": state_sum.scale,
         "mask": None,
         "cond_indep_stack": frames,
     }
@@ -389,11 +389,11 @@ def _term(found: StateSum, inside: Sequence[Term], trace: Trace) -> Term:
 
 
 def _shared_frames(
-    home: Site, members: Sequence[Term], plates: frozenset[str], trace: Trace
+    state_site: Site, members: Sequence[Term], plates: frozenset[str], trace: Trace
 ) -> Iterator[CondIndepStackFrame]:
-    """The plates of a sum, the particles' and sequential ones among them, outermost first."""
+    """Yield the plates of a sum, with the particles' and sequential plates, outermost first."""
     stacks = [t.site["cond_indep_stack"] for t in members]
-    for f in home["cond_indep_stack"]:
+    for f in state_site["cond_indep_stack"]:
         if f.name == LEADING or (
             trace.plate_to_symbol[f.name] in plates if f.vectorized else all(f in s for s in stacks)
         ):
@@ -401,7 +401,7 @@ def _shared_frames(
 
 
 def batch_shaped(value: Tensor, frames: Sequence[CondIndepStackFrame]) -> Tensor:
-    """A tensor with the full size in each plate's dim."""
+    """Expand a tensor to the full size in each plate's dim."""
     sizes = {f.dim: f.size for f in frames if f.dim is not None}
     depth = max((-d for d in sizes), default=0)
     return value.expand([sizes.get(d, 1) for d in range(-depth, 0)])
@@ -412,9 +412,9 @@ def batch_shaped(value: Tensor, frames: Sequence[CondIndepStackFrame]) -> Tensor
 
 def draw_states(model_trace: Trace) -> dict[str, Tensor]:
     """
-    One joint draw of all enumerated sites from p(y | x, z), as Pyro's ``infer_discrete`` makes it.
+    Draw all enumerated sites jointly from p(y | x, z), as Pyro's ``infer_discrete`` does.
 
-    :param model_trace: of a model that has run under ``StateMessenger``.
+    :param model_trace: the trace of a model that has run under ``StateMessenger``.
     :returns: by site, shape ``[leading, *plates, *event]``.
     """
     _, _, factors, states = state_factors(model_trace)
@@ -434,13 +434,13 @@ def _drawn(query: StateFactor, trace: Trace) -> Tensor:
 
 
 def _index(query: StateFactor, trace: Trace) -> Tensor:
-    """Which of its values a site has: ``[leading, *plates]``."""
-    found = query.log_prob._pyro_backward_result  # type: ignore[attr-defined]
+    """Return the index of a site's drawn value: ``[leading, *plates]``."""
+    samples = query.log_prob._pyro_backward_result  # type: ignore[attr-defined]
     symbol = query.site["infer"]["_enumerate_symbol"]
-    # A string, or a set: an order either way, which is that of the draws.
-    dims = [] if found is None else list(found._pyro_sample_dims)
+    # A string or a set; its iteration order is the order of the draws.
+    dims = [] if samples is None else list(samples._pyro_sample_dims)
     if symbol not in dims:
         return torch.zeros((), dtype=torch.long, device=query.log_prob.device)  # one value
-    index = found[dims.index(symbol)]
-    index._pyro_dims = found._pyro_dims[1:]
+    index = samples[dims.index(symbol)]
+    index._pyro_dims = samples._pyro_dims[1:]
     return packed.unpack(index, trace.symbol_to_dim)

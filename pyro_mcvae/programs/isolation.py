@@ -1,4 +1,4 @@
-"""Find the modules of model and guide, and put their state back after a probe run."""
+"""Find the modules of model and guide, and restore their state after a probe run."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, instance_norm
 from torch.overrides import TorchFunctionMode
 
-from pyro_mcvae.ops.lanes import is_mapped
 from pyro_mcvae.ops.tensors import Generators
+from pyro_mcvae.ops.vmap_dims import is_mapped
 from pyro_mcvae.programs.types import Program, TorchFunction
 
-# The modules that programs are made of.
+# The modules of programs.
 
-# How far a program's closures, attributes and lists are followed to the modules that it uses.
+# The depth to which a program's closures, attributes and lists are searched for modules.
 _DEPTH = 4
 _LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch))
 
 
 def find_modules(*programs: Program) -> list[nn.Module]:
-    """The modules that programs are, or reach through closures, globals that they name, bound
-    objects, attributes and containers."""
-    found: dict[int, nn.Module] = {}
+    """Find modules among programs, their closures, named globals, bound objects, attributes and
+    containers."""
+    modules: dict[int, nn.Module] = {}
     seen: set[int] = set()
 
     def visit(value: object, depth: int) -> None:
@@ -38,14 +38,14 @@ def find_modules(*programs: Program) -> list[nn.Module]:
             return
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            found[id(value)] = value
+            modules[id(value)] = value
         for part in _parts(value):
             visit(part, depth + 1)
 
     for program in programs:
         visit(program, 0)
         visit(poutine.unwrap(program), 0)
-    return list(found.values())
+    return list(modules.values())
 
 
 def _parts(value: object) -> Iterator[object]:
@@ -64,25 +64,25 @@ def _parts(value: object) -> Iterator[object]:
 
 
 def globals_of(function: object) -> dict[str, object]:
-    """The globals that a function names."""
+    """Return the globals that a function refers to."""
     names = getattr(getattr(function, "__code__", None), "co_names", ())
     scope = getattr(function, "__globals__", {})
     return {name: scope[name] for name in names if name in scope}
 
 
 def closure_of(function: object) -> dict[str, object]:
-    """The variables that a function closes over."""
+    """Return the variables that a function closes over."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    found = {}
+    variables = {}
     for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
         with suppress(ValueError):  # not filled yet
-            found[name] = cell.cell_contents
-    return found
+            variables[name] = cell.cell_contents
+    return variables
 
 
 @contextmanager
 def evaluation_modules(roots: list[nn.Module]) -> Iterator[None]:
-    """Modules in evaluation mode inside, and as they were afterwards."""
+    """Put modules into evaluation mode inside, and restore their modes afterwards."""
     modes = [(m, m.training) for root in roots for m in root.modules()]
     try:
         for root in roots:
@@ -93,15 +93,15 @@ def evaluation_modules(roots: list[nn.Module]) -> Iterator[None]:
             module.training = training
 
 
-# Batch and instance normalisation with fixed statistics, for runs beside a step.
+# Batch and instance normalization with fixed statistics, for probe runs.
 
 
 class FixedStatistics(TorchFunctionMode):
     """
-    Batch normalisation by fixed statistics, which stay as they are.
+    Batch normalization by fixed statistics, which are not updated.
 
-    Each channel has a mean of its own, so that a dim which is taken for the channels changes the
-    result, also in a layer whose statistics are those that it began with.
+    Each channel has a different mean. So the result changes if another dim is mistaken for the
+    channels, even in a layer with initial statistics.
     """
 
     def __torch_function__(
@@ -116,7 +116,7 @@ class FixedStatistics(TorchFunctionMode):
         call = _bound(func, args, kwargs or {})
         if func is instance_norm:
             if call["use_input_stats"]:
-                # By each instance's own statistics, of which none are kept.
+                # By the statistics of each instance, without running statistics.
                 call |= {"running_mean": None, "running_var": None}
             return func(**call)
         call["training"] = False
@@ -130,7 +130,7 @@ class FixedStatistics(TorchFunctionMode):
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return of how many numbers a call of ``batch_norm`` takes its statistics, 0 if none."""
+    """Return the number of values that a ``batch_norm`` call averages over, 0 in eval mode."""
     call = _bound(batch_norm, args, kwargs)
     return int(call["input"].numel()) if call["training"] else 0
 
@@ -141,24 +141,24 @@ def _bound(func: TorchFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return bound.arguments
 
 
-# Runs of a model and guide beside a step, which leave nothing behind.
+# Probe runs of a model and guide, after which all state is restored.
 
-# Larger tensors that a program keeps as plain attributes are data, and are not copied.
+# Larger tensors in plain attributes of a program are data, and are not copied.
 _MAX_COPIED = 2**22
 _CONTAINERS = (list, dict, set, collections.deque)
-# What torch.nn and Pyro keep in their own objects is set up once, not updated by a run.
+# Attributes of objects of torch.nn and Pyro are set up once, and not updated by a run.
 LIBRARIES = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
 
 
 @contextmanager
 def isolated(owners: Iterable[object] = ()) -> Iterator[None]:
     """
-    Hide runs of programs from outer handlers, and put back what they change.
+    Hide runs of programs from outer handlers, and restore the state that they change.
 
-    Random number generators, buffers, attributes and the parameter store are afterwards as they
-    were. What a run sets up for the first time (a parameter, an AutoGuide's prototype) stays.
+    This restores random number generators, buffers, attributes and the parameter store. State that
+    a run creates (a parameter, an AutoGuide's prototype) is kept.
 
-    :param owners: by :func:`owners_of`.
+    :param owners: from :func:`owners_of`.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
@@ -166,7 +166,7 @@ def isolated(owners: Iterable[object] = ()) -> Iterator[None]:
         torch.random.fork_rng(devices),
         poutine.block(),
         FixedStatistics(),
-        _state_kept(owners),
+        _saved_state(owners),
     ):
         try:
             yield
@@ -175,34 +175,34 @@ def isolated(owners: Iterable[object] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def _state_kept(owners: Iterable[object]) -> Iterator[None]:
+def _saved_state(owners: Iterable[object]) -> Iterator[None]:
     """
-    Let runs work on copies of buffers and attributes, and put the originals back.
+    Run on copies of buffers and attributes, and restore the originals.
 
-    Nothing is overwritten, so autograd does not take it for a change of a saved tensor.
+    Nothing is overwritten, so autograd does not detect a modified saved tensor.
     """
     with ExitStack() as stack:
         for owner in owners:
             stack.enter_context(
-                _container_kept(owner) if isinstance(owner, list | dict) else _owner_kept(owner)
+                _saved_container(owner) if isinstance(owner, list | dict) else _saved_owner(owner)
             )
-        stack.enter_context(_store_kept())
+        stack.enter_context(_saved_store())
         yield
 
 
 def owners_of(*programs: Program) -> list[object]:
-    """The modules that programs use, and the objects that programs are methods of."""
+    """Return the modules that programs use, and the objects that programs are methods of."""
     modules = [m for root in find_modules(*programs) for m in root.modules()]
     plain = [getattr(f, "__self__", f) for f in map(poutine.unwrap, programs)]
-    found = {id(owner): owner for owner in (*modules, *plain) if hasattr(owner, "__dict__")}
-    owners = [o for o in found.values() if not (isinstance(o, type) or hasattr(o, "__code__"))]
-    held = [v for f in map(poutine.unwrap, programs) for v in closure_of(f).values()]
-    return owners + [v for v in held if type(v) in (list, dict)]
+    candidates = {id(owner): owner for owner in (*modules, *plain) if hasattr(owner, "__dict__")}
+    owners = [o for o in candidates.values() if not (isinstance(o, type) or hasattr(o, "__code__"))]
+    closure_values = [v for f in map(poutine.unwrap, programs) for v in closure_of(f).values()]
+    return owners + [v for v in closure_values if type(v) in (list, dict)]
 
 
 @contextmanager
-def _container_kept(container: Any) -> Iterator[None]:
-    """Put back what a closure's container held, if tensors under vmap were left in it."""
+def _saved_container(container: Any) -> Iterator[None]:
+    """Restore the content of a closure's container if it has tensors under vmap afterwards."""
     before = container.copy()
     try:
         yield
@@ -214,20 +214,20 @@ def _container_kept(container: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _owner_kept(owner: Any) -> Iterator[None]:
+def _saved_owner(owner: Any) -> Iterator[None]:
     parts: list[dict[str, Any]] = []
     if isinstance(owner, nn.Module):
         parts = [owner._buffers, owner._parameters]
     if not type(owner).__module__.startswith(LIBRARIES):
         parts.append(vars(owner))
     before = [{name: v for name, v in part.items() if v is not None} for part in parts]
-    for part, own in zip(parts, before, strict=True):
-        part.update({name: _copy(v) for name, v in own.items() if _is_copied(name, v)})
+    for part, originals in zip(parts, before, strict=True):
+        part.update({name: _copy(v) for name, v in originals.items() if _is_copied(name, v)})
     try:
         yield
     finally:
-        for part, own in zip(parts, before, strict=True):
-            part.update(own)
+        for part, originals in zip(parts, before, strict=True):
+            part.update(originals)
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -246,7 +246,7 @@ def _copy(value: Any) -> Any:
 
 
 @contextmanager
-def _store_kept() -> Iterator[None]:
+def _saved_store() -> Iterator[None]:
     store = pyro.get_param_store()
     before: Mapping[str, Tensor] = dict(store._params)
     try:
@@ -261,10 +261,11 @@ def _store_kept() -> Iterator[None]:
 @contextmanager
 def rewindable(active: bool) -> Iterator[Callable[[], bool]]:
     """
-    A function that sets the random number generators back to where an active block began, and says
-    whether it did.
+    Yield a function that resets the random number generators to the start of an active block.
+
+    It returns whether it did so.
     """
-    # Of Python and NumPy, too.
+    # Python's and NumPy's generators, too.
     before = (pyro.util.get_rng_state(), Generators()) if active else None
 
     def rewind() -> bool:

@@ -1,4 +1,4 @@
-"""Logarithms of values that are known better than the values: of exp(u) it is u."""
+"""Track exact logarithms of values: the logarithm of exp(u) is u."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Lazy: TypeAlias = Callable[[], Tensor]
 
 class Logs(NamedTuple):
     """
-    What is known of a tensor x, each computed when it is asked for.
+    Exact logarithms of a tensor x, computed on access.
 
     :ivar log: log abs(x).
-    :ivar complement: log(1 - x), of a tensor between 0 and 1; None where it is not known.
-    :ivar sign: of x: 1, -1, or 0 where it is not known.
+    :ivar complement: log(1 - x), for a tensor between 0 and 1; None if unknown.
+    :ivar sign: the sign of x: 1, -1, or 0 if unknown.
     :ivar simplex: whether the last dim sums to one.
     """
 
@@ -37,13 +37,13 @@ class Logs(NamedTuple):
 
 class KnownLogs(TorchFunctionMode):
     r"""
-    Within, ``log``, ``xlogy`` and the like of such values take what is known.
+    A context in which ``log``, ``xlogy`` and related functions use exact logarithms.
 
-    Of :math:`z = e^u` in single precision the derivative of log z overflows below 1e-38, and its
-    second derivative, which the gradient of a chain takes, below 1e-19: a draw of Gamma(0.1) lies
-    there once in a hundred. What overflows is NaN on the way back to u. In the logarithm itself
-    every density that Gamma, Beta, Dirichlet and the distributions that are made of them have is
-    smooth, and exact also where z is rounded to 0 or to 1.
+    For :math:`z = e^u` in single precision the derivative of log z overflows below 1e-38. Its
+    second derivative, which the gradient of a chain needs, overflows below 1e-19; one draw of
+    Gamma(0.1) in a hundred lies there. An overflow becomes NaN in the gradient of u. As functions
+    of the logarithm, the densities of Gamma, Beta, Dirichlet and related distributions are smooth,
+    and exact even if z is rounded to 0 or 1.
 
     Example::
 
@@ -75,25 +75,25 @@ class KnownLogs(TorchFunctionMode):
             return func(*args, **kwargs)  # subclasses carry more than a value
         rule = _VALUES.get(name)
         if rule is not None and not kwargs.get("out"):
-            found = rule(*args, **kwargs)
-            if found is not None:
-                return found
-        follows = _RULES.get(name)
-        if follows is None:
+            value_by_rule = rule(*args, **kwargs)
+            if value_by_rule is not None:
+                return value_by_rule
+        logs_rule = _RULES.get(name)
+        if logs_rule is None:
             return func(*args, **kwargs)
         if name in _BY_LOGS:
-            logs = follows(func, *args, **kwargs)
+            logs = logs_rule(func, *args, **kwargs)
             if logs is not None and logs.sign:
-                # Its value and its derivatives would overflow, or be rounded to 0.
+                # The function's value and derivatives would overflow, or be rounded to 0.
                 value = _inside(logs.log().exp(), logs)
                 return with_logs(value if logs.sign > 0 else -value, logs)
             return with_logs(func(*args, **kwargs), logs)
         result = func(*args, **kwargs)
-        return with_logs(result, follows(func, *args, **kwargs))
+        return with_logs(result, logs_rule(func, *args, **kwargs))
 
 
 def with_logs(value: Any, logs: Logs | list[Logs | None] | None) -> Any:
-    """Remember what is known of a tensor, until it is changed in place."""
+    """Attach exact logarithms to a tensor, valid until it is changed in place."""
     if isinstance(logs, list):
         return type(value)(map(with_logs, value, logs))
     if logs is not None:
@@ -103,7 +103,7 @@ def with_logs(value: Any, logs: Logs | list[Logs | None] | None) -> Any:
 
 @contextmanager
 def without_known_logs() -> Iterator[None]:
-    """Within, values alone count: runs that are compared know the same of their latents."""
+    """Ignore exact logarithms inside, so that compared runs treat their latents equally."""
     _suspended.append(None)
     try:
         yield
@@ -119,19 +119,18 @@ def _logs_of(value: Any) -> Logs | None:
 
 
 def _changes(value: Tensor) -> int:
-    """How often a tensor has been changed in place."""
+    """Return the number of in-place changes of a tensor."""
     return 0 if value.is_inference() else _version(value)
 
 
 def positive(value: Tensor, simplex: bool = False) -> Tensor:
     """
-    A value whose logarithms are known, without rounding to 0 (or 1) or infinity.
+    Clamp a value with exact logarithms away from 0 (or 1) and infinity.
 
-    :param simplex: whether its last dim sums to one, but for the rounding of large logits.
+    :param simplex: whether its last dim sums to one, up to the rounding of large logits.
     """
     logs = _logs_of(value)
-    if logs is not None and logs.sign < 0:
-        logs = None
+    logs = None if logs is None or logs.sign < 0 else logs
     if logs is not None:
         value = _inside(value, logs)
     if simplex:
@@ -143,24 +142,24 @@ def positive(value: Tensor, simplex: bool = False) -> Tensor:
 def _inside(value: Tensor, logs: Logs) -> Tensor:
     info = torch.finfo(value.dtype)
     least = info.tiny if logs.sign else -info.max
-    with torch._C.DisableTorchFunction():  # rounding, and no part of the program
+    with torch._C.DisableTorchFunction():  # rounding is not part of the program
         return value.clamp(least, info.max if logs.complement is None else 1 - info.eps / 2)
 
 
 def knowing(needed: bool = True) -> AbstractContextManager[object]:
-    """:class:`KnownLogs`, if it is needed and not entered already."""
+    """Return a :class:`KnownLogs` context, if needed and not already entered."""
     return KnownLogs() if needed and not _entered else nullcontext()
 
 
 def known_logs(value: Any) -> AbstractContextManager[object]:
-    """:class:`KnownLogs` for a value of which some are known."""
+    """Return a :class:`KnownLogs` context if a value has exact logarithms."""
     return knowing(_logs_of(value) is not None)
 
 
-def keep_logs(value: Tensor, change: Callable[[Tensor], Tensor], made: Tensor) -> Tensor:
-    """Remember of ``made``, which is ``change(value)``, what was known of a value."""
+def keep_logs(value: Tensor, change: Callable[[Tensor], Tensor], result: Tensor) -> Tensor:
+    """Attach the changed logarithms of ``value`` to ``result``, which is ``change(value)``."""
     logs = _logs_of(value)
-    return made if logs is None else with_logs(made, _changed(logs, change))
+    return result if logs is None else with_logs(result, _changed(logs, change))
 
 
 def _changed(logs: Logs, change: Callable[[Tensor], Tensor]) -> Logs:
@@ -169,7 +168,7 @@ def _changed(logs: Logs, change: Callable[[Tensor], Tensor]) -> Logs:
     return logs._replace(log=lambda: change(log()), complement=changed)
 
 
-# Functions whose result is known without the value.
+# Functions whose result follows from the logarithms.
 
 
 def _log(x: Any) -> Tensor | None:
@@ -177,7 +176,7 @@ def _log(x: Any) -> Tensor | None:
     if logs is None or logs.sign < 0:
         return None
     log = logs.log()
-    # A tensor of its own: transforms know their values by identity.
+    # A new tensor: transforms cache their values by identity.
     return log.view_as(log) if logs.sign else torch.where(x < 0, torch.nan, log)
 
 
@@ -203,7 +202,7 @@ def _logit(x: Any, eps: float | None = None) -> Tensor | None:
 
 
 def _clamp(x: Any, min: Any = None, max: Any = None) -> Tensor | None:
-    """The value itself where nothing but rounding is cut off."""
+    """Return the value itself if clamping would only remove rounding errors."""
     logs = _logs_of(x)
     if logs is None or logs.sign <= 0 or isinstance(min, Tensor) or isinstance(max, Tensor):
         return None
@@ -219,16 +218,16 @@ def _lgamma(x: Any) -> Tensor | None:
 
 
 def _divided(x: Any, other: Any, **options: Any) -> Tensor | None:
-    """By a value that may be next to 0: times its reciprocal, which has the derivatives."""
+    """Divide by a value close to 0: multiply by its reciprocal, whose derivatives are finite."""
     logs = _logs_of(other)
     if options or logs is None or logs.sign <= 0 or _logs_of(x) is not None:
         return None
     value = _exp(-logs.log())
-    return value if _is(x, 1) or value is None else x * value
+    return value if _is_number(x, 1) or value is None else x * value
 
 
 def _exp(x: Tensor) -> Tensor | None:
-    """Without overflow, through which no gradient comes back."""
+    """Return exp(x) without overflow, which would have no gradient."""
     if not x.is_floating_point():
         return None
     with torch._C.DisableTorchFunction():
@@ -251,7 +250,7 @@ _VALUES: dict[str, Callable[..., Tensor | None]] = {
     "special_logit": _logit,
 }
 
-# What is known of the result of a function.
+# The exact logarithms of the result of a function.
 
 
 def _sigmoid(func: Any, x: Tensor) -> Logs:
@@ -277,7 +276,7 @@ def _shape(func: Any, x: Any, *args: Any, **options: Any) -> Logs | None:
 
 
 def _tail(logs: Logs) -> Lazy:
-    """What is left of a simplex after each entry but the last: log(1 - the sum up to it)."""
+    """Return log(1 - the sum up to an entry) for each entry of a simplex except the last."""
     return lambda: logs.log().flip(-1).logcumsumexp(-1).flip(-1)[..., 1:]
 
 
@@ -289,21 +288,21 @@ def _cumsum(func: Any, x: Any, *args: Any, **options: Any) -> Logs | None:
 
 
 def _joined(func: Any, parts: Iterable[Any], *args: Any, **options: Any) -> Logs | None:
-    known = [_logs_of(part) for part in parts]
-    if not known or not all(logs is not None and logs.sign > 0 for logs in known):
+    part_logs = [_logs_of(part) for part in parts]
+    if not part_logs or not all(logs is not None and logs.sign > 0 for logs in part_logs):
         return None
-    found: list[Logs] = [logs for logs in known if logs is not None]
-    log: Lazy = lambda: func([logs.log() for logs in found], *args, **options)  # noqa: E731
-    complements = [logs.complement for logs in found]
+    all_logs: list[Logs] = [logs for logs in part_logs if logs is not None]
+    log: Lazy = lambda: func([logs.log() for logs in all_logs], *args, **options)  # noqa: E731
+    complements = [logs.complement for logs in all_logs]
     if any(c is None for c in complements):
         return Logs(log)
     return Logs(log, lambda: func([c() for c in complements if c], *args, **options))
 
 
 def _one_minus(func: Any, x: Any, one: Any) -> Logs | None:
-    """1 - x, also as ``rsub(x, 1)``."""
+    """Return the logarithms of 1 - x, also for ``rsub(x, 1)``."""
     logs = _logs_of(x)
-    if not _is(one, 1) or logs is None or logs.sign <= 0 or logs.complement is None:
+    if not _is_number(one, 1) or logs is None or logs.sign <= 0 or logs.complement is None:
         return None
     return Logs(logs.complement, logs.log)
 
@@ -314,10 +313,10 @@ def _sub(func: Any, x: Any, other: Any, **options: Any) -> Logs | None:
     logs = _logs_of(x)
     if logs is None:
         return _one_minus(func, other, x)
-    if _is(other, 0):
+    if _is_number(other, 0):
         return logs
-    found = _one_minus(func, x, other)
-    return None if found is None else found._replace(sign=-1)
+    difference = _one_minus(func, x, other)
+    return None if difference is None else difference._replace(sign=-1)
 
 
 def _add(func: Any, x: Any, other: Any, **options: Any) -> Logs | None:
@@ -325,9 +324,9 @@ def _add(func: Any, x: Any, other: Any, **options: Any) -> Logs | None:
         return None
     x, other = (x, other) if _logs_of(other) is None else (other, x)
     logs = _logs_of(x)
-    if logs is None or _is(other, 0):
+    if logs is None or _is_number(other, 0):
         return logs
-    if logs.sign >= 0 or logs.complement is None or not _is(other, 1):
+    if logs.sign >= 0 or logs.complement is None or not _is_number(other, 1):
         return None
     return Logs(logs.complement, logs.log)
 
@@ -349,7 +348,7 @@ def _mul(func: Any, x: Any, other: Any) -> Logs | None:
         return None
     if b is not None:
         return Logs(lambda: a.log() + b.log(), sign=a.sign * b.sign)
-    if _is(other, 1) or _is(other, -1):
+    if _is_number(other, 1) or _is_number(other, -1):
         return a._replace(sign=a.sign * int(other), simplex=False)
     return Logs(lambda: a.log() + _log_abs(other, a), sign=a.sign * _sign(other))
 
@@ -360,7 +359,7 @@ def _div(func: Any, x: Any, other: Any, **options: Any) -> Logs | None:
         return None
     if b is None:
         assert a is not None
-        if _is(other, 1) or _is(other, -1):
+        if _is_number(other, 1) or _is_number(other, -1):
             return _mul(func, x, other)
         return Logs(lambda: a.log() - _log_abs(other, a), sign=a.sign * _sign(other))
     if a is None:
@@ -377,16 +376,16 @@ def _pow(func: Any, x: Any, exponent: Any) -> Logs | None:
 
 
 def _one_minus_power(logs: Logs, exponent: Any) -> Tensor:
-    """log(1 - x**e), by a series in 1 - x near x = 1."""
+    """Return log(1 - x**e), by a series in 1 - x near x = 1."""
     assert logs.complement is not None
-    log, rest = logs.log(), logs.complement()
+    log, log_gap = logs.log(), logs.complement()
     e = torch.as_tensor(exponent).to(log)
-    gap = rest.exp()
+    gap = log_gap.exp()
     near = gap * e.abs().clamp_min(1.0) < 1e-3
     small = torch.where(near, gap, 0.0)
     series = torch.log1p((1 - e) * small / 2 * (1 + (2 - e) * small / 3))
     return torch.where(
-        near, rest + e.abs().log() + series, _log1mexp(e * torch.where(near, -1.0, log))
+        near, log_gap + e.abs().log() + series, _log1mexp(e * torch.where(near, -1.0, log))
     )
 
 
@@ -409,11 +408,11 @@ def _pad(
 def _broadcast(func: Any, *tensors: Any) -> list[Logs | None]:
     tensors = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    known = map(_logs_of, tensors)
-    return [None if logs is None else _changed(logs, lambda t: t.expand(shape)) for logs in known]
+    logs = map(_logs_of, tensors)
+    return [None if x is None else _changed(x, lambda t: t.expand(shape)) for x in logs]
 
 
-def _is(value: Any, number: int) -> bool:
+def _is_number(value: Any, number: int) -> bool:
     return isinstance(value, int | float) and value == number
 
 
@@ -429,7 +428,7 @@ def _log_abs(value: Any, like: Logs) -> Tensor:
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log abs(1 - exp(x))."""
+    """Return log abs(1 - exp(x))."""
     small = x < -0.7
     far = torch.log1p(-torch.where(small, x, -1.0).exp())
     return torch.where(small, far, torch.where(small, -1.0, x).expm1().abs().log())

@@ -35,16 +35,16 @@ from pyro_mcvae.programs.sites import (
 from pyro_mcvae.programs.source_lines import program_line
 from pyro_mcvae.programs.types import LEADING, Message, SiteError, check_options, note
 
-# Reentrant checkpoints of programs, run as the others are.
+# Reentrant checkpoints of programs, replaced by non-reentrant ones.
 
 
 class NonReentrant:
     """
-    Around the run of a program: ``checkpoint(..., use_reentrant=True)`` is one with False.
+    A context in which ``checkpoint(..., use_reentrant=True)`` runs with ``use_reentrant=False``.
 
-    The numbers are the same. But a reentrant checkpoint of tensors that need no gradient, as
-    latents without a path to the guide, has none for its parameters either, and it can be
-    differentiated neither with respect to given tensors nor twice.
+    The numbers are the same. But a reentrant checkpoint of tensors without gradient (latents that
+    are detached from the guide) has no gradient for its parameters either. It can also not be
+    differentiated twice, or with respect to chosen tensors.
     """
 
     def __enter__(self) -> None:
@@ -53,7 +53,7 @@ class NonReentrant:
 
     def __exit__(self, *error: object) -> None:
         if self._before is None:
-            del CheckpointFunction.apply  # and with it what hides that of its base class
+            del CheckpointFunction.apply  # restores the method of its base class
         else:
             setattr(CheckpointFunction, "apply", self._before)  # noqa: B010
 
@@ -62,34 +62,34 @@ def _non_reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
-# The minibatch of a step, which all of its runs share.
+# The minibatch of a step, shared by all of its runs.
 
 
 class Minibatch(dict[str, Tensor]):
     """
     The indices of each plate of a step, by the plate's name.
 
-    :ivar sizes: the plates' full sizes. A plate may be of another size in another run, as one over
-        objects whose number is drawn: it then takes indices of its own, unless they are a choice.
-    :ivar of_guide: the plates that the guide has, in which it draws latents.
+    :ivar sizes: the plates' full sizes. A plate may have another size in another run, for example
+        one over a drawn number of objects. It then takes other indices, unless the user chose them.
+    :ivar of_guide: the plates of the guide, in which it draws latents.
     """
 
-    def __init__(self, of: Mapping[str, Tensor] | None = None) -> None:
-        super().__init__(of or {})
-        self.sizes: dict[str, int] = dict(getattr(of, "sizes", {}))
-        self.of_guide: frozenset[str] = getattr(of, "of_guide", frozenset())
+    def __init__(self, indices: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(indices or {})
+        self.sizes: dict[str, int] = dict(getattr(indices, "sizes", {}))
+        self.of_guide: frozenset[str] = getattr(indices, "of_guide", frozenset())
 
     def fill(self, msg: Message, drawn: bool = False) -> None:
         """
-        Give a plate's message the indices that are known.
+        Set the indices of a plate's message, if they are known.
 
         :param bool drawn: whether the guide's latents have been drawn, for its own plates.
-        :raises ValueError: if the model is given others of one of these then.
+        :raises ValueError: if the model then has other indices in a plate of the guide.
         """
         name, now = msg["name"], msg["fn"].size
         if name not in self:
             return
-        # A value that is not done is the user's own choice, perhaps another one in each run.
+        # A value that is not done was chosen by the user, and may differ between runs.
         chosen = msg["value"] is not None and not msg["done"]
         if not chosen and now != self.sizes.get(name, now):
             self._check_whole(name, now)
@@ -108,7 +108,7 @@ class Minibatch(dict[str, Tensor]):
             )
 
     def keep(self, msg: Message, drawn: bool = False) -> None:
-        """Remember the indices of a plate's message."""
+        """Store the indices of a plate's message."""
         self.of_guide |= {msg["name"]} if not drawn else set()
         if msg["name"] in self:
             return
@@ -118,24 +118,24 @@ class Minibatch(dict[str, Tensor]):
         self.sizes[msg["name"]] = msg["fn"].size
 
 
-def _check_choice(name: str, given: Any, known: Tensor) -> None:
-    """Most often both programs are given one object. Floats are no indices: their number counts."""
-    if given is known or known.is_floating_point():
+def _check_choice(name: str, chosen: Any, drawn: Tensor) -> None:
+    """Check that the model's indices equal the guide's, unless they are floats (only counted)."""
+    if chosen is drawn or drawn.is_floating_point():
         return
-    index = torch.as_tensor(given, device=known.device)
-    if index.shape == known.shape and bool((index == known).all()):
+    index = torch.as_tensor(chosen, device=drawn.device)
+    if index.shape == drawn.shape and bool((index == drawn).all()):
         return
     raise ValueError(
-        f"plate '{name}' of the model is given the minibatch {_some(given)}, and the guide has "
-        f"drawn its latents for {_some(known)}, which are not those of these data: give the guide "
+        f"plate '{name}' of the model is given the minibatch {_some(chosen)}, and the guide has "
+        f"drawn its latents for {_some(drawn)}, which are not those of these data: give the guide "
         f"the same subsample=, as by the argument create_plates of an AutoGuide, or let Pyro draw "
         f"the minibatch, by subsample_size="
     )
 
 
 def _some(index: Any) -> str:
-    shown = [int(i) for i in index[:4]]
-    return f"[{', '.join(map(str, shown))}{', ...' if len(index) > 4 else ''}]"
+    first = [int(i) for i in index[:4]]
+    return f"[{', '.join(map(str, first))}{', ...' if len(index) > 4 else ''}]"
 
 
 def _empty(msg: Message) -> ValueError:
@@ -145,15 +145,15 @@ def _empty(msg: Message) -> ValueError:
     )
 
 
-# What a model draws apart from its sites, as dropout does: the same numbers again.
+# Random numbers that a model draws outside sample sites, for example by dropout, and their replay.
 
 
 class ModelNoise:
     """
-    The numbers that a model draws apart from its sites: those of its first run, in every run.
+    Random numbers of a model outside sample sites: every run repeats those of the first run.
 
-    A chain is annealed along one density: with other numbers at each of its states the weight
-    would be that of no density, and too small.
+    A chain is annealed along one density. With other numbers at each state the weight would not
+    belong to any density, and would be too small.
     """
 
     def __init__(self) -> None:
@@ -161,31 +161,31 @@ class ModelNoise:
         self._before: Generators | None = None  # of a run that drew some
 
     def of_run(self) -> AbstractContextManager[None]:
-        """Around a run of the model: the first one shows its numbers, which others then draw."""
+        """Return a context for a run of the model: records the first run, replays it in others."""
         if not self._is_known:
-            return self._shown()
-        return nullcontext() if self._before is None else self._again(self._before)
+            return self._recording()
+        return nullcontext() if self._before is None else self._replaying(self._before)
 
     @contextmanager
-    def _shown(self) -> Iterator[None]:
+    def _recording(self) -> Iterator[None]:
         before = Generators()
         yield
         self._is_known, self._before = True, before if before.have_moved() else None
 
     @contextmanager
-    def _again(self, before: Generators) -> Iterator[None]:
-        """The same numbers, and the generators as they are."""
+    def _replaying(self, before: Generators) -> Iterator[None]:
+        """Draw the recorded numbers, and restore the generators afterwards."""
         now = Generators()
         before.put_back()
         try:
             yield
-            # Not where the first run drew a minibatch only.
+            # False if the first run drew only a minibatch.
             drew = before.have_moved()
         finally:
             now.put_back()
         if drew:
             refuse(
-                "the model draws random numbers apart from its sites, dropout say, which stay the "
+                "the model draws random numbers outside sample sites (dropout), which stay the "
                 "same along a chain"
             )
 
@@ -195,8 +195,9 @@ class ModelNoise:
 
 class Unconditioned(UnconditionMessenger):
     """
-    Observed sites are drawn, as by Pyro's ``uncondition``; but what is computed stays what it is:
-    inside a plate Pyro's would draw it once for each element, with a dim too many.
+    Draws observed sites, as Pyro's ``uncondition`` does, but leaves deterministic sites unchanged.
+
+    Inside a plate Pyro's handler would draw these once per element, with one dim too many.
     """
 
     def _pyro_sample(self, msg: Message) -> None:
@@ -212,9 +213,9 @@ SampleFn = Callable[[Message], Tensor | None]
 
 class ParticlePlate(IndepMessenger):
     """
-    The outermost plate that adds the leading dimension to every site but those of ``skip``.
+    The outermost plate, which adds the leading dimension to every site except those of ``skip``.
 
-    Unlike :class:`pyro.plate` it leaves global sites alone: they are drawn once for all particles.
+    Unlike :class:`pyro.plate` it can skip global sites: they are drawn once for all particles.
     """
 
     def __init__(self, size: int, dim: int, skip: frozenset[str] = frozenset()) -> None:
@@ -233,14 +234,14 @@ class ParticlePlate(IndepMessenger):
 @dataclass(frozen=True)
 class Substitutes:
     """
-    What a run of both programs takes, in place of draws of its own.
+    Values that a run of both programs uses instead of drawing them.
 
-    :ivar subsamples: the minibatch, which every run of a step shares: the first one fills it.
+    :ivar subsamples: the minibatch, shared by every run of a step: the first run fills it.
     :ivar values: a value for each site to be fixed, by name.
-    :ivar sample_fn: called for the other random sites, returns a value or None to let Pyro draw.
-    :ivar attached: the guide's draws reach the model without their gradient to the guide, but for
-        the sites named here and in ``values``; None to let all through.
-    :ivar noise: what the model draws apart from its sites; None to let it draw.
+    :ivar sample_fn: called for the other random sites; returns a value, or None to let Pyro draw.
+    :ivar attached: the guide's draws are detached in the model, except at the sites named here and
+        in ``values``; None to detach none.
+    :ivar noise: random numbers of the model outside sample sites; None to let it draw them.
     """
 
     subsamples: Minibatch = field(default_factory=Minibatch)
@@ -252,15 +253,15 @@ class Substitutes:
 
 class Recorder(Messenger):
     """
-    Records the sites of one run, substitutes values at them, and keeps the minibatch that it draws.
+    Records the sites of one run, substitutes values at them, and stores its minibatch.
 
-    What Pyro's ``trace`` and ``replay`` would do, at the cost of one handler: a model that runs
-    several times in a step, often on few data, shows every message to each handler. Distributions
-    that a network under autocast has made compute in single precision.
+    It combines Pyro's ``trace`` and ``replay`` at the cost of one handler. That matters because a
+    model runs several times in a step, often on few data. Distributions that a network under
+    autocast has made compute in single precision.
 
-    :param substitutes: what is not drawn.
-    :param drawn: of a model the run of the guide that it takes its draws from.
-    :param records: whether sites are recorded, parameters too.
+    :param substitutes: values that are not drawn.
+    :param drawn: for a model, the trace of the guide that it is replayed on.
+    :param records: whether to record sites and parameters.
     :ivar trace: the sites.
     """
 
@@ -306,10 +307,10 @@ class Recorder(Messenger):
             check_options(msg, self._drawn.get(msg["name"]), self._in_model)
             site_in_full_precision(msg)
             if not msg["is_observed"]:
-                self._give(msg)
+                self._set_value(msg)
 
-    def _give(self, msg: Message) -> None:
-        """Give a latent its value."""
+    def _set_value(self, msg: Message) -> None:
+        """Set the value of a latent."""
         drawn = self._drawn.get(msg["name"])
         if drawn is not None:
             msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
@@ -320,7 +321,7 @@ class Recorder(Messenger):
 
     def _value_of(self, msg: Message) -> Tensor | None:
         value, sample_fn = self._substitutes.values.get(msg["name"]), self._substitutes.sample_fn
-        # An untraced draw is noise of the program's own, as that of dropout is.
+        # An untraced draw counts as noise of the program, like dropout.
         untraced = msg["infer"].get("_do_not_trace", False)
         if value is not None or sample_fn is None or untraced or not is_random(msg):
             return value
@@ -335,28 +336,28 @@ class Recorder(Messenger):
 
 
 def is_param_tracer(handler: object) -> bool:
-    """Whether a handler collects parameters alone, as ``SVI``'s does to train them."""
+    """Return whether a handler records only parameters, like the one in ``SVI``."""
     return isinstance(handler, TraceMessenger) and handler.param_only
 
 
 def score_function_draws(skip: frozenset[str]) -> SampleFn:
     """
-    Takes reparameterization away from the guide's random sites but those of ``skip``.
+    Draw the guide's random sites without reparameterization, except those of ``skip``.
 
-    Notes so at the site: wrapped distributions do not let ``has_rsample`` be set.
+    Marks the site as scored, because ``has_rsample`` cannot be set on wrapped distributions.
     """
 
     def sample_fn(msg: Message) -> Tensor | None:
-        # A distribution that masks itself would mask the score too; it keeps its own gradient, as
-        # does one whose score has another mean than 0.
+        # A distribution that masks itself would mask the score too; it keeps its path gradient, as
+        # does one whose score does not have mean 0.
         fn = msg["fn"]
         keeps = is_masked(fn) or is_straight_through(fn) or moves_support(fn)
         if msg["name"] in skip or keeps or not reparameterized(msg):
             return None
         note(msg, scored=True)
-        # A clone: flows cache the inverse of the very tensor that they drew, without a gradient
-        # path to their parameters, which the score function needs. And called, as by Pyro: Zuko's
-        # have no other draw.
+        # A clone: flows cache the inverse of the tensor that they drew, without the gradient path
+        # to their parameters that the score function needs. Called like in Pyro, because Zuko's
+        # distributions cannot be drawn otherwise.
         with torch.no_grad():
             drawn: Tensor = fn()
         return drawn.clone()
@@ -364,7 +365,7 @@ def score_function_draws(skip: frozenset[str]) -> SampleFn:
     return sample_fn
 
 
-# What stands to the left of the plates of a run.
+# The dims to the left of the plates of a run.
 
 
 class Leading(NamedTuple):
@@ -372,9 +373,9 @@ class Leading(NamedTuple):
     The leading dims of one run.
 
     :ivar guide: the particles' plate around the guide; None without particles.
-    :ivar model: that around the model.
+    :ivar model: the particles' plate around the model.
     :ivar state_dim: the first batch dim for the values of the model's enumerated sites; None to
-        draw these.
+        draw these sites.
     """
 
     guide: ParticlePlate | None = None

@@ -41,10 +41,10 @@ from torch.distributions import Distribution, Transform
 
 from pyro_mcvae.programs.source_lines import is_core, is_core_file, is_generated, program_line
 
-# Which functions a step executes: only what these read can matter to it.
+# The functions that a step executes: only values that they read can affect it.
 
 _CLOCKS = {getattr(time, name) for name in dir(time) if callable(getattr(time, name))}
-# What has another result at another time.
+# Functions whose result depends on the time.
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
 _OUTER = {
     **dict.fromkeys(_CLOCKS, "reads the clock"),
@@ -60,10 +60,9 @@ class ExecutedCode:
     """
     The code of all functions that are called inside a ``with`` statement.
 
-    :ivar codes: by id; None if something else watches calls, a profiler say.
-    :ivar variables: of the environment, which programs have read.
-    :ivar outer: what they read that has another value at another time, by the functions that read
-        it, with the line.
+    :ivar codes: by id; None if another profiler is active.
+    :ivar variables: the environment variables that programs have read.
+    :ivar outer: reads of clocks and files, with their line, by the function that reads.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class ExecutedCode:
 
     def __enter__(self) -> ExecutedCode:
         self._free = sys.getprofile() is None
-        # What others do when garbage is collected is no part of a program.
+        # Code that runs during garbage collection is not part of a program.
         self._collects = gc.isenabled()
         gc.disable()
         if self._free and self.codes is not None:
@@ -104,18 +103,18 @@ class ExecutedCode:
             self.outer |= {id(f.f_code): why for f in (frame, *_callers(frame, 50))}
 
     def has(self, code: CodeType) -> bool:
-        """Whether a function was executed, as far as is known."""
+        """Return whether a function was executed, or may have been."""
         return self.codes is None or id(code) in self.codes
 
     def add(self, other: ExecutedCode) -> None:
-        """Count what the other has executed."""
+        """Add the functions that another one has executed."""
         if self.codes is not None:
             self.codes |= other.codes or {}
             self._names = None
 
     @property
     def core_names(self) -> frozenset[str]:
-        """What the executed functions of Python, PyTorch, Pyro and this package name."""
+        """Return the names used by executed functions of Python, PyTorch, Pyro and this package."""
         if self._names is None:
             codes = (code for code in (self.codes or {}).values() if is_core(code))
             self._names = frozenset(names_of(*codes))
@@ -123,7 +122,7 @@ class ExecutedCode:
 
 
 def _callers(frame: FrameType, count: int) -> Iterator[FrameType]:
-    """Who has called a function, the next ones first."""
+    """Yield the callers of a function, innermost first."""
     caller = frame.f_back
     while caller is not None and count:
         yield caller
@@ -132,36 +131,36 @@ def _callers(frame: FrameType, count: int) -> Iterator[FrameType]:
 
 def names_of(*codes: CodeType, strings: bool = True) -> dict[str, None]:
     """
-    The globals and attributes that functions name, and those within them.
+    Return the globals and attributes that functions, and functions inside them, refer to.
 
-    :param strings: count what they have as strings, too, for ``getattr``.
+    :param strings: include string constants, which ``getattr`` may use.
     """
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for code in codes:
-        found.update(_names(code, strings))
-    return found
+        names.update(_names(code, strings))
+    return names
 
 
 @lru_cache(maxsize=8192)
 def _names(code: CodeType, strings: bool) -> dict[str, None]:
-    found = dict.fromkeys(code.co_names)
+    names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found.update(_names(constant, strings))
+            names.update(_names(constant, strings))
         for part in constant if isinstance(constant, tuple | frozenset) else (constant,):
             if strings and isinstance(part, str):
-                found[part] = None
-    return found
+                names[part] = None
+    return names
 
 
-# What a pair of programs reads besides its arguments: globals, closures, attributes, arrays.
+# Values besides its arguments that a program reads: globals, closures, attributes, arrays.
 
 numpy: Any = sys.modules["numpy"]  # Pyro needs it
 
 # Values that are compared; everything else by identity.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _IMMUTABLE = (Number, numpy.generic, Enum, range, slice, torch.dtype, torch.device, torch.Size)
-# At each step: so many values, and so many bytes of arrays, which take about half a millisecond.
+# The values and bytes of arrays compared at each step, which takes about half a millisecond.
 _MAX_ENTRIES, _MAX_BYTES, _MAX_DEPTH = 16384, 1 << 20, 64
 # Items of longer containers are one entry.
 _SHORT = 64
@@ -170,19 +169,19 @@ _MISSING = object()
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _SIZED: Any = (*_CONTAINERS, UserDict, UserList, MappingProxyType)
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
-# What may stand in an attribute and be replaced; not all of it is looked into.
+# Types of attributes that may be replaced; not all of them are searched.
 _WATCHED = (
     *(Tensor, nn.Module, ELBO, Distribution, Transform, *_SIZED, SimpleNamespace, Namespace),
     *(FunctionType, MethodType, functools.partial),
     *(type, BuiltinFunctionType, *_IMMUTABLE, *_GENERATORS),
 )
-# What every module has: followed as parameters, buffers and submodules, or no part of what it does.
+# Attributes of every module: followed as parameters, buffers and submodules, or without effect.
 _OF_A_MODULE = {*vars(nn.Module()), "_pyro_context", "_pyro_name"}
 _OF_A_MODULE -= {"training", "_forward_hooks", "_forward_pre_hooks"}
 _OF_A_MODULE -= {"_backward_hooks", "_backward_pre_hooks"}
 _OF_A_PLATE = ("name", "size", "subsample_size", "dim")
 
-# Functions that read attributes whose names need not stand in the code.
+# Functions that may read attributes whose names do not occur in the code.
 _DYNAMIC = {
     *("getattr", "hasattr", "vars", "__dict__", "__getattribute__", "dir", "getmembers"),
     *("attrgetter", "methodcaller", "copy", "deepcopy", "asdict", "astuple", "fields", "replace"),
@@ -194,7 +193,7 @@ Getter: TypeAlias = Callable[[Any], object]
 
 
 class Entry(NamedTuple):
-    """One thing that can be read: ``get(key)`` was ``value``."""
+    """One value that can be read: ``get(key)`` was ``value``."""
 
     get: Getter
     key: object
@@ -203,7 +202,7 @@ class Entry(NamedTuple):
 
     @property
     def unchanged(self) -> bool:
-        """Whether it still has the value."""
+        """Return whether the value is the same now."""
         return _is_same(self.get(self.key), self.value)
 
 
@@ -212,7 +211,7 @@ def is_plain(value: object) -> bool:
 
 
 def _is_same(now: Any, then: Any) -> bool:
-    """Whether what was made again is what it was: AutoGuides make their plates at each step."""
+    """Return whether two values are equal; AutoGuides, for example, remake plates at each step."""
     if now is then:
         return True
     if type(now) is not type(then):
@@ -234,14 +233,14 @@ class Dependencies:
     """
     The globals, closed-over variables, attributes, parameters and buffers that programs read.
 
-    Followed from the programs through the functions that were executed, and through methods,
-    partials, modules, containers of any size, arrays, and objects of classes that are not Python's,
-    PyTorch's or Pyro's. Attributes count that the executed functions name.
+    The search starts from the programs, and follows executed functions, methods, partials, modules,
+    containers of any size, arrays, and objects of user-defined classes. Of attributes, it has those
+    whose names occur in the executed functions.
 
-    :ivar objects: whose attributes a step may write.
-    :ivar functions: of the programs, which were executed.
-    :ivar generators: of random numbers, other than PyTorch's.
-    :ivar refused: what is read and cannot be compared, if anything.
+    :ivar objects: objects whose attributes a step may write.
+    :ivar functions: the executed functions of the programs.
+    :ivar generators: random number generators other than PyTorch's.
+    :ivar refused: the first read that cannot be compared, if any.
     """
 
     executed: ExecutedCode
@@ -261,28 +260,28 @@ class Dependencies:
     @classmethod
     def of(cls, *roots: object, executed: ExecutedCode, contents: bool = False) -> Dependencies:
         """
-        Everything that is read from the roots on, with its present values.
+        Collect everything that is read from the roots on, with its present values.
 
-        :param executed: the functions that count.
-        :param contents: whether tensors that require no gradient are to stay as they are, too.
+        :param executed: the functions to follow.
+        :param contents: whether to compare also tensors that require no gradient.
         """
         names: set[str] = set()
         while True:
-            found = cls(executed, contents, _names=frozenset(names))
+            dependencies = cls(executed, contents, _names=frozenset(names))
             for root in roots:
                 if isinstance(root, Tensor):
-                    found.watch_gradient(root, "an argument")
-                found._visit(root, type(root).__name__, 0)
-            if found._named <= names:
+                    dependencies.watch_gradient(root, "an argument")
+                dependencies._visit(root, type(root).__name__, 0)
+            if dependencies._named <= names:
                 break
-            names |= found._named  # functions are found by attributes, which functions name
+            names |= dependencies._named  # functions are reached by attributes, named in functions
         for name in sorted(executed.variables):
             value = os.environ.get(name)
-            found.entries.append(Entry(os.environ.get, name, value, f"the variable {name}"))
-        return found
+            dependencies.entries.append(Entry(os.environ.get, name, value, f"the variable {name}"))
+        return dependencies
 
     def changed(self) -> Entry | None:
-        """The first entry that has another value now."""
+        """Return the first entry whose value has changed."""
         # At every step: by identity, and by value only where that fails.
         for entry in self.entries:
             now = entry[0](entry[1])
@@ -291,7 +290,7 @@ class Dependencies:
         return None
 
     def watch_gradient(self, value: Tensor, name: str) -> None:
-        """Whether a tensor requires a gradient is one of the values."""
+        """Add whether a tensor requires a gradient to the values."""
         needs = value.requires_grad
         self.entries.append(Entry(_requires_grad, value, needs, f"requires_grad of {name}"))
         if self.contents and not needs and not value.is_inference():
@@ -337,9 +336,9 @@ class Dependencies:
                 yield from _globals(value)
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
             for label, cell in cells:
-                if (held := contents(cell)) is not _MISSING:
+                if (content := contents(cell)) is not _MISSING:
                     about = f"'{label}', which {value.__name__} closes over"
-                    yield Entry(contents, cell, held, about)
+                    yield Entry(contents, cell, content, about)
             yield from self._attributes(value, value.__name__)
         elif isinstance(value, torch.jit.ScriptModule):
             get = functools.partial(_attribute, value)
@@ -380,9 +379,9 @@ class Dependencies:
         elif len(value) > _SHORT:
             yield Entry(_flat, value, _flat(value), name)
             items = list(value.values()) if isinstance(value, dict) else value
-            for held in items:
-                if not is_plain(held):
-                    yield Entry(_itself, held, held, f"an item of {name}")
+            for entry in items:
+                if not is_plain(entry):
+                    yield Entry(_itself, entry, entry, f"an item of {name}")
         else:
             if isinstance(value, dict | MappingProxyType):
                 yield Entry(tuple, value, tuple(value), f"the keys of {name}")
@@ -395,15 +394,15 @@ class Dependencies:
 
     def _array(self, value: Any, name: str) -> Iterator[Entry]:
         size: int = getattr(value, "nbytes", 0)
-        held: Any = _content(value) if size <= _MAX_BYTES else None
-        self._bytes += len(held) if isinstance(held, bytes) else size
+        content: Any = _content(value) if size <= _MAX_BYTES else None
+        self._bytes += len(content) if isinstance(content, bytes) else size
         if self._bytes > _MAX_BYTES:
             self._refuse(
                 f"reads an array, {name}, of {size} bytes: {_TOO_MANY}, make it a tensor, which is "
                 f"read at each step"
             )
-        elif held is not None:
-            yield Entry(_content, value, held, name)
+        elif content is not None:
+            yield Entry(_content, value, content, name)
 
     def _refuse(self, why: str) -> None:
         self.refused = self.refused or why
@@ -420,52 +419,52 @@ class Dependencies:
         return _is_watched(value) and self._reads(name, large)
 
     def _reads(self, name: str, large: bool) -> bool:
-        """Whether an attribute may have been read: if it is large, by the programs themselves."""
+        """Return whether an attribute may have been read; a large one only by the programs."""
         if self.executed.codes is None or name in self._names:
             return True
         dynamic = not _DYNAMIC.isdisjoint(self._names)
         return dynamic or (not large and name in self.executed.core_names)
 
     def _class_attributes(self, value: object, kind: type) -> Iterator[Entry]:
-        """What an object has of its class, until it is given its own, and what it has in slots."""
+        """Yield class attributes that the object does not override, and the values of slots."""
         own = () if value is kind else getattr(value, "__dict__", ())
         get = functools.partial(_attribute, value)
         for part in filter(is_written, kind.__mro__):
-            for key, held in list(vars(part).items()):
-                if isinstance(held, FunctionType) and self._is_executed(held):
+            for key, attr in list(vars(part).items()):
+                if isinstance(attr, FunctionType) and self._is_executed(attr):
                     if value is not kind and key not in own and hasattr(value, "__dict__"):
                         yield Entry(vars(value).get, key, None, f"method '{key}' of an object")
                     if (id(part), key) not in self._methods:
                         self._methods.add((id(part), key))
-                        yield Entry(vars(part).get, key, held, f"method '{key}' of {part.__name__}")
-                slot = isinstance(held, MemberDescriptorType) and value is not kind
-                datum = key not in own and not key.startswith("__") and _is_datum(held)
-                if slot or (datum and self._is_read(held, key)):
+                        yield Entry(vars(part).get, key, attr, f"method '{key}' of {part.__name__}")
+                slot = isinstance(attr, MemberDescriptorType) and value is not kind
+                datum = key not in own and not key.startswith("__") and _is_datum(attr)
+                if slot or (datum and self._is_read(attr, key)):
                     yield Entry(get, key, get(key), f"attribute '{key}' of {kind.__name__}")
 
 
 class GeneratorStates:
-    """Generators of random numbers that are not PyTorch's: a recording would repeat their draws."""
+    """Random number generators other than PyTorch's: a recording would repeat their draws."""
 
     def __init__(self, dependencies: Dependencies) -> None:
-        held: dict[str, Any] = {"Python's generator": random, "NumPy's generator": numpy.random}
-        held |= dependencies.generators
-        self._states = {name: (held[name], _state(held[name])) for name in held}
+        rngs: dict[str, Any] = {"Python's generator": random, "NumPy's generator": numpy.random}
+        rngs |= dependencies.generators
+        self._states = {name: (rngs[name], _state(rngs[name])) for name in rngs}
 
     def moved(self) -> str:
-        """The name of one that has drawn since this was made."""
+        """Return the name of a generator that has drawn since, or an empty string."""
         states = self._states.items()
-        return next((n for n, (held, old) in states if repr(_state(held)) != repr(old)), "")
+        return next((n for n, (rng, old) in states if repr(_state(rng)) != repr(old)), "")
 
     def put_back(self) -> None:
-        """Draw the same numbers once more."""
-        for held, state in self._states.values():
-            if hasattr(held, "setstate"):
-                held.setstate(state)
-            elif isinstance(held, numpy.random.Generator):
-                held.bit_generator.state = state
+        """Restore the states, so that the same numbers are drawn again."""
+        for rng, state in self._states.values():
+            if hasattr(rng, "setstate"):
+                rng.setstate(state)
+            elif isinstance(rng, numpy.random.Generator):
+                rng.bit_generator.state = state
             else:
-                held.set_state(state)
+                rng.set_state(state)
 
 
 def _state(generator: Any) -> Any:
@@ -477,27 +476,27 @@ def _state(generator: Any) -> Any:
 
 
 def put_back(entry: Entry) -> None:
-    """Let a variable, or an item of what can be changed, be what it was."""
+    """Restore a variable, or an item of a mutable container."""
     get, key, value = entry.get, entry.key, cast(Any, entry.value)
-    held: Any = get.args[0] if isinstance(get, functools.partial) and get.func is item else None
+    target: Any = get.args[0] if isinstance(get, functools.partial) and get.func is item else None
     if get is contents:
         key.cell_contents = value  # type: ignore[attr-defined]
     elif get is _flat:
         _refill(key, value)
     elif get is _content and isinstance(key, numpy.ndarray) and isinstance(value, bytes):
         key[...] = numpy.frombuffer(value, key.dtype).reshape(key.shape)
-    elif isinstance(space := getattr(get, "__self__", held), dict | list | deque):
+    elif isinstance(space := getattr(get, "__self__", target), dict | list | deque):
         space[key] = value  # type: ignore[index]
     elif get is len and isinstance(key, list):
         del key[value:]
 
 
-def _refill(held: Any, items: Any) -> None:
-    held.clear()
-    if isinstance(held, dict):
-        held.update(zip(items[::2], items[1::2], strict=True))
+def _refill(container: Any, items: Any) -> None:
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(items[::2], items[1::2], strict=True))
     else:
-        held.extend(items)
+        container.extend(items)
 
 
 def _globals(function: FunctionType) -> Iterator[Entry]:
@@ -505,24 +504,24 @@ def _globals(function: FunctionType) -> Iterator[Entry]:
     if "globals" in names:
         names = dict.fromkeys(space)
     for name in names:
-        # What a function imports by itself is no global, but a module all the same.
-        held = space.get(name, sys.modules.get(name, _MISSING))
-        if isinstance(held, ModuleType):
-            yield from _of_module(held, names, set())
-        elif held is not _MISSING and name in space:
+        # A module that a function imports itself is not a global, but is followed too.
+        value = space.get(name, sys.modules.get(name, _MISSING))
+        if isinstance(value, ModuleType):
+            yield from _module_entries(value, names, set())
+        elif value is not _MISSING and name in space:
             yield from _named(space, "global '{}'", [name])
 
 
-def _of_module(module: ModuleType, names: Iterable[str], seen: set[int]) -> Iterator[Entry]:
-    """What can be seen of a module of the user's, and of those within it, by these names."""
+def _module_entries(module: ModuleType, names: Iterable[str], seen: set[int]) -> Iterator[Entry]:
+    """Yield the entries of these names in a user's module and its submodules."""
     if not _is_written_in(module) or id(module) in seen:
         return
     seen.add(id(module))
     inner = [n for n in names if n in vars(module)]
     yield from _named(vars(module), f"'{{}}' of module {module.__name__}", inner)
-    for held in (vars(module)[n] for n in inner):
-        if isinstance(held, ModuleType):
-            yield from _of_module(held, names, seen)
+    for value in (vars(module)[n] for n in inner):
+        if isinstance(value, ModuleType):
+            yield from _module_entries(value, names, seen)
 
 
 def _named(
@@ -533,7 +532,7 @@ def _named(
 
 
 def _scripted(value: torch.jit.ScriptModule) -> list[str]:
-    """What TorchScript holds of a module: its mode, its tensors, its attributes and submodules."""
+    """Return the names of a scripted module's mode, tensors, attributes and submodules."""
     members = [value.named_parameters, value.named_buffers]
     names = [key for named in members for key, _ in named(recurse=False)]
     children = [key for key, _ in value.named_children()]
@@ -541,18 +540,18 @@ def _scripted(value: torch.jit.ScriptModule) -> list[str]:
     return list(dict.fromkeys(["training", *names, *attributes(), *children]))
 
 
-def _is_datum(held: object) -> bool:
-    """Whether it is not a method, whose own globals are watched."""
-    return _is_watched(held) and not isinstance(held, FunctionType | property)
+def _is_datum(value: object) -> bool:
+    """Return whether a value is watched and not a method, whose globals are watched instead."""
+    return _is_watched(value) and not isinstance(value, FunctionType | property)
 
 
 def _is_watched(value: object) -> bool:
-    known = is_plain(value) or isinstance(value, (*_WATCHED, Iterator))
-    return known or _is_array(value) or is_of_the_user(value)
+    is_listed = is_plain(value) or isinstance(value, (*_WATCHED, Iterator))
+    return is_listed or _is_array(value) or is_of_the_user(value)
 
 
 def _is_array(value: object) -> bool:
-    """Whether it holds numbers of its own, as arrays, tables of pandas and buffers do."""
+    """Return whether a value contains numbers: an array, a pandas table or a buffer."""
     if isinstance(value, (Tensor, type, bytes, *_IMMUTABLE, *_CONTAINERS)):
         return False
     buffers = bytearray, memoryview, array.array
@@ -560,8 +559,8 @@ def _is_array(value: object) -> bool:
 
 
 def _content(value: Any) -> object:
-    held = numpy.asarray(value)
-    return held.tolist() if held.dtype.hasobject else held.tobytes()
+    values = numpy.asarray(value)
+    return values.tolist() if values.dtype.hasobject else values.tobytes()
 
 
 def _flat(value: Any) -> tuple[object, ...]:
@@ -571,7 +570,7 @@ def _flat(value: Any) -> tuple[object, ...]:
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
-    """What is followed, though it cannot be another."""
+    """Yield the parts of a value that are followed but cannot be replaced."""
     if isinstance(value, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, MethodType):
@@ -586,14 +585,14 @@ def _parts(value: Any, name: str) -> Iterator[tuple[object, str]]:
 
 
 def _methods(kind: type) -> list[object]:
-    """The functions of a class, those behind properties and class methods included."""
-    held = [h for part in kind.__mro__ for h in vars(part).values()]
-    held += [getattr(h, name, None) for h in held for name in ("fget", "__func__", "func")]
-    return [f for f in held if isinstance(f, FunctionType) and not is_core(f.__code__)]
+    """Return the functions of a class, including those behind properties and class methods."""
+    members = [h for part in kind.__mro__ for h in vars(part).values()]
+    members += [getattr(h, name, None) for h in members for name in ("fget", "__func__", "func")]
+    return [f for f in members if isinstance(f, FunctionType) and not is_core(f.__code__)]
 
 
 def is_of_the_user(value: object) -> bool:
-    """Whether an object's class is no part of Python, PyTorch or Pyro, in whole or in part."""
+    """Return whether an object's class, or a base, is not part of Python, PyTorch or Pyro."""
     if isinstance(value, SimpleNamespace | Namespace):
         return True
     if isinstance(value, type | ModuleType | FunctionType | Number | numpy.ndarray | Enum):
@@ -602,7 +601,7 @@ def is_of_the_user(value: object) -> bool:
 
 
 def is_written(kind: type) -> bool:
-    """Whether a class stands in a file, or a notebook, that is no part of Python or PyTorch."""
+    """Return whether a class is defined in a file or notebook outside Python and PyTorch."""
     module = sys.modules.get(kind.__module__)
     return kind.__module__ == "__main__" or (module is not None and _is_written_in(module))
 
@@ -617,7 +616,7 @@ def _requires_grad(value: Any) -> object:
     return value.requires_grad
 
 
-# What is read of a container or an array as a whole; its items are entries of their own.
+# Getters of a whole container or array; its items have entries of their own.
 _SUMMARIES = (len, tuple, frozenset, _flat, _content)
 
 
@@ -633,9 +632,9 @@ def _attribute(value: object, key: str) -> object:
     return getattr(value, key, _MISSING)
 
 
-def item(held: Any, key: object) -> object:
+def item(container: Any, key: object) -> object:
     try:
-        return held[key]
+        return container[key]
     except LookupError:
         return _MISSING
 

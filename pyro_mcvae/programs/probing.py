@@ -33,8 +33,8 @@ class Draw(NamedTuple):
     """
     Random numbers that a program draws outside sample sites, as ``nn.Dropout`` does.
 
-    :ivar size: how many.
-    :ivar line: where.
+    :ivar size: the number of values.
+    :ivar line: the line of the program.
     """
 
     size: int
@@ -43,14 +43,14 @@ class Draw(NamedTuple):
 
 class FixedNoise(Messenger):
     """
-    Gives constants to programs that draw random numbers outside sample sites.
+    Replaces random numbers that programs draw outside sample sites by constants.
 
-    Two runs of other shapes draw other dropout masks, and cannot be compared. With constants they
-    can: no unit is dropped, and noise has one value everywhere. Numbers of a generator of the
-    program's own stay as they are.
+    Runs of different shapes draw different dropout masks, and cannot be compared. With constants
+    they can: no unit is dropped, and noise has one value everywhere. Draws from a generator that
+    the program passes are not replaced.
 
-    :param bool fixes: False to record draws alone.
-    :ivar draws: what was drawn.
+    :param bool fixes: False to record draws only.
+    :ivar draws: the recorded draws.
     """
 
     def __init__(self, fixes: bool = True) -> None:
@@ -61,12 +61,12 @@ class FixedNoise(Messenger):
 
     @contextmanager
     def active(self) -> Iterator[FixedNoise]:
-        """Around runs of the programs; outside all handlers of these."""
+        """Return a context for runs of the programs; enter it before all of their handlers."""
         with self, _Draws(self):
             yield self
 
     def drew(self, func: Any, args: tuple[Any, ...], drawn: Any) -> object:
-        """Return what is used instead of random numbers."""
+        """Record a draw, and return the constant that replaces it."""
         if self._at_site:
             return drawn
         size = sum(v.numel() for v in tree_leaves(drawn) if isinstance(v, Tensor))
@@ -74,7 +74,7 @@ class FixedNoise(Messenger):
         name = func._schema.name.split("::")[-1].rstrip("_")
         return _constant(name, args, drawn) if self._fixes else drawn
 
-    # This handler is the outermost one: between the two there is only what Pyro does by itself.
+    # This handler is the outermost one: only Pyro's own code runs between these two methods.
     def _process_message(self, msg: Message) -> None:
         self._at_site = True
 
@@ -83,7 +83,7 @@ class FixedNoise(Messenger):
 
 
 class _Draws(TorchDispatchMode):
-    """Sees random numbers below ``vmap``: with the dims of all particles."""
+    """Intercepts random numbers below ``vmap``, where they have the dims of all particles."""
 
     def __init__(self, noise: FixedNoise) -> None:
         super().__init__()
@@ -96,15 +96,15 @@ class _Draws(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        found = func(*args, **(kwargs or {}))
-        own = kwargs is not None and kwargs.get("generator") is not None
-        if torch.Tag.nondeterministic_seeded in func.tags and not own:
-            return self._noise.drew(func, args, found)
-        return found
+        result = func(*args, **(kwargs or {}))
+        has_generator = kwargs is not None and kwargs.get("generator") is not None
+        if torch.Tag.nondeterministic_seeded in func.tags and not has_generator:
+            return self._noise.drew(func, args, result)
+        return result
 
 
 def _constant(name: str, args: tuple[Any, ...], drawn: Any) -> object:
-    """Constants in the shape of what an operation has drawn; unknown operations keep theirs."""
+    """Return constants in the shape of an operation's draw; unknown operations keep the draw."""
     if name == "native_dropout":
         return args[0] / (1 - args[1]), drawn[1].fill_(True)
     if name == "bernoulli":
@@ -115,7 +115,7 @@ def _constant(name: str, args: tuple[Any, ...], drawn: Any) -> object:
     if name in ("randn", "randn_like"):
         return drawn.fill_(0.3)
     if name in ("normal", "normal_functional"):
-        # Of a tensor in place, or of means and standard deviations.
+        # The in-place form, or the form with means and standard deviations.
         mean, std = args[1:3] if len(args) > 2 else args if len(args) == 2 else (0.0, 1.0)
         return drawn.copy_(torch.as_tensor(mean + 0.3 * std))
     if name == "randperm":
@@ -127,11 +127,11 @@ def _constant(name: str, args: tuple[Any, ...], drawn: Any) -> object:
     return args[0].clone() if name == "_standard_gamma" else drawn
 
 
-# Probe runs: the densities of programs at given latents, beside a step.
+# Probe runs: the densities of programs at given latents.
 
 
 class ProgramError(Exception):
-    """The programs failed in a probe run; the cause is their own error."""
+    """The programs failed in a probe run; ``__cause__`` is their error."""
 
 
 class Probe(NamedTuple):
@@ -150,12 +150,12 @@ class Probe(NamedTuple):
 @contextmanager
 def probing(programs: Programs, fixes: bool = True) -> Iterator[FixedNoise]:
     """
-    Around probe runs: without Pyro's validation and warnings, and leaving nothing behind.
+    Turn off Pyro's validation and warnings for probe runs, and restore all state afterwards.
 
-    The gradient mode is that of the step, on which programs may depend. Every such block begins
-    with the random state of the step; random numbers outside sample sites are constants.
+    The gradient mode stays that of the step, because programs may depend on it. Every block begins
+    with the random state of the step. Random numbers outside sample sites are constants.
 
-    :param bool fixes: False to let programs draw them.
+    :param bool fixes: False to let programs draw these numbers.
     """
     noise = FixedNoise(fixes)
     with (
@@ -172,18 +172,18 @@ def probing(programs: Programs, fixes: bool = True) -> Iterator[FixedNoise]:
 @contextmanager
 def perturbed(programs: Programs) -> Iterator[None]:
     """
-    Let all parameters have generic values within.
+    Give all parameters generic values inside.
 
-    A zero-initialised layer has the same output at every discrete latent, which cannot be NaN.
+    A zero-initialized layer has the same output at every discrete latent, which cannot be NaN.
     """
     modules = (m for m in programs.owners if isinstance(m, torch.nn.Module))
-    own = [p for m in modules for p in m.parameters(recurse=False)]
+    module_parameters = [p for m in modules for p in m.parameters(recurse=False)]
     store = [p for _, p in pyro.get_param_store().named_parameters()]
-    found = {id(p): p for p in (*own, *store) if p.is_floating_point()}
-    before = [(p, p.data) for p in found.values()]
+    parameters = {id(p): p for p in (*module_parameters, *store) if p.is_floating_point()}
+    before = [(p, p.data) for p in parameters.values()]
     try:
         for p, data in before:
-            # No two entries change by the same, and no random numbers are taken.
+            # Every entry changes by another amount, and no random numbers are drawn.
             index = torch.arange(1, 1 + data.numel(), device=data.device)
             noise = (math.sqrt(2) * index.double()).sin().reshape(data.shape).to(data)
             p.data = data + 0.15 * noise * (1 + data.abs())
@@ -206,20 +206,20 @@ def probe(
     Factors whose density cannot be computed (a flow without an inverse) are left out.
 
     :param subsamples: the minibatch.
-    :param values: of guide sites, by name.
-    :param sample_fn: gives the values of the other random sites.
+    :param values: values of guide sites, by name.
+    :param sample_fn: returns values of the other random sites.
     :param leading: the leading dims, with the particles' plates.
-    :raises ProgramError: from the programs' own error.
+    :raises ProgramError: from the programs' error.
     """
     substitutes = Substitutes(Minibatch(subsamples), values or {}, sample_fn)
     try:
         guide_trace, model_trace = run_pair(programs, substitutes, leading)
         with _taking_any_value(guide_trace, model_trace):
-            found = [*possible_terms(model_term, model_trace)]
-            found += possible_terms(guide_term, guide_trace)
+            terms = [*possible_terms(model_term, model_trace)]
+            terms += possible_terms(guide_term, guide_trace)
     except Exception as error:
         raise ProgramError(f"{type(error).__name__}: {error}") from error
-    return Probe(guide_trace, model_trace, {t.key: t for t in found}, substitutes.subsamples)
+    return Probe(guide_trace, model_trace, {t.key: t for t in terms}, substitutes.subsamples)
 
 
 def probe_model(
@@ -232,9 +232,9 @@ def probe_model(
     """
     Run the model alone, within :func:`probing`, and return its factors.
 
-    :param guide_trace: of a run of both.
-    :param values: of the guide's sites, by name.
-    :raises ProgramError: from the model's own error.
+    :param guide_trace: the guide's trace in a run of both programs.
+    :param values: values of the guide's sites, by name.
+    :raises ProgramError: from the model's error.
     """
     drawn = with_changes(guide_trace, {name: {"value": v} for name, v in values.items()})
     try:
@@ -246,5 +246,5 @@ def probe_model(
 
 
 def _taking_any_value(*traces: Trace) -> AbstractContextManager[None]:
-    """Let distributions take NaN that were made outside the programs, with validation."""
+    """Turn off the validation of distributions made outside the programs, so they accept NaN."""
     return unvalidated([s["fn"] for trace in traces for s in scored(trace)])

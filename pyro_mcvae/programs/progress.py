@@ -1,4 +1,4 @@
-"""The progress of long work, as a bar of ``tqdm``."""
+"""Progress bars of long computations, by ``tqdm``."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 from pyro_mcvae.ops.checks import check_flag
 
-# Seconds before a bar that nobody asked for is seen.
+# Seconds before a bar appears by default.
 _PATIENCE = 2.0
 
 
 class Progress:
     """
-    A bar of work whose amount may grow on the way.
+    A progress bar whose total may grow.
 
-    :param str text: what is done.
+    :param str text: the label.
     :param show: True for a bar; None for one on a terminal or in a notebook, after two seconds;
         False for none.
     :raises ValueError: for another ``show``.
@@ -33,15 +33,15 @@ class Progress:
         )
 
     def expect(self, count: float) -> None:
-        """There is more to do."""
+        """Increase the total."""
         self._bar.total += count
 
     def step(self, count: float = 1) -> None:
-        """So much is done."""
+        """Advance the bar."""
         self._bar.update(count)
 
     def say(self, text: str) -> None:
-        """What is being done now."""
+        """Set the text beside the bar."""
         self._bar.set_postfix_str(text, refresh=False)
 
     def __enter__(self) -> Progress:
@@ -54,7 +54,7 @@ class Progress:
 def shown(
     items: Iterable[object], text: str, show: bool | None, unit: str = "it"
 ) -> Iterator[object]:
-    """The items, with a bar."""
+    """Yield the items, with a progress bar."""
     with Progress(text, show, unit) as bar:
         if isinstance(items, Sized):
             bar.expect(len(items))

@@ -46,9 +46,9 @@ from pyro_mcvae.programs.vmap import Way
 
 # Runs guide and model, one after the other, on one minibatch.
 
-# What a program can branch on without reading a tensor.
+# Types of values that a program can branch on without reading a tensor.
 _CHOICES = (bool, int, str, bytes, type(None), Enum, torch.dtype, torch.device)
-# How many entries of a container of arguments are part of the key.
+# The number of entries of an argument container that are part of the key.
 _MAX_ENTRIES = 64
 
 T = TypeVar("T")
@@ -75,95 +75,96 @@ class Programs:
     @cached_property
     def choices(self) -> dict[str, Hashable]:
         """
-        What the programs can branch on, by place: arguments, attributes, closures and globals that
-        are no tensors, the sizes of containers, the types of everything else, and the modules'
-        training modes.
+        Return every value that the programs can branch on, by place.
+
+        These are arguments, attributes, closures and globals that are not tensors, container sizes,
+        the types of all other values, and the training modes of modules.
         """
-        found: dict[str, Hashable] = {}
+        choices: dict[str, Hashable] = {}
         for i, value in enumerate(self.args):
-            _add_choices(found, f"argument {i}", value)
+            _add_choices(choices, f"argument {i}", value)
         for name, value in self.kwargs.items():
-            _add_choices(found, f"argument {name}", value)
+            _add_choices(choices, f"argument {name}", value)
         for role, program in (("model", self.model), ("guide", self.guide)):
             function = getattr(poutine.unwrap(program), "__func__", poutine.unwrap(program))
-            _add_held(found, role, closure_of(function) | globals_of(function))
+            _add_variables(choices, role, closure_of(function) | globals_of(function))
         for i, owner in enumerate(self.owners):
             if isinstance(owner, nn.Module):
-                found[f"module {i} trains"] = owner.training
+                choices[f"module {i} trains"] = owner.training
             if not type(owner).__module__.startswith(LIBRARIES):
-                _add_held(found, f"object {i}", vars(owner))
-        return found
+                _add_variables(choices, f"object {i}", vars(owner))
+        return choices
 
     @cached_property
     def owners(self) -> list[object]:
-        """The modules and other objects of which the programs may change the state."""
+        """Return the modules and other objects whose state the programs may change."""
         return owners_of(*self.pair)
 
     @cached_property
-    def _found(self) -> dict[Hashable, object]:
+    def _cache(self) -> dict[Hashable, object]:
         return {}
 
     def once(self, key: Hashable, find: Callable[[], T]) -> T:
-        """What ``find`` finds out about the programs of this call, looked for once."""
-        if key not in self._found:
-            self._found[key] = find()
-        return cast("T", self._found[key])
+        """Return ``find()``, computed once per key for the programs of this call."""
+        if key not in self._cache:
+            self._cache[key] = find()
+        return cast("T", self._cache[key])
 
 
-def _no_program(role: str, found: object) -> ValueError:
+def _no_program(role: str, program: object) -> ValueError:
     return ValueError(
         f"the {role} must be a Pyro program, such as a function or an object that is called with "
-        f"the data, got {found!r}"
+        f"the data, got {program!r}"
     )
 
 
-def _add_choices(found: dict[str, Hashable], place: str, value: Any, depth: int = 4) -> None:
-    """Add what one argument lets a program branch on."""
+def _add_choices(choices: dict[str, Hashable], place: str, value: Any, depth: int = 4) -> None:
+    """Add the values of one argument that a program can branch on."""
     if isinstance(value, Tensor):
         # A recording has a tensor without dims instead of a float.
-        found[place] = (float,) if value.dim() == 0 else (type(value), value.dim())
+        choices[place] = (float,) if value.dim() == 0 else (type(value), value.dim())
     elif isinstance(value, _CHOICES):
-        found[place] = value
+        choices[place] = value
     elif type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        _add_choices(found, place, value.item(), 0)
+        _add_choices(choices, place, value.item(), 0)
     elif isinstance(value, float):
-        found[place] = _sign(value)
+        choices[place] = _sign(value)
     elif isinstance(value, dict | list | tuple | set | frozenset) and depth:
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        found[place] = type(value), len(value)
+        choices[place] = type(value), len(value)
         for key, part in itertools.islice(pairs, _MAX_ENTRIES):
-            _add_choices(found, f"{place}[{key!r}]", part, depth - 1)
+            _add_choices(choices, f"{place}[{key!r}]", part, depth - 1)
     else:
-        found[place] = (type(value),)
+        choices[place] = (type(value),)
 
 
 def _sign(value: float) -> tuple[type, int]:
-    """Of a float, which may change at every step, whether it is zero."""
+    """Return the type and sign of a float, whose value may change at every step."""
     return float, (value > 0) - (value < 0)
 
 
-def _add_held(found: dict[str, Hashable], place: str, held: Mapping[str, Any]) -> None:
+def _add_variables(choices: dict[str, Hashable], place: str, variables: Mapping[str, Any]) -> None:
     """Add the choices among attributes or variables."""
-    for name, value in held.items():
+    for name, value in variables.items():
         if isinstance(value, _CHOICES):
-            found[f"{place}.{name}"] = value
+            choices[f"{place}.{name}"] = value
         elif isinstance(value, float):
-            found[f"{place}.{name}"] = _sign(value)
+            choices[f"{place}.{name}"] = _sign(value)
 
 
 def is_messenger(programs: Programs) -> bool:
     """
-    Whether the guide is a GuideMessenger that runs both programs at once.
+    Return whether the guide is a GuideMessenger that runs both programs at once.
 
-    One around another program than the model, as ``poutine.block(model, hide=["y"])``, is a guide
-    as others are: what it leaves out, the model has.
+    A GuideMessenger around another program, such as ``poutine.block(model, hide=["y"])``, is an
+    ordinary guide: the model has the sites that it hides.
     """
     guide = _messenger(programs)
     return guide is not None and bool(guide.model == programs.model)
 
 
 def _messenger(programs: Programs) -> Any:
-    """The guide, if it is a handler around a program of its own; else None."""
+    """Return the guide if it is a handler around another program, else None."""
     guide = poutine.unwrap(programs.guide)
     return guide if isinstance(guide, Messenger) else None
 
@@ -185,14 +186,14 @@ def run_pair(
     :param substitutes: values and the minibatch.
     :param leading: the leading dims, with the particles' plates.
     :returns: ``(guide_trace, model_trace)``
-    :raises SiteError: for a guide that runs both, whose draws are to reach the model apart.
+    :raises SiteError: for a guide that runs both programs, if its draws must be detached.
     """
     if is_messenger(programs):
         return _run_messenger(programs, substitutes, leading)
     with Recorder(substitutes) as recorder, entered(leading.guide):
         programs.guide(*programs.args, **programs.kwargs)
     messenger = _messenger(programs)
-    # Its own trace also has what the program inside it observes.
+    # The messenger's trace also has the sites that the program inside it observes.
     drawn = guide_trace = recorder.trace if messenger is None else messenger.get_traces()[1]
     if substitutes.attached is not None:
         drawn = _detached(drawn, substitutes.attached | set(substitutes.values))
@@ -207,7 +208,7 @@ def _run_messenger(
         raise _not_separate(programs)
     both, guide_plate, model_plate = None, leading.guide, leading.model
     if guide_plate is not None and model_plate is not None:
-        # One plate for one run: it leaves out the global sites of both programs.
+        # One plate for one run: it skips the global sites of both programs.
         skip = guide_plate.skip | model_plate.skip
         both = ParticlePlate(guide_plate.size, guide_plate.depth, skip)
     with Recorder(substitutes, records=False), entered(both):
@@ -219,7 +220,7 @@ def _run_messenger(
 def run_model(
     programs: Programs, guide_trace: Trace, substitutes: Substitutes, leading: Leading = ALONE
 ) -> Trace:
-    """Run the model on the draws of a guide's trace; ``leading`` as of :func:`run_pair`."""
+    """Run the model on the draws of a guide's trace; ``leading`` as in :func:`run_pair`."""
     state_dim = leading.state_dim
     states = None if state_dim is None else StateMessenger(guide_trace, state_dim)
     drawn = guide_trace if states is None else None
@@ -229,18 +230,18 @@ def run_model(
     return recorder.trace
 
 
-def _detached(guide_trace: Trace, but: frozenset[str]) -> Trace:
-    """A copy of a guide's trace whose draws begin a graph of their own."""
+def _detached(guide_trace: Trace, keep: frozenset[str]) -> Trace:
+    """Copy a guide's trace with detached draws, except at the sites ``keep``."""
     leaves = {}
     for name, site in guide_trace.nodes.items():
-        if sites.is_latent(site) and name not in but and site["value"].is_floating_point():
+        if sites.is_latent(site) and name not in keep and site["value"].is_floating_point():
             leaf = site["value"].detach().requires_grad_(torch.is_grad_enabled())
             leaves[name] = {"value": leaf}
     return with_changes(guide_trace, leaves)
 
 
 def with_changes(trace: Trace, changes: SiteChanges) -> Trace:
-    """A copy of a trace with other values, or annotations, at some sites."""
+    """Copy a trace with other values, or annotations, at some sites."""
     changed = trace.copy()
     for name, fields in changes.items():
         site = trace.nodes[name]
@@ -250,7 +251,7 @@ def with_changes(trace: Trace, changes: SiteChanges) -> Trace:
 
 
 def entered(*handlers: AbstractContextManager[object] | None) -> ExitStack:
-    """Enter the handlers that there are, the first one outermost."""
+    """Enter the handlers that are not None, the first one outermost."""
     stack = ExitStack()
     for handler in handlers:
         if handler is not None:
@@ -258,7 +259,7 @@ def entered(*handlers: AbstractContextManager[object] | None) -> ExitStack:
     return stack
 
 
-# One run of guide and model: its terms, what it shows, and its sums over plates.
+# One run of guide and model: its terms, its structure, and its sums over plates.
 
 
 @dataclass(frozen=True)
@@ -271,9 +272,9 @@ class Run:
     :ivar leading: the size of the leading dimension at ``-nesting - 1``, or None if there is none.
     :ivar subsamples: the minibatch: the indices of each plate.
     :ivar state_dim: the first batch dim for the values of the model's enumerated sites, which are
-        summed; None where the model drew them, if it has any.
-    :ivar noise: what the model drew apart from its sites; None where nobody looked.
-    :ivar way: how its particles were run.
+        summed; None if the model drew them, or has none.
+    :ivar noise: random numbers that the model drew outside sample sites; None if not recorded.
+    :ivar way: how its particles were vectorized.
     """
 
     guide_trace: Trace
@@ -288,58 +289,60 @@ class Run:
 
     @cached_property
     def guide_data(self) -> list[Term]:
-        """The densities of what the guide observes, which are no factors of the weight."""
+        """Return the densities of the guide's observed sites, which no weight includes."""
         return observed_terms(self.guide_trace)
 
     @property
     def latents(self) -> dict[str, Tensor]:
-        """The guide's random draws, without their graph."""
+        """Return the guide's random draws, without their graph."""
         nodes = self.guide_trace.nodes.items()
         return {n: changed_draw(Tensor.detach, s["value"]) for n, s in nodes if is_random(s)}
 
     @property
     def summands(self) -> list[Term]:
-        """What a plain ELBO sums: the factors of the weight, and what the guide observes."""
+        """Return the terms of a plain ELBO: the weight's factors and the guide's observed sites."""
         return [*self.terms, *self.guide_data]
 
     @cached_property
     def signature(self) -> tuple[Hashable, ...]:
         """
-        What the run shows of its programs' structure: sites, plates, which of these are
-        subsampled. Runs of one pair of programs with equal signatures have one structure.
+        Return the structure of the programs in this run: sites, plates, and which are subsampled.
+
+        Runs of one pair of programs with equal signatures have the same structure.
         """
         return tuple([form.structure for form in self.form])
 
     @cached_property
     def form(self) -> tuple[SiteForm, ...]:
-        """All that the run shows but its values."""
+        """Return everything about the run's sites except their values."""
         return tuple([t.form for t in self.summands])
 
     @cached_property
     def sizes(self) -> tuple[SiteSizes, ...]:
-        """How large the sites of the signature are, the leading dimension left out."""
+        """Return the sizes of the sites of the signature, without the leading dimension."""
         return tuple([t.sizes for t in self.terms])
 
     @property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """The shapes of the log densities."""
+        """Return the shapes of the log densities."""
         return tuple([t.log_prob.shape for t in self.terms])
 
     @property
     def inner_sizes(self) -> frozenset[int]:
-        """The sizes of all dims of plates and events."""
+        """Return the sizes of all dims of plates and events."""
         return frozenset(n for sizes in self.sizes for part in sizes for n in part)
 
     @property
     def outer_sizes(self) -> frozenset[int]:
-        """The sizes of the dims to the left of the plates': of particles, states or slots."""
+        """Return the sizes of the dims left of the plates: of particles, states or slots."""
         inner = [t.log_prob.shape[: max(0, t.log_prob.dim() - self.nesting)] for t in self.terms]
         return frozenset(n for shape in inner for n in shape if n > 1)
 
     def sum_to(self, value: Tensor, dims: tuple[int, ...]) -> Tensor:
         """
-        Sum a batch-shaped tensor over all plates but ``dims``: ``[leading, *dims]``, or ``[*dims]``
-        where it has no leading dimension.
+        Sum a batch-shaped tensor over all plates except ``dims``.
+
+        :returns: shape ``[leading, *dims]``, or ``[*dims]`` without a leading dimension.
         """
         needed = -min(dims, default=0)
         if value.dim() < needed:
@@ -358,7 +361,7 @@ class Run:
         sizes = iter(weight.shape[len(weight.shape) - len(dims) :])
         batch = [next(sizes) if d in dims else 1 for d in range(-self.nesting, 0)]
         shape = [*weight.shape[: len(weight.shape) - len(dims)], *batch, *[1] * event_dim]
-        # Without a leading dimension a value outside some plates has fewer dims than they.
+        # Without a leading dimension, a value outside some plates has fewer dims than the plates.
         return weight.reshape(shape[max(0, len(shape) - value.dim()) :])
 
 
@@ -366,19 +369,19 @@ def terms_of(
     guide_trace: Trace, model_trace: Trace, state_dim: int | None = None
 ) -> tuple[Term, ...]:
     """
-    The log density of every site of both traces that is a factor of the weight.
+    Return the log density of every site of both traces that is a factor of the weight.
 
-    :param state_dim: that of the run; None where the model drew its enumerated sites.
+    :param state_dim: as in :class:`Run`; None if the model drew its enumerated sites.
     """
     return (*model_factors(model_trace, state_dim), *guide_terms(guide_trace))
 
 
 def model_factors(model_trace: Trace, state_dim: int | None) -> list[Term]:
-    """Those of the model; ``state_dim`` as of :func:`terms_of`."""
+    """Return the factors of the model; ``state_dim`` as in :func:`terms_of`."""
     return model_terms(model_trace) if state_dim is None else summed_terms(model_trace)
 
 
-# A model replayed at other values of its latents, in one handler, with what its sites showed.
+# A model replayed at other values of its latents.
 
 
 def replay_model(
@@ -387,11 +390,11 @@ def replay_model(
     """
     Run the model with other values of the guide's draws, on the same minibatch.
 
-    An execution that shows the sites and plates of ``run`` is of its structure, and what was found
-    or checked there still holds.
+    If the execution has the sites and plates of ``run``, their structure is the same, and the
+    results of its checks remain valid.
 
-    :param run: an execution of both programs; its guide depends on none of its draws. What its
-        model drew apart from its sites is the same again.
+    :param run: an execution of both programs; its guide depends on none of its draws. Random
+        numbers that its model drew outside sample sites are reused.
     :param changes: by guide site, the fields that change.
     :param leading: the leading dims of ``run``, with a new plate for the model.
     :returns: the new execution, and whether it has the sites and plates of ``run``.
@@ -400,15 +403,15 @@ def replay_model(
     substitutes = Substitutes(run.subsamples, noise=run.noise)
     model_trace = run_model(programs, guide_trace, substitutes, leading)
     before = run.model_trace.nodes
-    again = [s for s in scored(model_trace) if s["name"] in before]
-    with unvalidated([s["fn"] for s in again if was_checked(before[s["name"]], s)]):
-        of_model = model_factors(model_trace, run.state_dim)
-    same = [t.form for t in of_model] == [t.form for t in run.terms if not t.in_guide]
-    of_guide = [_guide_again(t, guide_trace) for t in run.terms if t.in_guide]
+    replayed_sites = [s for s in scored(model_trace) if s["name"] in before]
+    with unvalidated([s["fn"] for s in replayed_sites if was_checked(before[s["name"]], s)]):
+        from_model = model_factors(model_trace, run.state_dim)
+    same = [t.form for t in from_model] == [t.form for t in run.terms if not t.in_guide]
+    from_guide = [_replayed_guide_term(t, guide_trace) for t in run.terms if t.in_guide]
     traces = {"guide_trace": guide_trace, "model_trace": model_trace}
-    return replace(run, **traces, terms=(*of_model, *of_guide)), same
+    return replace(run, **traces, terms=(*from_model, *from_guide)), same
 
 
-def _guide_again(old: Term, guide_trace: Trace) -> Term:
+def _replayed_guide_term(old: Term, guide_trace: Trace) -> Term:
     term = guide_term(guide_trace.nodes[old.key.name], old.key)
     return term.without_density() if old.left_out else term

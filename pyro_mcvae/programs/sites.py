@@ -28,7 +28,7 @@ from pyro_mcvae.programs.types import (
     subsampling_scale,
 )
 
-# Densities in full precision, whatever precision the networks behind them compute in.
+# Densities in full precision, also for networks in half precision.
 
 _DISTRIBUTION = torch.distributions.Distribution
 _NOTHING = nullcontext()
@@ -37,11 +37,11 @@ _HALF = (torch.bfloat16, torch.float16)
 
 def full_precision(fn: Distribution) -> Distribution:
     """
-    A distribution whose half-precision parameters, as autocast networks return them, are cast to
-    single precision; others are returned as they are.
+    Cast half-precision parameters of a distribution, as from autocast, to single precision.
 
-    bfloat16 has 8 bits: a log density of -500 nats that is summed in it is off by a nat. (A
-    Categorical has rounded its normalised logits by then; cast a network's output to avoid it.)
+    Other distributions are returned unchanged. bfloat16 has 8 bits: a log density of -500 nats
+    summed in it has an error of a nat. (A Categorical has then already rounded its normalized
+    logits; cast a network's output to avoid this.)
 
     Example::
 
@@ -60,10 +60,10 @@ def full_precision(fn: Distribution) -> Distribution:
 
 def site_in_full_precision(msg: Message) -> None:
     """
-    Draw and score a site in single precision, whatever the precision of its distribution.
+    Draw and score a site in single precision, also if its distribution has half precision.
 
-    The program gets its draw in the precision that it would have drawn it in: networks in bfloat16
-    throughout take no other. Densities, and the trace, have the draw as it is.
+    The program receives the draw in the distribution's precision, because networks in bfloat16
+    accept no other. Densities and the trace have the draw in single precision.
     """
     fn = msg["fn"]
     msg["fn"] = full_precision(fn)
@@ -74,7 +74,7 @@ def site_in_full_precision(msg: Message) -> None:
 def _keep_precision(msg: Message, fn: Distribution) -> None:
     dtypes = set(_float_dtypes(fn))
     if len(dtypes) == 1:
-        # Handlers have taken down what they keep by the time this is called.
+        # Handlers have already stored the value when this is called.
         msg["continuation"] = functools.partial(_in_precision, dtypes.pop())
 
 
@@ -92,9 +92,9 @@ def _in_precision(dtype: torch.dtype, msg: Message) -> None:
 
 
 def _changed(fn: Distribution, changed: dict[str, Any]) -> Distribution:
-    """A copy with other parameters."""
+    """Copy a distribution with other parameters."""
     if isinstance(fn, torch.distributions.Categorical):
-        # It has normalised them in half precision: without this it would be no density.
+        # It has normalized them in half precision: without this it would not sum to one.
         if "logits" in changed:
             changed["logits"] = changed["logits"].log_softmax(-1)
         if "probs" in changed:
@@ -106,7 +106,7 @@ def _changed(fn: Distribution, changed: dict[str, Any]) -> Distribution:
 
 
 @contextmanager
-def _casts_anew() -> Iterator[None]:
+def _without_cast_cache() -> Iterator[None]:
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -115,13 +115,13 @@ def _casts_anew() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-# Autocast casts weights at each use. An older PyTorch keeps those that it has cast, also without
-# gradients, as for a search: they would have none in the rest of the step.
-casts_with_gradients = _casts_anew if torch.__version__ < "2.13" else nullcontext
+# Autocast casts weights at each use. An older PyTorch caches cast weights also without gradients,
+# for example during a search: they would have no gradient in the rest of the step.
+casts_with_gradients = _without_cast_cache if torch.__version__ < "2.13" else nullcontext
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """Turns autocast off where it is on: a density's own products would be rounded."""
+    """Turn autocast off if it is on, because it would round the products of a density."""
     return _switched_off() if torch._C._is_any_autocast_enabled() else _NOTHING
 
 
@@ -134,34 +134,34 @@ def _switched_off() -> ExitStack:
     return stack
 
 
-# Masks wherever a program writes them: around a site, around its event, or inside the event.
+# Masks at any place: around a site, around its event, or inside the event.
 
-# What a mask goes through: the density of the whole is a sum over its entries.
+# Wrappers that pass masks on, because the density is a sum over entries.
 _SUMS = torch.distributions.Independent, ExpandedDistribution, MaskedDistribution
 
 
 def counted_values(site: Site) -> Tensor | None:
     """
-    Which entries of a site's value its masks leave in the density.
+    Return the entries of a site's value that its masks leave in the density.
 
-    A mask of ``Normal(...).mask(m).to_event(1)`` has an entry for each entry of the event; one
-    around the event has one for all of them.
+    The mask of ``Normal(...).mask(m).to_event(1)`` has an entry for each entry of the event; a mask
+    around the event has one entry for the whole event.
 
     :returns: a boolean tensor that broadcasts to the value's shape, with its last dims for the
         event; None without a mask.
     """
     value = site["value"]  # None in a message that is not drawn yet
     device = getattr(value, "device", None)
-    found = [
+    event_masks = [
         _as_event(torch.as_tensor(mask, device=device), event_dim)
         for mask, event_dim in _masks(site)
         if mask is not None and mask is not True
     ]
-    return reduce(torch.logical_and, found) if found else None
+    return reduce(torch.logical_and, event_masks) if event_masks else None
 
 
 def hides_masks(fn: Distribution) -> bool:
-    """Whether a mask inside a transform or a mixture takes out a part of the density alone."""
+    """Return whether a mask inside a transform or a mixture removes only part of the density."""
     if isinstance(fn, _SUMS):
         return hides_masks(fn.base_dist)
     inside = [part for part in vars(fn).values() if _is_distribution(part)]
@@ -169,17 +169,17 @@ def hides_masks(fn: Distribution) -> bool:
 
 
 def is_flat(fn: Distribution) -> bool:
-    """Whether a distribution says ``.mask(False)``: of it a program wants the support alone."""
-    own = isinstance(fn, MaskedDistribution) and fn._mask is False
-    return own or (isinstance(fn, _SUMS) and is_flat(fn.base_dist))
+    """Return whether a distribution has ``.mask(False)``: only its support is used."""
+    is_masked_out = isinstance(fn, MaskedDistribution) and fn._mask is False
+    return is_masked_out or (isinstance(fn, _SUMS) and is_flat(fn.base_dist))
 
 
 def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
     """
-    A distribution with other masks than its own.
+    Replace the masks of a distribution.
 
-    :param counted: as of :func:`counted_values`; None for no mask.
-    :returns: None where an event whose entries have one density together is to count in parts.
+    :param counted: as from :func:`counted_values`; None for no mask.
+    :returns: None if the mask would split an event whose entries have one joint density.
     """
     if isinstance(fn, MaskedDistribution):
         return with_mask(fn.base_dist, counted)
@@ -200,7 +200,7 @@ def with_mask(fn: Distribution, counted: Tensor | None) -> Distribution | None:
 
 
 def _masks(site: Site) -> Iterator[tuple[bool | Tensor | None, int]]:
-    """Each mask with the number of dims that an entry of it stands for, the outermost first."""
+    """Yield each mask with the number of event dims below it, the outermost first."""
     fn = site["fn"]
     yield site["mask"], fn.event_dim
     while isinstance(fn, _SUMS):
@@ -217,31 +217,31 @@ def _is_distribution(value: object) -> bool:
     return isinstance(value, torch.distributions.Distribution)
 
 
-# Facts about one site of a Pyro trace: what it is, its plates, its scale, its log density.
+# Properties of one site of a Pyro trace: kind, plates, scale, log density.
 
-# Marks sites whose value is a relaxation of a discrete one.
+# Marks sites whose value is a relaxation of a discrete value.
 RELAXED = "_mcvae_relaxed"
 
 
 def is_scored(site: Site) -> bool:
-    """Whether a site carries a log density: a sample statement, not a plate's subsample."""
+    """Return whether a site carries a log density: a sample statement, not a plate's subsample."""
     return site["type"] == "sample" and not (site_is_subsample(site) or is_record(site))
 
 
 def is_record(site: Site) -> bool:
-    """Whether a sample site only records what was computed, by a reparameterizer or the user."""
+    """Return whether a sample site only records a computed value (``pyro.deterministic``)."""
     fn = site["fn"]
     masked = site["is_observed"] and isinstance(fn, MaskedDistribution) and fn._mask is False
     return (masked and is_delta(fn)) or bool(site["infer"].get("_deterministic"))
 
 
 def is_latent(site: Site) -> bool:
-    """Whether a site is a sample statement that is not observed."""
+    """Return whether a site is a sample statement that is not observed."""
     return is_scored(site) and not site["is_observed"]
 
 
 def layers(fn: Distribution | None) -> Iterator[Distribution]:
-    """A distribution and those that it is made of, one inside the other, outermost first."""
+    """Yield a distribution and the nested ``base_dist`` of each, outermost first."""
     while fn is not None:
         yield fn
         fn = getattr(fn, "base_dist", None)
@@ -252,53 +252,54 @@ _WRAPPERS = (torch.distributions.Independent, *_MASKABLE)
 
 
 def bare(fn: Distribution) -> Distribution:
-    """A distribution without ``to_event``, ``mask`` and ``expand``, which change no density."""
+    """Return a distribution without its ``to_event``, ``mask`` and ``expand`` wrappers."""
     while isinstance(fn, _WRAPPERS):
         fn = fn.base_dist
     return fn
 
 
 def is_delta(fn: Distribution) -> bool:
-    """Whether a distribution is a point mass, also under ``to_event``, ``mask`` or ``expand``."""
+    """Return whether a distribution is a point mass, possibly wrapped."""
     return any(isinstance(layer, dist.Delta) for layer in layers(fn))
 
 
 def is_factor(fn: Distribution) -> bool:
-    """Whether a distribution is a factor of the density that draws nothing."""
+    """Return whether a distribution is a ``Unit``: a factor without a draw."""
     return any(isinstance(layer, dist.Unit) for layer in layers(fn))
 
 
 def observes_data(site: Site) -> bool:
     """
-    Whether a scored site of a guide has the density of something that the guide did not draw.
+    Return whether a scored site of a guide is the density of an observation.
 
-    A factor, or a point mass with a density of its own, says by itself what it is: a part of log q.
+    A factor, or a point mass with a density, is explicitly a part of log q instead.
     """
     return site["is_observed"] and not is_factor(site["fn"]) and not is_delta(site["fn"])
 
 
 def is_masked(fn: Distribution) -> bool:
-    """Whether a distribution masks itself, which its site does not show."""
+    """Return whether a distribution has a mask, which its site does not record."""
     return any(isinstance(layer, MaskedDistribution) for layer in layers(fn))
 
 
 def is_straight_through(fn: Distribution) -> bool:
-    """Whether draws carry their relaxed value in an attribute, which copies of them lose."""
+    """Return whether draws have their relaxed value in an attribute, which copies lose."""
     return any(isinstance(layer, _STRAIGHT_THROUGH) for layer in layers(fn))
 
 
 def changed_draw(change: Callable[..., Tensor], *draws: Tensor) -> Tensor:
     """
-    What a function makes of draws, of what straight-through ones were before rounding, and of the
-    logarithms of a draw that are known.
+    Apply a function to draws, keeping their attributes.
+
+    These are the relaxed values of straight-through draws, and exact logarithms.
     """
-    made = change(*draws)
+    result = change(*draws)
     if len(draws) == 1:
-        made = keep_logs(draws[0], change, made)
+        result = keep_logs(draws[0], change, result)
     relaxed = [getattr(d, "_unquantize", None) for d in draws]
     if all(r is not None for r in relaxed):
-        made._unquantize = change(*relaxed)  # type: ignore[attr-defined]
-    return made
+        result._unquantize = change(*relaxed)  # type: ignore[attr-defined]
+    return result
 
 
 _STRAIGHT_THROUGH = (
@@ -308,7 +309,7 @@ _STRAIGHT_THROUGH = (
 
 
 def known_support(fn: Distribution) -> Constraint:
-    """Where values lie; of distributions that do not say, as users' own ones, the real numbers."""
+    """Return the support of a distribution; the real numbers if it does not define one."""
     try:
         return fn.support
     except NotImplementedError:
@@ -316,37 +317,37 @@ def known_support(fn: Distribution) -> Constraint:
 
 
 def is_random(site: Site) -> bool:
-    """Whether a guide site draws randomness: latent and no point mass."""
+    """Return whether a guide site is random: latent and not a point mass."""
     return is_latent(site) and not is_delta(site["fn"])
 
 
 def reparameterized(site: Site) -> bool:
-    """Whether a guide site passes gradients through its draw."""
+    """Return whether a guide site has gradients through its draw."""
     return bool(getattr(site["fn"], "has_rsample", False)) and not noted(site, "scored")
 
 
 def inner_scale(site: Site) -> float | Tensor:
-    """The user's own ``poutine.scale``: what remains of the site's scale without its plates."""
+    """Return the user's ``poutine.scale``: the site's scale without that of its plates."""
     scale, plates = site["scale"], subsampling_scale(site["cond_indep_stack"])
     if isinstance(scale, Tensor):
         return scale / plates if plates != 1.0 else scale
     ratio = scale / plates
-    # N/B is multiplied in another order by Pyro: a rounding error is no scale of the user's.
+    # Pyro multiplies N/B in another order: a rounding error is not a scale of the user.
     return 1.0 if abs(ratio - 1.0) < 1e-9 else ratio
 
 
 def masked(site: Site, log_prob: Tensor) -> Tensor:
-    """A site's log density with the user's scale and mask, without the plates' N/B."""
+    """Apply the user's scale and mask to a site's log density, without the plates' N/B."""
     return scale_and_mask(log_prob, inner_scale(site), site["mask"])
 
 
 def unscaled_masked(site: Site, log_prob: Tensor) -> Tensor:
-    """A site's log density with the user's mask alone."""
+    """Apply only the user's mask to a site's log density."""
     return scale_and_mask(log_prob, 1.0, site["mask"])
 
 
 def masks_of(site: Site) -> list[bool | Tensor]:
-    """The masks of a site and of its distribution, from the outermost one; maybe False."""
+    """Return the masks of a site and of its distribution, outermost first; may be False."""
     masks, fn = [site["mask"]], site["fn"]
     while isinstance(fn, _MASKABLE):
         masks.append(getattr(fn, "_mask", None))
@@ -355,21 +356,21 @@ def masks_of(site: Site) -> list[bool | Tensor]:
 
 
 def masked_entries(site: Site) -> Tensor | None:
-    """What of a site's batch its masks leave in the density; None if all is."""
-    found = masks_of(site)
-    return _joined(found, site["value"]) if found else None
+    """Return the batch entries of a site that its masks leave in the density; None for all."""
+    masks = masks_of(site)
+    return _conjunction(masks, site["value"]) if masks else None
 
 
-def _joined(masks: list[bool | Tensor], value: Tensor | None) -> Tensor:
+def _conjunction(masks: list[bool | Tensor], value: Tensor | None) -> Tensor:
     device = getattr(value, "device", None)  # no value in a message that is not drawn yet
     return reduce(torch.logical_and, (torch.as_tensor(m, device=device) for m in masks))
 
 
 def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> Tensor:
     """
-    ``fn.log_prob`` of a site's value (or of ``value``), without scale and mask.
+    Return ``fn.log_prob`` of a site's value (or of ``value``), without scale and mask.
 
-    :raises ValueError: naming the site where the distribution refuses the value.
+    :raises ValueError: naming the site, if the distribution rejects the value.
     """
     value = site["value"] if value is None else value
     if site["infer"].get(RELAXED):
@@ -380,7 +381,7 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
 
 @contextmanager
 def naming_site(site: Site, program: str) -> Iterator[None]:
-    """Errors of a density name its site."""
+    """Add the site's name to errors of its density."""
     try:
         with without_autocast():
             yield
@@ -396,8 +397,8 @@ def _no_inverse(site: Site, program: str, error: Exception) -> Exception:
     return ValueError(
         f"cannot compute log_prob at site '{site['name']}' of the {program} "
         f"({type(site['fn']).__name__}): {str(error) or 'no inverse'}\nA flow without an inverse "
-        f"knows the density of its own draws only, and no longer once these are detached or moved: "
-        f"use an invertible one, or a loss that leaves them where they are (TraceSGVB_ELBO, "
+        f"has a density only at its own draws, and no longer once these are detached or moved: "
+        f"use an invertible flow, or a loss that does not move them (TraceSGVB_ELBO, "
         f"TraceIWAE_ELBO), or, for chains, coordinates='noise' with the full gradient."
     )
 
@@ -417,7 +418,7 @@ def _density_error(site: Site, program: str, error: Exception) -> Exception:
 
 
 def nonfinite_report(site: Site, program: str, log_prob: Tensor) -> str | None:
-    """One line that counts a site's NaN and infinite log densities, or None where all is finite."""
+    """Return a line with the number of NaN and infinite log densities of a site, else None."""
     nans, infs = int(torch.isnan(log_prob).sum()), int(torch.isinf(log_prob).sum())
     if not nans and not infs:
         return None
@@ -428,5 +429,5 @@ def nonfinite_report(site: Site, program: str, log_prob: Tensor) -> str | None:
 
 
 def _name(fn: Distribution) -> str:
-    """The name that the user knows a distribution by."""
-    return type(getattr(fn, "users", fn)).__name__
+    """Return the type name of the user's distribution."""
+    return type(getattr(fn, "user_fn", fn)).__name__

@@ -1,4 +1,4 @@
-"""Find the line of the user's code that is executed."""
+"""Find the line of the user's code that is being executed."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from types import CodeType, FrameType
 import pyro
 import torch
 
-_ROOM = os.path.dirname(__file__)
-_OURS, *_THEIRS, _PYTHON = (
+_SUBPACKAGE = os.path.dirname(__file__)
+_PACKAGE, *_LIBRARIES, _PYTHON = (
     os.path.dirname(path) + os.sep
-    for path in (_ROOM, torch.__file__, pyro.__file__, sysconfig.__file__)
+    for path in (_SUBPACKAGE, torch.__file__, pyro.__file__, sysconfig.__file__)
 )
-_CORE = (_OURS, *_THEIRS)
+_CORE = (_PACKAGE, *_LIBRARIES)
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib")})
 
-# Of prompts, of doctests, and of what exec runs.
+# File names of code from prompts, doctests and exec.
 _TYPED_IN = "<stdin>", "<string>", "<ipython-input", "<python-input", "<console>", "<doctest"
 
 
 def is_core(code: CodeType) -> bool:
-    """Whether a function is Python's own, PyTorch's, Pyro's or ours: no part of a program."""
+    """Return whether a function belongs to Python, PyTorch, Pyro or this package."""
     return is_core_file(code.co_filename)
 
 
 def is_library(code: CodeType) -> bool:
-    """As :func:`is_core`, or of an installed package, which may be that of a program."""
+    """Return whether a function is core, or in an installed package (possibly the program's)."""
     return _is_library_file(code.co_filename)
 
 
 def _is_library_file(name: str) -> bool:
-    """Whether the functions of a file are."""
+    """Return whether a file is core, or in an installed package."""
     return is_core_file(name) or name.startswith(_INSTALLED)
 
 
@@ -45,7 +45,7 @@ def is_core_file(name: str) -> bool:
 
 
 def is_generated(frame: FrameType) -> bool:
-    """Whether a library has made the code of a function, as dataclasses do, which is no program."""
+    """Return whether a library generated the code of a function, as ``dataclasses`` does."""
     if not frame.f_code.co_filename.startswith(_TYPED_IN):
         return False
     name = str(frame.f_globals.get("__name__", "__main__"))
@@ -54,18 +54,18 @@ def is_generated(frame: FrameType) -> bool:
 
 
 def in_assertion(frame: FrameType) -> bool:
-    """Whether a frame is at an ``assert``, which stops a program or changes nothing."""
+    """Return whether a frame is at an ``assert``, which stops a program or has no effect."""
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     return line.lstrip().startswith("assert ")
 
 
 def program_line(frame: FrameType | None = None) -> str:
-    """The innermost line of the program that is being run, as ``file:line, code``."""
+    """Return the innermost line of the running program, as ``file:line, code``."""
     begin = frame or sys._getframe(1)
-    found = _innermost(begin)
-    if found is None:
+    innermost = _innermost(begin)
+    if innermost is None:
         return "the backward pass, no line of the programs"
-    return f"{found.f_code.co_filename}:{found.f_lineno}, {_source(found)}"
+    return f"{innermost.f_code.co_filename}:{innermost.f_lineno}, {_source(innermost)}"
 
 
 def _source(frame: FrameType) -> str:
@@ -73,7 +73,7 @@ def _source(frame: FrameType) -> str:
 
 
 def _is_unknown(frame: FrameType) -> bool:
-    """Whether there is no line to name, as of code that a library has made."""
+    """Return whether a frame has no source line, for example in generated code."""
     return frame.f_code.co_filename.startswith("<") and not _source(frame)
 
 
@@ -83,10 +83,10 @@ def _innermost(begin: FrameType) -> FrameType | None:
     while frame is not None and (is_library(frame.f_code) or _is_unknown(frame)):
         if installed is None and not is_core(frame.f_code) and not _is_unknown(frame):
             installed = frame
-        if installed is not None and frame.f_code.co_filename.startswith(_OURS):
-            return installed  # the program is a package's, and what follows called us
+        if installed is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+            return installed  # the program is in a package, and the next frames called us
         if frame.f_code.co_filename == torch.autograd.__file__:
             return None
         frame = frame.f_back
-    # A test of ours, or an objective alone: some line is better than none.
+    # A test of this package: some line is better than none.
     return frame or installed or begin

@@ -1,4 +1,4 @@
-"""Put other data in place of the observed ones in the arguments of a call."""
+"""Replace the observed data in the arguments of a call."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def substitute(
     remedy: str = _DREAM_ARGS,
 ) -> Programs:
     """
-    The same call with other data in its arguments.
+    Return the same call with other data in its arguments.
 
-    An argument holds the data of a site if it is the observed tensor or shares its memory (rows,
-    columns, another shape of it), or if the observed tensor is a copy of it, or of the rows that
-    the site's plates have drawn from it. Arguments are copied, never written to.
+    An argument has the data of a site if it is the observed tensor, or shares its memory (rows,
+    columns, another shape). It also has them if the observed tensor is a copy of it, or of the rows
+    that the site's plates have drawn from it. Arguments are copied, never written to.
 
     :param sites: the model's observed sites, by name.
     :param values: the new value for each of them.
     :param subsamples: the indices of each plate.
-    :param remedy: what to do where it is not clear how the arguments hold the data.
-    :raises ValueError: naming a site whose data are in no argument, or not in one place, or are
-        fewer than the values.
+    :param remedy: the remedy in errors, if it is not clear which arguments have the data.
+    :raises ValueError: naming a site whose data are in no argument, in more than one, or fewer than
+        the values.
     """
     call = (programs.args, programs.kwargs)
     leaves = _distinct(t for t in tree_leaves(call) if isinstance(t, Tensor) and _is_strided(t))
     shared: dict[str, Tensor] = {}
     new: dict[int, Tensor] = {}
-    _refuse_twice(sites, values, remedy)
+    _check_distinct(sites, values, remedy)
     for name, value in values.items():
         old = torch.as_tensor(sites[name]["value"])
         if old.numel() != value.numel():
@@ -69,7 +69,7 @@ def _is_strided(tensor: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor begins and ends in its storage, in elements."""
+    """Return where a tensor begins and ends in its storage, in elements."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     start = int(tensor.storage_offset())
     return start, start + 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
@@ -87,8 +87,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _rewritten(
     leaves: list[Tensor], sites: Mapping[str, Site], values: Mapping[str, Tensor], remedy: str
 ) -> dict[int, Tensor]:
-    """Copies of the leaves that share memory with observed tensors, with the new values there."""
-    found: dict[int, Tensor] = {}
+    """Copy the leaves that share memory with observed tensors, with the new values there."""
+    copies: dict[int, Tensor] = {}
     for group in _groups(leaves, [sites[name]["value"] for name in values]):
         begin = min(_span(t)[0] for t in group)
         end = max(_span(t)[1] for t in group)
@@ -97,19 +97,19 @@ def _rewritten(
         for name, value in values.items():
             old = sites[name]["value"]
             if any(old is t for t in group):
-                _refuse_repeats(name, old, remedy)
+                _check_not_expanded(name, old, remedy)
                 place = flat.as_strided(old.shape, old.stride(), old.storage_offset() - begin)
                 place.copy_(value.reshape(old.shape))
         for leaf in leaves:
             if any(leaf is t for t in group):
-                found[id(leaf)] = flat.as_strided(
+                copies[id(leaf)] = flat.as_strided(
                     leaf.shape, leaf.stride(), leaf.storage_offset() - begin
                 )
-    return found
+    return copies
 
 
 def _groups(leaves: list[Tensor], observed: list[Tensor]) -> list[list[Tensor]]:
-    """Tensors connected by shared memory, as far as observed ones are among them."""
+    """Return groups of tensors that share memory with observed ones, directly or indirectly."""
     groups: list[list[Tensor]] = []
     for old in observed:
         around = [leaf for leaf in leaves if _overlap(old, leaf)]
@@ -119,32 +119,32 @@ def _groups(leaves: list[Tensor], observed: list[Tensor]) -> list[list[Tensor]]:
     return groups
 
 
-# Which data along which dims of a tensor: all of it where there are none.
+# Indices along some dims of a tensor; empty for the whole tensor.
 Selection = list[tuple[int, Tensor]]
 
 
 def _copied_from(
     name: str, site: Site, leaves: list[Tensor], subsamples: Mapping[str, Tensor], remedy: str
 ) -> tuple[Tensor, Selection]:
-    """The argument of which an observed tensor is a copy, and which part of it."""
-    found = []
+    """Return the argument that an observed tensor was copied from, and the copied part."""
+    sources = []
     for leaf in leaves:
         for selection in _selections(leaf, site, subsamples):
             if _same(_select(leaf, selection), site["value"]):
-                found.append((leaf, selection))
+                sources.append((leaf, selection))
                 break
-    if len(found) != 1:
-        where = f"may come from {len(found)} of them" if found else "are in none of them"
+    if len(sources) != 1:
+        where = f"may come from {len(sources)} of them" if sources else "are in none of them"
         raise ValueError(
-            f"the guide must see drawn data in place of those of site '{name}', which are looked "
-            f"for in the programs' arguments, but {where}: pass the observed tensor itself to "
-            f"model and guide as an argument, or {remedy}"
+            f"the guide must receive drawn data instead of those of site '{name}', which are "
+            f"looked for in the programs' arguments, but {where}: pass the observed tensor itself "
+            f"to model and guide as an argument, or {remedy}"
         )
-    return found[0]
+    return sources[0]
 
 
 def _selections(leaf: Tensor, site: Site, subsamples: Mapping[str, Tensor]) -> Iterator[Selection]:
-    """What of a leaf an observed tensor may be made of: all, or the data of the site's plates."""
+    """Yield the selections of a leaf that an observed tensor may be copied from."""
     yield []
     frames = [f for f in site["cond_indep_stack"] if f.name in subsamples and f.dim is not None]
     frames.sort(key=lambda f: f.dim)
@@ -162,11 +162,11 @@ def _select(leaf: Tensor, selection: Selection) -> Tensor:
 
 
 def _replaced(leaf: Tensor, selection: Selection, value: Tensor) -> Tensor:
-    """A copy of a leaf with other values in a part of it."""
+    """Copy a leaf with other values in a part of it."""
     if not selection:
         return value.to(leaf.dtype).reshape(leaf.shape)
-    (d, index), *rest = selection
-    return leaf.index_copy(d, index, _replaced(leaf.index_select(d, index), rest, value))
+    (d, index), *inner_selection = selection
+    return leaf.index_copy(d, index, _replaced(leaf.index_select(d, index), inner_selection, value))
 
 
 def _same(part: Tensor, value: Tensor) -> bool:
@@ -180,7 +180,7 @@ def _same(part: Tensor, value: Tensor) -> bool:
     return bool(equal.all())
 
 
-def _refuse_twice(sites: Mapping[str, Site], values: Mapping[str, Tensor], remedy: str) -> None:
+def _check_distinct(sites: Mapping[str, Site], values: Mapping[str, Tensor], remedy: str) -> None:
     seen: dict[object, str] = {}
     for name in values:
         old = torch.as_tensor(sites[name]["value"])
@@ -193,7 +193,7 @@ def _refuse_twice(sites: Mapping[str, Site], values: Mapping[str, Tensor], remed
         seen[place] = name
 
 
-def _refuse_repeats(name: str, old: Tensor, remedy: str) -> None:
+def _check_not_expanded(name: str, old: Tensor, remedy: str) -> None:
     if any(step == 0 and size > 1 for size, step in zip(old.shape, old.stride(), strict=True)):
         raise ValueError(
             f"site '{name}' observes an expanded tensor of shape {tuple(old.shape)}, whose entries "

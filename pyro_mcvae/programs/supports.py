@@ -27,17 +27,17 @@ from pyro_mcvae.ops.slots import (
 )
 from pyro_mcvae.programs.types import Distribution
 
-# The possible values of a discrete distribution, and those that a site's slots take.
+# The possible values of a discrete distribution, and the values of a site's slots.
 
 
 class Choice(NamedTuple):
     """
     The values of a site's slots.
 
-    :ivar value: shape ``[S, *batch, *event]``, or ``[S, 1, ..., 1, *event]`` where every batch
-        element has the same slots, as in an exact sum.
+    :ivar value: shape ``[S, *batch, *event]``, or ``[S, 1, ..., 1, *event]`` if every batch element
+        has the same slots, as in an exact sum.
     :ivar weight: shape ``[S, *batch]``; sums to one over the slots.
-    :ivar sampled: where the value is a draw, of the same shape.
+    :ivar sampled: whether each value is a draw, shape ``[S, *batch]``.
     """
 
     value: Tensor
@@ -50,7 +50,7 @@ class Support(ABC):
     The possible values of a discrete distribution.
 
     :ivar fn: the distribution, without masks.
-    :ivar size: how many values there are; infinite for countable supports.
+    :ivar size: the number of values; infinite for countable supports.
     """
 
     fn: Distribution
@@ -58,27 +58,27 @@ class Support(ABC):
 
     @property
     def too_many(self) -> str:
-        """What there is where all values cannot be listed, for an error."""
+        """Describe why not all values can be listed, for an error message."""
         return "too many values to list"
 
     @abstractmethod
     def top_k(self, num_categories: int, num_samples: int) -> Choice:
-        """The most probable values and draws from the rest; ``num_categories < size``."""
+        """Return the most probable values and draws from the others; ``num_categories < size``."""
 
     @abstractmethod
     def budget(self, budget: int, min_samples: int) -> Choice:
-        """As many slots as the budget, divided by Prop. 2 of Liu et al.; ``budget < size``."""
+        """Return ``budget`` slots, divided by Prop. 2 of Liu et al.; ``budget < size``."""
 
     def all_values(self) -> Choice:
-        """Every value, for finite supports."""
+        """Return every value of a finite support."""
         raise NotImplementedError
 
     def entropy(self) -> Tensor | None:
-        r""":math:`-\sum_z q(z) \log q(z)` with its gradient, batch-shaped; None if not known."""
+        r"""Return :math:`-\sum_z q(z) \log q(z)` with its gradient, batch-shaped, or None."""
         return None
 
     def draw(self) -> Tensor:
-        """An independent draw, ``[1, *batch, *event]``."""
+        """Return an independent draw, ``[1, *batch, *event]``."""
         with torch.no_grad():
             return self.fn.sample().unsqueeze(0)
 
@@ -88,7 +88,7 @@ class Support(ABC):
 
 def count_law(fn: Distribution) -> CountLaw | None:
     """
-    What the slots of a countable distribution need; None for others.
+    Return the functions that slots of a countable distribution need; None for others.
 
     :param fn: Poisson, Geometric or NegativeBinomial, not wrapped.
     """
@@ -147,8 +147,8 @@ def _negative_binomial(fn: Distribution) -> CountLaw:
     def side(x: Tensor, left: Tensor) -> Tensor:
         count = x.clamp_min(0) + 1
         first, second = torch.where(left, failures, count), torch.where(left, count, failures)
-        found = betainc(first, second, torch.where(left, 1 - success, success))
-        return torch.where(x < 0, torch.where(left, 0.0, 1.0), found)
+        probability = betainc(first, second, torch.where(left, 1 - success, success))
+        return torch.where(x < 0, torch.where(left, 0.0, 1.0), probability)
 
     mode = (success * (failures - 1) / (1 - success)).floor().clamp_min(0)
     return CountLaw(fn.log_prob, cdf, tail, side, mode)
@@ -170,7 +170,7 @@ class Categories(Support):
 
     @property
     def logits(self) -> Tensor:
-        """The log probabilities with their gradient, shape ``[*batch, K]``."""
+        """Return the log probabilities with their gradient, shape ``[*batch, K]``."""
         return self._log_q()
 
     def _log_q(self) -> Tensor:
@@ -178,16 +178,16 @@ class Categories(Support):
         return self.fn.log_prob(values).movedim(0, -1)
 
     def _values(self) -> Tensor:
-        """Shape ``[K, 1, ..., 1, *event]``."""
+        """Return all values, shape ``[K, 1, ..., 1, *event]``."""
         return self.fn.enumerate_support(expand=False)
 
     def value(self, index: Tensor) -> Tensor:
-        """Category numbers ``[S, *batch]`` to values ``[S, *batch, *event]``."""
+        """Map category numbers ``[S, *batch]`` to values ``[S, *batch, *event]``."""
         values = self._values()
         return values.reshape(values.shape[:1] + self.fn.event_shape)[index]
 
     def category(self, value: Tensor) -> Tensor:
-        """Values ``[S, *batch, *event]`` to category numbers."""
+        """Map values ``[S, *batch, *event]`` to category numbers."""
         values = self._values()
         values = values.reshape(values.shape[:1] + self.fn.event_shape)
         hit = value.unsqueeze(-1 - self.fn.event_dim) == values
@@ -206,7 +206,7 @@ class Categories(Support):
         return Choice(self._values(), weight, torch.zeros_like(weight, dtype=torch.bool))
 
     def entropy(self) -> Tensor:
-        r""":math:`-\sum_z q(z) \log q(z)` with its gradient, batch-shaped."""
+        r"""Return :math:`-\sum_z q(z) \log q(z)` with its gradient, batch-shaped."""
         logits = self.logits
         possible = ~logits.isneginf()
         finite = torch.where(possible, logits, 0.0)
@@ -228,7 +228,7 @@ class _Indices(Categories):
 
 
 class _OneHot(Categories):
-    # Its support as one-hot vectors is K x K, and log_prob of it K x B x K.
+    # The support as one-hot vectors is K x K, and its log_prob K x B x K.
     def _log_q(self) -> Tensor:
         return self.fn.logits
 
@@ -252,10 +252,10 @@ class _Binary(Categories):
 
 
 class _Counts(Categories):
-    """Binomial, also where the number of trials differs between batch elements."""
+    """Binomial counts; the number of trials may differ between batch elements."""
 
     def _values(self) -> Tensor:
-        # The number of trials is data, and decides a shape.
+        # The number of trials is data, and determines a shape.
         trials = int(self.fn.total_count.max())
         values = torch.arange(1 + trials, dtype=self.fn.logits.dtype, device=self.fn.logits.device)
         return values.reshape((-1,) + (1,) * len(self.fn.batch_shape))
@@ -310,20 +310,20 @@ class Product(Support):
     """
     Independent finite variables as one variable over their product.
 
-    :param parts: the values of each.
-    :param axes: the batch dims of ``parts`` that are joined, from the left.
-    :param bool in_batch: whether these are batch dims of the whole, in which weights have size 1;
-        otherwise they are its event.
+    :param parts: the values of each variable.
+    :param axes: the batch dims of ``parts`` that are joined, counted from the left.
+    :param bool in_batch: whether the joined dims are batch dims of the product, in which weights
+        have size 1; otherwise they are event dims.
     """
 
     def __init__(self, fn: Distribution, parts: Categories, axes: list[int], in_batch: bool):
         self.fn, self.parts, self._joined, self._in_batch = fn, parts, axes, in_batch
         depth = parts.log_q.dim() - 1
-        rest = [a for a in range(depth) if a not in axes]
-        self._order = [*rest, *axes]
+        separate_axes = [a for a in range(depth) if a not in axes]
+        self._order = [*separate_axes, *axes]
         self._sizes = [parts.log_q.shape[a] for a in self._order]
         log_p = parts.log_q.permute(*self._order, depth)
-        self.log_p = log_p.reshape(*self._sizes[: len(rest)], -1, log_p.shape[-1])
+        self.log_p = log_p.reshape(*self._sizes[: len(separate_axes)], -1, log_p.shape[-1])
         every = int(parts.size) ** self.log_p.shape[-2]
         self.size = every if every <= _MAX_JOINT else math.inf
 
@@ -334,7 +334,7 @@ class Product(Support):
         count, each = self.log_p.shape[-2], int(self.parts.size)
         return (
             f"{super().too_many} in the {count} elements that share a weight: together "
-            f"{each}^{count}, of which at most {_MAX_JOINT} are summed"
+            f"{each}^{count}, but at most {_MAX_JOINT} are summed"
         )
 
     def top_k(self, num_categories: int, num_samples: int) -> Choice:
@@ -352,7 +352,7 @@ class Product(Support):
         weight = each.sum(-1).exp().movedim(-1, 0)
         likeliest = self.log_p.argmax(-1).expand(*weight.shape, num_elements)
         digits = digits.reshape(len(index), *[1] * (weight.dim() - 1), num_elements)
-        # What is impossible is not evaluated.
+        # Impossible values are not evaluated.
         digits = torch.where(weight.unsqueeze(-1) > 0, digits, likeliest)
         return self._choice(Slots(digits, weight, torch.zeros_like(weight, dtype=torch.bool)))
 
@@ -368,20 +368,20 @@ class Product(Support):
         return Choice(value, self._spread(slots.weight), self._spread(slots.sampled))
 
     def _spread(self, value: Tensor) -> Tensor:
-        """``[S, *rest]`` with size 1 in the joined batch dims."""
+        """Insert the joined batch dims with size 1 into a tensor ``[S, *others]``."""
         for axis in self._joined if self._in_batch else ():
             value = value.unsqueeze(1 + axis)
         return value
 
 
 def joined_plates(parts: Categories, dims: tuple[int, ...]) -> Support:
-    """The elements of some plates, independent of each other, as one variable; ``dims`` < 0."""
+    """Join the independent elements of some plates into one variable; ``dims`` < 0."""
     depth = parts.log_q.dim() - 1
     return Product(parts.fn, parts, [depth + d for d in sorted(dims)], in_batch=True)
 
 
 class _Countable(Support):
-    """Counts without a largest one."""
+    """Counts without an upper bound."""
 
     size = math.inf
 
@@ -397,7 +397,7 @@ class _Countable(Support):
 
 
 def unmasked(fn: Distribution) -> Distribution:
-    """A distribution without the masks that it puts on itself."""
+    """Return a distribution without its own masks."""
     while isinstance(fn, MaskedDistribution):
         fn = fn.base_dist
     return fn
@@ -405,7 +405,7 @@ def unmasked(fn: Distribution) -> Distribution:
 
 def support_of(fn: Distribution) -> Support | None:
     """
-    The values of a discrete distribution; None where they cannot be listed.
+    Return the values of a discrete distribution; None if they cannot be listed.
 
     :param fn: Categorical, OneHotCategorical, Bernoulli, Binomial, everything else with a finite
         ``enumerate_support``, vectors of independent ones of these, and Poisson, Geometric and
@@ -454,7 +454,7 @@ def _independent(fn: Distribution) -> Support | None:
 
 def relaxed_sample(fn: Distribution, temperature: float, hard: bool) -> Tensor | None:
     """
-    A draw of the Gumbel-softmax relaxation; None for distributions without one.
+    Draw from the Gumbel-softmax relaxation; None for distributions without one.
 
     :param fn: OneHotCategorical, Bernoulli, or a vector of independent ones.
     :param bool hard: one-hot (or binary) values, with the gradient of the soft ones.
@@ -474,7 +474,7 @@ def relaxed_sample(fn: Distribution, temperature: float, hard: bool) -> Tensor |
 
 def relaxed_log_prob(fn: Distribution, value: Tensor) -> Tensor:
     r"""
-    The log density, linear in the value: :math:`\sum_k z_k \log q_k`.
+    Return the log density, linear in the value: :math:`\sum_k z_k \log q_k`.
 
     :raises NotImplementedError: for distributions without a relaxation.
     """

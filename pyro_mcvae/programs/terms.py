@@ -43,7 +43,7 @@ from pyro_mcvae.programs.types import (
 
 # The density of a guide's draw in Pyro's parts: its value, its score, its path gradient.
 
-# What has no parts of its own: the default, and what passes on those of another distribution.
+# score_parts methods without parts of their own: the default, and those that delegate.
 _PLAIN = (
     None,
     *(c.score_parts for c in (PyroDistribution, ExpandedDistribution, MaskedDistribution)),
@@ -51,12 +51,12 @@ _PLAIN = (
 
 
 def score_parts(site: Site) -> ScoreParts:
-    """Pyro's ``ScoreParts`` of a guide site, unscaled and unmasked; the score of the whole draw."""
+    """Return Pyro's ``ScoreParts`` of a guide site, unscaled, unmasked, for the whole draw."""
     if site["infer"].get(RELAXED):
         log_prob = unscaled_log_prob(site, "guide")
         return ScoreParts(log_prob, 0, log_prob)
     if is_random(site) and not reparameterized(site):
-        # Not the distribution's own: rejection samplers know the parts of their own draws only.
+        # Not the distribution's parts: rejection samplers have them only for their own draws.
         log_prob = unscaled_log_prob(site, "guide")
         drawn = with_mask(site["fn"], None) if is_masked(site["fn"]) else None
         return ScoreParts(log_prob, log_prob if drawn is None else drawn.log_prob(site["value"]), 0)
@@ -69,10 +69,10 @@ def score_parts(site: Site) -> ScoreParts:
 
 def is_rejection_sampled(fn: Distribution) -> bool:
     """
-    Whether a distribution is, or is made of, a :class:`pyro.distributions.Rejector`.
+    Return whether a distribution is, or is made of, a :class:`pyro.distributions.Rejector`.
 
-    Its ``has_rsample`` is half of the truth: what it accepts follows the parameters too, so that
-    the gradient of an expectation needs the score function of that (Naesseth et al., 2017).
+    Its ``has_rsample`` is only partly true: acceptance depends on the parameters too, so the
+    gradient of an expectation needs the score function of the acceptance (Naesseth et al., 2017).
     """
     return any(map(_has_parts, layers(fn)))
 
@@ -82,7 +82,7 @@ def _has_parts(fn: Distribution) -> bool:
 
 
 def _score(fn: Distribution, value: Tensor) -> Tensor:
-    """That score, which Pyro drops under ``to_event`` and transforms."""
+    """Return the score of a rejection sampler, which Pyro drops under ``to_event``, transforms."""
     if _has_parts(fn):
         score: Tensor = fn.score_parts(value).score_function
         return score
@@ -92,18 +92,18 @@ def _score(fn: Distribution, value: Tensor) -> Tensor:
     return sum_rightmost(_score(fn.base_dist, value), fn.event_dim - fn.base_dist.event_dim)
 
 
-# The factors of the weight of one run, and what tells the sites of two runs apart.
+# The factors of the weight of one run, and the structure by which runs are compared.
 
 
 class SiteForm(NamedTuple):
     """
-    All that a site shows but its values.
+    The structure of a site: everything except its values.
 
-    :ivar draw: of a latent of the guide: whether it is a point mass, and whether reparameterized.
+    :ivar draw: for a latent of the guide: whether it is a point mass, and whether reparameterized.
     :ivar plates: its frames, outermost first, as plain tuples: frames are slow to compare.
-    :ivar shapes: of its batch, its event and its log density.
-    :ivar marks: what it says of its place in the other program, and of its dims.
-    :ivar members: of a sum over enumerated sites: their forms.
+    :ivar shapes: batch shape, event shape and shape of the log density.
+    :ivar marks: its ``infer`` entries on enumeration and auxiliary variables.
+    :ivar members: for a sum over enumerated sites: their forms.
     """
 
     key: FactorKey
@@ -118,8 +118,9 @@ class SiteForm(NamedTuple):
     @property
     def structure(self) -> Hashable:
         """
-        What of it belongs to its program's structure, however many data there are: the user's
-        plates, and which of these are subsampled, but no sizes.
+        Return the part that does not depend on the number of data.
+
+        It has the user's plates, and which of them are subsampled, but no sizes.
         """
         frames = [CondIndepStackFrame(*f) for f in self.plates]
         plates = tuple([(plate_key(f), is_subsampled(f)) for f in frames if f.name != LEADING])
@@ -127,12 +128,12 @@ class SiteForm(NamedTuple):
         return self.key, self.observed, self.draw, plates, members
 
 
-# How large a site is: its plates' sizes, and its event.
+# The size of a site: its plates' sizes, and its event shape.
 SiteSizes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def site_sizes(site: Site) -> SiteSizes:
-    """The sizes of a site's plates, the particles' left out, and of its event."""
+    """Return the sizes of a site's plates, without the particles' plate, and its event shape."""
     frames = site["cond_indep_stack"]
     plates = tuple([f.size for f in frames if f.name != LEADING])
     return plates, tuple(getattr(site["fn"], "event_shape", ()))
@@ -142,7 +143,7 @@ _MARKS = ("enumerate", "is_auxiliary", "_enumerate_dim")
 
 
 def _num_states(site: Site) -> tuple[int, ...]:
-    """How many values an enumerated site has at once."""
+    """Return the number of values of an enumerated site, or nothing for other sites."""
     dim = site["infer"].get("_enumerate_dim")
     return () if dim is None else (site["value"].shape[dim - site["fn"].event_dim],)
 
@@ -156,10 +157,9 @@ class Term:
         shape ``[leading, *batch]``.
     :ivar entropy: the part of a guide's ``log_prob`` that its own gradient passes through.
     :ivar score: the guide's score-function term, unscaled, or 0 where it is reparameterized.
-    :ivar left_out: whether it is the draw of an auxiliary variable, whose density has no place in
+    :ivar left_out: whether it is the draw of an auxiliary variable, whose density is not part of
         the weight.
-    :ivar members: of a sum over enumerated sites of the model: the factors that were summed, not
-        scaled.
+    :ivar members: for a sum over enumerated sites of the model: the summed factors, not scaled.
     """
 
     key: FactorKey
@@ -176,17 +176,17 @@ class Term:
 
     @cached_property
     def plate_scale(self) -> float:
-        """N/B of the plates around the site."""
+        """Return N/B of the plates around the site."""
         return subsampling_scale(self.site["cond_indep_stack"])
 
     def without_density(self) -> Term:
-        """A draw of the guide that was made, and has its score, but is no factor."""
+        """Return the term of a draw that keeps its score but is no factor of the weight."""
         zero = torch.zeros_like(self.log_prob)
         return replace(self, log_prob=zero, entropy=0, left_out=True)
 
     @cached_property
     def form(self) -> SiteForm:
-        """All that the site shows but its values."""
+        """Return everything about the site except its values."""
         site, fn, observed = self.site, self.site["fn"], self.site["is_observed"]
         drawn = self.in_guide and not observed
         draw = drawn and sites.is_delta(fn), drawn and sites.reparameterized(site)
@@ -198,26 +198,26 @@ class Term:
 
     @property
     def sites(self) -> tuple[Term, ...]:
-        """The factors of single sites: those that were summed, or the factor itself."""
+        """Return the factors of single sites: the summed ones, or the factor itself."""
         return self.members or (self,)
 
     @cached_property
     def sizes(self) -> SiteSizes:
-        """How large the site is; for a sum also its members, and how many states they have."""
-        own = site_sizes(self.site)
+        """Return the size of the site; for a sum also its members' sizes and state counts."""
+        sizes = site_sizes(self.site)
         if self.members:
             inner = [n for t in self.members for part in t.sizes for n in part]
-            return own[0], (*inner, *(n for t in self.members for n in _num_states(t.site)))
-        return own
+            return sizes[0], (*inner, *(n for t in self.members for n in _num_states(t.site)))
+        return sizes
 
 
 def scored(trace: Trace) -> Iterator[Site]:
-    """The sites of a trace that carry a log density."""
+    """Yield the sites of a trace that carry a log density."""
     return (site for site in trace.nodes.values() if is_scored(site))
 
 
 def possible_terms(make: Callable[[Site], Term], trace: Trace) -> Iterator[Term]:
-    """The terms of a trace, by :func:`model_term` or :func:`guide_term`, that can be computed."""
+    """Yield the computable terms of a trace, by :func:`model_term` or :func:`guide_term`."""
     for site in scored(trace):
         try:
             yield make(site)
@@ -226,31 +226,31 @@ def possible_terms(make: Callable[[Site], Term], trace: Trace) -> Iterator[Term]
 
 
 def model_term(site: Site, key: FactorKey | None = None, log_prob: Tensor | None = None) -> Term:
-    """The log density of a scored site of the model; ``key`` and density where they are known."""
+    """Return the term of a scored model site; pass ``key`` and ``log_prob`` to reuse them."""
     if log_prob is None:
         log_prob = sites.masked(site, sites.unscaled_log_prob(site, "model"))
     return Term(key or FactorKey("model", site["name"]), site, log_prob)
 
 
 def guide_term(site: Site, key: FactorKey | None = None) -> Term:
-    """The log density of a scored site of the guide; ``key`` where it is known already."""
+    """Return the term of a scored guide site; pass ``key`` to reuse it."""
     key = key or FactorKey("guide", site["name"])
-    known = noted(site, "log_prob")
-    if known is None:
+    stored_log_prob = noted(site, "log_prob")
+    if stored_log_prob is None:
         return _scored_term(site, key)
-    # From the noise that the value was made of; see NoiseCoordinate.log_prob.
-    log_prob = sites.masked(site, known)
+    # Computed from the noise of the value; see NoiseCoordinate.log_prob.
+    log_prob = sites.masked(site, stored_log_prob)
     return Term(key, site, log_prob, log_prob)
 
 
 def _scored_term(site: Site, key: FactorKey) -> Term:
-    """The log density of a draw's value, by Pyro's parts."""
+    """Return the term of a draw, from Pyro's parts."""
     parts = score_parts(site)
     entropy: Tensor | int
     log_prob = sites.masked(site, parts.log_prob)
     if parts.entropy_term is parts.log_prob or site["is_observed"]:
-        # What is observed in a guide, a factor, is a function of the draws and of parameters: it
-        # has a gradient of its own, whether or not a score function comes with it.
+        # An observed site of a guide is a function of the draws and of parameters: it has a
+        # gradient, whether or not a score function comes with it.
         entropy = log_prob
     elif is_identically_zero(parts.entropy_term):
         entropy = 0
@@ -261,21 +261,21 @@ def _scored_term(site: Site, key: FactorKey) -> Term:
 
 
 def model_terms(model_trace: Trace) -> list[Term]:
-    """The log density of every scored site of the model."""
+    """Return the log density of every scored site of the model."""
     return [model_term(s) for s in scored(model_trace)]
 
 
 def guide_terms(guide_trace: Trace) -> list[Term]:
-    """The log density of every site of the guide that is a factor of the weight."""
+    """Return the log density of every site of the guide that is a factor of the weight."""
     return [guide_term(s) for s in scored(guide_trace) if not sites.observes_data(s)]
 
 
 def observed_terms(guide_trace: Trace) -> list[Term]:
     """
-    The densities of what a guide observes, with all of their gradient.
+    Return the densities of a guide's observed sites, with all of their gradient.
 
-    Nothing was drawn from them, so no weight has them. Averages of log p - log q count them, as
-    Pyro does.
+    They are not draws, so no weight includes them. Averages of log p - log q include them, as in
+    Pyro.
     """
     return [_observed_term(s) for s in scored(guide_trace) if sites.observes_data(s)]
 

@@ -19,7 +19,7 @@ Distribution: TypeAlias = dist.TorchDistribution
 
 
 class Site(TypedDict, total=False):
-    """What Pyro's message, and the node of a trace, say of a sample statement."""
+    """The fields of a sample statement, in Pyro's messages and in the nodes of a trace."""
 
     type: str
     name: str
@@ -49,11 +49,11 @@ TorchFunction: TypeAlias = Callable[..., Any]
 Message: TypeAlias = Site
 
 
-# Errors that callers tell apart.
+# Errors that callers distinguish.
 
 
 class SiteError(ValueError):
-    """Says what is wrong with a site and what to do: another attempt would not help."""
+    """An error of the user's program at a site, with its remedy: a retry would not help."""
 
 
 class NoCoordinateError(SiteError):
@@ -61,14 +61,14 @@ class NoCoordinateError(SiteError):
 
 
 class NothingToMoveError(ValueError):
-    """No random latent of the guide belongs to single data, so that none can be moved for one."""
+    """No random latent of the guide is local, so none can be moved separately for each datum."""
 
 
 class LeadingDimsError(RuntimeError):
     """
-    Programs with leading dims are other ones than without, or none.
+    Programs with leading dims fail, or have other densities than without.
 
-    :ivar reason: the site or the operation, and what is wrong with it, in a few words.
+    :ivar reason: the site or the operation, and its problem, in a few words.
     """
 
     def __init__(self, message: str, reason: str = "") -> None:
@@ -77,11 +77,11 @@ class LeadingDimsError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or its name, if it says nothing."""
+    """Return the first line of an error's message, or its type's name if the message is empty."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-# What names a factor of a log weight.
+# The key of a factor of a log weight.
 
 
 class FactorKey(NamedTuple):
@@ -91,7 +91,7 @@ class FactorKey(NamedTuple):
     name: str
 
 
-# The plates around a site: what they are known by, and how they scale its log density.
+# The plates around a site: their keys, and how they scale its log density.
 
 # The plate of the particles; the name that Pyro's own vectorised objectives give it.
 LEADING = "num_particles_vectorized"
@@ -99,10 +99,10 @@ LEADING = "num_particles_vectorized"
 
 class PlateKey(NamedTuple):
     """
-    A plate as it is known from one minibatch to the next: without its size.
+    The key of a plate across minibatches: without its size.
 
-    :ivar dim: None of a sequential plate.
-    :ivar counter: which of its elements a sequential plate is at, from 1; 0 of others.
+    :ivar dim: None for a sequential plate.
+    :ivar counter: the element of a sequential plate, from 1; 0 for other plates.
     """
 
     name: str
@@ -111,25 +111,25 @@ class PlateKey(NamedTuple):
 
 
 def plate_key(frame: CondIndepStackFrame) -> PlateKey:
-    """The key of a frame."""
-    # Pyro counts on where a program loops over a plate again: the elements are those of before.
+    """Return the key of a frame."""
+    # Pyro continues counting if a program loops over a plate again, over the same elements.
     counter = frame.counter and (frame.counter - 1) % frame.size + 1
     return PlateKey(frame.name, frame.dim, counter)
 
 
 def plate_frames(site: Site) -> frozenset[CondIndepStackFrame]:
-    """The user's plates around a site, the particles' plate left out; counters as in the keys."""
+    """Return the user's plates around a site, without the particles' plate; counters as in keys."""
     frames = (f for f in site["cond_indep_stack"] if f.name != LEADING)
     return frozenset([f._replace(counter=plate_key(f).counter) if f.counter else f for f in frames])
 
 
 def is_subsampled(frame: CondIndepStackFrame) -> bool:
-    """Whether the plate's minibatch is smaller than the plate."""
+    """Return whether the plate's minibatch is smaller than the plate."""
     return frame.full_size is not None and frame.full_size != frame.size
 
 
 def subsampling_scale(frames: Iterable[CondIndepStackFrame]) -> float:
-    """The product of N / B over plates: the part of a site's scale that comes from them."""
+    """Return the product of N / B over plates: their part of a site's scale."""
     scale = 1.0
     for frame in frames:
         if is_subsampled(frame):
@@ -137,12 +137,12 @@ def subsampling_scale(frames: Iterable[CondIndepStackFrame]) -> float:
     return scale
 
 
-# What a site's ``infer`` holds for this package: options of the user, and notes of the package.
+# Entries of this package in a site's ``infer``: options of the user, and notes of the package.
 
-# What the values of a discrete site of the guide can be told.
+# The options of a discrete site of the guide.
 SLOT_OPTIONS = frozenset({"num_categories", "num_samples", "budget", "baseline", "exact_entropy"})
 _VALID = (*sorted(SLOT_OPTIONS), "baseline_input")
-# The package's own notes. Users' keys never reach them.
+# The key of the package's notes. Users' options have another key.
 _NOTES = "_mcvae_notes"
 
 
@@ -166,30 +166,30 @@ def check_options(msg: Message, drawn: Site | None, in_model: bool) -> None:
     """
     Check the options of a site, if it has some.
 
-    :param drawn: for a site of the model, the draw of the guide that it takes.
+    :param drawn: for a site of the model, the guide's draw that it is replayed on.
     :param in_model: whether the site is one of the model.
     :raises SiteError: naming an option that does not exist, or has no effect there.
     """
     if "mcvae" not in msg["infer"]:
         return
-    found = msg["infer"]["mcvae"]
+    options = msg["infer"]["mcvae"]
     site = f"site '{msg['name']}' of the {'model' if in_model else 'guide'}"
-    if not isinstance(found, Mapping):
-        raise SiteError(f"infer['mcvae'] of {site} must be a dict of options, got {found!r}")
-    for name in found:
+    if not isinstance(options, Mapping):
+        raise SiteError(f"infer['mcvae'] of {site} must be a dict of options, got {options!r}")
+    for name in options:
         if name not in _VALID:
             raise SiteError(
                 f"{site} has the unknown option {name!r} in infer['mcvae']: the options of a site "
                 f"are {', '.join(_VALID)}"
             )
-    if found and msg["is_observed"]:
+    if options and msg["is_observed"]:
         raise SiteError(
-            f"{site} is observed, so that infer['mcvae'] = {found} has no effect: remove it, and "
+            f"{site} is observed, so that infer['mcvae'] = {options} has no effect: remove it, and "
             f"pass it to a discrete latent of the guide"
         )
     # A function that serves as model and guide has the options in both.
-    if in_model and not (drawn is not None and found.keys() <= options_of(drawn).keys()):
+    if in_model and not (drawn is not None and options.keys() <= options_of(drawn).keys()):
         raise SiteError(
-            f"infer['mcvae'] = {found} of {site} has no effect, because options are those of the "
+            f"infer['mcvae'] = {options} of {site} has no effect, because options are those of the "
             f"guide's draws: pass it to pyro.sample('{msg['name']}', ...) of the guide"
         )

@@ -1,1 +1,1 @@
-"""Which latents of a pair of programs share a weight, found out from its runs."""
+"""Determine which latents of a model and guide share a weight."""

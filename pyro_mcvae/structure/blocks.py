@@ -1,5 +1,5 @@
 """
-Which latents are weighed together: the blocks of a program and what stays outside them.
+Group latents into blocks that share a weight, and find the factors outside all blocks.
 
 A *block* is a set of local latents with the plates that all of its factors share. Its log weight
 has one entry per element of those plates, because given the global latents the program is a
@@ -7,10 +7,10 @@ product over them. Latents outside every plate are *global*: they are drawn once
 enter as in the plain ELBO. Two rules keep the bound correct:
 
 * A plate's scale N/B may multiply a bound, never a weight inside a logarithm of a mean. So a
-  block's own plates hold every subsampled plate around its factors, and latents for which that
-  cannot be arranged become global.
-* A factor that depends on a local latent belongs to that latent's block, wherever it stands. If
-  it stands outside a plate, the plate's elements are not independent and share one weight.
+  block's plates include every subsampled plate around its factors. Latents for which this is
+  impossible become global.
+* A factor that depends on a local latent belongs to that latent's block. If it lies outside a
+  plate, the plate's elements are not independent and share one weight.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Frames = frozenset[CondIndepStackFrame]
 
 
 class Factor(NamedTuple):
-    """A factor's plates, and the guide's random sites that it depends on (None: not known)."""
+    """A factor's plates, and the guide's random sites that it depends on (None: unknown)."""
 
     frames: Frames
     parents: frozenset[str] | None
 
 
 class GlobalSites(NamedTuple):
-    """The guide's and the model's sites that stay outside the particles: all share them."""
+    """The guide's and the model's sites that all particles share."""
 
     guide: frozenset[str] = frozenset()
     model: frozenset[str] = frozenset()
@@ -49,7 +49,7 @@ class Block:
 
     @cached_property
     def dims(self) -> tuple[int, ...]:
-        """The plates' batch dims, negative, in increasing order; sequential plates have none."""
+        """Return the plates' batch dims, negative and increasing; sequential plates have none."""
         return tuple(p.dim for p in self.plates if p.dim is not None)
 
 
@@ -67,19 +67,19 @@ class Structure:
     masked_by: Mapping[str, frozenset[str]] = field(default_factory=dict)
     # For factors across whose plates latents meet: these plates.
     coupled: Mapping[FactorKey, frozenset[PlateKey]] = field(default_factory=dict)
-    # A guide site and an observed site that has its parameters in place of its draws.
+    # A guide site, and an observed site that uses its parameters instead of its draws.
     collapsed: tuple[str, str] | None = None
-    # What others found out for runs of this structure, by their own keys.
+    # Results of other analyses for runs of this structure, by their keys.
     notes: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def outside(self) -> frozenset[FactorKey]:
-        """The factors that stay outside the particles, if there are weights."""
+        """Return the factors that all particles share, if there are weights."""
         return frozenset(key for key, b in self.block_of.items() if b is None and self.blocks)
 
     @cached_property
     def global_sites(self) -> GlobalSites:
-        """The sites of either program that stay outside the particles."""
+        """Return the sites of either program that all particles share."""
         return GlobalSites(
             *(
                 frozenset(k.name for k in self.outside if k.program == p)
@@ -89,7 +89,7 @@ class Structure:
 
 
 def needs_dependencies(factors: Mapping[FactorKey, Factor], latents: Iterable[str]) -> bool:
-    """Whether the plates alone do not settle the blocks, so that dependencies must be traced."""
+    """Return whether the plates alone do not determine the blocks, so dependencies are traced."""
     frames = [factors[FactorKey("guide", name)].frames for name in latents]
     if not frames:
         return False
@@ -111,11 +111,11 @@ def derive_structure(
 
     :param factors: every scored site of the model and the guide with its plates and parents.
     :param latents: the guide's random sites, in the guide's order.
-    :param bool joint: weigh everything together, one weight for the whole program.
-    :raises ValueError: if ``joint`` meets a subsampled plate.
+    :param bool joint: use one weight for the whole program.
+    :raises ValueError: if ``joint`` is True and a plate is subsampled.
     """
     if joint:
-        _refuse_joint_subsampling(factors)
+        _check_joint(factors)
         return Structure((Block(()),), dict.fromkeys(factors, 0))
     frames = {name: factors[FactorKey("guide", name)].frames for name in latents}
     if not frames:
@@ -127,10 +127,10 @@ def derive_structure(
         involved = _involved(components, factors)
         demoted: set[str] = set()
         for i, component in enumerate(components):
-            own = _shared_plates(involved[i], factors)
+            shared = _shared_plates(involved[i], factors)
             around = {f for key in involved[i] for f in factors[key].frames}
-            outside = {f for f in around - own if is_subsampled(f)}
-            # N/B of these plates would land inside the logarithm.
+            outside = {f for f in around - shared if is_subsampled(f)}
+            # N/B of these plates would be inside the logarithm.
             if outside:
                 demoted |= {z for z in component if not outside <= frames[z]} or component
         if not demoted:
@@ -139,7 +139,7 @@ def derive_structure(
     if not local:
         return Structure((), dict.fromkeys(factors, None))
     if _globals_follow_locals(local, set(frames) - local, factors):
-        # The guide draws a global latent from a local one: it cannot be drawn once for all.
+        # The guide draws a global latent from a local one: particles cannot share it.
         return weigh_together({key: factor.frames for key, factor in factors.items()})
     blocks = tuple(
         Block(_sorted_keys(_shared_plates(involved[i], factors))) for i in sorted(involved)
@@ -147,28 +147,28 @@ def derive_structure(
     block_of: dict[FactorKey, int | None] = {key: i for i, keys in involved.items() for key in keys}
     for key, factor in factors.items():
         if key not in block_of:
-            block_of[key] = _home(factor, blocks, no_globals=set(frames) == local)
+            block_of[key] = _block_index(factor, blocks, no_globals=set(frames) == local)
     return Structure(blocks, {key: block_of[key] for key in factors})
 
 
 def weigh_together(frames: Mapping[FactorKey, Frames]) -> Structure:
-    """One weight over everything; on minibatches, which have none, the plain ELBO's averages."""
-    if any(is_subsampled(f) for found in frames.values() for f in found):
+    """Return a structure with one weight, or, for minibatches, without weights (plain ELBO)."""
+    if any(is_subsampled(f) for factor_frames in frames.values() for f in factor_frames):
         return Structure((), dict.fromkeys(frames, None))
     return Structure((Block(()),), dict.fromkeys(frames, 0))
 
 
 def _without_latents(factors: Mapping[FactorKey, Factor]) -> Structure:
-    """Of a program whose guide draws nothing: its factors by the plates that all of them share."""
-    found = [f.frames for f in factors.values() if f.frames]
-    shared = frozenset.intersection(*found) if found else frozenset()
-    if not shared and any(is_subsampled(f) for frames in found for f in frames):
+    """Return the structure for a guide without draws: one block, with the shared plates."""
+    plated = [f.frames for f in factors.values() if f.frames]
+    shared = frozenset.intersection(*plated) if plated else frozenset()
+    if not shared and any(is_subsampled(f) for frames in plated for f in frames):
         return Structure((), dict.fromkeys(factors, None))
     block = Block(_sorted_keys(shared))
-    return Structure((block,), {k: _home(f, (block,), True) for k, f in factors.items()})
+    return Structure((block,), {k: _block_index(f, (block,), True) for k, f in factors.items()})
 
 
-def _refuse_joint_subsampling(factors: Mapping[FactorKey, Factor]) -> None:
+def _check_joint(factors: Mapping[FactorKey, Factor]) -> None:
     for factor in factors.values():
         for f in factor.frames:
             if is_subsampled(f):
@@ -182,7 +182,7 @@ def _refuse_joint_subsampling(factors: Mapping[FactorKey, Factor]) -> None:
 def _components(
     local: set[str], frames: Mapping[str, Frames], factors: Mapping[FactorKey, Factor]
 ) -> list[set[str]]:
-    """Latents connected through a shared plate or a shared factor."""
+    """Return the groups of latents that are connected through a shared plate or factor."""
     component_of = {name: {name} for name in local}
     groups = [*_plate_groups(local, frames), *(_parents(f, local) for f in factors.values())]
     for group in groups:
@@ -201,7 +201,7 @@ def _plate_groups(local: set[str], frames: Mapping[str, Frames]) -> Iterable[set
     yield unplated
     members: dict[tuple[object, ...], set[str]] = {}
     for name in local - unplated:
-        # Plates inside a sequential plate are other plates in each of its turns.
+        # Plates inside a sequential plate count as different plates in each iteration.
         turns = frozenset(plate_key(f) for f in frames[name] if f.dim is None)
         for f in frames[name]:
             members.setdefault((f, turns), set()).add(name)
@@ -215,14 +215,14 @@ def _parents(factor: Factor, local: set[str]) -> set[str]:
 def _involved(
     components: list[set[str]], factors: Mapping[FactorKey, Factor]
 ) -> dict[int, list[FactorKey]]:
-    """For each component the factors that depend on it; no factor depends on two of them."""
+    """Return the factors that depend on each component; no factor depends on two of them."""
     index = {name: i for i, component in enumerate(components) for name in component}
     local = set(index)
-    found: dict[int, list[FactorKey]] = {i: [] for i in range(len(components))}
+    involved: dict[int, list[FactorKey]] = {i: [] for i in range(len(components))}
     for key, factor in factors.items():
         for i in {index[name] for name in _parents(factor, local)}:
-            found[i].append(key)
-    return found
+            involved[i].append(key)
+    return involved
 
 
 def _shared_plates(keys: list[FactorKey], factors: Mapping[FactorKey, Factor]) -> Frames:
@@ -240,8 +240,8 @@ def _globals_follow_locals(
     return any(_parents(factors[FactorKey("guide", name)], local) for name in global_)
 
 
-def _home(factor: Factor, blocks: tuple[Block, ...], no_globals: bool) -> int | None:
-    """Where a factor without local parents goes: into the block whose plates it shares."""
+def _block_index(factor: Factor, blocks: tuple[Block, ...], no_globals: bool) -> int | None:
+    """Return the index of the block whose plates a factor without local parents shares, if any."""
     keys = {plate_key(f) for f in factor.frames}
     subsampled = {plate_key(f) for f in factor.frames if is_subsampled(f)}
     for i, block in enumerate(blocks):

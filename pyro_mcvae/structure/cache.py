@@ -1,4 +1,4 @@
-"""What is known of a model and guide: one cache, one key, one timetable."""
+"""Cache the analyses of a model and guide, by one key, on one schedule."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pyro_mcvae.programs.types import Program
 
 _logger = logging.getLogger(__name__)
 
-# How many pairs, and how many keys of one pair, are kept; the one used longest ago goes.
+# The number of pairs, and of keys per pair, that are kept; the least recently used is dropped.
 _MAX_PAIRS, _MAX_KEYS = 8, 64
-# An analysis is made again at uses 2, 4, 8, ..., up to the second, and then every so many uses.
+# An analysis is repeated at uses 2, 4, 8, ..., and then every so many uses.
 _AT_LEAST_EVERY = 1024
-# A choice that has had more values than this counts anything (steps, documents): its values are
-# then no part of the key, and only the timetable notices what depends on them.
+# A choice with more values than this is a counter (of steps, documents). Its values are then not
+# part of the key, and only repeated analyses notice a dependence on them.
 _MAX_VALUES = 8
-# Within an analysis, findings about runs of ever new sizes: the oldest are forgotten.
+# The number of findings in an analysis; the oldest are dropped, for runs with many sizes.
 _MAX_FINDINGS = 1024
 
 T = TypeVar("T")
 
-# A finding is known by its kind and what it is of.
+# A finding's key is its kind and its subject.
 Key = tuple[Any, ...]
 
 
 class Analysis:
     """
-    What is known of one model and guide under one key.
+    The findings about one model and guide under one key.
 
     :param before: the analysis that this one replaces.
     """
@@ -46,44 +46,44 @@ class Analysis:
 
     @property
     def is_new(self) -> bool:
-        """Whether it was made in this use, whose first run may have to be made again."""
+        """Return whether it was made in this use, whose first run may be repeated."""
         return self.uses == self._since
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to make a fresh analysis."""
+        """Return whether a fresh analysis is due."""
         return self.uses >= self._next
 
     def once(self, key: Key, find: Callable[[], T]) -> T:
-        """Return what ``find`` finds, which is called at the first use of ``key``."""
+        """Return the finding of ``key``, computed by ``find`` at its first use."""
         if key not in self._findings:
             self.put(key, find())
         return cast("T", self._findings[key])
 
     def compared(self, key: Key, find: Callable[[], T]) -> T:
-        """As :meth:`once`, with a warning if the analysis before had found something else."""
+        """Return the finding of ``key``, with a warning if the previous analysis had another."""
         if key not in self._findings:
-            found = self.once(key, find)
-            if self.before(key, found) != found:
+            finding = self.once(key, find)
+            if self.before(key, finding) != finding:
                 _logger.warning(
-                    "the model or guide has other dependencies, or runs its particles in another "
-                    "way, than %d steps ago, though its arguments, attributes and sizes are the "
-                    "same: up to so many steps used what no longer holds. Pass what decides it as "
-                    "an argument or attribute, or use a new loss object",
+                    "the dependencies of the model or guide, or how its particles run, differ from "
+                    "those %d steps ago, though its arguments, attributes and sizes are the same: "
+                    "up to that many steps used an outdated analysis. Pass the value that decides "
+                    "this as an argument or attribute, or use a new loss object",
                     self._replaced,
                 )
         return cast("T", self._findings[key])
 
     def get(self, key: Key, default: Any = None) -> Any:
-        """Return what was put under the key."""
+        """Return the finding of a key."""
         return self._findings.get(key, default)
 
     def before(self, key: Key, default: Any = None) -> Any:
-        """Return what the analysis that this one replaces had under the key."""
+        """Return the finding of a key in the previous analysis."""
         return self._before.get(key, default)
 
     def put(self, key: Key, value: object) -> None:
-        """Keep a finding."""
+        """Store a finding."""
         if len(self._findings) >= _MAX_FINDINGS:
             self._findings.pop(next(iter(self._findings)))
         if key not in self._findings:
@@ -91,7 +91,7 @@ class Analysis:
         self._findings[key] = value
 
     def count(self, kind: str) -> int:
-        """Return how many findings there were, in all analyses, whose key begins with ``kind``."""
+        """Return the number of findings, in all analyses, whose key begins with ``kind``."""
         return self._counts.get(kind, 0)
 
     def forget(self, kind: str) -> None:
@@ -110,40 +110,39 @@ class _Pair:
 
     def of(self, programs: Programs) -> Analysis:
         if is_recording() and self._by_key:
-            # Plain steps of the same kind come before one that is recorded.
+            # Uncompiled steps of the same kind precede a recorded one.
             return next(reversed(self._by_key.values()))
         key = self._key(programs)
-        found = self._by_key.pop(key, None)
-        if found is None:
-            found = Analysis()
+        analysis = self._by_key.pop(key, None)
+        if analysis is None:
+            analysis = Analysis()
         else:
-            found.uses += 1
-            if found.is_due and not is_recording():
-                found = Analysis(found)
-        self._by_key[key] = found  # the latest is the last
+            analysis.uses += 1
+            if analysis.is_due and not is_recording():
+                analysis = Analysis(analysis)
+        self._by_key[key] = analysis  # the most recent is the last
         if len(self._by_key) > _MAX_KEYS:
             self._by_key.pop(next(iter(self._by_key)))
-        return found
+        return analysis
 
     def _key(self, programs: Programs) -> Hashable:
         parts = []
         for place, value in programs.choices.items():
             values = self._values.setdefault(place, set())
             if len(values) <= _MAX_VALUES:
-                values.add((type(value), value))  # True is no 1
+                values.add((type(value), value))  # True differs from 1
             parts.append((place, type(value), None if len(values) > _MAX_VALUES else value))
         return tuple(parts)
 
 
 class Analyses:
     """
-    The analyses of the models and guides that an objective was used with last.
+    The analyses of the models and guides that an objective was used with recently.
 
-    The key of an analysis is complete: the two programs, every argument, attribute, closure and
-    global that is no tensor, and the modules' training modes. Findings inside it are kept by
-    the sites of a run with their sizes. For what else may decide the structure of a program (a
-    tensor's value, a file), a fresh analysis is made at uses 2, 4, 8, ..., 1024, and at every
-    1024th from there on.
+    The key of an analysis is the two programs, every argument, attribute, closure and global that
+    is not a tensor, and the modules' training modes. Its findings are stored by the sites of a run
+    with their sizes. The structure of a program may also depend on other things (a tensor's value,
+    a file). So a fresh analysis is made at uses 2, 4, 8, ..., 1024, and then at every 1024th use.
     """
 
     def __init__(self) -> None:
@@ -155,11 +154,11 @@ class Analyses:
         return len(self._pairs)
 
     def __getstate__(self) -> dict[str, object]:
-        # Programs are often local functions, which cannot be pickled; they are analysed again.
+        # Programs are often local functions, which cannot be pickled; they are analyzed again.
         return {"_pairs": []}
 
     def of(self, programs: Programs) -> Analysis:
-        """Return the analysis of the programs, which one call uses once."""
+        """Return the analysis of the programs; one call counts as one use."""
         return programs.once(self, lambda: self._find(programs))
 
     def _find(self, programs: Programs) -> Analysis:

@@ -26,13 +26,13 @@ from pyro_mcvae.programs.source_lines import in_assertion, is_core, program_line
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Message, Site, TorchFunction, plate_key
 
-# Draws that are marked, so that what was computed from them can be told.
+# Marked draws, to trace the values that are computed from them.
 
 _NONE: frozenset[str] = frozenset()
 
 
 class _Marked(ProvenanceTensor):
-    """Pyro's tensor, which takes each argument for a tree: most are tensors and numbers."""
+    """Pyro's tensor, faster: it traverses only containers, as most arguments are tensors."""
 
     @classmethod
     def __torch_function__(
@@ -42,35 +42,35 @@ class _Marked(ProvenanceTensor):
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        inputs, marks = _parted(args)
-        options, more = _parted(kwargs or {})
+        inputs, marks = _split_marks(args)
+        options, more = _split_marks(kwargs or {})
         result = func(*inputs, **options)
         if func is torch.broadcast_tensors:
-            # As all distributions broadcast their parameters: each tells nothing of the others.
+            # All distributions broadcast their parameters: each keeps only its own marks.
             parts = zip(result, map(marks_of, args), strict=True)
-            return tuple(_mark(wide, own) if own else wide for wide, own in parts)
+            return tuple(_mark(wide, names) if names else wide for wide, names in parts)
         return _mark(result, marks | more)
 
 
 def _mark(value: Any, marks: frozenset[str]) -> Any:
-    """A value whose tensors have these marks too."""
+    """Add marks to the tensors of a value."""
     if not isinstance(value, Tensor):
         return tree_map_only(Tensor, partial(_mark, marks=marks), value)
-    bare, own = _parted(value)
-    # Before torch 2.6, what a dispatch mode of the caller's returned is refused as a subclass.
+    bare, old_marks = _split_marks(value)
+    # Before torch 2.6, a tensor returned by a dispatch mode of the caller cannot be a subclass.
     with torch._C._DisableTorchDispatch():
-        return _Marked(bare, marks | own)
+        return _Marked(bare, marks | old_marks)
 
 
-def _parted(value: Any) -> tuple[Any, frozenset[str]]:
-    """A value without its marks, and these."""
+def _split_marks(value: Any) -> tuple[Any, frozenset[str]]:
+    """Return a value without its marks, and the marks."""
     if isinstance(value, ProvenanceTensor):
         return value._t, value._provenance
     if type(value) in (tuple, list):
-        parts = [_parted(v) for v in value]
+        parts = [_split_marks(v) for v in value]
         return type(value)([v for v, _ in parts]), _NONE.union(*[m for _, m in parts])
     if type(value) is dict:
-        values, marks = _parted(tuple(value.values()))
+        values, marks = _split_marks(tuple(value.values()))
         return dict(zip(value, values, strict=True)), marks
     if isinstance(value, tuple | list | dict | set | frozenset) and type(value) is not torch.Size:
         return extract_provenance(value)
@@ -78,26 +78,26 @@ def _parted(value: Any) -> tuple[Any, frozenset[str]]:
 
 
 def marks_of(value: object) -> frozenset[str]:
-    """The names of the marked draws behind a structure of tensors."""
-    return _parted(value)[1]
+    """Return the names of the marked draws behind a structure of tensors."""
+    return _split_marks(value)[1]
 
 
 def unmarked(value: Any) -> Any:
-    """The same without marks."""
-    return _parted(value)[0]
+    """Return a structure of tensors without marks."""
+    return _split_marks(value)[0]
 
 
 class TrackDraws(Messenger):
     """
-    Marks the tracked draws of the guide, and records what each was computed from.
+    Marks the tracked draws of the guide, and records the draws that each was computed from.
 
-    :param given: the sites whose values were given, not drawn.
+    :param fixed: the sites with fixed values, which are not drawn.
     """
 
-    def __init__(self, tracked: frozenset[str], given: frozenset[str] = frozenset()) -> None:
+    def __init__(self, tracked: frozenset[str], fixed: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.tracked = tracked
-        self._given = given
+        self._fixed = fixed
         self.leaves: dict[str, Tensor] = {}
         self.name_of: dict[int, str] = {}
         self.upstream: dict[str, frozenset[str]] = {}
@@ -106,13 +106,13 @@ class TrackDraws(Messenger):
         if msg["name"] not in self.tracked or msg["name"] in self.leaves:
             return
         drawn = msg["value"]
-        if msg["name"] in self._given:
-            # What it would have been computed from is what its density is computed from.
+        if msg["name"] in self._fixed:
+            # A draw would have been computed from the inputs of its density.
             drawn = msg["fn"].log_prob(msg["value"])
         self.upstream[msg["name"]] = marks_of(drawn)
-        with torch._C.DisableTorchFunction():  # no longer in what earlier draws were written into
+        with torch._C.DisableTorchFunction():  # without the marks of overwritten tensors
             leaf = unmarked(msg["value"]).detach().clone()
-        # Two trackers, because each is blind somewhere: provenance in custom autograd functions,
+        # Two trackers, because each fails somewhere: provenance in custom autograd functions,
         # autograd at discrete values.
         if leaf.is_floating_point():
             leaf.requires_grad_()
@@ -125,7 +125,7 @@ def _as_function_and_method(*names: str) -> set[object]:
     return {getattr(module, name) for module in (torch, torch.Tensor) for name in names}
 
 
-# Through these the values of a tensor become a Python number.
+# Functions that turn the values of a tensor into a Python number.
 READS: frozenset[object] = frozenset(
     {
         torch.Tensor.__bool__,
@@ -146,9 +146,9 @@ _SHAPED_BY_VALUES = (
     "unique",
     "unique_consecutive",
 )
-# Through these a draw's value leaves the tensors that are tracked: as a Python number or a string,
-# as a shape, or copied into a new tensor.
-_WAYS_OUT: set[object] = {
+# Functions through which a draw's value leaves the tracked tensors: as a Python number or a
+# string, as a shape, or copied into a new tensor.
+_ESCAPES: set[object] = {
     *READS,
     torch.Tensor.__array__,
     torch.Tensor.__contains__,
@@ -166,7 +166,7 @@ _OPTIONS_ONLY: set[object] = {
     *(getattr(torch, f"{kind}_like") for kind in ("zeros", "ones", "full", "empty")),
     *(getattr(torch, f"{kind}_like") for kind in ("rand", "randn")),
 }
-# The second argument only says the dtype and the device, or the shape.
+# The second argument only determines the dtype and the device, or the shape.
 _CONVERSIONS: set[object] = {
     torch.Tensor.type_as,
     torch.Tensor.to,
@@ -177,7 +177,7 @@ _CONVERSIONS: set[object] = {
 
 
 def _selects(func: TorchFunction, args: tuple[object, ...]) -> bool:
-    """Whether a boolean mask selects entries, whose number then tells of the mask."""
+    """Return whether a boolean mask selects entries, so that the shape depends on the mask."""
     if func in (torch.where, torch.Tensor.where):
         return len(args) == 1
     if func is not torch.Tensor.__getitem__:
@@ -190,13 +190,13 @@ class Escapes(TorchFunctionMode):
     """
     Records draws that become Python numbers, and marks tensors that draws are written into.
 
-    :ivar names: the draws of which it is not known what became of them.
+    :ivar names: the draws that could not be tracked further.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: frozenset[str] = frozenset()
-        # By storage, which is kept alive so that no other tensor has its place.
+        # By storage, which is kept alive so that its address is not reused.
         self._written: dict[int, tuple[Any, frozenset[str]]] = {}
 
     def _write(self, target: object, marks: frozenset[str]) -> None:
@@ -205,12 +205,12 @@ class Escapes(TorchFunctionMode):
             _, before = self._written.get(storage._cdata, (None, _NONE))
             self._written[storage._cdata] = storage, before | marks
 
-    def _recalled(self, value: Tensor) -> Tensor:
-        """A tensor with the marks of what was written into it, or into a view of it."""
+    def _with_marks(self, value: Tensor) -> Tensor:
+        """Mark a tensor by the draws that were written into it, or into a view of it."""
         with torch._C.DisableTorchFunction():
             storage = unmarked(value).untyped_storage()
-        found = self._written.get(storage._cdata)
-        return value if found is None else _mark(value, found[1])
+        entry = self._written.get(storage._cdata)
+        return value if entry is None else _mark(value, entry[1])
 
     def __torch_function__(
         self,
@@ -220,35 +220,35 @@ class Escapes(TorchFunctionMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         if self._written:
-            args, kwargs = tree_map_only(Tensor, self._recalled, (args, kwargs or {}))
+            args, kwargs = tree_map_only(Tensor, self._with_marks, (args, kwargs or {}))
         name = getattr(func, "__name__", "")
-        if func in _WAYS_OUT or _selects(func, args):
+        if func in _ESCAPES or _selects(func, args):
             self.names |= marks_of([args, kwargs or {}])
         elif func is torch.Tensor.new_tensor:
-            # As torch.tensor, but for the first argument, of which only the dtype is taken.
+            # Like torch.tensor, except that the first argument only determines the dtype.
             self.names |= marks_of([args[1:], kwargs or {}])
         elif func is torch.Tensor.__setitem__ or (name[-1:] == "_" and name[-2:] != "__"):
-            # Where there is no gradient, autograd does not record what is written into a tensor.
+            # Without a gradient, autograd does not record writes into a tensor.
             self._write(args[0], marks_of([args[1:], kwargs or {}]))
         if func in _OPTIONS_ONLY:
-            # The draw only says the dtype and the device.
+            # The draw only determines the dtype and the device.
             args = (unmarked(args[0]), *args[1:])
         elif func in _CONVERSIONS and len(args) > 1 and isinstance(args[1], Tensor):
             args = (args[0], unmarked(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
 
 
-# Extra runs of a program pair, without particles, that find out its structure.
+# Extra runs of model and guide, without particles, to find their structure.
 
 
 class Dependencies(NamedTuple):
     """
-    What depends on which draws of the guide, directly.
+    Direct dependencies on the draws of the guide.
 
-    :ivar factors: for each site's log density with the user's scale and mask, which depends on the
-        site's value too.
-    :ivar masks: for each site's masks.
-    :ivar parameters: for each site's log density, the identities of the leaves that it has.
+    :ivar factors: the parents of each site's log density with the user's scale and mask, including
+        the site itself.
+    :ivar masks: the parents of each site's masks.
+    :ivar parameters: the ids of the autograd leaves of each site's log density.
     """
 
     factors: dict[FactorKey, frozenset[str]]
@@ -256,7 +256,7 @@ class Dependencies(NamedTuple):
     parameters: dict[FactorKey, frozenset[int]]
 
     def ancestors(self, names: frozenset[str]) -> dict[str, frozenset[str]]:
-        """Each of some guide sites with those that it depends on, directly or through others."""
+        """Return the guide sites that each site depends on, directly or through others."""
         keys = {name: FactorKey("guide", name) for name in names}
         closed = {name: self.factors.get(key, names) | {name} for name, key in keys.items()}
         for _ in names:
@@ -267,12 +267,12 @@ class Dependencies(NamedTuple):
         return closed
 
     def with_sums(self, terms: Iterable[Term]) -> Dependencies:
-        """What is known of sums over enumerated sites too, which depend as their members do."""
+        """Add sums over enumerated sites, whose dependencies are those of their members."""
         sums = {t.key: [m.key for m in t.members] for t in terms if t.members}
-        return Dependencies(*({**part, **_united(part, sums)} for part in self)) if sums else self
+        return Dependencies(*({**part, **_unions(part, sums)} for part in self)) if sums else self
 
 
-def _united(
+def _unions(
     part: Mapping[FactorKey, frozenset[Any]], sums: Mapping[FactorKey, list[FactorKey]]
 ) -> dict[FactorKey, frozenset[Any]]:
     return {
@@ -291,12 +291,12 @@ def find_dependencies(
     """
     Find the tracked guide sites on which each factor of the weight depends directly.
 
-    :param subsamples: the minibatch, for programs whose sites depend on it.
-    :param at: the guide's latents, for programs whose sites depend on these; drawn if left out.
+    Programs that cannot be tracked (an operator may reject tensor subclasses) give an empty result
+    and a warning. Their factors are then treated as depending on every site. This is always
+    correct, though the bound may be looser.
 
-    Programs that cannot be tracked (an operator that refuses tensor subclasses) yield nothing,
-    with a warning: their factors count as depending on everything, which is always correct,
-    though the bound may be looser.
+    :param subsamples: the minibatch, for programs whose sites depend on it.
+    :param at: the guide's latents, for programs whose sites depend on these; None to draw them.
     """
     tracker = TrackDraws(tracked, frozenset(at or ()))
     try:
@@ -307,58 +307,58 @@ def find_dependencies(
                     programs, Substitutes(Minibatch(subsamples), at or {})
                 )
             traces = {"guide": guide_trace, "model": model_trace}
-            found = _trace_factors(traces, tracker)
+            deps = _trace_factors(traces, tracker)
     except Exception as error:
         warnings.warn(
             f"cannot trace which sites depend on which ({type(error).__name__}: {error}); all "
-            f"latents are weighed together, or, under subsampling, as in the plain ELBO",
+            f"latents share one weight, or, under subsampling, none (plain ELBO)",
             stacklevel=2,
         )
         return Dependencies({}, {}, {})
-    # What became of these draws is not known: anything may depend on them. Whether another turn of
-    # a sequential plate does is tested by interventions.
-    escaped = {n: _turns(guide_trace.nodes[n]) for n in escapes.names & tracked}
+    # These draws escaped tracking: every factor may depend on them. Dependence between iterations
+    # of a sequential plate is tested by interventions instead.
+    escaped = {n: _iterations(guide_trace.nodes[n]) for n in escapes.names & tracked}
 
-    def wider(key: FactorKey, parents: frozenset[str]) -> frozenset[str]:
-        turns = _turns(traces[key.program].nodes[key.name])
+    def with_escaped(key: FactorKey, parents: frozenset[str]) -> frozenset[str]:
+        steps = _iterations(traces[key.program].nodes[key.name])
         same = (
-            n for n, own in escaped.items() if all(turns.get(p, t) == t for p, t in own.items())
+            n for n, own in escaped.items() if all(steps.get(p, t) == t for p, t in own.items())
         )
         return parents.union(same)
 
-    return found._replace(factors={key: wider(key, f) for key, f in found.factors.items()})
+    return deps._replace(factors={key: with_escaped(key, f) for key, f in deps.factors.items()})
 
 
-def _turns(site: Site) -> dict[str, int]:
-    """The turns of the sequential plates that a site is in."""
+def _iterations(site: Site) -> dict[str, int]:
+    """Return the iteration of each sequential plate around a site."""
     keys = map(plate_key, site["cond_indep_stack"])
     return {key.name: key.counter for key in keys if key.dim is None}
 
 
 def dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> Dependencies:
     """
-    The same of programs that made this run, with sums over enumerated sites.
+    Return the dependencies of the programs of a run, with sums over enumerated sites.
 
-    Runs of one call with and without leading dims, which show one structure, share the look.
+    Runs of one call with the same structure, with and without leading dims, share the analysis.
     """
-    found = programs.once(
+    traced = programs.once(
         ("dependencies", tracked, run.signature),
         lambda: _dependencies_of(programs, tracked, run),
     )
-    return found.with_sums(run.terms)
+    return traced.with_sums(run.terms)
 
 
 def _dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> Dependencies:
-    found = find_dependencies(programs, tracked, run.subsamples)
-    known = {m.key for t in run.summands for m in t.sites} <= found.factors.keys()
-    if known or run.leading is not None or not found.factors:
-        return found
-    # Draws of its own had other sites.
+    traced = find_dependencies(programs, tracked, run.subsamples)
+    is_complete = {m.key for t in run.summands for m in t.sites} <= traced.factors.keys()
+    if is_complete or run.leading is not None or not traced.factors:
+        return traced
+    # Other draws had other sites.
     return find_dependencies(programs, tracked, run.subsamples, run.latents)
 
 
 def _trace_factors(traces: Mapping[str, Trace], tracker: TrackDraws) -> Dependencies:
-    found = Dependencies({}, {}, {})
+    traced = Dependencies({}, {}, {})
     for program, trace in traces.items():
         for name, site in trace.nodes.items():
             if not is_scored(site):
@@ -368,21 +368,21 @@ def _trace_factors(traces: Mapping[str, Trace], tracker: TrackDraws) -> Dependen
             if program == "guide":
                 upstream = tracker.upstream.get(name)
                 if upstream is None:
-                    # Of a point mass, the value says more than its density, a comparison.
-                    upstream = _behind([site["value"]], tracker)
-            around = _behind([site["scale"], *masks_of(site)], tracker)
+                    # For a point mass: its density is a comparison, so its value has more.
+                    upstream = _sources([site["value"]], tracker)
+            around = _sources([site["scale"], *masks_of(site)], tracker)
             log_prob = _log_prob_at(site)
             parents = _parents_of(log_prob, upstream, tracker)
             if upstream is not None:
                 parents |= upstream | ({name} & tracker.tracked)
-            found.masks[key] = _behind(masks_of(site), tracker) & tracker.tracked
-            found.factors[key] = (parents | around) & tracker.tracked
-            found.parameters[key] = _leaves_of(log_prob)
-    return found
+            traced.masks[key] = _sources(masks_of(site), tracker) & tracker.tracked
+            traced.factors[key] = (parents | around) & tracker.tracked
+            traced.parameters[key] = _leaves_of(log_prob)
+    return traced
 
 
 def _log_prob_at(site: Site) -> Tensor | Exception:
-    """A site's log density, or the error of a flow without an inverse."""
+    """Return a site's log density, or the error of a flow without an inverse."""
     try:
         return site["fn"].log_prob(site["value"], *site["args"], **site["kwargs"])
     except (NotImplementedError, KeyError) as error:
@@ -393,10 +393,10 @@ def _parents_of(
     log_prob: Tensor | Exception, upstream: frozenset[str] | None, tracker: TrackDraws
 ) -> frozenset[str]:
     if not isinstance(log_prob, Exception):
-        return _behind([log_prob], tracker)
+        return _sources([log_prob], tracker)
     if upstream is None:
         raise log_prob
-    return upstream  # what the flow's draw was computed from says enough
+    return upstream  # the inputs of the flow's draw
 
 
 def _leaves_of(log_prob: Tensor | Exception) -> frozenset[int]:
@@ -406,31 +406,31 @@ def _leaves_of(log_prob: Tensor | Exception) -> frozenset[int]:
     return frozenset(leaves_behind(bare)) if bare.requires_grad else frozenset()
 
 
-def _behind(values: Sequence[object], tracker: TrackDraws) -> frozenset[str]:
-    """The draws that some numbers were computed from."""
-    found = marks_of(values)
+def _sources(values: Sequence[object], tracker: TrackDraws) -> frozenset[str]:
+    """Return the draws that some values were computed from."""
+    sources = marks_of(values)
     for value in map(unmarked, values):
         if isinstance(value, Tensor) and value.requires_grad:
-            behind = leaves_behind(value)
-            found |= {tracker.name_of[i] for i in behind if i in tracker.name_of}
-    return found
+            leaves = leaves_behind(value)
+            sources |= {tracker.name_of[i] for i in leaves if i in tracker.name_of}
+    return sources
 
 
 def leaves_behind(tensor: Tensor) -> set[int]:
-    """The identities of the leaves in a tensor's autograd graph."""
-    found, seen, waiting = set(), set(), [tensor.grad_fn]
+    """Return the ids of the leaves in a tensor's autograd graph."""
+    leaves, seen, waiting = set(), set(), [tensor.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            leaves.add(id(node.variable))
         waiting.extend(parent for parent, _ in node.next_functions)
-    return found
+    return leaves
 
 
-# Python code of programs that reads the values of tensors, or normalises by a batch.
+# Python code of programs that reads the values of tensors, or normalizes by a batch.
 
 _FINITE: set[object] = {
     getattr(m, n) for m in (torch, Tensor) for n in ("isfinite", "isinf", "isnan")
@@ -439,10 +439,10 @@ _FINITE: set[object] = {
 
 class Read(NamedTuple):
     """
-    A tensor of which the user's code makes a Python number.
+    A tensor that the user's code converts to a Python number.
 
-    :ivar line: where.
-    :ivar sites: whose draws it was computed from, where these are tracked.
+    :ivar line: the line of the program.
+    :ivar sites: the sites whose draws it was computed from, if these are tracked.
     """
 
     line: str
@@ -451,22 +451,22 @@ class Read(NamedTuple):
 
 class Batch(NamedTuple):
     """
-    What is normalised by its own statistics.
+    A tensor that is normalized by its batch statistics.
 
-    :ivar size: of how many numbers.
-    :ivar line: where.
+    :ivar size: the number of values per statistic.
+    :ivar line: the line of the program.
     """
 
     size: int
     line: str
 
 
-class Reads(TorchFunctionMode):
+class ReadRecorder(TorchFunctionMode):
     """
-    Records what programs read and normalise.
+    Records data-dependent control flow and batch normalization.
 
     :ivar reads: the values that Python code has read.
-    :ivar batches: what batch normalisation has taken for a batch.
+    :ivar batches: the tensors that batch normalization has normalized.
     """
 
     def __init__(self) -> None:
@@ -482,7 +482,7 @@ class Reads(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         if func in _FINITE:
-            # Whether all particles are finite is whether each is, and a program stops otherwise.
+            # All particles are finite if each is, and a program stops otherwise.
             args = unmarked(args)
         frame = sys._getframe(1)
         if func in READS and not (is_core(frame.f_code) or in_assertion(frame)):
@@ -496,18 +496,18 @@ def reads_of_latents(
     programs: Programs, subsamples: Minibatch, latents: frozenset[str], reads: list[Read]
 ) -> list[Read]:
     """
-    Find the reads of values that depend on latents, in one more run with draws tracked.
+    Find the reads of values that depend on latents, in another run with tracked draws.
 
-    Where tensors cannot be tracked, every read may depend on all latents.
+    If tensors cannot be tracked, every read may depend on all latents.
 
     :param latents: the random sites.
-    :param reads: what a run without tracking has read.
+    :param reads: the reads of a run without tracking.
     """
     if not reads:
         return []
     try:
-        with probing(programs), Reads() as found, TrackDraws(latents):
+        with probing(programs), ReadRecorder() as recorder, TrackDraws(latents):
             run_pair(programs, Substitutes(Minibatch(subsamples)))
     except Exception:  # tensors that cannot be tracked
         return [Read(reads[0].line, latents)]
-    return [r for r in found.reads if r.sites]
+    return [r for r in recorder.reads if r.sites]

@@ -32,42 +32,42 @@ from pyro_mcvae.structure.cache import Analyses, Analysis
 from pyro_mcvae.structure.dependencies import Dependencies, dependencies_of
 from pyro_mcvae.structure.independence import find_dependent_plates, find_shared_noise
 
-# Guide sites whose draws reach no data, which see the guide's parameters instead.
+# Guide sites whose draws reach no data, because data depend on the guide's parameters instead.
 
 
 def find_collapsed(
-    programs: Programs, run: Run, names: frozenset[str], known: Dependencies | None = None
+    programs: Programs, run: Run, names: frozenset[str], deps: Dependencies | None = None
 ) -> tuple[str, str] | None:
     """
-    A guide site that reaches no data, and an observed site that has its parameters instead.
+    Find a guide site that reaches no data, and an observed site with its parameters instead.
 
     :param names: the guide's random sites.
-    :param known: what has been found out about them already.
+    :param deps: their dependencies, if already traced.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # programs that cannot be tracked tell nothing
-        found = known or dependencies_of(programs, names, run)
+        warnings.simplefilter("ignore")  # programs that cannot be tracked have no result
+        traced = deps or dependencies_of(programs, names, run)
     observed = {
         t.key
         for t in run.terms
         if not t.in_guide and any(factor.site["is_observed"] for factor in t.sites)
     }
-    lost = names - _reaching(found, observed)
-    if not lost:
+    unread = names - _reaching(traced, observed)
+    if not unread:
         return None
-    own = {n: found.parameters.get(FactorKey("guide", n), frozenset()) for n in names}
-    # What a draw that reaches data has too says nothing: networks of several sites, tied weights.
-    others = frozenset().union(*(own[n] for n in names - lost))
+    parameters = {n: traced.parameters.get(FactorKey("guide", n), frozenset()) for n in names}
+    # Parameters shared with draws that reach data do not count: common networks, tied weights.
+    used = frozenset().union(*(parameters[n] for n in names - unread))
     for key in observed:
-        for name in sorted(lost):
-            if (own[name] - others) & found.parameters.get(key, frozenset()):
+        for name in sorted(unread):
+            if (parameters[name] - used) & traced.parameters.get(key, frozenset()):
                 return name, key.name
     return None
 
 
-def _reaching(found: Dependencies, observed: set[FactorKey]) -> set[str]:
-    """The draws that some data depend on, if through others in the model."""
-    factors: Mapping[FactorKey, frozenset[str]] = found.factors
+def _reaching(traced: Dependencies, observed: set[FactorKey]) -> set[str]:
+    """Return the draws that data depend on, directly or through others in the model."""
+    factors: Mapping[FactorKey, frozenset[str]] = traced.factors
     reached = {name for key in observed for name in factors.get(key, frozenset())}
     before = -1
     while len(reached) != before:
@@ -78,25 +78,25 @@ def _reaching(found: Dependencies, observed: set[FactorKey]) -> set[str]:
     return reached
 
 
-# Draws of a guide that the model does not have: whether their density is one of its latents.
+# Auxiliary draws of a guide, and whether their density belongs to the model's latents.
 
 
 def without_auxiliary(programs: Programs, run: Run, analysis: Analysis) -> Run:
     r"""
-    A run without the density of auxiliary draws that are no latents.
+    Return a run without the density of auxiliary draws that do not determine latents.
 
-    AutoGuides draw u and make :math:`z = f(u)` of it, a point mass with the logarithm of f's
-    Jacobian: log q(u) is part of log q(z). But a guide that draws u, and then z from q(z | u), has
-    the marginal :math:`\int q(u) q(z \mid u)\, du`. With log q(u) in the weight each u would count
-    for the latents once more: a mixture of M components would have M times the evidence. Without
-    it, the weight p(x, z) / q(z | u) has the mean p(x) for every u whose q(z | u) reaches all z.
+    AutoGuides draw u and compute :math:`z = f(u)`, a point mass with the log Jacobian of f: log
+    q(u) is part of log q(z). But a guide that draws u, and then z from q(z | u), has the marginal
+    :math:`\int q(u) q(z \mid u)\, du`. With log q(u) in the weight the latents would be counted
+    once per u: a mixture of M components would have M times the evidence. Without it, the weight
+    p(x, z) / q(z | u) has the mean p(x) for every u whose q(z | u) reaches all z.
     """
     drawn = tuple(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
     left_out = frozenset(drawn) - _latents(run.model_trace)
     points = tuple(_points(run)) if left_out else ()
     if points:
         left_out -= analysis.once(
-            ("auxiliary", drawn, points), lambda: _behind(programs, run, frozenset(drawn), points)
+            ("auxiliary", drawn, points), lambda: _sources(programs, run, frozenset(drawn), points)
         )
     if not left_out:
         return run
@@ -116,24 +116,24 @@ def _points(run: Run) -> Iterator[str]:
             yield term.key.name
 
 
-def _behind(
+def _sources(
     programs: Programs, run: Run, drawn: frozenset[str], points: tuple[str, ...]
 ) -> frozenset[str]:
-    """The draws from which point masses of their own kind, discrete or not, were computed."""
+    """Return the draws from which point masses of the same kind (discrete or not) were computed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nothing changes where it cannot be traced
-        found = dependencies_of(programs, drawn, run)
+        warnings.simplefilter("ignore")  # if tracing fails, nothing changes
+        traced = dependencies_of(programs, drawn, run)
     guide, model = run.guide_trace.nodes, run.model_trace.nodes
-    behind: set[str] = set()
+    sources: set[str] = set()
     for point in points:
-        # A label that only chooses among maps of another draw is no part of a density in z.
+        # A label that only chooses among maps of another draw is not part of a density of z.
         discrete = known_support(model[point]["fn"]).is_discrete
-        parents = found.factors.get(FactorKey("guide", point), drawn)
-        behind |= {n for n in parents if known_support(guide[n]["fn"]).is_discrete == discrete}
-    return frozenset(behind)
+        parents = traced.factors.get(FactorKey("guide", point), drawn)
+        sources |= {n for n in parents if known_support(guide[n]["fn"]).is_discrete == discrete}
+    return frozenset(sources)
 
 
-# Finds the structure of a pair of programs from their runs, once for each structure they show.
+# Find the structure of a model and guide from their runs, once for each signature.
 
 _logger = logging.getLogger(__name__)
 
@@ -142,13 +142,13 @@ _NONE: frozenset[PlateKey] = frozenset()
 
 class StructureFinder:
     """
-    The blocks of the programs behind a run, remembered by the sites and plates that it shows.
+    Finds the blocks of the programs of a run, and caches them by its sites and plates.
 
-    Where the plates alone do not tell what depends on what, the programs are run once more with
-    dependencies traced, for each structure that they show.
+    If the plates alone do not determine the dependencies, the programs are run again with tracing,
+    once for each signature.
 
-    :param bool joint: one weight over everything.
-    :param bool find_roots: also find out which guide sites depend on no other draw.
+    :param bool joint: use one weight for the whole program.
+    :param bool find_roots: also find the guide sites that depend on no other draw.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class StructureFinder:
         self.joint = joint
         self.find_roots = find_roots
         self.analyses = analyses or Analyses()
-        self._warn = WarnOnce(_logger)  # each analysis finds it again
+        self._warn = WarnOnce(_logger)  # each analysis repeats the warnings
 
     def of(self, programs: Programs, run: Run) -> Structure:
         """Return the blocks of the programs that made this run."""
@@ -169,50 +169,50 @@ class StructureFinder:
 
     def _derive(self, programs: Programs, run: Run) -> Structure:
         frames = {t.key: plate_frames(t.site) for t in run.terms}
-        for told in _other_names({t.key: plate_frames(t.site) for r in run.terms for t in r.sites}):
-            self._warn(told)
+        for text in _renamed({t.key: plate_frames(t.site) for r in run.terms for t in r.sites}):
+            self._warn(text)
         latents = [t for t in run.terms if t.in_guide and is_latent(t.site)]
-        # A guide of point masses alone is weighed per datum as well.
+        # A guide of only point masses has weights per datum as well.
         random = [t for t in latents if not is_delta(t.site["fn"])] or latents
-        if any(_data_lead(t, run) for t in run.terms):
+        if any(_has_particle_dim(t, run) for t in run.terms):
             checked_run(programs, strict_enumeration=False)  # raises for undeclared dims
         order = [t.key.name for t in random]
         names = frozenset(order)
-        own = {n: frames[FactorKey("guide", n)] for n in order}
+        latent_frames = {n: frames[FactorKey("guide", n)] for n in order}
         coupled = {} if self.joint else self._coupled(programs, run)
         frames = _without_coupled(frames, coupled)
         noise = {} if self.joint else find_shared_noise(programs, run)
         declared, frames = frames, _without_coupled(frames, noise)
         factors = {key: Factor(f, None) for key, f in frames.items()}
-        ask = not self.joint and needs_dependencies(factors, names)
+        trace = not self.joint and needs_dependencies(factors, names)
         masked_by: dict[str, frozenset[str]] = {}
-        found: dependencies.Dependencies | None = None
-        if ask or (self.find_roots and (len(names) > 1 or run.guide_data)):
-            found = dependencies.dependencies_of(programs, names, run)
-            factors = {key: Factor(f, found.factors.get(key)) for key, f in frames.items()}
-            masked_by = {k.name: f for k, f in found.masks.items() if f and k.program == "guide"}
+        traced: dependencies.Dependencies | None = None
+        if trace or (self.find_roots and (len(names) > 1 or run.guide_data)):
+            traced = dependencies.dependencies_of(programs, names, run)
+            factors = {key: Factor(f, traced.factors.get(key)) for key, f in frames.items()}
+            masked_by = {k.name: f for k, f in traced.masks.items() if f and k.program == "guide"}
         elif len(names) == 1:
             factors = {
                 key: Factor(f, names if key.program == "guide" else None)
                 for key, f in frames.items()
             }
-        factors = _with_turns(factors, coupled, own)
+        factors = _with_iterations(factors, coupled, latent_frames)
         structure = derive_structure(factors, order, self.joint)
         shared = {f for key in noise for f in declared[key] - frames[key]}
         if any(map(is_subsampled, shared)) or (set(noise) & structure.outside):
-            # Each particle has draws of its own, which are no global latents.
+            # Each particle has different untraced draws, so they are not global latents.
             structure = weigh_together(declared)
         block_of = dict(structure.block_of)
         for t in run.terms:
-            # All or none of the sites of a sum are shared by the particles.
+            # Particles share either all or none of the sites of a sum.
             block_of.update(dict.fromkeys((m.key for m in t.members), block_of[t.key]))
-        # What lies in no plate is what a model may integrate for all data at once.
-        alone = frozenset(n for n in names if not frames[FactorKey("guide", n)])
-        collapsed = find_collapsed(programs, run, names, found) if alone else None
+        # A model may integrate a latent outside plates in closed form, for all data together.
+        unplated = frozenset(n for n in names if not frames[FactorKey("guide", n)])
+        collapsed = find_collapsed(programs, run, names, traced) if unplated else None
         return replace(
             structure,
             block_of=block_of,
-            roots=_roots(run, random, factors, found),
+            roots=_roots(run, random, factors, traced),
             mean_field=_mean_field(factors, names),
             masked_by=masked_by,
             coupled=coupled,
@@ -222,15 +222,15 @@ class StructureFinder:
     def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
         """For each factor, find the plates across whose elements it depends on latents."""
         analysis, key = self.analyses.of(programs), ("plates", run.signature, run.sizes)
-        found = analysis.once(key, lambda: self._dependent_plates(programs, run, analysis, key))
-        sums = {t.key: [found.get(m.key, _NONE) for m in t.members] for t in run.terms if t.members}
-        return found | {key: _NONE.union(*parts) for key, parts in sums.items() if any(parts)}
+        links = analysis.once(key, lambda: self._dependent_plates(programs, run, analysis, key))
+        sums = {t.key: [links.get(m.key, _NONE) for m in t.members] for t in run.terms if t.members}
+        return links | {key: _NONE.union(*parts) for key, parts in sums.items() if any(parts)}
 
     def _dependent_plates(
         self, programs: Programs, run: Run, analysis: Analysis, key: tuple[object, ...]
     ) -> dict[FactorKey, frozenset[PlateKey]]:
         """
-        Find the dependent plates of a run, and keep those that an earlier analysis has found.
+        Find the dependent plates of a run, including those found by an earlier analysis.
 
         A repeated analysis separates fewer pairs of elements.
         """
@@ -239,62 +239,61 @@ class StructureFinder:
         try:
             try:
                 at = None if run.leading else run.latents
-                found, reads = find_dependent_plates(programs, run.subsamples, thorough, at=at)
+                links, reads = find_dependent_plates(programs, run.subsamples, thorough, at=at)
             except ProgramError:
                 if run.leading is None:
                     raise
-                # Programs may rely on the particles that they were promised.
+                # Programs may rely on leading dims (vectorize_particles=True).
                 leading = _leading_of(run)
-                found, reads = find_dependent_plates(programs, run.subsamples, thorough, leading)
+                links, reads = find_dependent_plates(programs, run.subsamples, thorough, leading)
             for read in reads[:1]:
                 self._warn(
                     f"the model or guide reads a value that depends on site '{min(read.sites)}', "
-                    f"at {read.line}, and may decide anything by it, so the elements of a plate "
+                    f"at {read.line}, and everything may depend on it, so the elements of a plate "
                     f"that it was computed from share one weight: decide for each by torch.where"
                 )
-            for met, plates in () if reads else found.items():
-                self._warn(_met(met, plates))
+            for coupled, plates in () if reads else links.items():
+                self._warn(_coupling_warning(coupled, plates))
         except ProgramError as error:
             self._warn(
-                f"the model and guide fail at other latents than those that they drew ({error}), "
-                f"so whether the elements of a plate are independent is not known: they share one "
-                f"weight"
+                f"the model and guide fail at latents other than their draws ({error}), so it is "
+                f"unknown whether the elements of a plate are independent: they share one weight"
             )
             frames = {t.key: plate_frames(t.site) for whole in run.terms for t in whole.sites}
-            found = {k: frozenset(map(plate_key, f)) for k, f in frames.items() if f}
-        return {k: found.get(k, _NONE) | before.get(k, _NONE) for k in {**found, **before}}
+            links = {k: frozenset(map(plate_key, f)) for k, f in frames.items() if f}
+        return {k: links.get(k, _NONE) | before.get(k, _NONE) for k in {**links, **before}}
 
 
 def _leading_of(run: Run) -> Callable[[], Leading]:
-    """Makes leading dims as those of a run without shared sites."""
+    """Return a function that makes the leading dims of a run, without shared sites."""
     none = frozenset[str](), frozenset[str]()
     count, dim = run.leading or 1, -run.nesting - 1
     return lambda: particle_plates(run.way, count, dim, none)
 
 
-def _with_turns(
+def _with_iterations(
     factors: Mapping[FactorKey, Factor],
     coupled: Mapping[FactorKey, frozenset[PlateKey]],
     latents: Mapping[str, Frames],
 ) -> dict[FactorKey, Factor]:
-    """What depends on another turn of a sequential plate may depend on all of its turns."""
-    found = dict(factors)
+    """Add the latents of all iterations to factors that depend on another iteration's latents."""
+    extended = dict(factors)
     for key, plates in coupled.items():
-        turns = {p.name for p in plates if p.dim is None}
-        factor = found.get(key)
-        if factor is not None and factor.parents is not None and turns:
-            met = {n for n, frames in latents.items() if turns & {f.name for f in frames}}
-            found[key] = factor._replace(parents=factor.parents | met)
-    return found
+        names = {p.name for p in plates if p.dim is None}
+        factor = extended.get(key)
+        if factor is not None and factor.parents is not None and names:
+            touched = {n for n, frames in latents.items() if names & {f.name for f in frames}}
+            extended[key] = factor._replace(parents=factor.parents | touched)
+    return extended
 
 
 def _roots(
     run: Run,
     random: list[Term],
     factors: Mapping[FactorKey, Factor],
-    found: dependencies.Dependencies | None,
+    traced: dependencies.Dependencies | None,
 ) -> frozenset[str]:
-    """The guide's random sites that depend on no other reparameterized draw."""
+    """Return the guide's random sites that depend on no other reparameterized draw."""
     names = {t.key.name for t in random}
     paths = {t.key.name for t in random if reparameterized(t.site)}
     roots = set()
@@ -305,28 +304,28 @@ def _roots(
     # The second factor of a draw's gradient must not meet a score function behind the draw.
     for t in run.terms:
         if t.in_guide and isinstance(t.score, Tensor):
-            behind = factors[t.key].parents
-            roots -= names if behind is None else behind
-    # Nor the gradient of what has no weight.
+            parents_of_score = factors[t.key].parents
+            roots -= names if parents_of_score is None else parents_of_score
+    # Nor the gradient of factors without a weight.
     for t in run.guide_data:
-        roots -= names if found is None else found.factors.get(t.key, names)
+        roots -= names if traced is None else traced.factors.get(t.key, names)
     return frozenset(roots)
 
 
-def _other_names(frames: Mapping[FactorKey, Frames]) -> Iterator[str]:
-    """What is to be said of latents whose plates have another name in the model."""
-    for key, own in frames.items():
-        found = frames.get(FactorKey("model", key.name), own) if key.program == "guide" else own
-        for f, g in ((f, g) for f in own - found for g in found - own):
+def _renamed(frames: Mapping[FactorKey, Frames]) -> Iterator[str]:
+    """Yield a message for each latent whose plate has another name in the model."""
+    for key, guide in frames.items():
+        model = frames.get(FactorKey("model", key.name), guide) if key.program == "guide" else guide
+        for f, g in ((f, g) for f in guide - model for g in model - guide):
             if g.dim == f.dim and g.name != f.name:
                 yield (
                     f"site '{key.name}' lies in plate '{f.name}' of the guide and in plate "
-                    f"'{g.name}' of the model, which are two plates, so that their elements share "
+                    f"'{g.name}' of the model, which count as two plates, so their elements share "
                     f"one weight: give them one name"
                 )
 
 
-def _met(key: FactorKey, plates: frozenset[PlateKey]) -> str:
+def _coupling_warning(key: FactorKey, plates: frozenset[PlateKey]) -> str:
     return (
         f"site '{key.name}' of the {key.program} lets the elements of plate "
         f"{', '.join(repr(p.name) for p in plates)} depend on each other's latents (as "
@@ -338,19 +337,19 @@ def _without_coupled(
     frames: Mapping[FactorKey, Frames], coupled: Mapping[FactorKey, frozenset[PlateKey]]
 ) -> dict[FactorKey, Frames]:
     """
-    The plates across whose elements each factor is a product.
+    Remove from each factor's plates those across whose elements it is not a product.
 
-    A factor whose elements depend on each other's latents stands outside the plate, in effect.
+    A factor whose elements depend on each other's latents is effectively outside the plate.
     """
     none: frozenset[PlateKey] = frozenset()
     return {
-        key: frozenset(f for f in found if plate_key(f) not in coupled.get(key, none))
-        for key, found in frames.items()
+        key: frozenset(f for f in site_frames if plate_key(f) not in coupled.get(key, none))
+        for key, site_frames in frames.items()
     }
 
 
-def _data_lead(term: Term, run: Run) -> bool:
-    """Whether an observed value has the particles' dim: computed from latents, or undeclared."""
+def _has_particle_dim(term: Term, run: Run) -> bool:
+    """Return whether an observed value has the particles' dim (from latents, or undeclared)."""
     if run.leading is None or not term.site["is_observed"]:
         return False
     value, event_dim = term.site["value"], getattr(term.site["fn"], "event_dim", 0)
@@ -359,7 +358,7 @@ def _data_lead(term: Term, run: Run) -> bool:
 
 
 def _mean_field(factors: Mapping[FactorKey, Factor], names: frozenset[str]) -> bool:
-    """Whether the guide is its random sites alone, none of which depends on another."""
+    """Return whether the guide has only random sites that do not depend on each other."""
     return all(
         key.name in names and factor.parents == frozenset({key.name})
         for key, factor in factors.items()

@@ -1,9 +1,9 @@
 """
-Interventions: which densities change when chosen latents do.
+Interventions: find the densities that change when chosen latents do.
 
-NaN needs no tolerance and no particular weights: 0 times NaN is NaN, so a layer that is zero at
-first, or a coefficient that begins at zero, hides nothing. Where a latent cannot be NaN (integers,
-programs that branch on its value) it gets another value of its support.
+NaN needs no tolerance and no particular weights: 0 times NaN is NaN, so a zero-initialized layer
+or coefficient does not hide a dependence. A latent that cannot be NaN (integers, programs that
+branch on its value) gets another value of its support.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from pyro_mcvae.programs.run import Programs, Run, is_messenger
 from pyro_mcvae.programs.sites import changed_draw, is_delta, is_random, is_record, known_support
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Message, PlateKey, Site, plate_frames, plate_key
-from pyro_mcvae.structure.dependencies import Read, Reads, reads_of_latents
+from pyro_mcvae.structure.dependencies import Read, ReadRecorder, reads_of_latents
 
 Values = dict[str, Tensor]
 
 
 def separating_subsets(size: int) -> Iterator[Tensor]:
     """
-    Yield subsets of ``range(size)`` such that for each ordered pair one has the first alone.
+    Yield subsets of ``range(size)`` that separate each ordered pair of elements.
 
-    Each element is in half of the subsets, and no two are in the same half (Sperner): the fewest
-    subsets that do, 9 for 100 elements. Shape of each: ``[size]``, booleans.
+    For each pair one subset has the first element without the second. Each element is in half of
+    the subsets, and no two are in the same half (Sperner). These are the fewest possible subsets,
+    9 for 100 elements. Each is a boolean tensor of shape ``[size]``.
     """
     count = next(r for r in itertools.count(2) if math.comb(r, r // 2) >= size)
     codes = itertools.islice(itertools.combinations(range(count), count // 2), size)
@@ -65,21 +66,21 @@ def random_half(shape: tuple[int, ...]) -> Tensor:
 
 
 def _random() -> random.Random:
-    """Random numbers of the step's state, of which none is taken from PyTorch's generators."""
+    """Return a generator seeded by PyTorch's random state, which stays unchanged."""
     with torch._C.DisableTorchFunction():
         return random.Random(torch.get_rng_state().numpy().tobytes())
 
 
 @contextmanager
 def other_draws() -> Iterator[None]:
-    """Let draws be others than those of a run that began with the same random state."""
+    """Make draws differ from those of a run that began with the same random state."""
     with isolated():
         torch.manual_seed(_random().getrandbits(31))
         yield
 
 
-def another(site: Site) -> Tensor:
-    """Return another value for each element: a second draw, or the next value where discrete."""
+def other_value(site: Site) -> Tensor:
+    """Return another value for each element: a second draw, or the next discrete value."""
     value, support = site["value"], known_support(site["fn"])
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
@@ -95,7 +96,7 @@ def another(site: Site) -> Tensor:
     try:
         drawn: Tensor = site["fn"](*site["args"], **site["kwargs"])
     except NotImplementedError:
-        return value  # a handler gave it to a distribution that cannot draw
+        return value  # the distribution cannot draw; a handler set the value
     return drawn
 
 
@@ -115,32 +116,32 @@ def intervene(
 
     :param values: each latent's value.
     :param others: another value of each.
-    :param where: which entries of each, to broadcast with the batch dims of its value.
+    :param where: the changed entries of each, broadcast with the batch dims of its value.
     :param bool undefined: whether floating-point entries become NaN, instead of another value.
     """
-    found = dict(values)
+    changed = dict(values)
     for name, chosen in where.items():
-        value, other = values[name], others[name]
+        value, new = values[name], others[name]
         if undefined and value.is_floating_point():
-            other = changed_draw(lambda v: torch.full_like(v, math.nan), value)
-        if value.shape != other.shape:
+            new = changed_draw(lambda v: torch.full_like(v, math.nan), value)
+        if value.shape != new.shape:
             continue
         events = sites[name]["fn"].event_dim
         at = chosen.to(value.device).reshape(chosen.shape + (1,) * events)
-        found[name] = changed_draw(lambda a, b, at=at: torch.where(at, a, b), other, value)
-    return found
+        changed[name] = changed_draw(lambda a, b, at=at: torch.where(at, a, b), new, value)
+    return changed
 
 
-# Rounding of entries beside others that are NaN: vectorised functions treat whole blocks specially.
+# Rounding of entries beside NaN: vectorized functions treat such blocks specially.
 _ROUNDING = 2**10
 
 
 def differing(before: Tensor, after: Tensor, undefined: bool) -> Tensor:
     """
-    Return which entries of a log density have changed; all of them if the shape has.
+    Return the mask of changed entries of a log density; all of them if the shape has changed.
 
-    :param bool undefined: whether entries were made NaN, beside which others may be rounded in
-        another way. Otherwise the comparison is bitwise: kernels and shapes are the same.
+    :param bool undefined: whether entries were set to NaN, beside which others may be rounded
+        differently. Otherwise the comparison is bitwise: kernels and shapes are the same.
     """
     if before.shape != after.shape:
         return torch.ones_like(before, dtype=torch.bool)
@@ -152,11 +153,11 @@ def differing(before: Tensor, after: Tensor, undefined: bool) -> Tensor:
     return changed | (far & ~before.isnan())
 
 
-# Draws of a model that leave no trace, and the data that share one of them.
+# Untraced draws of a model, and the data that share one of them.
 
 
 class _Untraced(Messenger):
-    """Notes the draws that leave no trace, with their plates."""
+    """Records untraced draws, with their plates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,14 +170,14 @@ class _Untraced(Messenger):
 
 def find_shared_noise(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
     """
-    For each factor that depends on an untraced draw, the plates of which elements share the draw.
+    For each factor that depends on an untraced draw, find the plates whose elements share it.
 
-    :param run: of the programs; without a computed value that is scored there is nothing to find.
+    :param run: a run of the programs; if no computed value is scored, the result is empty.
     """
     if not any(_is_computed(t.site) for t in run.terms if not t.in_guide):
         return {}
     try:
-        return programs.once(("noise", run.signature), lambda: _find(programs, run))
+        return programs.once(("noise", run.signature), lambda: _find_shared_noise(programs, run))
     except ProgramError:
         return {}
 
@@ -185,18 +186,18 @@ def _is_computed(site: Site) -> bool:
     return bool(site["is_observed"] and is_delta(site["fn"]) and not is_record(site))
 
 
-def _find(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
+def _find_shared_noise(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
     with probing(programs), _Untraced() as noise:
         first = probe(programs, run.subsamples)
     if not noise.frames:
         return {}
     latents = {n: s["value"] for n, s in first.guide_trace.nodes.items() if is_random(s)}
-    # The same latents and another stream of random numbers: the draws alone are others.
+    # The same latents and another stream of random numbers: only the untraced draws differ.
     with probing(programs):
-        pyro.set_rng_seed(int(torch.randint(2**31, ())))  # normals of the old one are cached
-        again = probe(programs, first.subsamples, latents)
+        pyro.set_rng_seed(int(torch.randint(2**31, ())))  # normals of the old stream are cached
+        second = probe(programs, first.subsamples, latents)
     around: frozenset[CondIndepStackFrame] = frozenset.intersection(*noise.frames.values())
-    before, after = first.log_probs, again.log_probs
+    before, after = first.log_probs, second.log_probs
     return {
         key: frozenset(plate_key(f) for f in plate_frames(first.terms[key].site) - around)
         for key, old in before.items()
@@ -204,9 +205,9 @@ def _find(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
     }
 
 
-# Plates whose elements depend on each other's latents.
+# Plates whose elements depend on each other's latents, by factor.
 
-Found = dict[FactorKey, frozenset[PlateKey]]
+Links = dict[FactorKey, frozenset[PlateKey]]
 
 
 class DependentPlates(NamedTuple):
@@ -214,11 +215,11 @@ class DependentPlates(NamedTuple):
     Plates whose elements depend on each other's latents.
 
     :ivar plates: for each factor the plates around it across which it depends on latents.
-    :ivar reads: where Python code reads the value of a latent in such a plate, by which it may
-        decide anything. A branch in a sequential plate is tested as other code is.
+    :ivar reads: reads by Python code of latents in such a plate, on which everything may depend. A
+        branch in a sequential plate is tested as other code is.
     """
 
-    plates: Found
+    plates: Links
     reads: list[Read]
 
 
@@ -232,71 +233,72 @@ def find_dependent_plates(
     """
     For each factor, find the plates around it across which it depends on random guide sites.
 
-    Of a sequential plate the factor's own turn is named. Batch normalisation does not count: its
-    use is to let data depend on each other.
+    For a sequential plate the key has the factor's iteration. Batch normalization does not count:
+    its purpose is to let data depend on each other.
 
     :param subsamples: the minibatch.
-    :param bool thorough: separate every pair of elements, instead of a random half and the rest.
-    :param leading: makes the leading dims of each run, for programs that do not run without.
-    :param at: latents to begin with, on which the sites of the programs may depend.
+    :param bool thorough: separate every pair of elements, instead of a random half and its
+        complement.
+    :param leading: makes the leading dims of each run, for programs that need them.
+    :param at: initial latents, on which the sites of the programs may depend.
     :raises ProgramError: for programs that fail at other latents.
     """
-    with probing(programs), Reads() as watch:
+    with probing(programs), ReadRecorder() as recorder:
         first = probe(programs, subsamples, at, leading=leading())
     latents = {n: s for n, s in first.guide_trace.nodes.items() if is_random(s)}
     with other_draws():
-        others = {n: another(s) for n, s in latents.items()}
+        others = {n: other_value(s) for n, s in latents.items()}
         halves = [(p, [*random_halves(p[0].size)]) for p in _plates(latents)]
     if not halves:
         return DependentPlates({}, [])
     values = {n: s["value"] for n, s in latents.items()}
-    reads = reads_of_latents(programs, first.subsamples, frozenset(latents), watch.reads)
+    reads = reads_of_latents(programs, first.subsamples, frozenset(latents), recorder.reads)
     experiment = _Experiment(programs, first, latents, values, others, bool(reads), leading)
-    found = _read(first, latents, reads)
+    links = _plates_of_reads(first, latents, reads)
     reads = [r for r in reads if any(_in_one_run(latents[n]) for n in r.sites & latents.keys())]
     for plate, pair in halves:
         both = [_Subset(plate, s) for s in pair]
         if thorough:
-            experiment.run(found, [_Subset(plate, s) for s in separating_subsets(plate[0].size)])
+            experiment.run(links, [_Subset(plate, s) for s in separating_subsets(plate[0].size)])
             # NaN hides behind comparisons.
-            experiment.run(found, both, undefined=False)
+            experiment.run(links, both, undefined=False)
         else:
-            experiment.run(found, both[:1])
-    return DependentPlates(found, reads)
+            experiment.run(links, both[:1])
+    return DependentPlates(links, reads)
 
 
 class _Subset(NamedTuple):
     """
     Chosen elements of one plate.
 
-    :ivar frames: the plate, or the turns of a sequential one.
-    :ivar chosen: which of its elements; of a sequential plate which turns.
+    :ivar frames: the plate, or the iterations of a sequential one.
+    :ivar chosen: the mask of its chosen elements or iterations.
     """
 
     frames: tuple[CondIndepStackFrame, ...]
     chosen: Tensor
 
     def where(self, latents: Mapping[str, Site], values: Values) -> Values:
-        """Which entries of each latent lie in the chosen elements."""
-        found = {}
+        """Return the mask of the entries of each latent in the chosen elements."""
+        masks = {}
         for name, site in latents.items():
             frame = next((f for f in self.frames if f in plate_frames(site)), None)
             if frame is None:
                 continue
             if frame.dim is None:
-                if self._has_turn(frame):
-                    found[name] = torch.ones((), dtype=torch.bool)
+                if self._has_iteration(frame):
+                    masks[name] = torch.ones((), dtype=torch.bool)
             elif values[name].dim() >= site["fn"].event_dim - frame.dim:
-                found[name] = self.chosen.reshape((-1,) + (1,) * (-frame.dim - 1))
-        return found
+                masks[name] = self.chosen.reshape((-1,) + (1,) * (-frame.dim - 1))
+        return masks
 
-    def kept(self, term: Term, changed: Tensor) -> bool:
-        """Whether a factor has changed at elements that were not chosen."""
+    def outside(self, term: Term, changed: Tensor) -> bool:
+        """Return whether a factor has changed at elements that were not chosen."""
         frame = next((f for f in self.frames if f in plate_frames(term.site)), None)
         if frame is None:
             return False
         if frame.dim is None:
-            return not self._has_turn(frame) and bool(changed.any())
+            return not self._has_iteration(frame) and bool(changed.any())
         if changed.dim() < -frame.dim or changed.shape[frame.dim] != frame.size:
             return False
         at = (~self.chosen).to(changed.device).nonzero().squeeze(-1)
@@ -305,12 +307,12 @@ class _Subset(NamedTuple):
     def key_of(self, term: Term) -> PlateKey:
         return plate_key(next(f for f in self.frames if f in plate_frames(term.site)))
 
-    def _has_turn(self, frame: CondIndepStackFrame) -> bool:
+    def _has_iteration(self, frame: CondIndepStackFrame) -> bool:
         return bool(self.chosen[plate_key(frame).counter - 1])
 
 
 def _plates(latents: Mapping[str, Site]) -> list[tuple[CondIndepStackFrame, ...]]:
-    """The plates around latents; all turns of a sequential one together."""
+    """Return the plates around latents; all iterations of a sequential one together."""
     frames = sorted({f for s in latents.values() for f in plate_frames(s)}, key=str)
     plates = [(f,) for f in frames if f.dim is not None]
     for name in sorted({f.name for f in frames if f.dim is None}):
@@ -319,30 +321,30 @@ def _plates(latents: Mapping[str, Site]) -> list[tuple[CondIndepStackFrame, ...]
 
 
 def _in_one_run(site: Site) -> bool:
-    """Whether a latent's values at several elements of a plate stand side by side."""
+    """Return whether a site has its values at several elements of a plate in one tensor."""
     return any(f.dim is not None for f in plate_frames(site))
 
 
-def _read(first: Probe, latents: Mapping[str, Site], reads: list[Read]) -> Found:
-    """The plates of latents whose values are read: any factor in them may depend on all of it."""
+def _plates_of_reads(first: Probe, latents: Mapping[str, Site], reads: list[Read]) -> Links:
+    """Return the plates of latents that Python code reads: factors in them may depend on all."""
     names = frozenset().union(*(r.sites for r in reads))
     plates = {f for n in names & latents.keys() for f in plate_frames(latents[n])}
-    found = {}
+    links = {}
     for key, term in first.terms.items():
-        met = {plate_key(f) for f in plate_frames(term.site) & plates if f.dim is not None}
-        if met:
-            found[key] = frozenset(met)
-    return found
+        keys = {plate_key(f) for f in plate_frames(term.site) & plates if f.dim is not None}
+        if keys:
+            links[key] = frozenset(keys)
+    return links
 
 
 class _Experiment:
     """
-    Runs of one pair of programs at changed latents, compared with a run at the same ones.
+    Runs of a model and guide at changed latents, compared with a run at the original ones.
 
     :param latents: the random sites of the guide.
     :param values: their values.
     :param others: other values.
-    :param reads: whether Python code reads a value of them; NaN might then lead anywhere.
+    :param reads: whether Python code reads their values; NaN could then change its control flow.
     """
 
     def __init__(
@@ -359,30 +361,30 @@ class _Experiment:
         self._latents, self._values, self._others = latents, values, others
         smooth = [v.is_floating_point() for v in values.values()]
         self._undefined, self._discrete = any(smooth) and not reads, not all(smooth)
-        # Of a single latent the guide has nothing to say.
+        # With a single latent, only the model's factors are tested.
         self._guide = None if len(values) > 1 or is_messenger(programs) else first.guide_trace
         self._before: dict[bool, dict[FactorKey, Term]] = {}
         self._unstable: dict[bool, frozenset[FactorKey]] = {}
 
-    def run(self, found: Found, subsets: list[_Subset], undefined: bool = True) -> None:
+    def run(self, links: Links, subsets: list[_Subset], undefined: bool = True) -> None:
         """
-        Add what depends on chosen elements from outside them.
+        Add the plates of factors that depend on chosen elements from outside them.
 
         :param bool undefined: whether latents may become NaN.
         """
         if undefined and self._undefined:
             try:
-                return self._add(found, subsets, True, self._discrete)
+                return self._add(links, subsets, True, self._discrete)
             except ProgramError:
-                self._undefined = False  # programs that refuse NaN
-        # At generic parameters a layer that is zero at first hides nothing.
+                self._undefined = False  # programs that reject NaN
+        # With generic parameters, a zero-initialized layer does not hide a dependence.
         try:
-            self._add(found, subsets, False, True)
+            self._add(links, subsets, False, True)
         except ProgramError:
-            self._add(found, subsets, False, False)
+            self._add(links, subsets, False, False)
         return None
 
-    def _add(self, found: Found, subsets: list[_Subset], undefined: bool, generic: bool) -> None:
+    def _add(self, links: Links, subsets: list[_Subset], undefined: bool, generic: bool) -> None:
         before = self._baseline(generic)
         for subset in subsets:
             where = subset.where(self._latents, self._values)
@@ -391,11 +393,11 @@ class _Experiment:
             for key, term in before.items():
                 old = term.log_prob.detach()
                 new = after[key].log_prob.detach() if key in after else old.new_zeros(1, *old.shape)
-                met = subset.kept(term, differing(old, new, undefined))
-                if met and self._is_unstable(key, generic):
-                    met = old.shape == new.shape and subset.kept(term, old.isnan() ^ new.isnan())
-                if met:
-                    found[key] = found.get(key, frozenset()) | {subset.key_of(term)}
+                hit = subset.outside(term, differing(old, new, undefined))
+                if hit and self._is_unstable(key, generic):
+                    hit = old.shape == new.shape and subset.outside(term, old.isnan() ^ new.isnan())
+                if hit:
+                    links[key] = links.get(key, frozenset()) | {subset.key_of(term)}
 
     def _baseline(self, generic: bool) -> dict[FactorKey, Term]:
         if generic not in self._before:
@@ -403,18 +405,18 @@ class _Experiment:
         return self._before[generic]
 
     def _is_unstable(self, key: FactorKey, generic: bool) -> bool:
-        """Whether a factor changes from run to run, as by another generator or atomic additions."""
+        """Return whether a factor varies between runs, for example by atomic additions."""
         if generic not in self._unstable:
-            again, before = self._terms(self._values, generic), self._before[generic]
+            second, before = self._terms(self._values, generic), self._before[generic]
             self._unstable[generic] = frozenset(
                 k
                 for k, t in before.items()
-                if k not in again or bool(differing(t.log_prob, again[k].log_prob, False).any())
+                if k not in second or bool(differing(t.log_prob, second[k].log_prob, False).any())
             )
         return key in self._unstable[generic]
 
     def _terms(self, values: Values, generic: bool) -> dict[FactorKey, Term]:
-        """The factors that may depend on more than their own site: of one latent, the model's."""
+        """Return the factors at some latents; with a single latent, only the model's."""
         if generic:
             with perturbed(self._programs):
                 return self._terms(values, False)

@@ -1,1 +1,1 @@
-"""What stands around a training loop: checkpoints, several devices."""
+"""Tools for training loops: checkpoints, distributed minibatches, plateau detection."""

@@ -28,49 +28,49 @@ from pyro_mcvae.ops import distributed as ranks
 from pyro_mcvae.ops.distributed import num_ranks, rank
 from pyro_mcvae.truncated.closed_form import ClosedForm
 
-# The state of all random number generators that a training step may draw from.
+# The states of all random number generators that a training step may use.
 
-# The states of the generators by kind, of tensors and plain values.
+# The states of the generators by kind, as tensors and plain values.
 RNGState: TypeAlias = dict[str, Any]
 
 
 def rng_state() -> RNGState:
-    """PyTorch's on all devices, NumPy's and Python's, of tensors and plain values."""
+    """Return the states of PyTorch's generators on all devices, NumPy's and Python's."""
     state = pyro.util.get_rng_state()
-    name, keys, *rest = state["numpy"]
+    name, keys, *others = state["numpy"]
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    # A list, where NumPy has an array, which safe loading refuses.
-    return {**state, "numpy": (name, keys.tolist(), *rest), "cuda": cuda}
+    # A list instead of NumPy's array, which safe loading rejects.
+    return {**state, "numpy": (name, keys.tolist(), *others), "cuda": cuda}
 
 
 def set_rng_state(state: RNGState) -> None:
-    """Set what :func:`rng_state` returned."""
+    """Set the states returned by :func:`rng_state`."""
     pyro.util.set_rng_state({name: state[name] for name in ("torch", "random", "numpy")})
-    # On a machine with fewer devices the others' states have nowhere to go.
+    # On a machine with fewer devices, skip the states of the others.
     for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(saved, device)
 
 
 def seed_another(state: RNGState, rank: int) -> None:
-    """Seed a rank that had no state of its own, from the first one's."""
+    """Seed a rank without a saved state from the first rank's state."""
     set_rng_state(state)
     seed = int(torch.randint(2**31, (rank + 1,))[-1])
     pyro.set_rng_seed(seed)
 
 
-# What Pyro keeps by itself: the parameter store, and one optimizer for each parameter in it.
+# Pyro's state: the parameter store, and one optimizer for each parameter in it.
 
 Undo: TypeAlias = Callable[[], object]
-# What an object's own ``state_dict`` returns: tensors and plain values, however it has them.
+# The result of an object's ``state_dict``: tensors and plain values in any container.
 Saved: TypeAlias = Any
 
 
 class Part(ABC):
     """
-    One thing with a state.
+    An object with a state.
 
-    :cvar str kind: its class, so that no other is taken for it.
-    :cvar bool by_rank: whether each rank of a distributed run has a state of its own.
+    :cvar str kind: its class, to detect a mismatch.
+    :cvar bool by_rank: whether each rank of a distributed run has a separate state.
     """
 
     kind: str
@@ -78,40 +78,40 @@ class Part(ABC):
 
     @abstractmethod
     def save(self) -> Saved:
-        """The state, of tensors and plain values; tensors may be the live ones."""
+        """Return the state, as tensors and plain values; tensors may be the live ones."""
 
     @abstractmethod
     def load(self, state: Saved) -> None:
         """Set the state; may fail halfway."""
 
     def undo(self) -> Undo:
-        """Remember the present state, and return what sets it again."""
+        """Store the present state, and return a function that restores it."""
         before = copy.deepcopy(self.save())
         return lambda: self.load(before)
 
 
 class PyroOptimPart(Part):
-    """Pyro's optimizers: one of PyTorch's for each parameter, by its name in the store."""
+    """Pyro's optimizers: one PyTorch optimizer per parameter, by its name in the store."""
 
     def __init__(self, optim: PyroOptim) -> None:
         self._optim = optim
-        made = optim.pt_optim_constructor
-        self.kind = f"{type(optim).__name__}({getattr(made, '__name__', made)})"
+        constructor = optim.pt_optim_constructor
+        self.kind = f"{type(optim).__name__}({getattr(constructor, '__name__', constructor)})"
 
     def save(self) -> dict[str, Saved]:
-        # What was loaded and has not met its parameter yet is part of the state.
+        # A loaded state whose parameter does not exist yet is included.
         state = {**self._optim._state_waiting_to_be_consumed, **self._optim.get_state()}
         return {name: value for name, value in state.items() if name is not None}
 
     def load(self, state: Mapping[str, Saved]) -> None:
-        # A state is consumed where an optimizer is made, so the present ones have to go.
+        # A state is consumed when an optimizer is made, so present optimizers are removed.
         self._optim.optim_objs.clear()
         self._optim.grad_clip.clear()
         self._optim._state_waiting_to_be_consumed = copy.deepcopy(dict(state))
 
 
 def store_names(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """The names in the parameter store of modules that number themselves, by where they are."""
+    """Return the parameter-store names of modules with a ``param_name``, by their path."""
     return {
         f"{part}/{path}": module.param_name
         for part, whole in modules.items()
@@ -124,8 +124,8 @@ class ParamStorePart(Part):
     """
     Pyro's parameter store.
 
-    Many of its tensors are parameters of modules. These keep the modules' tensors, or a module
-    would go on with values that no optimizer sees.
+    Many of its tensors are parameters of modules. They remain the modules' tensors; otherwise a
+    module would use values that no optimizer updates.
     """
 
     kind = "ParamStoreDict"
@@ -143,10 +143,11 @@ class ParamStorePart(Part):
 
     def save(self) -> dict[str, dict[str, Any]]:
         """
-        Return everything by its name in the store: values, constraints, the part and the name there
-        of parameters that modules among the parts hold (``owners``), and which ones other modules
-        hold (``of_modules``). These do not look for their values in the store: what is put there
-        would be trained by the optimizer and used by nobody.
+        Return the state by names in the store.
+
+        It has the values, the constraints, the part and name of parameters that belong to modules
+        among the parts (``owners``), and the parameters of other modules (``of_modules``). Other
+        modules do not read the store: values put there would be trained, but never used.
         """
         keys: dict[int, str] = {}
         for key, value in self._owned().items():
@@ -176,17 +177,17 @@ class ParamStorePart(Part):
             elif owner is None and name in state["of_modules"]:
                 raise ValueError(
                     f"parameter '{name}' of shape {tuple(saved.shape)} belongs to a module that is "
-                    f"not among the parts, and the store does not know one of this shape: pass the "
-                    f"module to save_checkpoint and load_checkpoint too, or call the model and the "
-                    f"guide once before loading"
+                    f"not among the parts, and the store has none of this shape: pass the module "
+                    f"to save_checkpoint and load_checkpoint too, or call the model and the guide "
+                    f"once before loading"
                 )
-            # A module's next call puts its own tensor there.
+            # The module's next call adds its own tensor.
             if live is not None and live is not owner:
                 del self._store[name]
             if owner is None:
-                made = saved.clone().requires_grad_()
+                parameter = saved.clone().requires_grad_()
                 constraint = {name: state["constraints"][name]}
-                self._store.set_state({"params": {name: made}, "constraints": constraint})
+                self._store.set_state({"params": {name: parameter}, "constraints": constraint})
 
     def undo(self) -> Undo:
         store = self._store
@@ -204,7 +205,7 @@ class ParamStorePart(Part):
         return restore
 
 
-# The file of a checkpoint: written in one piece, and read only if it is what was written.
+# The file of a checkpoint: written atomically, and verified when read.
 
 FORMAT = "pyro_mcvae checkpoint"
 
@@ -212,18 +213,18 @@ FORMAT = "pyro_mcvae checkpoint"
 VERSION = 1
 
 
-# By name: which class each part is of (``kinds``), their states (``parts``), the parameter store's
-# (``store``), the names in it of modules that number themselves (``names``), what each rank has for
-# itself (``ranks``: its generators and parts), and what the user adds (``extra``).
+# The classes of the parts (``kinds``), their states (``parts``), that of the parameter store
+# (``store``), the store names of modules with a ``param_name`` (``names``), the state of each rank
+# (``ranks``: its generators and parts), and additional values of the user (``extra``).
 Content: TypeAlias = dict[str, Any]
 _KEYS = {"format", "version", "kinds", "parts", "store", "names", "ranks", "extra"}
 
 
 def write_content(path: Path, content: Content) -> None:
-    """Write a file, in place of an older one at once."""
-    # Beside it, since only within one file system a file takes another's place at once.
+    """Write a file, and atomically replace an older one."""
+    # In the same folder, because replacing is atomic only within one file system.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    # True checksums, whatever PyTorch has been told.
+    # With checksums, regardless of PyTorch's settings.
     get, set_ = (getattr(torch.serialization, f"{n}_crc32_options", None) for n in ("get", "set"))
     computes = get() if get else True
     try:
@@ -242,9 +243,9 @@ def write_content(path: Path, content: Content) -> None:
 
 def read_content(path: Path, weights_only: bool) -> Content:
     """
-    What a file holds.
+    Read the content of a file.
 
-    :raises ValueError: for a file that is damaged, or no checkpoint of this version.
+    :raises ValueError: for a file that is damaged, or not a checkpoint of this version.
     """
     _check_bits(path)
     try:
@@ -254,14 +255,14 @@ def read_content(path: Path, weights_only: bool) -> Content:
         raise
     except pickle.UnpicklingError as error:
         if not zipfile.is_zipfile(path):
-            raise ValueError(f"{path} is truncated, or no checkpoint: {error}") from error
+            raise ValueError(f"{path} is truncated, or not a checkpoint: {error}") from error
         culprit = re.search(r"(?:GLOBAL|class|type) ([\w.]*\w)", str(error))
         raise ValueError(
-            f"{path} holds more than tensors and plain values"
+            f"{path} contains more than tensors and plain values"
             f"{f' ({culprit[1]})' if culprit else ''}: pass weights_only=False if you trust it"
         ) from error
     except Exception as error:
-        raise ValueError(f"{path} is truncated, or no checkpoint: {error}") from error
+        raise ValueError(f"{path} is truncated, or not a checkpoint: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         keys = f" of {sorted(map(str, content))[:5]}" if isinstance(content, dict) else ""
         kind = type(content).__name__
@@ -278,47 +279,47 @@ def read_content(path: Path, weights_only: bool) -> Content:
 
 def _check_bits(path: Path) -> None:
     """
-    Compare the file with its checksums, which PyTorch writes and does not read.
+    Compare the file with its checksums, which PyTorch writes but does not verify.
 
     :raises ValueError: naming the record that differs.
     """
     if not zipfile.is_zipfile(path):
-        return  # loading says why not
+        return  # loading raises the error
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-    except Exception as error:  # a flipped bit can ask for anything: a password, a compression
+    except Exception as error:  # a flipped bit can request anything: a password, a compression
         raise ValueError(f"{path} is damaged: {error}") from error
     if damaged is not None:
         raise ValueError(f"{path} is damaged: its record '{damaged}' is not what was written")
 
 
 def _constraints() -> list[Callable[..., object] | tuple[Callable[..., object], str]]:
-    """Constraints are the only objects in a parameter store that are not tensors."""
+    """Return the classes of constraints, the only non-tensor objects in a parameter store."""
     modules = torch.distributions.constraints, constraints
     classes = {c for m in modules for c in vars(m).values() if isinstance(c, type)}
     return [c for c in classes if issubclass(c, torch.distributions.constraints.Constraint)]
 
 
-# The parts of a training run: what each saves, checks, loads, and takes back.
+# The parts of a training run: how each is saved, loaded, and restored after an error.
 
 Spaces: TypeAlias = tuple[dict[str, Tensor], dict[str, Tensor]]
 
 
 def as_parts(parts: Mapping[str, object]) -> dict[str, Part]:
     """
-    Parts by name; an :class:`~pyro.infer.SVI` is several.
+    Return parts by name; an :class:`~pyro.infer.SVI` has several.
 
     :raises ValueError: naming a part that has no state.
     """
     if not isinstance(parts, Mapping):
         raise ValueError(
-            f"parts must be a dict of what changes in training, by name, such as {{'svi': svi}}, "
-            f"after the path, got {type(parts).__name__}"
+            f"parts must be a dict of objects that change in training, by name, such as "
+            f"{{'svi': svi}}, after the path, got {type(parts).__name__}"
         )
     # Modules first: optimizers' states refer to parameters, and the parameter store to modules.
-    found = [(name, _as_part(name, value)) for name, value in _flatten(parts)]
-    return dict(sorted(found, key=lambda item: not isinstance(item[1], ModulePart)))
+    flat = [(name, _as_part(name, value)) for name, value in _flatten(parts)]
+    return dict(sorted(flat, key=lambda item: not isinstance(item[1], ModulePart)))
 
 
 def _flatten(parts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -328,24 +329,24 @@ def _flatten(parts: Mapping[str, object]) -> Iterator[tuple[str, object]]:
             continue
         yield f"{name}.optim", value.optim
         loss = getattr(value.loss, "__self__", value.loss)
-        # How a loss is computed is not what it has learned.
+        # Compilation is not part of the state.
         yield f"{name}.loss", loss.plain if isinstance(loss, CompiledELBO) else loss
         seen = None
         for program in ("model", "guide"):
-            found = _module_of(getattr(value, program))
-            if found is not None and found is not seen:
-                yield f"{name}.{program}", found
-            seen = found
+            module = _module_of(getattr(value, program))
+            if module is not None and module is not seen:
+                yield f"{name}.{program}", module
+            seen = module
 
 
 def _module_of(program: object) -> nn.Module | None:
-    """The module that a program is, or is a method of, also where it is wrapped."""
+    """Return the module that a (possibly wrapped) program is, or is a method of."""
     while not isinstance(program, nn.Module):
         inside = ("func", "__wrapped__", "__self__")  # partial, wraps, a bound method
-        found = next((f for n in inside if (f := getattr(program, n, None)) is not None), None)
-        if found is None or isinstance(found, ModuleType):  # a builtin's __self__
+        inner = next((f for n in inside if (f := getattr(program, n, None)) is not None), None)
+        if inner is None or isinstance(inner, ModuleType):  # a builtin's __self__
             return None
-        program = found
+        program = inner
     return program
 
 
@@ -378,7 +379,7 @@ class ModulePart(Part):
     """A module, whose tensors are overwritten in place."""
 
     def __init__(self, module: nn.Module) -> None:
-        # The wrapper belongs to the number of processes, not to what was learned.
+        # The wrapper depends on the number of processes, and is not part of the state.
         wrapped = isinstance(module, DistributedDataParallel)
         self.module = cast("nn.Module", module.module if wrapped else module)
         self.kind = _kind(self.module)
@@ -389,8 +390,8 @@ class ModulePart(Part):
     def load(self, state: Mapping[str, Saved]) -> None:
         for path, module in self.module.named_modules():
             prefix = f"{path}." if path else ""
-            own = [prefix + name for name, b in module._buffers.items() if b is not None]
-            if hasattr(module, "forget") and any(name not in state for name in own):
+            buffer_names = [prefix + name for name, b in module._buffers.items() if b is not None]
+            if hasattr(module, "forget") and any(name not in state for name in buffer_names):
                 module.forget()  # saved before its first call
         try:
             self.module.load_state_dict(state)
@@ -401,25 +402,25 @@ class ModulePart(Part):
             ) from error
 
     def undo(self) -> Undo:
-        kept = [
-            (held, dict(held), {n: t.detach().clone() for n, t in held.items() if t is not None})
+        saved = [
+            (live, dict(live), {n: t.detach().clone() for n, t in live.items() if t is not None})
             for module in self.module.modules()
-            for held in cast("Spaces", (module._parameters, module._buffers))
+            for live in cast("Spaces", (module._parameters, module._buffers))
         ]
 
         def restore() -> None:
             with torch.no_grad():
-                for held, before, values in kept:
-                    held.clear()
-                    held.update(before)
+                for live, before, values in saved:
+                    live.clear()
+                    live.update(before)
                     for name, value in values.items():
-                        held[name].copy_(value)
+                        live[name].copy_(value)
 
         return restore
 
 
 class _ObjectPart(Part):
-    """Anything with a pair of methods: optimizers, schedules, generators, statistics."""
+    """An object with methods for its state: optimizers, schedules, generators, statistics."""
 
     def __init__(
         self, value: object, get: Callable[[], Saved], set_: Callable[[Saved], object]
@@ -432,7 +433,7 @@ class _ObjectPart(Part):
         return self._get()
 
     def load(self, state: Saved) -> None:
-        # Some keep what they are given, and change it later.
+        # Some objects store the argument itself, and change it later.
         self._set(copy.deepcopy(state))
 
     def undo(self) -> Undo:
@@ -441,7 +442,7 @@ class _ObjectPart(Part):
 
 
 class _ClosedFormPart(_ObjectPart):
-    """Statistics of an epoch, which ranks have gathered apart."""
+    """Statistics of an epoch, collected separately by each rank."""
 
     def __init__(self, value: ClosedForm) -> None:
         super().__init__(value, value.state_dict, value.load_state_dict)
@@ -454,11 +455,11 @@ class _ClosedFormPart(_ObjectPart):
         return state
 
     def load(self, state: Saved) -> None:
-        # They are summed over ranks again when they are used.
+        # They are summed over ranks again in an update.
         super().load(state if rank() == 0 else {**state, "total": 0.0, "count": 0.0})
 
 
-# Checkpoints: everything that a training run has learned or drawn, in one file.
+# Checkpoints: the whole state of a training run in one file.
 
 _STORE = "pyro's parameter store"
 
@@ -469,24 +470,23 @@ def save_checkpoint(
     """
     Save a training run, so that it can be resumed as if it had never stopped.
 
-    Besides the parts, the file holds Pyro's parameter store and the state of the random number
-    generators (PyTorch's on all devices, NumPy's, Python's). It replaces an older one of that name
-    only when it is complete: a run that is killed while it saves leaves the old one.
+    Besides the parts, the file has Pyro's parameter store and the states of the random number
+    generators (PyTorch's on all devices, NumPy's, Python's). It replaces an older file only when it
+    is complete: if a run is killed while saving, the old file remains.
 
-    In a distributed run every rank must call this, and rank 0 writes one file, which loads on any
-    number of ranks: the generators of all ranks are in it, and closed forms' statistics are summed.
+    In a distributed run every rank must call this. Rank 0 writes one file, which loads on any
+    number of ranks: it has the generators of all ranks, and the sums of closed forms' statistics.
 
-    What no part holds is not in the file: pass it as ``extra``, such as the temperature of
-    :class:`GumbelSoftmax` if you anneal it. A draw of :class:`MonteCarloEM` that still serves
-    further updates is made again.
+    Pass any other state as ``extra``, such as the temperature of :class:`GumbelSoftmax` if you
+    anneal it. A draw that :class:`MonteCarloEM` reuses for further updates is drawn again.
 
-    :param path: where to.
-    :param parts: by names of one's own, everything that changes in training: modules (models,
-        guides, ``elbo(model, guide)``, objectives with learned or adapting parts, also wrapped in
+    :param path: the path of the file.
+    :param parts: everything that changes in training, by names of your choice: modules (models,
+        guides, ``elbo(model, guide)``, objectives with learned or adaptive parts, also wrapped in
         :class:`~torch.nn.parallel.DistributedDataParallel`), optimizers and learning rate schedules
         of PyTorch or Pyro, a whole :class:`~pyro.infer.SVI` (with the modules that its model and
-        guide are, or are methods of; pass others that these use), closed-form updates, batch
-        samplers, random generators: whatever has ``state_dict`` or ``get_state``.
+        guide are, or are methods of; pass other modules that these use), closed-form updates, batch
+        samplers, random generators: any object with ``state_dict`` or ``get_state``.
     :param extra: numbers, strings, tensors, and lists and dicts of them; :func:`load_checkpoint`
         returns them.
     :raises ValueError: naming a part that has no state to save.
@@ -511,17 +511,17 @@ def save_checkpoint(
         >>> then == [svi.step(x) for _ in range(3)]
         True
     """
-    found = as_parts(parts)
-    modules = _modules(found)
-    own = {name: part.save() for name, part in found.items() if part.by_rank}
+    live = as_parts(parts)
+    modules = _modules(live)
+    rank_states = {name: part.save() for name, part in live.items() if part.by_rank}
     content: Content = {
         "format": FORMAT,
         "version": VERSION,
-        "kinds": {name: part.kind for name, part in found.items()},
-        "parts": {name: part.save() for name, part in found.items()},
+        "kinds": {name: part.kind for name, part in live.items()},
+        "parts": {name: part.save() for name, part in live.items()},
         "store": ParamStorePart(modules).save(),
         "names": store_names(modules),
-        "ranks": ranks.gather({"rng": rng_state(), "parts": own}),
+        "ranks": ranks.gather({"rng": rng_state(), "parts": rank_states}),
         "extra": extra,
     }
     ranks.first_alone(lambda: write_content(Path(path), content))
@@ -531,23 +531,22 @@ def load_checkpoint(
     path: str | os.PathLike[str], parts: Mapping[str, object], *, weights_only: bool = True
 ) -> dict[str, Saved]:
     """
-    Restore a training run. Its next step is the one that would have followed the save, to the bit
-    on the same machine.
+    Restore a training run.
 
-    Values are copied into the live tensors, so that optimizers and compiled modules keep hold of
-    them, on whatever device they are. On other ranks than were saved the generators are seeded
-    again, from the saved ones. AutoGuides have no parameters before their first call, so
-    call them once before; what that call draws does not matter, as the generators are set here.
-    If anything does not fit, nothing is changed.
+    On the same machine the next step equals the one after the save, bit for bit. Values are copied
+    into the live tensors, on any device, so that optimizers and compiled modules still refer to
+    them. Ranks without a saved state are seeded from the saved ones. AutoGuides have no parameters
+    before their first call, so call them once before loading; the draws of that call do not matter,
+    because the generators are set here. If anything does not fit, nothing is changed.
 
-    :param path: what :func:`save_checkpoint` wrote.
-    :param parts: the live parts, under the names that they were saved under.
-    :param bool weights_only: refuse files that hold anything but tensors, plain values and
-        constraints, since unpickling others can run code. False for files that you trust.
-    :returns: the ``extra`` values that were saved.
-    :raises ValueError: for a file that is truncated, damaged (a flipped bit) or no checkpoint, and
-        naming a part that is missing, of another class or of another shape; also a module that is
-        not among the parts, if its parameters are in the file and it has not been called yet.
+    :param path: a file written by :func:`save_checkpoint`.
+    :param parts: the live parts, by the names used for saving.
+    :param bool weights_only: reject files with anything but tensors, plain values and constraints,
+        because unpickling other objects can run code. Use False only for files that you trust.
+    :returns: the saved ``extra`` values.
+    :raises ValueError: for a file that is truncated, damaged (a flipped bit) or not a checkpoint;
+        naming a part that is missing, of another class or of another shape; and naming a module
+        that is not among the parts, if its parameters are in the file and it was not called yet.
 
     Example::
 
@@ -561,21 +560,21 @@ def load_checkpoint(
         ValueError: ...
     """
     content = read_content(Path(path), weights_only)
-    found = as_parts(parts)
-    _check_names(content, found)
-    modules = _modules(found)
-    live: dict[str, Part] = {**found, _STORE: ParamStorePart(modules)}
-    states = _renamed(content, found, store_names(modules))
-    own = content["ranks"][ranks.rank()] if ranks.rank() < len(content["ranks"]) else None
+    named = as_parts(parts)
+    _check_names(content, named)
+    modules = _modules(named)
+    live: dict[str, Part] = {**named, _STORE: ParamStorePart(modules)}
+    states = _renamed(content, named, store_names(modules))
+    rank_state = content["ranks"][ranks.rank()] if ranks.rank() < len(content["ranks"]) else None
     rng = rng_state()
     undo = [part.undo() for part in live.values()]
     name = ""
     try:
         for name, part in live.items():
-            part.load(own["parts"].get(name, states[name]) if own else states[name])
+            part.load(rank_state["parts"].get(name, states[name]) if rank_state else states[name])
         name = "the random number generators"
-        if own:
-            set_rng_state(own["rng"])
+        if rank_state:
+            set_rng_state(rank_state["rng"])
         else:
             seed_another(content["ranks"][0]["rng"], ranks.rank())
     except Exception as error:
@@ -593,14 +592,14 @@ def _modules(parts: Mapping[str, Part]) -> dict[str, nn.Module]:
 def _renamed(
     content: Content, parts: Mapping[str, Part], names: Mapping[str, str]
 ) -> dict[str, Saved]:
-    """The saved states by part, with the names in the store that live modules go by."""
+    """Return the saved states by part, with the store names of the live modules."""
     new = {old: names.get(where, old) for where, old in content["names"].items()}
 
     def rename(state: Mapping[str, Saved]) -> dict[str, Saved]:
         split = {key: key.split("$$$", 1) for key in state}
         return {
-            "$$$".join([new.get(first, first), *rest]): state[key]
-            for key, (first, *rest) in split.items()
+            "$$$".join([new.get(first, first), *suffix]): state[key]
+            for key, (first, *suffix) in split.items()
         }
 
     states = dict(content["parts"])
@@ -615,7 +614,7 @@ def _check_names(content: Content, parts: Mapping[str, Part]) -> None:
     saved, live = content["kinds"], {name: part.kind for name, part in parts.items()}
     if saved.keys() != live.keys():
         raise ValueError(
-            f"the checkpoint has the parts {sorted(saved)}, and those to load are {sorted(live)}: "
+            f"the checkpoint has the parts {sorted(saved)}, but those to load are {sorted(live)}: "
             f"pass the same parts to save_checkpoint and load_checkpoint"
         )
     for name, kind in saved.items():

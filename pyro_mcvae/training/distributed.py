@@ -1,4 +1,4 @@
-"""Minibatches of a distributed run, in which no datum comes twice."""
+"""Minibatches of a distributed run, without repeated data."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ _STATE = "shuffle", "seed", "epoch", "position"
 
 class RankBatches:
     r"""
-    The indices of this process's minibatches: iterating goes through one epoch.
+    Yields the indices of this process's minibatches; one iteration is one epoch.
 
-    All ranks follow one permutation of the data, which each of them computes; at every step each
-    takes its own part of the next ``batch_size * num_ranks`` indices, equally many. No datum comes
-    twice in an epoch, on whatever rank. What is left in the end is shared out equally, so that less
-    than ``num_ranks`` data are left out, others in each epoch. (A plate with ``subsample_size``
-    draws on each rank by itself, the same indices on all of them after ``pyro.set_rng_seed``.)
+    All ranks compute the same permutation of the data. In every step they divide the next
+    ``batch_size * num_ranks`` indices equally, so no datum is used twice in an epoch. The last
+    indices are divided equally, too: less than ``num_ranks`` data are skipped, different ones in
+    each epoch. (A plate with ``subsample_size`` draws separately on each rank, but the same indices
+    on all ranks after ``pyro.set_rng_seed``.)
 
-    Pass the indices to the plate, ``pyro.plate("data", N, subsample=index)``: the mean over ranks
-    of each rank's gradient, which DistributedDataParallel computes, is then the gradient of the
-    minibatches' union, with its scale :math:`N / \sum_r B_r`.
+    Pass the indices to the plate, ``pyro.plate("data", N, subsample=index)``. The mean of the
+    ranks' gradients, which DistributedDataParallel computes, is then the gradient of the union of
+    the minibatches, with its scale :math:`N / \sum_r B_r`.
 
-    ``state_dict`` holds the place in the epoch, for any number of ranks: iterating goes on there.
-    An epoch that was left by ``break`` is taken up as well.
+    ``state_dict`` has the position in the epoch, for any number of ranks, and iteration continues
+    there. An epoch that was left by ``break`` is continued as well.
 
     :param int num_data: the number of data, N.
-    :param int batch_size: the most data of one rank in one step.
-    :param bool shuffle: False goes through the data in their order.
-    :param int seed: of the permutations; the same on all ranks.
-    :param rank: which process this is; by default what :mod:`torch.distributed` says.
-    :param num_ranks: of how many; by default what :mod:`torch.distributed` says.
-    :ivar epoch: the number of epochs that are done.
-    :ivar position: how many indices of this one all ranks have had.
-    :raises ValueError: for sizes that are no ints of at least 1, and for less data than ranks.
+    :param int batch_size: the maximal number of data of one rank in one step.
+    :param bool shuffle: False to use the data in order.
+    :param int seed: the seed of the permutations, the same on all ranks.
+    :param rank: the rank of this process; by default from :mod:`torch.distributed`.
+    :param num_ranks: the number of ranks; by default from :mod:`torch.distributed`.
+    :ivar epoch: the number of completed epochs.
+    :ivar position: the number of used indices in this epoch, over all ranks.
+    :raises ValueError: for sizes that are not ints of at least 1, and for less data than ranks.
 
     Example, the second of three processes::
 
@@ -71,19 +71,19 @@ class RankBatches:
             )
         self.num_data, self.batch_size = num_data, batch_size
         self.shuffle, self.seed = shuffle, seed
-        #: Which epoch this is, and how many of its data all ranks have had.
+        #: The current epoch, and the number of its used indices over all ranks.
         self.epoch, self.position = 0, 0
 
     def __len__(self) -> int:
-        """Steps in a whole epoch."""
-        whole, rest = divmod(self.num_data, self.batch_size * self.num_ranks)
-        return whole + (rest >= self.num_ranks)
+        """Return the number of steps of a whole epoch."""
+        whole, remaining = divmod(self.num_data, self.batch_size * self.num_ranks)
+        return whole + (remaining >= self.num_ranks)
 
     def __iter__(self) -> Iterator[Tensor]:
         order = self._order()
         while size := min(self.batch_size, (len(order) - self.position) // self.num_ranks):
             begin = self.position + self.rank * size
-            # Before the step: what is saved after it begins with the next one.
+            # Before the step, so that a state saved after it continues with the next one.
             self.position += size * self.num_ranks
             yield order[begin : begin + size]
         self.epoch, self.position = self.epoch + 1, 0
@@ -92,24 +92,24 @@ class RankBatches:
         if not self.shuffle:
             return torch.arange(self.num_data)
         generator = torch.Generator().manual_seed(self.seed)
-        # A seed of its own for each epoch, which neighbouring seeds do not share.
+        # A separate seed for each epoch, different also for adjacent values of ``seed``.
         drawn = torch.randint(2**62, (self.epoch + 1,), generator=generator)
         generator.manual_seed(int(drawn[-1]))
         return torch.randperm(self.num_data, generator=generator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, place, and what the order is made of."""
+        """Return the epoch, the position, and the settings of the order."""
         return {name: getattr(self, name) for name in ("num_data", *_STATE)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
-        Go on where another left off.
+        Continue from a saved position.
 
         :raises ValueError: for another number of data.
         """
         if state["num_data"] != self.num_data:
             raise ValueError(
-                f"the batches were of {state['num_data']} data, and are now of {self.num_data}"
+                f"the batches were of {state['num_data']} data, but now num_data={self.num_data}"
             )
         for name in _STATE:
             setattr(self, name, state[name])

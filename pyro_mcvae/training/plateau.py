@@ -1,4 +1,4 @@
-"""Detect that a bound has levelled off."""
+"""Detect that a bound has reached a plateau."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 
 from pyro_mcvae.ops.checks import check_count, check_positive
 
-# Batches of each quarter, whose means tell the error also where noise is correlated.
+# Batches per quarter, whose means give the error even for correlated noise.
 _BATCHES = 10
-# Errors that the improvement must stay below the tolerance by, and how often it is tested: each
-# time the run is so much longer.
+# The margin in standard errors, and the growth of the run between two tests.
 _ERRORS, _GROWTH = 3.0, 1.05
 
 
 class PlateauDetector:
     r"""
-    Tells when a noisy loss has levelled off, for loops that then swap the loss, or stop.
+    Detects when a noisy loss has levelled off, for loops that then change the loss, or stop.
 
     After t steps it compares the mean loss of the last quarter of the steps with that of the
     quarter before,
@@ -28,21 +27,21 @@ class PlateauDetector:
         d = \bar L_{(t/2, 3t/4]} - \bar L_{(3t/4, t]}, \qquad
         d + 3 \operatorname{se}(d) < \text{tolerance} \cdot \operatorname{sd}(L) ,
 
-    where sd is the spread of single losses in the last quarter, and the error of d is that of ten
-    batch means of each. So it is sure that a third more training, at the present pace, gains less
-    than this share of the noise; it needs the more steps the smaller the tolerance is, about
-    :math:`70 / \text{tolerance}^2`, and about as many again after the curve is flat as there were
-    before. Measured over simulated curves: see its tests.
+    where sd is the spread of single losses in the last quarter, and the error of d is estimated
+    from ten batch means of each quarter. Then a third more training, at the present pace, improves
+    the loss by less than this fraction of the noise. It needs about
+    :math:`70 / \text{tolerance}^2` steps, and, after the curve is flat, about as many steps as
+    before. Its tests have measurements on simulated curves.
 
     :param float tolerance: in standard deviations of one step's loss.
-    :param int min_steps: the fewest steps before it says anything.
+    :param int min_steps: the least number of steps before the first test.
     :ivar improvement: d of the last test, in the units of the loss; NaN before the first.
     :ivar standard_error: of ``improvement``.
-    :ivar levelled_off: what :meth:`step` returned last.
-    :ivar num_steps: how many losses it has seen; those that are not finite do not count.
+    :ivar levelled_off: the last result of :meth:`step`.
+    :ivar num_steps: the number of finite losses.
     :raises ValueError: for a tolerance that is not positive.
 
-    ``save_checkpoint`` takes it as a part. Example, a swap when the ELBO has levelled off::
+    ``save_checkpoint`` accepts it as a part. Example, change the loss on a plateau of the ELBO::
 
         >>> plateau = PlateauDetector()
         >>> for step in range(5000):  # doctest: +SKIP
@@ -60,7 +59,7 @@ class PlateauDetector:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, as for another loss."""
+        """Reset the state, for another loss."""
         self.levelled_off = False
         self.improvement = self.standard_error = math.nan
         self._losses: list[float] = []
@@ -72,10 +71,10 @@ class PlateauDetector:
 
     def step(self, loss: float) -> bool:
         """
-        See one more loss.
+        Add a loss.
 
-        :param loss: as ``SVI.step`` returns it; a scalar tensor will do.
-        :returns: whether it has levelled off; once True, so until :meth:`reset`.
+        :param loss: the result of ``SVI.step``, or a scalar tensor.
+        :returns: whether it has levelled off; remains True until :meth:`reset`.
         """
         value = float(loss)
         if math.isfinite(value):
@@ -92,13 +91,13 @@ class PlateauDetector:
         before, after = means.mean(-1)
         error = (means.var(-1).sum() / _BATCHES).sqrt()
         spread = recent[_BATCHES * size :].std()
-        # Losses without noise: their rounding is none that could be gained.
+        # For losses without noise, do not count rounding as an improvement.
         spread = torch.maximum(spread, 1e-6 * after.abs())
         self.improvement, self.standard_error = float(before - after), float(error)
         return bool(before - after + _ERRORS * error < self.tolerance * spread)
 
     def state_dict(self) -> dict[str, object]:
-        """What :func:`save_checkpoint` keeps."""
+        """Return the state for :func:`save_checkpoint`."""
         return {
             "losses": torch.tensor(self._losses, dtype=torch.float64),
             "next": self._next,
@@ -107,7 +106,7 @@ class PlateauDetector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set what :meth:`state_dict` returned."""
+        """Set the state returned by :meth:`state_dict`."""
         self._losses = state["losses"].tolist()
         self._next, self.levelled_off = state["next"], state["levelled_off"]
         self.improvement, self.standard_error = state["last"]

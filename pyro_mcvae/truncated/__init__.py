@@ -1,1 +1,1 @@
-"""Truncated posteriors: sets of discrete states for every datum, and their evolutionary search."""
+"""Truncated posteriors: sets of discrete states of each datum, and their evolutionary search."""

@@ -1,9 +1,9 @@
 r"""
-Log densities of Normal and Bernoulli sites that compute once what is the same for all states.
+Log densities of Normal and Bernoulli sites that compute terms shared by all states only once.
 
-A distribution broadcasts its parameters against each other, and plates expand them further: the
-scale of a Gaussian decoder, one number, takes the shape ``[S, N, pixels]``, and ``log_prob`` takes
-its logarithm and its square that often. Here parameters are taken back to the size that they had:
+A distribution broadcasts its parameters against each other, and plates expand them further. The
+scale of a Gaussian decoder, one number, is expanded to shape ``[S, N, pixels]``, and ``log_prob``
+computes as many logarithms and squares. Here parameters keep their size before the expansion:
 
 .. math::
     \log N(x; \mu, \sigma) = -\frac{1}{2 \sigma^2} \sum_d (x_d - \mu_d)^2
@@ -31,12 +31,12 @@ from pyro_mcvae.programs.types import Distribution, FactorKey, Site
 
 def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:
     """
-    ``fn.log_prob(value)`` of a Normal or a Bernoulli, under ``to_event`` and ``mask`` or not.
+    Return ``fn.log_prob(value)`` of a Normal or a Bernoulli, also under ``to_event`` and ``mask``.
 
     :param fn: a distribution.
     :param ~torch.Tensor value: broadcastable to its shape.
     :returns: the same up to rounding, with the same gradients; None for any other distribution.
-    :raises ValueError: where the distribution validates its values and refuses this one.
+    :raises ValueError: if the distribution's validation rejects the value.
 
     Example::
 
@@ -48,7 +48,7 @@ def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:
     while isinstance(base, torch.distributions.Independent):
         base, events = base.base_dist, events + base.reinterpreted_batch_ndims
     if type(base) is MaskedDistribution and isinstance(base._mask, Tensor):
-        base, mask = base.base_dist, _as_given(base._mask)
+        base, mask = base.base_dist, _unexpanded(base._mask)
     form = _FORMS.get(type(base))
     if form is None or not value.is_floating_point():
         return None
@@ -56,22 +56,22 @@ def broadcast_log_prob(fn: Distribution, value: Tensor) -> Tensor | None:
         base._validate_sample(value)
     shape = _broadcast(value.shape, base.batch_shape)
     if mask is not None:
-        # What is missing may be NaN, whose gradient no later mask would stop.
+        # Missing entries may be NaN, whose gradient a later mask would not remove.
         value = torch.where(mask, value, torch.zeros_like(value))
     with without_autocast():
-        found: Tensor = form(base, value, shape[len(shape) - events :], mask)
+        log_prob: Tensor = form(base, value, shape[len(shape) - events :], mask)
     batch = shape[: len(shape) - events]
-    return found if found.shape == batch else found.expand(batch)
+    return log_prob if log_prob.shape == batch else log_prob.expand(batch)
 
 
 def broadcast_term(site: Site) -> Term:
-    """What :func:`~pyro_mcvae.programs.terms.model_term` returns, broadcast where it can be."""
+    """Return :func:`~pyro_mcvae.programs.terms.model_term`, with the faster density if possible."""
     log_prob = None
     if not site["infer"] and not site["args"] and not site["kwargs"]:
         try:
             log_prob = broadcast_log_prob(site["fn"], site["value"])
         except ValueError:
-            log_prob = None  # The ordinary way raises the error that names the site.
+            log_prob = None  # unscaled_log_prob raises an error that names the site
     if log_prob is None:
         log_prob = unscaled_log_prob(site, "model")
     key = FactorKey("model", site["name"])
@@ -79,12 +79,12 @@ def broadcast_term(site: Site) -> Term:
 
 
 def _normal(base: Distribution, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
-    scale = _as_given(base.scale)
+    scale = _unexpanded(base.scale)
     dims = list(range(-len(event), 0))
     squares = _squares(base.loc, value)
     normaliser = scale.log() + math.log(math.sqrt(2 * math.pi))
     if mask is not None:
-        squares, normaliser = _there(squares, mask), _there(normaliser, mask)
+        squares, normaliser = _zero_masked(squares, mask), _zero_masked(normaliser, mask)
     normaliser = _sum(normaliser, event)
     # One scale for a whole event divides its sum.
     if dims and all(n == 1 for n in scale.shape[-len(dims) :]):
@@ -96,7 +96,7 @@ def _normal(base: Distribution, value: Tensor, event: torch.Size, mask: Tensor |
 
 
 def _squares(a: Tensor, b: Tensor) -> Tensor:
-    """The squared difference: of all ways to write it that with the fewest passes, both ways."""
+    """Return the squared difference, with the fewest forward and backward passes over memory."""
     if a.dtype != b.dtype:
         return (a - b).square()
     a, b = torch.broadcast_tensors(a, b)
@@ -105,13 +105,13 @@ def _squares(a: Tensor, b: Tensor) -> Tensor:
 
 def _bernoulli(base: Distribution, value: Tensor, event: torch.Size, mask: Tensor | None) -> Tensor:
     if "logits" in base.__dict__:
-        logits = _as_given(base.logits)
+        logits = _unexpanded(base.logits)
     else:
-        logits = probs_to_logits(_as_given(base.probs), is_binary=True)
+        logits = probs_to_logits(_unexpanded(base.probs), is_binary=True)
     if _all_ordinary(logits):
         normaliser = softplus(logits)
         if mask is not None:
-            value, normaliser = _there(value, mask), _there(normaliser, mask)
+            value, normaliser = _zero_masked(value, mask), _zero_masked(normaliser, mask)
         return _product(value, logits, event) - _sum(normaliser, event)
     # Zero times an infinite logit is zero here.
     most = torch.finfo(logits.dtype).max / 4
@@ -121,16 +121,17 @@ def _bernoulli(base: Distribution, value: Tensor, event: torch.Size, mask: Tenso
     normaliser = softplus(torch.where(mode, -logits, logits))
     less = value - mode.to(value)
     if mask is not None:
-        less, normaliser = _there(less, mask), _there(normaliser, mask)
+        less, normaliser = _zero_masked(less, mask), _zero_masked(normaliser, mask)
     total = _product(less, logits, event) - _sum(normaliser, event)
     return torch.where(total < -most / 2, -torch.inf, total)
 
 
 def _all_ordinary(logits: Tensor) -> bool:
     """
-    Whether all values are rather zero than one, as under sparse priors, and none is impossible:
-    then no two large terms cancel, and a copy of all states is saved. Looked at on the CPU only;
-    another device would have to be waited for.
+    Return whether all values are more likely zero than one, and none is impossible.
+
+    This holds for sparse priors. Then no two large terms cancel, and a copy of all states is saved.
+    It is checked on the CPU only, because it would synchronize other devices.
     """
     if not costs_nothing_to_read(logits) or not logits.numel():
         return False
@@ -139,23 +140,23 @@ def _all_ordinary(logits: Tensor) -> bool:
 
 
 def _product(value: Tensor, logits: Tensor, event: torch.Size) -> Tensor:
-    """``(value * logits).sum`` over event dims; a matrix product where one vector serves all."""
+    """Return ``(value * logits).sum`` over event dims; a matrix product for a single vector."""
     size = logits.shape[-1] if logits.dim() else 1
     vector = len(event) == 1 and value.dim() > 1 and size == logits.numel() == value.shape[-1]
-    # Where products of float32 may be rounded, sums of log densities may not.
+    # Sums of log densities must not be rounded, even if float32 products may be.
     if vector and torch.get_float32_matmul_precision() == "highest" and value.dtype == logits.dtype:
         return torch.mv(value.reshape(-1, size), logits.reshape(size)).reshape(value.shape[:-1])
     less = value * logits
     return less.sum(list(range(-len(event), 0))) if event else less
 
 
-def _there(value: Tensor, mask: Tensor) -> Tensor:
-    """Zero where the mask says that nothing is there."""
+def _zero_masked(value: Tensor, mask: Tensor) -> Tensor:
+    """Set masked entries to zero."""
     return torch.where(mask, value, torch.zeros_like(value))
 
 
 _FORMS: dict[type, Callable[[Distribution, Tensor, torch.Size, Tensor | None], Tensor]] = {
-    # Subclasses may have another density, and are left to it.
+    # Exact types, because subclasses may have another density.
     dist.Normal: _normal,
     dist.Bernoulli: _bernoulli,
     torch.distributions.Normal: _normal,
@@ -164,7 +165,7 @@ _FORMS: dict[type, Callable[[Distribution, Tensor, torch.Size, Tensor | None], T
 
 
 def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
-    """``torch.broadcast_shapes``, which takes longer than the density of a small minibatch."""
+    """Return ``torch.broadcast_shapes``, which is slower than the density of a small minibatch."""
     if a == b:
         return a
     depth = max(len(a), len(b))
@@ -173,20 +174,20 @@ def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
 
 
 def _sum(value: Tensor, event: torch.Size) -> Tensor:
-    """The sum over event dims, along some of which the value is the same and has size one."""
+    """Sum over event dims, some of which have size one instead of the event's size."""
     if not event:
         return value
-    own = value.shape[-len(event) :]
-    repeats = math.prod(n for n, had in zip(event, own, strict=True) if had == 1)
-    if all(n == 1 for n in own):
+    sizes = value.shape[-len(event) :]
+    repeats = math.prod(n for n, had in zip(event, sizes, strict=True) if had == 1)
+    if all(n == 1 for n in sizes):
         value = value.reshape(value.shape[: value.dim() - len(event)])
     else:
         value = value.sum(list(range(-len(event), 0)))
     return value if repeats == 1 else repeats * value
 
 
-def _as_given(parameter: Tensor) -> Tensor:
-    """A parameter with size one in the dims along which it was expanded."""
+def _unexpanded(parameter: Tensor) -> Tensor:
+    """Return a parameter with size one in the dims along which it was expanded."""
     sizes, strides = parameter.shape, parameter.stride()
     shape = [1 if stride == 0 else size for size, stride in zip(sizes, strides, strict=True)]
     if tuple(shape) == sizes:
@@ -201,19 +202,19 @@ def _as_given(parameter: Tensor) -> Tensor:
         and source.storage_offset() == parameter.storage_offset()
         and _is_contiguous(shape, strides)
     ):
-        # Not through the expansion, whose gradient would be as large as it.
+        # Without the expansion, whose gradient would have the expanded size.
         return source.reshape(shape)
-    for dim, (size, own) in enumerate(zip(sizes, shape, strict=True)):
-        if own != size:
+    for dim, (size, target) in enumerate(zip(sizes, shape, strict=True)):
+        if target != size:
             parameter = parameter.narrow(dim, 0, 1)
     return parameter
 
 
 def _is_contiguous(shape: list[int], strides: tuple[int, ...]) -> bool:
-    wanted = 1
+    expected = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1:
-            if stride != wanted:
+            if stride != expected:
                 return False
-            wanted *= size
+            expected *= size
     return True

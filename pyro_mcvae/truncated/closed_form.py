@@ -1,4 +1,4 @@
-"""Parameters with a closed form under truncated posteriors, from the statistics of an epoch."""
+"""Closed-form updates of parameters under truncated posteriors, from an epoch's statistics."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NORMAL = (dist.Normal, torch.distributions.Normal)
 
 class ClosedForm(ABC):
     """
-    A parameter set to its optimum, given the posteriors of an epoch.
+    A parameter that is set to its optimum given the posteriors of an epoch.
 
     Call :meth:`add` with the posterior of each minibatch, and :meth:`update` at the epoch's end.
 
     :param str site: the name of the site.
-    :param ~torch.Tensor parameter: what the model uses, changed in place; it must not be trained
+    :param ~torch.Tensor parameter: the model's parameter, changed in place; it must not be trained
         by an optimizer as well.
     :ivar total: the sum over the minibatches of this epoch so far.
     :ivar count: the number of its summands.
@@ -37,15 +37,15 @@ class ClosedForm(ABC):
     def __init__(self, site: str, parameter: Tensor) -> None:
         if parameter.requires_grad:
             raise ValueError(
-                f"the parameter of site '{site}' has a closed form and requires gradients: keep it "
-                f"from the optimizer, as a buffer or by parameter.requires_grad_(False)"
+                f"the parameter of site '{site}' has a closed form and requires gradients: exclude "
+                f"it from the optimizer, as a buffer or by parameter.requires_grad_(False)"
             )
         self.site, self.parameter = site, parameter
         self.total: Tensor | float = 0.0
         self.count: Tensor | float = 0.0
 
     def add(self, posterior: StatePosterior) -> None:
-        """Add a minibatch's statistics, but for those that are not finite."""
+        """Add the finite statistics of a minibatch."""
         total, count = self._statistics(posterior)
         usable = total.isfinite()
         self.total = self.total + torch.where(usable, total, 0.0)
@@ -55,19 +55,19 @@ class ClosedForm(ABC):
         """
         Set the parameter, and begin another epoch.
 
-        In a distributed run the statistics are those of all ranks, and every rank must call this.
+        In a distributed run the statistics are those of all ranks, and every rank must call it.
 
         :raises ValueError: before any :meth:`add`.
         """
         with torch.no_grad():
             total, count = self.over_ranks()
-            # What was never observed keeps its value.
+            # Entries without observations keep their value.
             value = self._value(total / count.clamp_min(1e-12))
             self.parameter.copy_(torch.where(count > 0, value, self.parameter))
         self.total = self.count = 0.0
 
     def over_ranks(self) -> tuple[Tensor, Tensor]:
-        """The statistics of all ranks of a distributed run: sum and number."""
+        """Return the sum and the number of the statistics over all ranks of a distributed run."""
         if num_ranks() == 1 and not isinstance(self.count, Tensor):
             raise ValueError(f"site '{self.site}' has no statistics yet: call add(posterior) first")
         # A rank may have had no data of this site.
@@ -75,14 +75,14 @@ class ClosedForm(ABC):
         return sum_over_ranks(zero + self.total), sum_over_ranks(zero + self.count)
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameter, and the statistics of the epoch so far."""
+        """Return the parameter, and the statistics of the epoch so far."""
         return {"parameter": self.parameter, "total": self.total, "count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """
-        Set them.
+        Set the parameter and the statistics.
 
-        :raises ValueError: for a parameter of another shape; nothing is changed then.
+        :raises ValueError: for a parameter of another shape; then nothing is changed.
         """
         if state["parameter"].shape != self.parameter.shape:
             raise ValueError(
@@ -91,19 +91,21 @@ class ClosedForm(ABC):
             )
         with torch.no_grad():
             self.parameter.copy_(state["parameter"])
-        found = state["total"], state["count"]
+        statistics = state["total"], state["count"]
         self.total, self.count = (
-            v.to(self.parameter) if isinstance(v, Tensor) else v for v in found
+            v.to(self.parameter) if isinstance(v, Tensor) else v for v in statistics
         )
 
     @abstractmethod
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
-        """Sum and number, in the parameter's shape."""
+        """Return the sum and the number of the statistics, in the parameter's shape."""
 
     def _sums(self, posterior: StatePosterior, site: Site, value: Tensor) -> tuple[Tensor, Tensor]:
         """
-        Sum over what the parameter does not distinguish, as the site's density enters the free
-        energy: with the user's own scale, and without what is masked out.
+        Sum over the dims that the parameter does not have.
+
+        Like the site's density in the free energy, the sum has the user's scale, and no masked
+        entries.
 
         :param value: broadcast to ``[S, *batch, *event]``.
         """
@@ -117,10 +119,10 @@ class ClosedForm(ABC):
         count = posterior._mean_at(site, weight.expand(shape))
         return total.sum_to_size(self.parameter.shape), count.sum_to_size(self.parameter.shape)
 
-    def _refuse(self, site: Site, wanted: str) -> ValueError:
+    def _wrong_type(self, site: Site, expected: str) -> ValueError:
         return ValueError(
-            f"site '{self.site}' is {type(bare(site['fn'])).__name__}, and not {wanted}: this "
-            f"closed form holds for that distribution alone"
+            f"site '{self.site}' is {type(bare(site['fn'])).__name__}, and not {expected}: this "
+            f"closed form holds only for that distribution"
         )
 
     def _value(self, mean: Tensor) -> Tensor:
@@ -132,8 +134,8 @@ class BernoulliPrior(ClosedForm):
     :math:`\pi = \frac{1}{N} \sum_n \langle z_n \rangle`, the probabilities of a Bernoulli site.
 
     :param str site: a Bernoulli site that the truncated posterior searches.
-    :param ~torch.Tensor parameter: the probabilities, of the site's event shape (or a scalar, the
-        same for all entries).
+    :param ~torch.Tensor parameter: the probabilities, of the site's event shape (or a scalar for
+        all entries).
     :param float floor: keeps the probabilities between ``floor`` and ``1 - floor``.
     :raises ValueError: if the parameter requires gradients.
 
@@ -160,7 +162,7 @@ class BernoulliPrior(ClosedForm):
     def _statistics(self, posterior: StatePosterior) -> tuple[Tensor, Tensor]:
         site = posterior._site(self.site)
         if type(bare(site["fn"])) not in _BERNOULLI or self.site not in posterior.values:
-            raise self._refuse(site, "a Bernoulli site that the truncated posterior searches")
+            raise self._wrong_type(site, "a Bernoulli site that the truncated posterior searches")
         return self._sums(posterior, site, posterior.values[self.site])
 
     def _value(self, mean: Tensor) -> Tensor:
@@ -171,7 +173,7 @@ class GaussianNoise(ClosedForm):
     r"""
     :math:`\sigma^2 = \langle (x - \mu(z))^2 \rangle`, averaged over data and observed entries.
 
-    Entries that are masked out (missing) are neither summed nor counted.
+    Masked (missing) entries are neither summed nor counted.
 
     :param str site: an observed Normal site, possibly under ``to_event`` and ``mask``.
     :param ~torch.Tensor parameter: the standard deviation, a scalar or of the site's event shape.
@@ -202,7 +204,7 @@ class GaussianNoise(ClosedForm):
         site = posterior._site(self.site)
         fn = bare(site["fn"])
         if type(fn) not in _NORMAL:
-            raise self._refuse(site, "Normal")
+            raise self._wrong_type(site, "Normal")
         return self._sums(posterior, site, (site["value"] - fn.loc).square())
 
     def _value(self, mean: Tensor) -> Tensor:
@@ -210,9 +212,9 @@ class GaussianNoise(ClosedForm):
 
 
 def _existing_entries(site: Site) -> Tensor | None:
-    """Which entries of a site are not masked out, broadcast to its values; None if all exist."""
+    """Return the mask of a site's entries, broadcast to its values; None if all exist."""
     fn, value = site["fn"], site["value"]
-    # Batch-shaped at its own level: what is an event of the site may be batch further inside.
+    # Batch-shaped at the mask's level: event dims of the site may be batch dims of a base.
     masks = [(site["mask"], fn.event_dim)]
     masks += [(m._mask, m.event_dim) for m in layers(fn) if isinstance(m, MaskedDistribution)]
     exists = None

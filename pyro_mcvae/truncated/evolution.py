@@ -28,15 +28,15 @@ Selection = Callable[[Tensor, int], Tensor]
 @dataclass
 class Parents:
     """
-    What a mutation may look at; :class:`Mutation` has an example.
+    The input of a mutation; :class:`Mutation` has an example.
 
     :ivar space: the entries, their values and their moves.
     :ivar states: the parents, shape ``[E, P, D]``.
-    :ivar packed: all states of the population, as ``space`` packs them: ``[E, S, bytes]``.
-    :ivar log_joint: of the population, shape ``[E, S]``.
-    :ivar keys: of the population, shape ``[E, S]``.
-    :ivar flip_scores: the linearised change of log p under each move, shape ``[E, P, M]``; there
-        only if the mutation asks for it with ``informed``.
+    :ivar packed: all states of the population, packed by ``space``: ``[E, S, bytes]``.
+    :ivar log_joint: the log joint of the population, shape ``[E, S]``.
+    :ivar keys: the keys of the population, shape ``[E, S]``.
+    :ivar flip_scores: the linearized change of log p under each move, shape ``[E, P, M]``; only for
+        mutations with ``informed``.
     """
 
     space: StateSpace
@@ -47,32 +47,32 @@ class Parents:
     flip_scores: Tensor | None = None
 
     def allowed(self) -> Tensor:
-        """The moves to states that the population does not have, shape ``[E, P, M]``."""
+        """Return the mask of moves to states outside the population, shape ``[E, P, M]``."""
         space = self.space
-        own = space.keys(space.pack(self.states)).unsqueeze(-1)
-        # Pairs of states are compared at once, moves are looked up one by one.
+        parent_keys = space.keys(space.pack(self.states)).unsqueeze(-1)
+        # Either compare all pairs of states, or look up each move.
         if space.is_word and self.keys.shape[1] <= 16 * len(space):
-            return ~self._neighbours(own)
-        return self._look_up(own)
+            return ~self._neighbours(parent_keys)
+        return self._look_up(parent_keys)
 
-    def _neighbours(self, own: Tensor) -> Tensor:
-        """In which entries the population has states that differ from a parent in these alone."""
-        apart = own ^ self.keys.unsqueeze(1)
-        # Zero, or a single bit: distinct states have distinct ones, so that their sum is all bits.
-        flips = (apart * ((apart & (apart - 1)) == 0)).sum(-1, keepdim=True)
-        bit = torch.arange(len(self.space), device=own.device)
+    def _neighbours(self, parent_keys: Tensor) -> Tensor:
+        """Return the entries in which some state differs from a parent, and in no other entry."""
+        xor = parent_keys ^ self.keys.unsqueeze(1)
+        # Zero or a single bit. Distinct states have distinct bits, so the sum has all of them.
+        flips = (xor * ((xor & (xor - 1)) == 0)).sum(-1, keepdim=True)
+        bit = torch.arange(len(self.space), device=parent_keys.device)
         return ((flips >> bit) & 1).bool()
 
-    def _look_up(self, own: Tensor) -> Tensor:
+    def _look_up(self, parent_keys: Tensor) -> Tensor:
         device, space = self.states.device, self.space
         entry = space.table("entry", device)
         current = self.states.index_select(-1, entry).long()
         value = space.moved(current)
         # Keys are linear in the entries.
-        keys = (own + (value - current) * space.unit_keys(device)[entry]).flatten(1)
-        known = self.keys.sort(dim=1).values
-        at = torch.searchsorted(known, keys).clamp_max(known.shape[1] - 1)
-        new = (known.gather(1, at) != keys).reshape(value.shape)
+        keys = (parent_keys + (value - current) * space.unit_keys(device)[entry]).flatten(1)
+        sorted_keys = self.keys.sort(dim=1).values
+        at = torch.searchsorted(sorted_keys, keys).clamp_max(sorted_keys.shape[1] - 1)
+        new = (sorted_keys.gather(1, at) != keys).reshape(value.shape)
         if any(space.ordinal):
             new = new & (value >= 0) & (value < space.table("move size", device))
         return new
@@ -80,13 +80,13 @@ class Parents:
 
 class FitnessProportional:
     r"""
-    Parents drawn with replacement in proportion to
+    Draws parents with replacement in proportion to their fitness,
 
     .. math:: f(z) + \tfrac{1}{10} \bar{f}, \qquad
         f(z) = \log p(x, z) - \min_{z'} \log p(x, z') ,
 
-    per datum, with the mean :math:`\bar{f}` over its states: every state that is possible can
-    become a parent, also the worst, through which alone a better one may be reached.
+    per datum, with the mean :math:`\bar{f}` over its states. Every possible state can become a
+    parent, even the worst, because a better one may be reachable only from it.
 
     Example::
 
@@ -104,27 +104,27 @@ class FitnessProportional:
         fitness = (log_joint - lowest).masked_fill(~possible, 0).nan_to_num(0.0, 0.0, 0.0)
         fitness = fitness + self._FLOOR * fitness.mean(1, keepdim=True) * possible
         total = fitness.cumsum(1)
-        # A population of equals has no fitness to go by.
+        # Without differences in fitness, draw uniformly.
         steps = torch.arange(1, log_joint.shape[1] + 1, device=log_joint.device)
         total = torch.where(total[:, -1:] > 0, total, steps.to(total))
         at = torch.rand(len(total), count, dtype=total.dtype, device=total.device) * total[:, -1:]
-        found = torch.searchsorted(total, at, right=True)
-        return found.clamp_max(log_joint.shape[1] - 1)
+        parents = torch.searchsorted(total, at, right=True)
+        return parents.clamp_max(log_joint.shape[1] - 1)
 
 
 class Mutation(ABC):
     """
-    Makes children, each by one move, the children of one parent by different moves.
+    Makes children, each by one move; the children of one parent have different moves.
 
-    A count goes up or down: by one, or, one time in four, by a distance of whose logarithm all
-    values are about as likely, since where counts are may be far from where the prior draws them.
+    A count moves up or down: by one, or, one time in four, by a distance with a roughly uniform
+    logarithm, because counts may be far from their prior draws.
 
-    A subclass says which moves it prefers; one that changes more than single entries overrides
+    A subclass defines the scores of moves. One that changes more than single entries overrides
     :meth:`__call__`.
 
-    :cvar bool informed: whether ``parents.flip_scores`` is needed, which costs a backward pass.
+    :cvar bool informed: whether it needs ``parents.flip_scores``, which costs a backward pass.
 
-    Example, entries that are not zero move exp(3) times as often as others::
+    Example, nonzero entries move exp(3) times as often as others::
 
         >>> class Sparser(Mutation):
         ...     def scores(self, parents):
@@ -138,30 +138,32 @@ class Mutation(ABC):
 
     @abstractmethod
     def scores(self, parents: Parents) -> Tensor:
-        """Log propensities of the moves, broadcast to ``[E, P, M]``."""
+        """Return log propensities of the moves, broadcast to ``[E, P, M]``."""
 
     def _is_even(self, space: StateSpace) -> bool:
-        """Whether all moves have the same propensity, so that any noise draws them evenly."""
+        """Return whether all moves have the same propensity."""
         return False
 
     def __call__(self, parents: Parents, count: int) -> Tensor:
         """
-        :param int count: children of each parent.
-        :returns: shape ``[E, P, C, D]``; C is less than ``count`` where there are fewer moves.
+        Make the children of each parent.
+
+        :param int count: the number of children per parent.
+        :returns: shape ``[E, P, C, D]``; C is less than ``count`` if there are fewer moves.
         """
         space, states = parents.space, parents.states
         allowed = parents.allowed()
         scores = self.scores(parents).expand(allowed.shape)
         noise = torch.rand_like(scores)
         if not self._is_even(space):
-            # Gumbel noise, which has the order of uniform noise.
+            # Gumbel noise, in the same order as uniform noise.
             noise = -(-noise.log()).log()
         # Gumbel-top-k: distinct moves with the propensities of a draw without replacement.
         scores = (scores + noise).masked_fill(~allowed, -torch.inf)
         moves = scores.topk(min(count, space.num_moves), dim=-1, sorted=False).indices
         entry = space.table("entry", states.device)[moves]
         current = states.gather(-1, entry).long()
-        # What is not allowed but had to be taken changes nothing, and is dropped as a repetition.
+        # Disallowed moves, taken if there are too few others, change nothing: they are duplicates.
         value = torch.where(allowed.gather(-1, moves), space.moved(current, moves), current)
         if any(space.ordinal):
             value = _strides(space, moves, current, value)
@@ -171,7 +173,7 @@ class Mutation(ABC):
 
 class UniformFlips(Mutation):
     """
-    A move of a uniformly drawn entry, as in [1].
+    Moves a uniformly drawn entry, as in [1].
 
     [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
     with Binary Latents*.
@@ -182,28 +184,28 @@ class UniformFlips(Mutation):
     """
 
     def scores(self, parents: Parents) -> Tensor:
-        return _share(parents)
+        return _log_move_weights(parents)
 
     def _is_even(self, space: StateSpace) -> bool:
-        # Not where a subclass has propensities of its own.
+        # Not for a subclass with other propensities.
         return space.binary and type(self).scores is UniformFlips.scores
 
 
 class InformedFlips(Mutation):
     r"""
-    Moves drawn by what the gradient says about them [1]: in proportion to :math:`\exp(d / 2)`,
+    Draws moves by the gradient [1], in proportion to :math:`\exp(d / 2)`,
 
     .. math:: d_i = (1 - 2 z_i) \, \partial \log p(x, z) / \partial z_i
 
-    for a Bernoulli entry, and likewise for one-hot entries and counts. It costs one forward and
-    backward pass at the parents. It only proposes: states are evaluated by their exact density.
-    Entries through which the model passes no gradient count as changing nothing.
+    for a Bernoulli entry, and similarly for one-hot entries and counts. It costs one forward and
+    backward pass at the parents. It only proposes states, which are evaluated by their exact
+    density. Entries without a gradient through the model have a change of zero.
 
-    :param float uniform: the share of parents whose children are drawn uniformly instead, so that
-        every move of a parent is possible where gradients mislead. (A search by single moves ends
-        where none of them improves the set, for which it may still not be the best one:
-        :class:`PriorDraws` propose every state that the prior does.)
-    :raises ValueError: unless it is a share between 0 and 1.
+    :param float uniform: the fraction of parents whose children are drawn uniformly, so that every
+        move is possible even if gradients mislead. (A search by single moves stops when none of
+        them improves the set, which may still not be the best one. :class:`PriorDraws` can propose
+        every state that the prior draws.)
+    :raises ValueError: unless it is between 0 and 1.
 
     [1] Grathwohl, Swersky, Hashemi, Duvenaud, Maddison (2021), *Oops I Took A Gradient: Scalable
     Sampling for Discrete Distributions*.
@@ -217,20 +219,20 @@ class InformedFlips(Mutation):
 
     def __init__(self, uniform: float = 0.1) -> None:
         if not 0 <= uniform <= 1:
-            raise ValueError(f"uniform must be a share between 0 and 1, got {uniform!r}")
+            raise ValueError(f"uniform must be a fraction between 0 and 1, got {uniform!r}")
         self.uniform = uniform
 
     def scores(self, parents: Parents) -> Tensor:
-        share = _share(parents)
+        move_weights = _log_move_weights(parents)
         if parents.flip_scores is None:
-            return share
+            return move_weights
         scores = parents.flip_scores.nan_to_num(0.0, 0.0, 0.0) / 2
-        blind = torch.rand(*scores.shape[:2], 1, device=scores.device) < self.uniform
-        return share + scores.masked_fill(blind, 0.0)
+        ignored = torch.rand(*scores.shape[:2], 1, device=scores.device) < self.uniform
+        return move_weights + scores.masked_fill(ignored, 0.0)
 
 
 def _strides(space: StateSpace, moves: Tensor, current: Tensor, value: Tensor) -> Tensor:
-    """Some of the steps of counts made longer, as far as there is room."""
+    """Lengthen some steps of counts, within their range."""
     step, last = value - current, space.table("move size", value.device)[moves] - 1
     room = torch.where(step > 0, last - current, current)
     scale = (4 * torch.rand(room.shape, device=room.device, dtype=torch.double) - 3).clamp_min(0.0)
@@ -238,27 +240,29 @@ def _strides(space: StateSpace, moves: Tensor, current: Tensor, value: Tensor) -
     return torch.where(space.table("wraps", value.device)[moves], value, current + step * distance)
 
 
-def _share(parents: Parents) -> Tensor:
-    share = parents.space.table("log_share", parents.states.device)
-    return share.to(parents.log_joint.dtype)
+def _log_move_weights(parents: Parents) -> Tensor:
+    log_weights = parents.space.table("log weight", parents.states.device)
+    return log_weights.to(parents.log_joint.dtype)
 
 
 @dataclass(frozen=True)
 class EvolutionaryUpdate:
     """
-    One E-step's search: in each generation parents are chosen and mutated, and the best of old
-    states and children are kept.
+    The evolutionary search of one E-step.
 
-    :param int num_parents: parents of a generation.
-    :param int num_children: children of each parent.
-    :param int num_generations: generations of one step.
+    In each generation parents are chosen and mutated, and the best of old states and children are
+    kept.
+
+    :param int num_parents: the number of parents per generation.
+    :param int num_children: the number of children per parent.
+    :param int num_generations: the number of generations per step.
     :param parents: chooses parents: :class:`FitnessProportional`, or a function of the log joint
         ``[E, S]`` and the number P that returns indices ``[E, P]``.
-    :param mutation: :class:`InformedFlips`, :class:`UniformFlips`, or another :class:`Mutation`; a
+    :param mutation: :class:`InformedFlips`, :class:`UniformFlips`, another :class:`Mutation`, or a
         function of :class:`Parents` and the number of children that returns states
-        ``[E, P, C, D]`` will do.
-    :raises ValueError: for numbers that are no ints of at least 1 (``num_generations``: of at
-        least 0), and for operators that cannot be called.
+        ``[E, P, C, D]``.
+    :raises ValueError: for numbers that are not ints of at least 1 (``num_generations``: at least
+        0), and for operators that cannot be called.
 
     Example::
 
@@ -283,10 +287,10 @@ class EvolutionaryUpdate:
 
     @property
     def num_evaluations(self) -> int:
-        """The children of a datum in one step, at most."""
+        """Return the maximal number of children of a datum in one step."""
         return self.num_parents * self.num_children * self.num_generations
 
     @property
     def informed(self) -> bool:
-        """Whether the mutation reads gradients."""
+        """Return whether the mutation needs gradients."""
         return bool(getattr(self.mutation, "informed", False))

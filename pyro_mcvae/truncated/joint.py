@@ -1,4 +1,4 @@
-"""The joint density of a model at the states of its discrete sites."""
+"""Evaluate the joint density of a model at the states of its discrete sites."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pyro.util import check_site_shape
 from torch import Tensor
 
 from pyro_mcvae.checks.vectorization import STATES
-from pyro_mcvae.particles.runner import Execution, Layout, never
+from pyro_mcvae.particles.runner import Execution, Layout, not_executed
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.contract import check_batch_dims, check_sites, nesting_of
 from pyro_mcvae.programs.distributions import with_impossible_data
@@ -50,14 +50,14 @@ from pyro_mcvae.truncated.layout import (
     site_spec,
 )
 
-# Which discrete sites a model has, and in which data plates their states are kept.
+# Find the discrete sites of a model, and the data plate of their states.
 
 
 class SearchMessenger(Messenger):
     """
-    A guide that draws the other latents as ``guide`` does, and the discrete ones from the model.
+    A guide that draws the other latents by ``guide``, and the discrete ones from the model.
 
-    It stands for the truncated posterior where only its sites and plates matter.
+    It replaces the truncated posterior in analyses of sites and plates.
     """
 
     def __init__(self, model: Program, guide: Program | None) -> None:
@@ -66,10 +66,10 @@ class SearchMessenger(Messenger):
         self._traces = Trace(), Trace()
         self._searched: set[str] = set()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SearchMessenger) and (self.model, self.guide) == (
-            other.model,
-            other.guide,
+    def __eq__(self, other_: object) -> bool:
+        return isinstance(other_, SearchMessenger) and (self.model, self.guide) == (
+            other_.model,
+            other_.guide,
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -87,10 +87,10 @@ class SearchMessenger(Messenger):
         if not known_support(msg["fn"]).is_discrete:
             name, fn = msg["name"], type(bare(msg["fn"])).__name__
             raise StatesError(
-                f"site '{name}' ({fn}) is continuous, or does not say its support, and a truncated "
-                f"posterior has states of discrete sites only: pass guide=, a guide that draws the "
-                f"continuous latents (a function, or an AutoGuide of poutine.block(model, "
-                f"expose=['{name}']))"
+                f"site '{name}' ({fn}) is continuous, or does not define its support, but a "
+                f"truncated posterior has states of discrete sites only: pass guide=, a guide that "
+                f"draws the continuous latents (a function, or an AutoGuide of "
+                f"poutine.block(model, expose=['{name}']))"
             )
         check_unmasked(msg)
         self._searched.add(msg["name"])
@@ -99,43 +99,43 @@ class SearchMessenger(Messenger):
         msg["done"] = True
 
     def get_traces(self) -> tuple[Trace, Trace]:
-        """The model's and the guide's trace of the last call."""
+        """Return the model's and the guide's trace of the last call."""
         model_trace, guide_trace = self._traces
         return model_trace, with_searched(guide_trace, model_trace, self._searched)
 
 
 def check_unmasked(site: Site) -> None:
     """
-    Check that a site to be searched has its density in all of its entries.
+    Check that a searched site has no mask.
 
-    :raises StatesError: for a site under a mask, whose masked entries could have any value.
+    :raises StatesError: for a masked site, because masked entries could have any value.
     """
     masks = [site["mask"]]
     masks += [layer._mask for layer in layers(site["fn"]) if isinstance(layer, MaskedDistribution)]
     if any(mask is not None and mask is not True for mask in masks):
         raise StatesError(
-            f"site '{site['name']}' is masked, so that states which differ in masked entries alone "
-            f"would be counted as several: put poutine.mask around the observations only. Make "
-            f"entries that do not exist sure instead, as by Bernoulli(probs * exists), and values "
-            f"that are known (obs_mask) by pyro.factor(name, torch.where(known & (z != obs), "
-            f"-torch.inf, 0.0))"
+            f"site '{site['name']}' is masked, so states that differ only in masked entries would "
+            f"be counted several times: put poutine.mask around the observations only. Make "
+            f"entries that do not exist deterministic instead, as by Bernoulli(probs * exists), "
+            f"and fix known values (obs_mask) by pyro.factor(name, torch.where(known & "
+            f"(z != obs), -torch.inf, 0.0))"
         )
 
 
 def run_guide(guide: Program | None, args: tuple[object, ...], kwargs: dict[str, object]) -> Trace:
-    """The trace of a guide; an empty one where there is none."""
+    """Return the trace of a guide; an empty trace for None."""
     with poutine.trace() as tracer:
         if guide is not None:
             guide(*args, **kwargs)
     for term in observed_terms(tracer.trace):
         name = f"site '{term.key.name}' of guide="
-        raise StatesError(f"{name} is observed, which is no part of a posterior: leave it out")
+        raise StatesError(f"{name} is observed, but a posterior has no observations: remove it")
     return tracer.trace
 
 
 @dataclass(frozen=True)
 class GuideDraws:
-    """Values of ``guide``'s random sites, and the indices of the plates that it has made."""
+    """Values of ``guide``'s random sites, and the indices of its plates."""
 
     values: Mapping[str, Tensor] = field(default_factory=dict)
     subsamples: Mapping[str, Tensor] = field(default_factory=dict)
@@ -143,12 +143,12 @@ class GuideDraws:
 
 def shared_by_data(term: Term, plates: frozenset[PlateKey]) -> Term:
     """
-    A draw of ``guide`` in none of the plates of the searched sites, as one that all data share.
+    Treat a draw of ``guide`` outside all plates of the searched sites as a point mass.
 
-    Such a draw, of the components of a mixture in ``plate("c", K)`` say, is made once for all
-    states, so that it keeps no data from being independent: to the structure it is a point mass.
+    All data and states share such a draw (mixture components in ``plate("c", K)``), so data remain
+    independent of each other.
 
-    :param plates: those of all searched sites.
+    :param plates: the plates of all searched sites.
     """
     site = term.site
     if not is_random(site) or plates & {plate_key(f) for f in plate_frames(site)}:
@@ -158,12 +158,12 @@ def shared_by_data(term: Term, plates: frozenset[PlateKey]) -> Term:
 
 
 def with_searched(guide_trace: Trace, model_trace: Trace, names: Collection[str]) -> Trace:
-    """The guide's trace with the searched sites, which have no density of their own."""
+    """Add the searched sites to the guide's trace, without a density."""
     both = guide_trace.copy()
     for name, site in model_trace.nodes.items():
         if name in names:
             if name in both:
-                raise StatesError(f"site '{name}' is drawn by guide= and searched: do one of both")
+                raise StatesError(f"site '{name}' is drawn by guide= and searched: remove one")
             fn = site["fn"].mask(False)
             both.add_node(name, **{**site, "fn": fn, "mask": None, "scale": 1.0, "infer": {}})
     return both
@@ -172,14 +172,14 @@ def with_searched(guide_trace: Trace, model_trace: Trace, names: Collection[str]
 @dataclass
 class Layouts:
     """
-    What a pair of programs was found to be.
+    The structure of a model and guide.
 
-    :ivar nesting: how many batch dims belong to plates.
-    :ivar structure: with one block, that of the discrete sites.
+    :ivar nesting: the number of batch dims of plates.
+    :ivar structure: its single block is that of the discrete sites.
     :ivar layout: the entries of the discrete sites.
     :ivar plates: the plates around any of the discrete sites.
     :ivar given: the observed sites whose values are neither drawn nor computed from parameters.
-    :ivar bank: draws of the states from the model, shape ``[states, D]``.
+    :ivar bank: prior draws of the states, shape ``[states, D]``.
     """
 
     nesting: int
@@ -201,14 +201,14 @@ def find_layouts(
     """
     Find the discrete sites of a model, their data plate and their entries.
 
-    :raises StatesError: naming what cannot have states of its own.
+    :raises StatesError: naming a site that cannot have states per datum.
     """
     model = with_impossible_data(model)
     search = SearchMessenger(model, guide)
     programs = Programs(model, search, args, kwargs)
     with isolated(programs.owners), torch.no_grad():
         run = sampler.run_once(programs)
-        given = _given_data(programs, run)
+        given_data = _constant_observations(programs, run)
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
@@ -217,7 +217,7 @@ def find_layouts(
     if not names:
         raise StatesError(
             "the model has no discrete site to search: every latent is continuous or drawn by "
-            "guide=. Use TraceSGVB_ELBO or TraceIWAE_ELBO with a guide of their own"
+            "guide=. Use TraceSGVB_ELBO or TraceIWAE_ELBO with a guide for these latents"
         )
     sites = [run.model_trace.nodes[n] for n in names]
     plates = frozenset(plate_key(f) for s in sites for f in plate_frames(s))
@@ -225,13 +225,13 @@ def find_layouts(
     run = replace(run, terms=tuple(shared))
     structure = sampler.structures.of(programs, run)
     for site in sites:
-        _check_home(site, structure, run)
+        _check_data_plate(site, structure, run)
     if len(structure.blocks) > 1:
-        homes = ", ".join(repr(block.plates[-1].name) for block in structure.blocks)
+        plate_names = ", ".join(repr(block.plates[-1].name) for block in structure.blocks)
         raise StatesError(
-            f"sites {', '.join(map(repr, names))} lie in data plates side by side ({homes}), and a "
-            f"truncated posterior keeps states for the data of one: draw the sites of the others "
-            f"in guide=, or give each plate a model, a TruncatedPosterior and a loss of its own"
+            f"sites {', '.join(map(repr, names))} lie in several data plates ({plate_names}), but "
+            f"a truncated posterior has states for the data of one: draw the sites of the others "
+            f"in guide=, or use a separate model, TruncatedPosterior and loss for each plate"
         )
     (block,) = structure.blocks
     frames = {plate_key(f): f for t in run.terms for f in plate_frames(t.site)}
@@ -240,22 +240,22 @@ def find_layouts(
     data = DataIndex(tuple(frames[k].size for k in block.plates), torch.zeros(0))
     drawn = [layout.states({n: t.nodes[n]["value"] for n in names}, data) for t in draws]
     states = torch.cat(drawn).flatten(0, 1)[: max(bank, 1)]
-    return Layouts(run.nesting, structure, layout, plates, given, states)
+    return Layouts(run.nesting, structure, layout, plates, given_data, states)
 
 
-def _given_data(programs: Programs, run: Run) -> frozenset[str]:
-    """The observed sites that show the same values in another run, and pass no gradient."""
+def _constant_observations(programs: Programs, run: Run) -> frozenset[str]:
+    """Return the observed sites with the same values in another run, and without a gradient."""
     with torch.enable_grad():
-        again = run_pair(programs, Substitutes(Minibatch(run.subsamples)))[1]
+        second_trace = run_pair(programs, Substitutes(Minibatch(run.subsamples)))[1]
     nodes = run.model_trace.nodes
     observed = [t.key.name for t in run.terms if not t.in_guide and t.site["is_observed"]]
     return frozenset(
         name
         for name in observed
-        if name in again
+        if name in second_trace
         and nodes[name]["value"].numel()  # pyro.factor observes nothing
-        and not again.nodes[name]["value"].requires_grad
-        and _equal(nodes[name]["value"], again.nodes[name]["value"])
+        and not second_trace.nodes[name]["value"].requires_grad
+        and _equal(nodes[name]["value"], second_trace.nodes[name]["value"])
     )
 
 
@@ -263,39 +263,39 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _check_home(site: Site, structure: Structure, run: Run) -> None:
+def _check_data_plate(site: Site, structure: Structure, run: Run) -> None:
     name, frames = site["name"], plate_frames(site)
     b = structure.block_of[FactorKey("guide", name)]
     if not frames or (b is not None and not structure.blocks[b].plates):
         raise StatesError(
-            f"site '{name}' has no data plate that separates it from the rest: states are kept per "
-            f"datum. Put the data (the site and all that depends on it) in pyro.plate('data', N, "
-            f"subsample=...), or draw the site in guide="
+            f"site '{name}' has no data plate that separates it from other data: states are stored "
+            f"per datum. Put the data (the site and everything that depends on it) in "
+            f"pyro.plate('data', N, subsample=...), or draw the site in guide="
         )
     if b is None:
         inner = {f for t in run.terms for f in plate_frames(t.site) if is_subsampled(f)} - frames
         plates = sorted(f"'{f.name}' ({f.size} of {f.full_size})" for f in inner)
         raise StatesError(
-            f"site '{name}' has no states of its own, because what depends on it lies in the "
+            f"site '{name}' has no states per datum, because a site that depends on it lies in the "
             f"subsampled plate {', '.join(plates)}, which does not enclose the site: pass the full "
             f"data of that plate, or draw the site in guide="
         )
     if any(p.dim is None for p in structure.blocks[b].plates):
         names = ", ".join(repr(p.name) for p in structure.blocks[b].plates if p.dim is None)
         raise StatesError(
-            f"site '{name}' lies in the sequential plate {names}: states are kept for vectorised "
+            f"site '{name}' lies in the sequential plate {names}: states are stored for vectorized "
             f"plates. Write `with pyro.plate(...) as index:` instead of the loop"
         )
 
 
-# The joint density of a model as a function of its discrete states, everything else fixed.
+# The joint density of a model as a function of its discrete states, with everything else fixed.
 
 # The values of a site in each run, as leaves of the graph.
 Leaves = dict[tuple[str, int], Tensor]
 
 
 def _draw_nothing(*args: object, **kwargs: object) -> None:
-    """The guide of a model all of whose latents are searched."""
+    """Draw nothing, as the guide of a model whose latents are all searched."""
 
 
 class JointRuns:
@@ -304,12 +304,12 @@ class JointRuns:
 
     The minibatch and the other latents w, which ``guide`` draws, are the same in every run.
 
-    :param sampler: knows how to vectorise, and keeps what was learned of the programs.
+    :param sampler: vectorizes the runs, and caches the analyses of the programs.
     :param layouts: from :func:`find_layouts`.
-    :param given: draws of ``guide`` that are made already, by site, and their minibatch.
-    :ivar finite: whether all densities were finite, of those that have a graph.
-    :ivar num_runs: how many passes through the model were made.
-    :ivar num_states: at how many states of a datum in all.
+    :param given: existing draws of ``guide``, by site, and their minibatch.
+    :ivar finite: whether all densities with a graph were finite.
+    :ivar num_runs: the number of passes through the model.
+    :ivar num_states: the number of evaluated states of a datum.
     """
 
     def __init__(
@@ -320,31 +320,31 @@ class JointRuns:
         guide: Program | None,
         args: tuple[object, ...],
         kwargs: dict[str, object],
-        given: GuideDraws | None = None,
+        draws: GuideDraws | None = None,
     ) -> None:
         self._sampler, self.layouts = sampler, layouts
         model = with_impossible_data(model)
         self._programs = Programs(model, SearchMessenger(model, guide), args, kwargs)
-        # In which the model draws the discrete sites itself, in whatever dims it runs.
+        # Programs in which the model draws the discrete sites itself, with any dims.
         self._plain = Programs(model, guide or _draw_nothing, args, kwargs)
         self.args, self.kwargs = args, kwargs
-        given = GuideDraws() if given is None else given
-        self.subsamples = Minibatch(given.subsamples)
-        with Recorder(Substitutes(self.subsamples, given.values), records=False):
+        draws = GuideDraws() if draws is None else draws
+        self.subsamples = Minibatch(draws.subsamples)
+        with Recorder(Substitutes(self.subsamples, draws.values), records=False):
             self.guide_trace = run_guide(guide, args, kwargs)
         self._guide_terms = [
             shared_by_data(guide_term(s), layouts.plates) for s in scored(self.guide_trace)
         ]
         self._data: DataIndex | None = None
-        # What is known of runs that show the same sites and plates.
-        self._known: WeightedParticles | None = None
-        self._known_by: object = None
+        # The sample of earlier runs with the same sites and plates.
+        self._cached: WeightedParticles | None = None
+        self._cached_structure: object = None
         self.finite = True
         self.num_runs, self.num_states = 0, 0
 
     @property
     def data(self) -> DataIndex:
-        """The data of the minibatch; known after the first run."""
+        """Return the data of the minibatch; available after the first run."""
         assert self._data is not None
         return self._data
 
@@ -357,10 +357,10 @@ class JointRuns:
         """
         Run the model.
 
-        :param states: shape ``[E, C, D]``, or a function that gives them once the data of the
-            minibatch are known; None to draw them from the model.
-        :param count: how many, C.
-        :param leaves: filled with the sites' values, as leaves of the graph.
+        :param states: shape ``[E, C, D]``, or a function that returns them after the data of the
+            minibatch are found; None to draw them from the model.
+        :param count: their number C.
+        :param leaves: is filled with the sites' values, as leaves of the graph.
         """
         self.num_runs, self.num_states = self.num_runs + 1, self.num_states + count
         values: dict[str, Tensor] = {}
@@ -372,7 +372,7 @@ class JointRuns:
                 if spec is None:
                     raise StatesError(
                         f"site '{name}' was not in the model at its first call: make another "
-                        f"TruncatedPosterior for a program of another structure"
+                        f"TruncatedPosterior for a program with another structure"
                     )
                 check_unmasked(msg)
                 if self._data is None:
@@ -380,8 +380,8 @@ class JointRuns:
                 if states is None:
                     return None
                 if not values:
-                    found = states() if callable(states) else states
-                    values.update(self.layouts.layout.values(found, self.data))
+                    runs = states() if callable(states) else states
+                    values.update(self.layouts.layout.values(runs, self.data))
                 value = values[name] if at is None else values[name][at]
                 value = value.reshape(msg["fn"].batch_shape + msg["fn"].event_shape)
                 value = _inside_support(value, msg, spec)
@@ -392,41 +392,41 @@ class JointRuns:
 
             return supply
 
-        execution = replace(self._execution, execute=partial(self._once, draw(None)))
+        execution = replace(self._execution, execute=partial(self._run_once, draw(None)))
         run = self._sampler.runner.run_together(execution, count)
         if run is not None:
-            found = [run]
-            shown = found[0].signature, found[0].sizes
-            if self._known is not None and shown == self._known_by:
-                return self._known.with_runs(found)
+            runs = [run]
+            structure = runs[0].signature, runs[0].sizes
+            if self._cached is not None and structure == self._cached_structure:
+                return self._cached.with_runs(runs)
         else:
-            found = [self._once(draw(i), Layout(None, None)) for i in range(count)]
-        structures = [self._sampler.structures.of(self._programs, run) for run in found]
+            runs = [self._run_once(draw(i), Layout(None, None)) for i in range(count)]
+        structures = [self._sampler.structures.of(self._programs, run) for run in runs]
         if structures[0].blocks != self.layouts.structure.blocks:
             raise StatesError(
-                f"the program shows other plates or sites than at its first call (then "
+                f"the program has other plates or sites than at its first call (then "
                 f"{self.layouts.structure.blocks}, now {structures[0].blocks}): make another "
-                f"TruncatedPosterior for a program of another structure"
+                f"TruncatedPosterior for a program with another structure"
             )
-        sample = WeightedParticles(found, [s.block_of for s in structures], structures[0])
+        sample = WeightedParticles(runs, [s.block_of for s in structures], structures[0])
         if run is not None and not structures[0].coupled:
-            # Without the run itself, whose tensors would stay alive.
-            self._known, self._known_by = sample.with_runs([]), shown
+            # Without the run, to free its tensors.
+            self._cached, self._cached_structure = sample.with_runs([]), structure
         return sample
 
     def log_joint(self, sample: WeightedParticles) -> Tensor:
         """
-        The log joint of the states, shape ``[C, *plates]``.
+        Return the log joint of the states, shape ``[C, *plates]``.
 
-        Minus infinity where a state lies outside the support.
+        It is minus infinity for states outside the support.
         """
-        unsure = {n for n, spec in self.layouts.layout.sites.items() if not spec.bounded}
-        if not unsure:
+        unbounded = {n for n, spec in self.layouts.layout.sites.items() if not spec.bounded}
+        if not unbounded:
             return sample.log_weight
 
         def count(term: Term, i: int) -> Tensor | int:
             outside = noted(term.site, "outside")
-            if term.in_guide or term.key.name not in unsure or outside is None:
+            if term.in_guide or term.key.name not in unbounded or outside is None:
                 return 0
             events = outside.dim() - len(term.site["fn"].batch_shape)
             return outside.sum(tuple(range(-events, 0))) if events else outside.long()
@@ -434,14 +434,14 @@ class JointRuns:
         return sample.log_weight.masked_fill(sample.local_sum(count) > 0, -torch.inf)
 
     def log_joint_rows(self, sample: WeightedParticles) -> Tensor:
-        """The same, shape ``[E, C]``."""
+        """Return :meth:`log_joint` in shape ``[E, C]``."""
         total = self.log_joint(sample)
         if total.requires_grad:
             self.finite = self.finite and bool(total.isfinite().all())
         return total.flatten(1).t()
 
     def _find_data(self, msg: Site) -> None:
-        # Where the states are: a copy from the host would have to be waited for.
+        # On the states' device, because a copy from the host would synchronize.
         device = self.layouts.bank.device
         self._data = find_data_index(self.layouts.layout, msg, self.subsamples, device)
 
@@ -449,7 +449,7 @@ class JointRuns:
     def _execution(self) -> Execution:
         return Execution(
             self._programs,
-            never,
+            not_executed,
             self.subsamples,
             self.layouts.structure.global_sites,
             name=STATES,
@@ -457,7 +457,7 @@ class JointRuns:
             compared=self._plain,
         )
 
-    def _once(self, draw: SampleFn, layout: Layout) -> Run:
+    def _run_once(self, draw: SampleFn, layout: Layout) -> Run:
         nesting, structure = self.layouts.nesting, self.layouts.structure
         count, leading, guide_trace = layout.count, layout.leading(), self.guide_trace
         if count is not None:
@@ -470,26 +470,26 @@ class JointRuns:
         substitutes = Substitutes(self.subsamples, sample_fn=draw)
         model_trace = run_model(self._programs, guide_trace, substitutes, leading)
         names = self.layouts.layout.sites.keys()
-        gone = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
-        if gone:
+        missing = [n for n in names if n not in model_trace or not is_latent(model_trace.nodes[n])]
+        if missing:
             raise StatesError(
-                f"site '{gone[0]}' is not drawn by the model, or observed, though it was a latent "
-                f"at the first call: make another TruncatedPosterior for the other program"
+                f"site '{missing[0]}' is not drawn by the model, or observed, but was a latent at "
+                f"the first call: make another TruncatedPosterior for the other program"
             )
         both = with_searched(guide_trace, model_trace, names)
         terms = [broadcast_term(s) for s in scored(model_trace)]
-        # In the order of the first call, in which the blocks are numbered.
+        # In the order of the first call, which numbers the blocks.
         searched = [_no_density(s) for n, s in both.nodes.items() if n in names]
         all_terms = (*terms, *self._guide_terms, *searched)
-        shown = nesting, count, self.subsamples
-        run = Run(both, model_trace, all_terms, *shown)
+        layout_fields = nesting, count, self.subsamples
+        run = Run(both, model_trace, all_terms, *layout_fields)
         run = self._sampler.runner.without_auxiliary(self._programs, run)
         if is_validation_enabled():
             check_sites(both, model_trace, self._sampler.runner.strict_enumeration)
             if nesting_of(model_trace) > nesting:
                 raise StatesError(
                     f"the program has plates in {nesting_of(model_trace)} batch dims, "
-                    f"and had {nesting} at its first call: make another TruncatedPosterior for it"
+                    f"but had {nesting} at its first call: make another TruncatedPosterior for it"
                 )
             for term in terms:
                 depth = nesting + 1 if count is not None else nesting
@@ -500,25 +500,25 @@ class JointRuns:
 
 
 def _inside_support(value: Tensor, msg: Site, spec: SiteSpec) -> Tensor:
-    """Values that the support allows; notes at the site where others had been asked for."""
+    """Replace values outside the support, and annotate them at the site."""
     if spec.bounded:
         return value
     support = msg["fn"].support
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
-    fine = support.check(value)
-    note(msg, outside=~fine)
-    return torch.where(fine, value, torch.full_like(value, spec.low))
+    inside = support.check(value)
+    note(msg, outside=~inside)
+    return torch.where(inside, value, torch.full_like(value, spec.low))
 
 
 def _no_density(site: Site) -> Term:
-    """The guide's term of a searched site: zero, and of no dtype that others would take."""
+    """Return the guide's term of a searched site: zero, in a dtype that promotes to any other."""
     zero = torch.zeros((), dtype=torch.int8, device=site["value"].device)
     return Term(FactorKey("guide", site["name"]), site, zero)
 
 
 def _expanded(site: Site, count: int, nesting: int) -> Tensor:
-    """A local draw of the guide, the same for all states."""
+    """Expand a local draw of the guide to all states."""
     value, events = site["value"], site["fn"].event_dim
     batch = value.shape[: value.dim() - events]
     padded = value.reshape((1,) * (nesting - len(batch)) + value.shape)

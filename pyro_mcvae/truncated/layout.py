@@ -1,4 +1,4 @@
-"""Discrete sites of one data plate as rows of entries: which values, where, of which data."""
+"""Pack the discrete sites of one data plate into rows of entries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyro_mcvae.truncated.states import COUNT_LIMIT, StateSpace
 
 
 class StatesError(SiteError):
-    """The program and the states kept for its data do not fit together."""
+    """The program does not fit the states stored for its data."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class SiteSpec:
     """
     One discrete site.
 
-    :ivar size: how many values an entry has.
+    :ivar size: the number of values of an entry.
     :ivar low: the value of entry 0.
     :ivar ordinal: whether the values are counts.
     :ivar one_hot: whether a value is a one-hot vector, one entry.
     :ivar bounded: whether every value below ``size`` is in the support of every datum.
     :ivar shape: the shape of the entries of one batch element.
-    :ivar batch_shape: the sizes of all plates, 1 where the site lies in none.
+    :ivar batch_shape: the sizes of all plates, 1 for plates that the site is outside of.
     """
 
     name: str
@@ -52,13 +52,13 @@ class SiteSpec:
         return 2 if self.ordinal else self.size - 1
 
     def value(self, entries: Tensor) -> Tensor:
-        """Entries to the site's values."""
+        """Map entries to the site's values."""
         if self.one_hot:
             return one_hot(entries.long(), self.size).to(self.dtype)
         return entries.to(self.dtype) + self.low if self.low else entries.to(self.dtype)
 
     def flip_scores(self, entries: Tensor, gradient: Tensor | None) -> Tensor:
-        """The linearised change of log p under each move: shape ``[*entries, moves]``."""
+        """Return the linearized change of log p under each move: shape ``[*entries, moves]``."""
         if gradient is None:
             dtype = torch.get_default_dtype()
             return torch.zeros(*entries.shape, self.moves, dtype=dtype, device=entries.device)
@@ -94,16 +94,16 @@ def site_spec(site: Site, nesting: int) -> SiteSpec:
         bounds = [torch.as_tensor(b) for b in (support.lower_bound, support.upper_bound)]
         low, high = int(bounds[0].min()), int(bounds[1].max())
         size = high - low + 1
-        # Only of a categorical it is certain that all data, always, have the same bounds.
+        # Only categorical sites are certain to have the same bounds for all data.
         bounded = isinstance(bare(fn), torch.distributions.Categorical)
         ordinal = not bounded and size > 2
     elif hasattr(support, "lower_bound"):
         low, size, ordinal, bounded = int(support.lower_bound), COUNT_LIMIT, True, False
     else:
         raise ValueError(
-            f"site '{site['name']}' ({type(fn).__name__}) has support {support}, in which no "
-            f"single entry can be changed: write it as Bernoulli, Categorical, OneHotCategorical "
-            f"or count sites, or draw it in guide="
+            f"site '{site['name']}' ({type(fn).__name__}) has support {support}, in which single "
+            f"entries cannot be changed: write it as Bernoulli, Categorical, OneHotCategorical or "
+            f"count sites, or draw it in guide="
         )
     batch = tuple(fn.batch_shape)
     batch = (1,) * (nesting - len(batch)) + batch
@@ -116,8 +116,8 @@ class DataIndex:
     """
     The data of one minibatch.
 
-    :ivar sizes: the sizes of the block's plates in it.
-    :ivar index: which of all data they are, in the order of the full plates, shape ``[E]``.
+    :ivar sizes: the sizes of the block's plates in the minibatch.
+    :ivar index: the indices of its data, in the order of the full plates, shape ``[E]``.
     """
 
     sizes: tuple[int, ...]
@@ -126,10 +126,10 @@ class DataIndex:
 
 class StateLayout:
     """
-    The entries of one block: its sites side by side, one row per element of its plates.
+    The entries of one block: its sites concatenated, one row per element of its plates.
 
     :param plates: the block's plates, leftmost dim first.
-    :param full_sizes: how many data each has.
+    :param full_sizes: the number of data of each plate.
     :param sites: the discrete sites.
     """
 
@@ -145,30 +145,30 @@ class StateLayout:
         sizes: list[int] = []
         ordinal: list[bool] = []
         for spec in sites:
-            own = [
+            inner_sizes = [
                 s
                 for d, s in zip(range(-len(spec.batch_shape), 0), spec.batch_shape, strict=True)
                 if d not in dims
             ]
-            count = math.prod(own) * math.prod(spec.shape)
+            count = math.prod(inner_sizes) * math.prod(spec.shape)
             sizes += [spec.size] * count
             ordinal += [spec.ordinal] * count
         self.space = StateSpace(sizes, ordinal)
 
     @property
     def name(self) -> str:
-        """The plates' names, as a module's buffer may be called."""
+        """Return the plates' names, in a form valid for a module's buffer."""
         return "_".join(p.name for p in self.plates).replace(".", "_")
 
     def _packing(self, sizes: tuple[int, ...]) -> tuple[Packing, Packing]:
         if sizes not in self._packings:
             if len(self._packings) > 64:
                 self._packings.clear()
-            own = dict(zip(self._dims, sizes, strict=True))
+            size_of = dict(zip(self._dims, sizes, strict=True))
             shapes, moves = {}, {}
             for spec in self.sites.values():
                 depth = len(spec.batch_shape)
-                batch = tuple(own.get(i - depth, n) for i, n in enumerate(spec.batch_shape))
+                batch = tuple(size_of.get(i - depth, n) for i, n in enumerate(spec.batch_shape))
                 shapes[spec.name] = SiteShape(0, batch, spec.shape, self.space.dtype)
                 event = (*spec.shape, spec.moves)
                 moves[spec.name] = SiteShape(0, batch, event, torch.get_default_dtype())
@@ -176,19 +176,19 @@ class StateLayout:
         return self._packings[sizes]
 
     def entries(self, states: Tensor, data_index: DataIndex) -> dict[str, Tensor]:
-        """``[E, C, D]`` to each site's entries ``[C, *batch, *shape]``."""
-        # Copied as bytes: in any later form it would be a slower copy, or many.
+        """Unpack states ``[E, C, D]`` to each site's entries ``[C, *batch, *shape]``."""
+        # Copied as bytes, because copies of later forms are slower.
         packed = states.transpose(0, 1).contiguous()
         packed = packed.reshape(packed.shape[0], *data_index.sizes, packed.shape[-1])
         return self._packing(data_index.sizes)[0].unpack(packed)
 
     def values(self, states: Tensor, data_index: DataIndex) -> dict[str, Tensor]:
-        """``[E, C, D]`` to each site's values ``[C, *batch, *event]``."""
+        """Unpack states ``[E, C, D]`` to each site's values ``[C, *batch, *event]``."""
         entries = self.entries(states, data_index)
         return {name: self.sites[name].value(part) for name, part in entries.items()}
 
     def states(self, values: Mapping[str, Tensor], data_index: DataIndex) -> Tensor:
-        """Sites' values ``[C, *batch, *event]`` to states ``[E, C, D]``."""
+        """Pack sites' values ``[C, *batch, *event]`` into states ``[E, C, D]``."""
         entries = {}
         for name, spec in self.sites.items():
             value = values[name]
@@ -200,7 +200,7 @@ class StateLayout:
     def flip_scores(
         self, states: Tensor, gradients: Mapping[str, Tensor | None], data_index: DataIndex
     ) -> Tensor:
-        """Gradients by site to the flip score of every move: ``[E, C, M]``."""
+        """Return the flip score of every move from the gradients by site: ``[E, C, M]``."""
         entries = self.entries(states, data_index)
         parts = {}
         for name, at in entries.items():
@@ -217,19 +217,19 @@ def find_data_index(
     layout: StateLayout, msg: Site, subsamples: Mapping[str, Tensor], device: torch.device
 ) -> DataIndex:
     """
-    The data of a minibatch, from the message of a site that has states.
+    Return the data of a minibatch, from the message of a site with states.
 
-    :param subsamples: the indices of the plates that have some.
-    :param device: for the indices of the others.
-    :raises StatesError: where the plates are not those for whose data states are kept.
+    :param subsamples: the indices of subsampled plates.
+    :param device: the device for the indices of other plates.
+    :raises StatesError: if the plates differ from those of the stored states.
     """
     frames = {plate_key(f): f for f in msg["cond_indep_stack"]}
     index, sizes = None, []
     for key, full in zip(layout.plates, layout.full_sizes, strict=True):
         if key not in frames:
             raise StatesError(
-                f"site '{msg['name']}' has left plate '{key.name}', in which its states are "
-                f"kept: make another TruncatedPosterior for a program of another structure"
+                f"site '{msg['name']}' has left plate '{key.name}', for which its states are "
+                f"stored: make another TruncatedPosterior for a program with another structure"
             )
         frame = frames[key]
         _check_size(key.name, full, frame)
@@ -246,9 +246,9 @@ def _check_size(name: str, full: int, frame: CondIndepStackFrame) -> None:
     now = frame.full_size or frame.size
     if now != full:
         raise StatesError(
-            f"plate '{name}' has {now} data, and states are kept for {full}. For minibatches pass "
-            f"their indices, pyro.plate('{name}', {full}, subsample=index); for other data (held "
-            f"out, say) make their guide by guide.for_data(...)"
+            f"plate '{name}' has {now} data, but states are stored for {full}. For minibatches "
+            f"pass their indices, pyro.plate('{name}', {full}, subsample=index); for other data "
+            f"(held out) make their guide by guide.for_data(...)"
         )
 
 
@@ -257,6 +257,6 @@ def _check_range(name: str, full: int, index: Tensor) -> None:
         low, high = int(index.min()), int(index.max())
         if low < 0 or high >= full:
             raise StatesError(
-                f"plate '{name}' was given index {low if low < 0 else high}, but states are kept "
-                f"for data 0 to {full - 1}: pass indices into the full data"
+                f"plate '{name}' has index {low if low < 0 else high}, but states are stored for "
+                f"data 0 to {full - 1}: pass indices into the full data"
             )

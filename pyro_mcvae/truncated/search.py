@@ -19,10 +19,10 @@ from pyro_mcvae.truncated.states import StateSpace, duplicates, keep_best, take_
 @dataclass(frozen=True)
 class PriorDraws:
     """
-    Proposals for a truncated posterior's search: states drawn from the model itself.
+    Proposals for a truncated posterior's search: states drawn from the model.
 
-    :param int count: how many for each datum in each step.
-    :raises ValueError: if that is not an int of at least 1.
+    :param int count: the number of draws per datum and step.
+    :raises ValueError: if it is not an int of at least 1.
 
     Example::
 
@@ -49,8 +49,8 @@ class Population:
     The states of the data of a minibatch.
 
     :ivar packed: the states, packed: ``[E, S, bytes]``.
-    :ivar keys: shape ``[E, S]``.
-    :ivar log_joint: shape ``[E, S]``; with a graph where gradients are enabled.
+    :ivar keys: their keys, shape ``[E, S]``.
+    :ivar log_joint: their log joint, shape ``[E, S]``; with a graph if gradients are enabled.
     """
 
     space: StateSpace
@@ -60,11 +60,11 @@ class Population:
 
     @property
     def states(self) -> Tensor:
-        """Unpacked when asked for, since few are: ``[E, S, D]``."""
+        """Unpack the states, on access only, because few are needed: ``[E, S, D]``."""
         return self.space.unpack(self.packed)
 
     def merged(self, other: Population) -> Population:
-        """The best of both, as many as there are here, all distinct."""
+        """Return the best distinct states of both populations, as many as in this one."""
         keys = torch.cat([self.keys, other.keys], dim=1)
         log_joint = torch.cat([self.log_joint, other.log_joint], dim=1)
         best = keep_best(log_joint.detach(), duplicates(keys), self.keys.shape[1])
@@ -76,10 +76,10 @@ def evaluate(
     runs: JointRuns, stored: Callable[[DataIndex], Tensor], count: int
 ) -> tuple[Population, WeightedParticles]:
     """
-    Evaluate all states that are kept for the data of a minibatch.
+    Evaluate all states stored for the data of a minibatch.
 
-    :param stored: gives the packed states of a minibatch, ``[E, S, bytes]``.
-    :param count: how many, S.
+    :param stored: returns the packed states of a minibatch, ``[E, S, bytes]``.
+    :param count: their number S.
     """
     packed: list[Tensor] = []
     space = runs.layouts.layout.space
@@ -94,13 +94,13 @@ def evaluate(
 
 
 def evolve(runs: JointRuns, population: Population, evolution: EvolutionaryUpdate) -> Population:
-    """Search by all generations of an update; no population loses free energy."""
+    """Search by all generations of an update; the free energy never decreases."""
     for _ in range(evolution.num_generations):
         log_joint = population.log_joint.detach()
         index = evolution.parents(log_joint, evolution.num_parents)
         states = population.space.unpack(take_rows(population.packed, index))
         parents = Parents(population.space, states, population.packed, log_joint, population.keys)
-        # In inference mode there are no gradients to ask: the mutation then draws uniformly.
+        # In inference mode there are no gradients: the mutation then draws uniformly.
         if evolution.informed and not torch.is_inference_mode_enabled():
             parents.flip_scores = _flip_scores(runs, states)
         children = evolution.mutation(parents, evolution.num_children).flatten(1, 2)
@@ -111,7 +111,7 @@ def evolve(runs: JointRuns, population: Population, evolution: EvolutionaryUpdat
 def propose(
     runs: JointRuns, population: Population, proposals: PriorDraws | Proposals
 ) -> Population:
-    """Merge states that were not found by evolution: draws from the model, or a user's own."""
+    """Merge proposed states: draws from the model, or the user's proposals."""
     layout = runs.layouts.layout
     if isinstance(proposals, PriorDraws):
         sample = runs.run(None, proposals.count)
@@ -134,7 +134,7 @@ def propose(
 
 
 def _merge(runs: JointRuns, population: Population, states: Tensor) -> Population:
-    """Evaluate further states, ``[E, C, D]``, and keep the best."""
+    """Evaluate more states, ``[E, C, D]``, and keep the best."""
     joint = runs.log_joint_rows(runs.run(states, states.shape[1]))
     packed = population.space.pack(states)
     return population.merged(
@@ -144,9 +144,9 @@ def _merge(runs: JointRuns, population: Population, states: Tensor) -> Populatio
 
 def _flip_scores(runs: JointRuns, states: Tensor) -> Tensor | None:
     """
-    The linearised change of the log joint under each move of some states, ``[E, C, D]``.
+    Return the linearized change of the log joint under each move of some states, ``[E, C, D]``.
 
-    :returns: shape ``[E, C, M]``; None where the model passes no gradient.
+    :returns: shape ``[E, C, M]``; None if the model passes no gradient.
     """
     leaves: Leaves = {}
     with torch.enable_grad():
@@ -154,11 +154,11 @@ def _flip_scores(runs: JointRuns, states: Tensor) -> Tensor | None:
         total = total.masked_fill(~total.detach().isfinite(), 0.0).sum()
     if not leaves or not total.requires_grad:
         return None
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    raw = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
     gradients: dict[str, Tensor | None] = {}
     for name in runs.layouts.layout.sites:
-        parts = [g for (n, _), g in zip(leaves, found, strict=True) if n == name]
-        whole = [g for g in parts if g is not None]
-        if parts and len(whole) == len(parts):
-            gradients[name] = torch.stack(whole) if len(whole) > 1 else whole[0]
+        parts = [g for (n, _), g in zip(leaves, raw, strict=True) if n == name]
+        present = [g for g in parts if g is not None]
+        if parts and len(present) == len(parts):
+            gradients[name] = torch.stack(present) if len(present) > 1 else present[0]
     return runs.layouts.layout.flip_scores(states, gradients, runs.data)

@@ -1,4 +1,4 @@
-"""Discrete states as rows of small integers: packed bits, keys, and moves of single entries."""
+"""Discrete states as rows of small integers, with packed bits, keys, and single-entry moves."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ COUNT_LIMIT = 1 << 16
 
 class StateSpace:
     """
-    The states of D discrete entries, entry d with the values ``0 .. sizes[d] - 1``.
+    The states of D discrete entries; entry d has the values ``0 .. sizes[d] - 1``.
 
-    States are *packed* for storage, each entry in as many bits as its size takes, and have a
-    *key*: equal states have equal keys, and different ones different keys (certainly so while the
-    states number less than 2^62, otherwise but for one pair in 2^64).
+    States are *packed* for storage, each entry in the bits that its size needs. They have a *key*:
+    equal states have equal keys. Different states have different keys, always if there are fewer
+    than 2^62 states, otherwise except for one pair in 2^64.
 
-    A *move* changes one entry. An entry whose order means nothing has a move to each of its other
-    values; an ordinal one moves up and down by one.
+    A *move* changes one entry. An entry without order has a move to each of its other values; an
+    ordinal entry moves up and down by one.
 
-    :param sizes: how many values each entry has.
+    :param sizes: the number of values of each entry.
     :param ordinal: which entries are counts; by default none.
 
     Example::
@@ -58,28 +58,28 @@ class StateSpace:
         return sum(self.moves_of(d) for d in range(len(self)))
 
     def moves_of(self, entry: int) -> int:
-        """How many moves one entry has."""
+        """Return the number of moves of one entry."""
         return 2 if self.ordinal[entry] else self.sizes[entry] - 1
 
     def table(self, name: str, device: torch.device) -> Tensor:
         """
-        A constant tensor on a device.
+        Return a constant tensor on a device.
 
-        ``"entry"``, ``"offset"`` and ``"log_share"`` have one element per move: the entry that it
-        changes, by how much, and minus the log of how many moves that entry has; ``"move size"`` is
-        the entry's size, and ``"wraps"`` says that its values have no order.
+        ``"entry"``, ``"offset"`` and ``"log weight"`` have one element per move: the entry that it
+        changes, by how much, and minus the log of the entry's number of moves. ``"move size"`` is
+        the entry's size, and ``"wraps"`` is True for entries without order.
         """
         if device not in self._tables:
             self._tables[device] = {k: t.to(device) for k, t in self._make_tables().items()}
         return self._tables[device][name]
 
     def _make_tables(self) -> dict[str, Tensor]:
-        entry, offset, share = [], [], []
+        entry, offset, log_weight = [], [], []
         for d, size in enumerate(self.sizes):
             steps = [1, -1] if self.ordinal[d] else list(range(1, size))
             entry += [d] * len(steps)
             offset += steps
-            share += [-math.log(len(steps))] * len(steps)
+            log_weight += [-math.log(len(steps))] * len(steps)
         bits = [(d, j) for d, width in enumerate(self.widths) for j in range(width)]
         radix = [1 << d for d in range(len(self))] if self.is_word else _radices(self.sizes)
         # Keys are linear in the bits: one look-up per byte, whatever the number of bytes.
@@ -90,7 +90,7 @@ class StateSpace:
         return {
             "entry": torch.tensor(entry, dtype=torch.long),
             "offset": torch.tensor(offset, dtype=torch.long),
-            "log_share": torch.tensor(share),
+            "log weight": torch.tensor(log_weight),
             "move size": torch.tensor([self.sizes[d] for d in entry], dtype=torch.long),
             "wraps": torch.tensor([not self.ordinal[d] for d in entry], dtype=torch.bool),
             "bit entry": torch.tensor([d for d, _ in bits], dtype=torch.long),
@@ -103,6 +103,8 @@ class StateSpace:
 
     def pack(self, states: Tensor) -> Tensor:
         """
+        Pack states into bytes.
+
         :param ~torch.Tensor states: integers, shape ``[..., D]``.
         :returns: bytes, shape ``[..., num_bytes]``.
         """
@@ -116,7 +118,7 @@ class StateSpace:
         return (words >> 56).to(torch.uint8)
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """The inverse of :meth:`pack`, in :attr:`dtype`."""
+        """Invert :meth:`pack`; the states have :attr:`dtype`."""
         words = self.table("bits of byte", packed.device).index_select(0, packed.flatten().int())
         bits = words.view(torch.uint8).reshape(*packed.shape[:-1], 8 * self.num_bytes)
         if self.binary:
@@ -128,7 +130,7 @@ class StateSpace:
         return states.to(self.dtype)
 
     def keys(self, packed: Tensor) -> Tensor:
-        """The keys of packed states, int64, shape ``[...]``."""
+        """Return the keys of packed states, int64, shape ``[...]``."""
         if self.is_word:
             packed = torch.nn.functional.pad(packed, (0, 8 - self.num_bytes)).contiguous()
             return packed.view(torch.long).squeeze(-1)
@@ -136,16 +138,16 @@ class StateSpace:
         return table[packed.long() + self.table("byte", packed.device)].sum(-1)
 
     def unit_keys(self, device: torch.device) -> Tensor:
-        """By how much a step of one in an entry changes the key, int64, shape ``[D]``."""
+        """Return the change of the key by a step of one in each entry, int64, shape ``[D]``."""
         return self.table("unit key", device)
 
     def moved(self, current: Tensor, moves: Tensor | None = None) -> Tensor:
         """
-        The value that each move gives to its entry.
+        Return the value of the entry after each move.
 
         :param ~torch.Tensor current: the entries' present values, int64, shape ``[..., M]``.
-        :param ~torch.Tensor moves: which moves, of that shape; all by default.
-        :returns: shape ``[..., M]``; outside the entry's range where a count cannot go further.
+        :param ~torch.Tensor moves: the indices of the moves, of that shape; all by default.
+        :returns: shape ``[..., M]``; outside the entry's range for impossible moves of counts.
         """
         if self.binary:
             return 1 - current
@@ -155,7 +157,7 @@ class StateSpace:
         return torch.where(wraps & (value >= size), value - size, value)
 
 
-# Moves byte i of a word to bit 56 + i; no two bytes meet on their way.
+# Moves byte i of a word to bit 56 + i, without carries between bytes.
 _GATHER = sum(1 << (56 - 7 * i) for i in range(8))
 
 
@@ -168,7 +170,7 @@ def _wrap(value: int) -> int:
 def _radices(sizes: tuple[int, ...]) -> tuple[int, ...]:
     if math.prod(sizes) <= 1 << 62:
         return tuple(math.prod(sizes[:d]) for d in range(len(sizes)))
-    # A generator of its own: keys must not depend on, or move, the user's random state.
+    # A separate generator: keys must not depend on, or change, the user's random state.
     generator = torch.Generator().manual_seed(len(sizes))
     drawn = torch.randint(-(1 << 62), 1 << 62, (len(sizes),), generator=generator)
     return tuple(2 * value + 1 for value in drawn.tolist())
@@ -176,7 +178,7 @@ def _radices(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 def duplicates(keys: Tensor) -> Tensor:
     """
-    Which states repeat an earlier one of their row.
+    Return the mask of states that repeat an earlier one of their row.
 
     :param ~torch.Tensor keys: shape ``[E, S]``.
     :returns: booleans of that shape.
@@ -194,13 +196,13 @@ def duplicates(keys: Tensor) -> Tensor:
 
 def keep_best(log_joint: Tensor, repeated: Tensor, count: int) -> Tensor:
     """
-    The indices of the ``count`` best states of each row, never a repeated one.
+    Return the indices of the ``count`` best states of each row, without repeated ones.
 
     :param ~torch.Tensor log_joint: shape ``[E, C]``; minus infinity is allowed.
     :param ~torch.Tensor repeated: from :func:`duplicates`; at least ``count`` are not repeated.
     :returns: shape ``[E, count]``.
     """
-    # Impossible states may stay, if nothing better is known; repetitions may not.
+    # Impossible states may stay if there are no better ones; repetitions may not.
     rank = log_joint.clamp_min(torch.finfo(log_joint.dtype).min)
     rank = rank.masked_fill(repeated, -torch.inf)
     return rank.topk(count, dim=1, sorted=False).indices
@@ -208,10 +210,10 @@ def keep_best(log_joint: Tensor, repeated: Tensor, count: int) -> Tensor:
 
 def distinct_states(space: StateSpace, states: Tensor, count: int) -> Tensor:
     """
-    Distinct states: those given, their repetitions replaced.
+    Return distinct states: the given ones, with repetitions replaced.
 
     :param ~torch.Tensor states: any states, shape ``[N, S, D]``.
-    :param int count: how many distinct ones are wanted, at most ``space.cardinality``.
+    :param int count: the number of distinct states, at most ``space.cardinality``.
     :returns: shape ``[N, count, D]``, distinct in each row.
 
     Example::
@@ -220,13 +222,13 @@ def distinct_states(space: StateSpace, states: Tensor, count: int) -> Tensor:
         torch.Size([1, 4, 2])
     """
     device = states.device
-    # Of counts that may be many as many values as are wanted, near zero and ever farther apart.
+    # For large counts use only ``count`` values, dense near zero and sparse farther away.
     both = zip(space.sizes, space.ordinal, strict=True)
     sizes = tuple(min(n, count) if many else n for n, many in both)
     cycle = torch.arange(count, device=device) % states.shape[1]
-    spare = states.index_select(1, cycle).clone()
-    # As many leading entries as have enough values: counting through them from a random start
-    # makes distinct states, also where these are all that there are.
+    extra = states.index_select(1, cycle).clone()
+    # Take leading entries until they have enough values. Counting through these from a random start
+    # makes distinct states, even if all states are needed.
     last, total = 0, 1
     while last < len(space) and total < (4 if sizes[:last] == space.sizes[:last] else 1) * count:
         total, last = total * sizes[last], last + 1
@@ -234,16 +236,16 @@ def distinct_states(space: StateSpace, states: Tensor, count: int) -> Tensor:
     code = (start + torch.arange(count, device=device)) % total
     for d in range(last):
         at = code % sizes[d]
-        spare[..., d] = _ladder(space.sizes[d], sizes[d], device)[at].to(spare.dtype)
+        extra[..., d] = _spaced_values(space.sizes[d], sizes[d], device)[at].to(extra.dtype)
         code = code // sizes[d]
-    found = torch.cat([states, spare], dim=1)
-    repeated = duplicates(space.keys(space.pack(found)))
+    candidates = torch.cat([states, extra], dim=1)
+    repeated = duplicates(space.keys(space.pack(candidates)))
     first = repeated.to(torch.uint8).argsort(dim=1, stable=True)[:, :count]
-    return found.gather(1, first.unsqueeze(-1).expand(-1, -1, len(space)))
+    return candidates.gather(1, first.unsqueeze(-1).expand(-1, -1, len(space)))
 
 
-def _ladder(size: int, count: int, device: torch.device) -> Tensor:
-    """``count`` of the values below ``size``, from zero to the last one."""
+def _spaced_values(size: int, count: int, device: torch.device) -> Tensor:
+    """Return ``count`` values below ``size``, from zero to the last one."""
     every = torch.arange(count, device=device)
     if count == size:
         return every
@@ -252,7 +254,7 @@ def _ladder(size: int, count: int, device: torch.device) -> Tensor:
 
 
 def take_rows(rows: Tensor, index: Tensor) -> Tensor:
-    """``rows[e, index[e, i]]``, shape ``[E, I, width]``; several times as fast as ``gather``."""
+    """Return ``rows[e, index[e, i]]``, ``[E, I, width]``; several times as fast as ``gather``."""
     start = torch.arange(len(rows), device=rows.device).unsqueeze(-1) * rows.shape[1]
     flat = rows.flatten(0, 1).index_select(0, (index + start).flatten())
     return flat.reshape(*index.shape, rows.shape[-1])

@@ -154,7 +154,7 @@ def test_padded_series_lie_between_their_bounds():
 
 def test_what_the_model_alone_counts_is_refused():
     mask = torch.tensor([False, False, True])
-    with pytest.raises(ValueError, match=r"'x_unobserved' has .* out of the guide and not of"):
+    with pytest.raises(ValueError, match=r"'x_unobserved' has .* from the guide and not from"):
         log_evidence(imputing, lambda: imputing_guide(mask))
 
 
@@ -164,7 +164,7 @@ def test_a_masked_latent_that_the_model_reads_is_refused():
             z = pyro.sample("z", dist.Normal(0.0, 1.0).mask(OBSERVED))
             pyro.sample("x", dist.Normal(z, 1.0), obs=X)
 
-    with pytest.raises(ValueError, match="'z' has entries that a mask takes out of the model"):
+    with pytest.raises(ValueError, match="'z' has entries that a mask removes from the model"):
         log_evidence(model, called(AutoNormal(model)))
 
 
@@ -261,7 +261,7 @@ def test_an_auto_guide_of_a_model_with_masks_inside_of_an_event():
 
 @pytest.mark.parametrize(("way", "guide_way"), [("none", "inside"), ("inside", "parts")])
 def test_a_mask_inside_of_the_guides_event_is_refused(way, guide_way):
-    with pytest.raises(ValueError, match=r"'z' has entries that a mask takes out of the guide"):
+    with pytest.raises(ValueError, match=r"'z' has entries that a mask removes from the guide"):
         log_evidence(paired(way)[0], lambda: paired_guide(guide_way))
 
 
@@ -294,7 +294,7 @@ def test_a_mask_inside_of_a_transform_is_refused():
             moved = dist.TransformedDistribution(fn, [dist.transforms.AffineTransform(0.1, 1.0)])
             pyro.sample("z", moved.to_event(1))
 
-    with pytest.raises(ValueError, match="'z' of the guide has a mask inside of a"):
+    with pytest.raises(ValueError, match="'z' of the guide has a mask inside a"):
         log_evidence(paired("none")[0], guide)
 
 

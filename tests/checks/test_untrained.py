@@ -195,7 +195,7 @@ def test_initial_values_of_a_function_are_said_once(caplog):
         log_evidence(model, plain, X, num_particles=5)
         assert len(caplog.records) == times
     assert (
-        "guide plain never ran, so that the initial values of its parameters ('loc') are judged"
+        "guide plain never ran, so the initial values of its parameters ('loc') are evaluated"
         in (caplog.text)
     )
     plain(X)

@@ -67,7 +67,7 @@ def programs(way, read=lambda z: z, of_model=None):
     return model, guide
 
 
-READ = r"entries of site 'z' out of the guide's density, and site '(x|z)' of the model reads them"
+READ = r"of site 'z' from the guide's density, and site '(x|z)' of the model depends on them"
 
 
 def refused(pair, makes=WEIGH, match=READ):
@@ -75,7 +75,7 @@ def refused(pair, makes=WEIGH, match=READ):
         with pytest.raises(ValueError, match=match):
             make().loss(*pair)
     for options in ({}, {"schedule": 3}):
-        with pytest.raises(ValueError, match=f"{match}|takes out of the guide and not of"):
+        with pytest.raises(ValueError, match=f"{match}|removes from the guide and not from"):
             log_evidence(*pair, num_particles=5, **options)
 
 
@@ -196,7 +196,7 @@ def test_slots_of_masked_values_are_averaged():
 
     pair = (lambda: program(True)), (lambda: program(False))
     assert math.isfinite(TraceSIS_ELBO(2).loss(*pair))
-    with pytest.raises(ValueError, match="entries of site 'y' out of the guide"):
+    with pytest.raises(ValueError, match="entries of site 'y' from the guide"):
         TraceIWAE_ELBO(2).loss(*pair)
 
 
@@ -263,7 +263,7 @@ def test_marginals_over_inducing_values_as_of_gpytorch():
         with pyro.plate("data", 3):
             pyro.sample("f", dist.Normal(0.8, 0.41**0.5).mask(False))
 
-    refused((model, guide), match="site 'f' out of the guide's density, and site 'x'")
+    refused((model, guide), match="site 'f' from the guide's density, and site 'x'")
     found = torch.tensor([-TraceSGVB_ELBO(1000).loss(model, guide) for _ in range(10)]).mean()
     divergence = torch.distributions.kl_divergence(dist.Normal(0.8, 0.4), dist.Normal(0.0, 1.0))
     exact = (dist.Normal(0.8, 0.5).log_prob(X) - 0.41 / 0.5).sum() - divergence

@@ -126,7 +126,7 @@ def test_a_step_in_which_ranks_talk_runs_as_ever(monkeypatch: pytest.MonkeyPatch
         met.clear()
     assert losses[0] == losses[1]
     assert meetings[0] == meetings[1] > 0  # or ranks would wait for each other
-    assert any("the ranks talk within the step" in reason for reason in reasons(loss))
+    assert any("the ranks communicate within the step" in reason for reason in reasons(loss))
 
 
 def on_a_rank(out: Path) -> None:

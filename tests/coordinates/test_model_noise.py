@@ -76,7 +76,7 @@ def quiet(x):
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"), [(model, "draws random numbers apart from its sites"), (quiet, None)]
+    ("model", "reason"), [(model, "draws random numbers outside sample sites"), (quiet, None)]
 )
 def test_a_compiled_step_with_such_a_model_runs_as_ever(model, reason):
     found = []

@@ -116,7 +116,7 @@ def test_a_budget_stands_alone_at_a_site():
         with pyro.plate("data", 4):
             pyro.sample("b", dist.Bernoulli(0.4), infer={"mcvae": {"budget": 3, "num_samples": 1}})
 
-    with pytest.raises(ValueError, match=r"site 'b', infer=.*: budget=3 says how many"):
+    with pytest.raises(ValueError, match=r"site 'b', infer=.*: budget=3 is the number"):
         TraceRaoBlackwell_ELBO().loss(bit, bit)
 
 

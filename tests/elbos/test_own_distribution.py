@@ -78,7 +78,9 @@ def test_judges_take_it_and_chains_say_what_they_need():
     exact = dist.Normal(0.0, math.sqrt(2)).log_prob(X)
     assert ((found.log_evidence - exact).abs() < 4.5 * found.standard_error).all()
     assert "data" in str(report(model, guide, vectorize_particles=False, num_particles=30))
-    with pytest.raises(ValueError, match=r"\(OwnNormal\) has .* \(it does not say its support\)"):
+    with pytest.raises(
+        ValueError, match=r"\(OwnNormal\) has .* \(it does not define its support\)"
+    ):
         TraceSIS_ELBO(2).loss(model, guide)
     with pytest.raises(ValueError, match="register_noise"):
         refine(model, guide, num_samples=3, schedule=2, vectorize_particles=False)
@@ -110,5 +112,7 @@ def test_a_searched_site_has_to_say_its_support():
             z = pyro.sample("z", OwnBernoulli(torch.full((3,), 0.4)))
             pyro.sample("x", dist.Normal(z, 1.0), obs=X)
 
-    with pytest.raises(ValueError, match=r"site 'z' \(OwnBernoulli\) .*does not say its support"):
+    with pytest.raises(
+        ValueError, match=r"site 'z' \(OwnBernoulli\) .*does not define its support"
+    ):
         TraceTruncated_ELBO().loss(model, TruncatedPosterior(model, 2))

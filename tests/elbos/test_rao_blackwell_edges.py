@@ -436,7 +436,7 @@ def test_sequences_whose_slots_multiply_are_refused_and_the_remedies_work():
                 pyro.sample(f"x{t}", dist.Normal(y.to(logits.dtype), 1.0), obs=torch.tensor(1.0))
 
     programs = (lambda: sequence(True)), (lambda: sequence(False))
-    with pytest.raises(ValueError, match=r"site 'y\d+' would take \d+ slots.*math.inf.*plainly"):
+    with pytest.raises(ValueError, match=r"site 'y\d+' would take \d+ slots.*math.inf.*once by"):
         TraceRaoBlackwell_ELBO().loss_and_grads(*programs)
     assert math.isfinite(TraceRaoBlackwell_ELBO(0).loss_and_grads(*programs))
     exact = TraceEnum_ELBO(max_plate_nesting=0).loss(programs[0], config_enumerate(programs[1]))
@@ -507,4 +507,4 @@ def test_continuous_sites_with_draws_of_their_own_are_drawn_once(caplog):
         pyro.set_rng_seed(0)
         losses.append(TraceRaoBlackwell_ELBO(num_particles=3).loss(*continuous(infer or {})))
     assert losses[0] == losses[1]
-    assert "'z' (Normal) is marked for 10 draws of its own" in caplog.text
+    assert "'z' (Normal) is marked for 10 draws" in caplog.text

@@ -177,7 +177,7 @@ def test_a_loop_is_told_once(caplog):
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             elbo.loss(program.model, program.guide)
-    told = [r.getMessage() for r in caplog.records if "summed together" in r.getMessage()]
+    told = [r.getMessage() for r in caplog.records if "summed jointly" in r.getMessage()]
     assert len(told) == 1, told
 
 

@@ -424,7 +424,7 @@ def relaxing():
     [
         (wide, {}, "site 'y13' would take 16384 slots of each datum"),
         (observing, {}, "the guide observes site 't', whose density"),
-        (whole, {}, "site 'y' is shared by all data, so that it is drawn once a step"),
+        (whole, {}, "site 'y' is shared by all data, so it is drawn once a step"),
         (None, {"baseline": relaxing()}, "RELAX relaxes guide site 'y', whose slots"),
         (None, {"baseline": REBAR(lambda y, x: y)}, "REBAR relaxes guide site 'y', whose slots"),
         (None, {"baseline": GumbelSoftmax()}, "GumbelSoftmax relaxes guide site 'y', whose slots"),
@@ -469,7 +469,7 @@ def test_elements_that_share_a_weight_have_too_many_values_together_and_are_draw
     [
         ({"num_categories": -1}, "num_categories must be an int of at least 0"),
         ({"num_categories": 0, "num_samples": 0}, "evaluate nothing"),
-        ({"budget": 2, "num_samples": 1}, "budget=2 says how many values"),
+        ({"budget": 2, "num_samples": 1}, "budget=2 is the number of evaluated values"),
         ({"baseline": "loo"}, "must be a Baseline"),
         ({"baseline": LeaveOneOut()}, "needs num_samples >= 2, got 1"),
     ],

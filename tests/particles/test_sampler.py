@@ -627,7 +627,7 @@ def test_a_gather_along_a_plate_is_told_how_to_index() -> None:
             pyro.sample("means", dist.Normal(0.0, 0.5))
 
     elbo = TraceIWAE_ELBO(2, vectorize_particles=True)
-    with pytest.raises(RuntimeError, match=r"means\[\.\.\., group\] in the place of means"):
+    with pytest.raises(RuntimeError, match=r"means\[\.\.\., group\] instead of means"):
         elbo.loss(model, guide, lambda means: means[county])
     assert math.isfinite(elbo.loss(model, guide, lambda means: means[..., county]))
     assert math.isfinite(TraceIWAE_ELBO(2).loss(model, guide, lambda means: means[county]))

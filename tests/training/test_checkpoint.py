@@ -187,9 +187,9 @@ def test_truncated_and_foreign_files_leave_the_run_alone(name, interface, tmp_pa
     whole = path.read_bytes()
     for size in (0, 10, len(whole) // 2, len(whole) - 30):
         path.write_bytes(whole[:size])
-        refuses(path, run, "run.pt is truncated, or no checkpoint")
+        refuses(path, run, "run.pt is truncated, or not a checkpoint")
     path.write_text("step,loss\n1,2.0\n")
-    refuses(path, run, "is truncated, or no checkpoint")
+    refuses(path, run, "is truncated, or not a checkpoint")
     torch.save({"weight": torch.zeros(3)}, path)
     refuses(path, run, r"was not written by save_checkpoint: it is a dict of \['weight'\]")
     torch.save([1, 2], path)

@@ -131,7 +131,7 @@ def test_batches_go_on_where_others_stopped_on_any_number_of_ranks():
     alone.load_state_dict(state)
     assert sorted(torch.cat(list(alone)).tolist()) == sorted(wanted.tolist())
     assert (alone.epoch, alone.position) == (1, 0)
-    with pytest.raises(ValueError, match="of 20 data, and are now of 21"):
+    with pytest.raises(ValueError, match="of 20 data, but now num_data=21"):
         RankBatches(21, 3).load_state_dict(state)
 
 

@@ -332,7 +332,7 @@ def side_by_side():
         (masked, "site 'z' is masked.*around the observations only"),
         (masked_inside, "site 'z' is masked.*around the observations only"),
         (labelled, "site 'z_unobserved' is masked.*pyro.factor"),
-        (side_by_side, "sites 'z_left', 'z_right' lie in data plates side by side"),
+        (side_by_side, "sites 'z_left', 'z_right' lie in several data plates"),
         (no_site, "no discrete site"),
         (continuous, "site 'w' .Normal. is continuous.*pass guide="),
         (no_plate, "site 'z' has no data plate"),
@@ -378,7 +378,7 @@ def test_changed_data_and_indices_out_of_range_are_refused():
     guide = TruncatedPosterior(model, 4)
     guide.posterior()
     before = guide.states_data.clone()
-    with pytest.raises(ValueError, match="plate 'data' has 5 data, and states are kept for 8"):
+    with pytest.raises(ValueError, match="plate 'data' has 5 data, but states are stored for 8"):
         TraceTruncated_ELBO().loss_and_grads(lambda: model(x=X[:5]), guide)
     for index, shown in ((8, 8), (-1, -1)):
         with pytest.raises((ValueError, IndexError), match=f"index {shown}|out of bounds"):
