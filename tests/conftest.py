@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyro_mcvae.particles import runner
-from pyro_mcvae.programs.vmap import Way
+from pyro_mcvae.programs.vmap import Mode
 
 # Examples that depend on the clock or on luck make a failure hard to see again.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -25,4 +25,4 @@ def double_precision() -> Iterator[None]:
 @pytest.fixture
 def leading_dims_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several particles at once are run in a leading dim, or refused: no ``vmap``."""
-    monkeypatch.setattr(runner, "_AT_ONCE", (Way.BATCHED,))
+    monkeypatch.setattr(runner, "_AT_ONCE", (Mode.BATCHED,))

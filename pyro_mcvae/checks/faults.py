@@ -50,7 +50,7 @@ def is_circular(fn: Distribution) -> bool:
     return True
 
 
-def unwound(run: Run) -> list[str]:
+def angle_errors(run: Run) -> list[str]:
     """
     Return an error message for each angle of a model that its guide draws on the real line.
 
@@ -80,7 +80,7 @@ def check_angles(run: Run) -> None:
 
     :raises ValueError: naming such an angle.
     """
-    for why in unwound(run):
+    for why in angle_errors(run):
         raise ValueError(why)
 
 
@@ -179,7 +179,7 @@ def scaled_latents(terms: Iterable[Term]) -> dict[str, Scales]:
     return {name: scales for name, scales in scales_of.items() if scales != Scales()}
 
 
-def refuse_large_scales(terms: list[Term], objective: str, reads: bool) -> None:
+def check_scales(terms: list[Term], objective: str, reads: bool) -> None:
     """
     Reject chains whose target density has no finite integral.
 
@@ -238,7 +238,7 @@ def collects_parameters() -> bool:
     return any(map(is_param_tracer, _PYRO_STACK))
 
 
-def refuse_copied_parameters(programs: Programs, run: Run) -> None:
+def check_copied_parameters(programs: Programs, run: Run) -> None:
     """
     Raise an error if the store has copies of parameters of a ``pyro.module``.
 
@@ -277,7 +277,7 @@ _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def untrained_guide(guide: Program) -> Iterator[Callable[[Trace], None]]:
+def check_trained(guide: Program) -> Iterator[Callable[[Trace], None]]:
     """
     Yield a check for the first run of an evaluated guide; after an error, restore its modules.
 

@@ -88,7 +88,7 @@ def count_masked(programs: Programs, run: Run, other: Run) -> Programs:
     return replace(programs, model=_WithGuideMask(counted)(programs.model)) if counted else programs
 
 
-def counted_by_guide_alone(programs: Programs, run: Run) -> list[str]:
+def counted_only_by_guide(programs: Programs, run: Run) -> list[str]:
     """
     Return latents with entries that only the guide counts, and on which no factor depends.
 

@@ -31,7 +31,7 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import changed_draw, is_latent, is_random
 from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import FactorKey, LeadingDimsError, Message, Site
-from pyro_mcvae.programs.vmap import Way, particle_plates
+from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analysis
 from pyro_mcvae.structure.dependencies import Batch, ReadRecorder, reads_of_latents
@@ -200,7 +200,7 @@ class LeadingRun:
 
     :ivar run: a run with the programs' plates and sizes.
     :ivar shared: the guide's and the model's sites that all particles share.
-    :ivar way: how the particles are vectorized.
+    :ivar mode: how the particles are vectorized.
     :ivar name: the contents of the leading dims.
     :ivar ran: whether ``run`` was vectorized in the same way, so that the programs can be.
     :ivar mixes: whether batch normalization may treat all particles as one batch.
@@ -209,7 +209,7 @@ class LeadingRun:
     programs: Programs
     run: Run
     shared: GlobalSites
-    way: Way
+    mode: Mode
     name: LeadingDimsName
     ran: bool = True
     mixes: bool = True
@@ -281,7 +281,7 @@ class LeadingRun:
 
     def _batched(self, count: int, values: Values | None = None) -> Probe:
         """Probe ``count`` particles, drawing their latents if ``values`` is None."""
-        plates = particle_plates(self.way, count, -self.run.nesting - 1, self.shared)
+        plates = particle_plates(self.mode, count, -self.run.nesting - 1, self.shared)
         sample_fn = None if values is None else lambda msg: values.get(msg["name"])
         try:
             result = probe(self.programs, self.run.subsamples, sample_fn=sample_fn, leading=plates)
@@ -613,7 +613,7 @@ def compare_leading_dims(analysis: Analysis, leading: LeadingRun, trusted: bool)
     for count in sorted(run.outer_sizes & run.inner_sizes):
         leading.check_count(count)
     # Without the number of particles, because the comparison uses another number.
-    key = "compared", run.signature, run.sizes, leading.shared, leading.way
+    key = "compared", run.signature, run.sizes, leading.shared, leading.mode
 
     def compare() -> None:
         try:

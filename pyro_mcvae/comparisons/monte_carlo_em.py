@@ -21,7 +21,7 @@ from pyro_mcvae.ops.checks import check_count, check_flag
 from pyro_mcvae.ops.distributed import concat_over_ranks
 from pyro_mcvae.particles.sampler import WeightedParticles
 from pyro_mcvae.programs.outside_values import Dependencies, ExecutedCode
-from pyro_mcvae.programs.progress import shown
+from pyro_mcvae.programs.progress import with_progress
 from pyro_mcvae.programs.run import Programs
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ class MonteCarloEM(ChainELBO):
         draw = self._draw
         served = draw is not None and draw.left > 0 and draw.call.is_same(programs)
         if torch.is_grad_enabled() and draw is not None and served:
-            sample = self.sampler.replay_at_rest(programs, draw.sample)
+            sample = self.sampler.replay_detached(programs, draw.sample)
             if sample is not None:
                 return self._update_again(programs, draw, sample)
         if self.updates_per_draw == 1:
@@ -352,7 +352,7 @@ class MonteCarloEM(ChainELBO):
         )
 
     def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
-        sample = density.log_weight.at_rest(chain.state.position)
+        sample = density.log_weight.detached(chain.state.position)
         self._latest = sample, density.log_weight
         return density.log_weight.guide_elbo().mean(0) + _model_log_prob(sample).mean(0)
 
@@ -370,7 +370,7 @@ class MonteCarloEM(ChainELBO):
         state, infos = start, []
         with torch.no_grad():
             steps = range(self.num_steps)
-            for _ in shown(steps, "posterior draw", self.progress, "transition"):
+            for _ in with_progress(steps, "posterior draw", self.progress, "transition"):
                 state, info = self.kernel.step(state, target)
                 infos.append(info)
         chain = Chain(log_weight, start, state, infos, [], movable=movable)

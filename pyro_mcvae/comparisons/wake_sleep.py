@@ -225,7 +225,7 @@ class _Marked:
             return True
         log_prob = detach_provenance(log_prob)
         return log_prob.requires_grad and not self._ids.isdisjoint(
-            dependencies.leaves_behind(log_prob)
+            dependencies.autograd_leaves(log_prob)
         )
 
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from pyro_mcvae.ops.slots import one_hot
-from pyro_mcvae.ops.tensors import assume
+from pyro_mcvae.ops.tensors import add_guard
 from pyro_mcvae.programs.messengers import Recorder, is_param_tracer
 from pyro_mcvae.programs.source_lines import is_library, program_line
 from pyro_mcvae.programs.types import TorchFunction
@@ -121,7 +121,7 @@ class _HostReads(TorchDispatchMode):
             _refuse("reads a tensor's value")
         if func is not _aten._local_scalar_dense.default or value != value:
             _refuse("reads a tensor's value")
-        assume(torch.eq(args[0], value))
+        add_guard(torch.eq(args[0], value))
         return value
 
 
@@ -288,7 +288,7 @@ def _fixed(value: Tensor) -> Any:
     """
     with disable_proxy_modes_tracing():
         found = value.item()
-    assume(value if found is True else value == found)
+    add_guard(value if found is True else value == found)
     return found
 
 
@@ -316,5 +316,5 @@ def _one_hot(input: Tensor, num_classes: int = -1) -> Tensor:
     """
     if num_classes < 0:
         _refuse("has a shape that depends on values (one_hot without num_classes)")
-    assume(((input >= 0) & (input < num_classes)).all())
+    add_guard(((input >= 0) & (input < num_classes)).all())
     return one_hot(input, num_classes).long()

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from pyro_mcvae.compiled.backends import Run
 from pyro_mcvae.compiled.graph import Update, as_function
 from pyro_mcvae.compiled.guards import NotRecordable, ReadingMode, said_by, trace
-from pyro_mcvae.ops.tensors import Tree, assumptions, read
+from pyro_mcvae.ops.tensors import Tree, read, recorded_guards
 from pyro_mcvae.programs.messengers import is_param_tracer
 from pyro_mcvae.programs.outside_values import (
     Dependencies,
@@ -301,7 +301,7 @@ class Surroundings:
     @contextmanager
     def watched(self, mode: ReadingMode) -> Iterator[list[Tensor]]:
         """A step that is recorded runs within; the list fills with what the recording assumes."""
-        with assumptions() as assumed, pyro.validation_enabled(False), mode, self.executed:
+        with recorded_guards() as assumed, pyro.validation_enabled(False), mode, self.executed:
             yield assumed
 
     def slots(self) -> list[Slot]:

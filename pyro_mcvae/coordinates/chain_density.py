@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from pyro_mcvae.chains.kernels import State, finite
-from pyro_mcvae.checks.faults import refuse_large_scales
+from pyro_mcvae.checks.faults import check_scales
 from pyro_mcvae.coordinates.log_weight import Evaluation, GradientMode, LogWeight
-from pyro_mcvae.ops.tensors import costs_nothing_to_read, holds
+from pyro_mcvae.ops.tensors import costs_nothing_to_read, guard
 from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import bare, without_autocast
 from pyro_mcvae.programs.terms import Term
@@ -30,16 +30,16 @@ def check_chain(log_weight: LogWeight, objective: str) -> None:
     :raises ValueError: naming the site.
     """
     # Scales may change from step to step. Those that are numbers can be compared in each.
-    refuse_large_scales(_moving_terms(log_weight), objective, reads=False)
+    check_scales(_moving_terms(log_weight), objective, reads=False)
     key = check_chain, objective, log_weight.gradient
-    if key not in log_weight.plan.looked:
+    if key not in log_weight.plan.checked:
         _check_chain(log_weight, objective)
-        log_weight.plan.looked.add(key)
+        log_weight.plan.checked.add(key)
 
 
 def _check_chain(log_weight: LogWeight, objective: str) -> None:
     check_continuous(log_weight, objective)
-    refuse_large_scales(_moving_terms(log_weight), objective, reads=True)
+    check_scales(_moving_terms(log_weight), objective, reads=True)
     if log_weight.gradient.keeps_graph:
         _check_reparameterized(log_weight, objective)
         _check_factors(log_weight, objective)
@@ -123,7 +123,7 @@ class ChainDensity:
     def __init__(self, log_weight: LogWeight, again: bool = False) -> None:
         self.log_weight = log_weight
         # Forward and reverse moves must follow one gradient: the partial derivatives.
-        self._again = again or log_weight.plan.entangled
+        self._again = again or log_weight.plan.coordinates_interact
         self.gradient = log_weight.gradient
         self._full = GradientMode.CHAIN in self.gradient
         # None of vectors that are empty, where a guide draws nothing but what is held.
@@ -158,7 +158,7 @@ class ChainDensity:
             if self._kernel_gradient and not position.requires_grad:
                 position = position.clone().requires_grad_()
             near, reads = position.detach().abs() <= self._far, costs_nothing_to_read(position)
-            all_near = reads and holds(near.all())
+            all_near = reads and guard(near.all())
             # A tensor of its own: transforms remember what they made of one that they know.
             own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
             state = self._at(position, own)
@@ -170,7 +170,7 @@ class ChainDensity:
     def _mended(self, state: State, near: Tensor, reads: bool) -> State:
         """The state without what is not finite, and without what lies too far off."""
         state, regular = _mended(state, near.all(-1))
-        if self._full and reads and not holds(regular.all()):
+        if self._full and reads and not guard(regular.all()):
             return self._with_constants(state, regular)
         return state
 
@@ -211,7 +211,7 @@ def _are_finite(state: State, values: bool) -> bool:
         density = state.log_base + state.log_weight if values else None
         sums = [part.sum() for part in (density, state.grad_joint) if part is not None]
         # isfinite() takes twice the operations.
-        return not sums or holds((total := sum(sums[1:], sums[0])) - total == 0)
+        return not sums or guard((total := sum(sums[1:], sums[0])) - total == 0)
 
 
 def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:

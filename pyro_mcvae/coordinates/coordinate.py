@@ -15,7 +15,7 @@ from torch.distributions import ComposeTransform, biject_to, constraints, gamma
 from pyro_mcvae.checks.faults import is_circular
 from pyro_mcvae.coordinates.noise import Noise, StandardNormal, noise_of, sum_event
 from pyro_mcvae.programs.distributions import elementwise, is_elementary, is_pushed_forward
-from pyro_mcvae.programs.known_logs import Logs, knowing, known_logs, positive, with_logs
+from pyro_mcvae.programs.exact_logs import Logs, exact_logs, exact_logs_if, positive, with_logs
 from pyro_mcvae.programs.sites import (
     bare,
     is_masked,
@@ -107,7 +107,7 @@ def logarithmic_draw(fn: Distribution) -> Tensor:
     ``Beta(0.05, 0.05)`` in 5 is rounded to 1. PyTorch clamps them, which changes their density.
     Logarithms of Gamma draws in double precision have moderate size. Draws of Beta, Dirichlet and
     their transforms are computed from them. Call it within
-    :class:`~pyro_mcvae.programs.known_logs.KnownLogs`.
+    :class:`~pyro_mcvae.programs.exact_logs.KnownLogs`.
     """
     drawn = _draw(fn)
     return fn() if drawn is None else drawn  # Zuko's distributions are drawn by a call
@@ -253,7 +253,7 @@ class NoiseCoordinate(Coordinate):
         if not self.bounded:
             with without_autocast():
                 return self.noise.transform(coordinate)
-        with without_autocast(), knowing():
+        with without_autocast(), exact_logs_if():
             return positive(self.noise.transform(coordinate), self._simplex)
 
     def at(self, value: Tensor) -> Tensor:
@@ -299,13 +299,13 @@ class UnconstrainedCoordinate(Coordinate):
         self.event_shape = torch.Size(shape[len(fn.batch_shape) :])
 
     def draw(self) -> Tensor:
-        with knowing():
+        with exact_logs_if():
             value = logarithmic_draw(self.fn) if self.reparameterized else self.fn.sample()
             # An alias: a flow caches the density of the tensor that it drew, without a gradient.
             return self.transform.inv(positive(value.view_as(value), self._simplex))
 
     def value(self, coordinate: Tensor) -> Tensor:
-        with knowing():
+        with exact_logs_if():
             return positive(self.transform(coordinate), self._simplex)
 
     def at(self, value: Tensor) -> Tensor:
@@ -313,7 +313,7 @@ class UnconstrainedCoordinate(Coordinate):
 
     def log_base(self, coordinate: Tensor, value: Tensor) -> Tensor:
         extra = self.fn.event_dim - self.transform.codomain.event_dim
-        with known_logs(value):
+        with exact_logs(value):
             log_det = self.transform.log_abs_det_jacobian(coordinate, value)
             return self.fn.log_prob(value) + sum_event(log_det, extra)
 
@@ -434,7 +434,7 @@ class Beginning:
         """Return the coordinate of a site in some rows of the first run."""
         return coordinate.draw()
 
-    def again(self, msg: Message, rows: range) -> Tensor | None:
+    def fixed_coordinate(self, msg: Message, rows: range) -> Tensor | None:
         """Return the coordinate of a fixed site in a further run; None for another site."""
         return None
 

@@ -318,19 +318,19 @@ class Plan:
 
     :ivar packing: how they are packed into vectors.
     :ivar normal: whether their density under the guide is standard normal.
-    :ivar entangled: whether one first coordinate may depend on another. A draw without
+    :ivar coordinates_interact: whether one first coordinate may depend on another. A draw without
         explicit noise depends on earlier draws, so its gradients are not partial derivatives.
     :ivar discrete: the sites with a discrete coordinate, which chains do not move.
     :ivar bounded: whether the values of a site have a bounded support.
-    :ivar looked: the keys of the checks that are done.
+    :ivar checked: the keys of the checks that are done.
     """
 
     packing: Packing
     normal: bool
-    entangled: bool
+    coordinates_interact: bool
     discrete: tuple[str, ...]
     bounded: bool
-    looked: set[Hashable] = field(default_factory=set)
+    checked: set[Hashable] = field(default_factory=set)
 
     @property
     def moving(self) -> Set[str]:
@@ -383,12 +383,12 @@ def _new_plan(sample: WeightedParticles, records: list[Record], fixed: frozenset
     check_names(records, packing, sample.structure.global_sites.guide | fixed)
     first = [records[0][n].coordinate for n in packing.sites]
     unexplicit = any(isinstance(c, UnconstrainedCoordinate) for c in first)
-    entangled = len(first) > 1 and unexplicit and not sample.structure.mean_field
+    coordinates_interact = len(first) > 1 and unexplicit and not sample.structure.mean_field
     # The density of fixed sites may depend on the coordinates, except in a mean-field guide.
     normal = all(c.normal for c in first) and (sample.structure.mean_field or not fixed)
     discrete = (n for n in packing.sites if not records[0][n].coordinate.moves)
     bounded = any(c.bounded for c in first)
-    plan = Plan(packing, normal, entangled, tuple(discrete), bounded)
+    plan = Plan(packing, normal, coordinates_interact, tuple(discrete), bounded)
     for name, draws in sample.structure.masked_by.items():
         if not draws.isdisjoint(plan.moving):
             raise _mask_moves_error(name, draws)

@@ -27,11 +27,11 @@ from pyro_mcvae.coordinates.layout import (
     value_at,
 )
 from pyro_mcvae.coordinates.noise import sum_event
-from pyro_mcvae.ops.smoothing import Widths, drifting, math_attention, smoothed
+from pyro_mcvae.ops.smoothing import Widths, math_attention, smoothed, smoothed_gradients
 from pyro_mcvae.ops.tensors import Generators, as_shape, costs_nothing_to_read
 from pyro_mcvae.particles.sampler import ParticleSampler, WeightedParticles
 from pyro_mcvae.programs.distributions import unvalidated
-from pyro_mcvae.programs.known_logs import knowing
+from pyro_mcvae.programs.exact_logs import exact_logs_if
 from pyro_mcvae.programs.messengers import SampleFn
 from pyro_mcvae.programs.run import Programs, entered
 from pyro_mcvae.programs.sites import masked_entries, without_autocast
@@ -142,7 +142,7 @@ def coordinate_gradient(
     raw: Sequence[Tensor | None] = ()
     if value.requires_grad:
         # The backward pass of an operator has the precision of its forward pass.
-        with without_autocast(), drifting():
+        with without_autocast(), smoothed_gradients():
             ones, retain = torch.ones_like(value), reused or create_graph
             raw = torch.autograd.grad(value, moving, ones, retain, create_graph, allow_unused=True)
     grads = {id(i): g for i, g in zip(moving, raw, strict=False) if g is not None}
@@ -271,13 +271,13 @@ class LogWeight:
                 sample = self._planned(within)
         sampler.runner.bounded = bool(sampler.runner.bounded)
         self.packing = self.plan.packing
-        with self._running(), knowing(self.plan.bounded):
+        with self._running(), exact_logs_if(self.plan.bounded):
             self.first = evaluate(sample, self._records)
         start = [{n: placed.at for n, placed in record.items()} for record in self._records]
         self.coordinates = self.packing.pack_runs(start) if self.packing.sites else self._empty()
 
     def _planned(self, within: WeightedParticles | None) -> WeightedParticles:
-        with knowing(bool(self._sampler.runner.bounded)):
+        with exact_logs_if(bool(self._sampler.runner.bounded)):
             sample, self._records = self._first_draw(within)
         self.plan = plan_of(sample, self._records, self._beginning.held)
         return sample
@@ -394,9 +394,9 @@ class LogWeight:
         :param coordinates: shape ``[K, *plates, D]``.
         :returns: shape ``[K, *plates]``.
         """
-        return self.at_rest(coordinates).local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
+        return self.detached(coordinates).local_sum(lambda t, i: 0 if t.in_guide else t.log_prob)
 
-    def at_rest(self, coordinates: Tensor) -> WeightedParticles:
+    def detached(self, coordinates: Tensor) -> WeightedParticles:
         """
         Run both programs at latents that are detached from the guide.
 
@@ -420,7 +420,7 @@ class LogWeight:
         return found if depth == 1 else found.with_lead(coordinates.shape[:depth])
 
     def _run(self, flat: Tensor, detach: bool = False) -> tuple[WeightedParticles, list[Record]]:
-        with knowing(self.plan.bounded):
+        with exact_logs_if(self.plan.bounded):
             first = self.first.sample
             if not (first.structure.mean_field and len(flat) == first.num_particles):
                 return self._run_both(flat, detach)
@@ -440,7 +440,7 @@ class LogWeight:
         def make_sample_fn(rows: range, shared: frozenset[str]) -> SampleFn:
             records.append({})
             values = self.packing.unpack(flat[rows.start : rows.stop])
-            fixed = partial(self._beginning.again, rows=rows)
+            fixed = partial(self._beginning.fixed_coordinate, rows=rows)
             return placing_at(values, records[-1], self.kind, fixed)
 
         sample = self._sampler.resample(self.programs, first, len(flat), make_sample_fn, detach)

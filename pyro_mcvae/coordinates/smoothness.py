@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pyro_mcvae.chains.kernels import Kernel
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.ops.checks import WarnOnce
-from pyro_mcvae.ops.smoothing import KinkFinder, Place, drifting
+from pyro_mcvae.ops.smoothing import KinkFinder, Place, smoothed_gradients
 from pyro_mcvae.ops.tensors import is_recording
 from pyro_mcvae.programs.isolation import find_modules, isolated
 from pyro_mcvae.programs.run import Programs, entered
@@ -72,7 +72,7 @@ class Smoothness:
     def widths(self, programs: Programs) -> _Kinks:
         """Return the widths of the kinks that were found in a model and guide."""
         analysis, key = self._analyses.of(programs), ("kinks",)
-        return analysis.once(key, lambda: dict(analysis.before(key) or {}))
+        return analysis.cached(key, lambda: dict(analysis.before(key) or {}))
 
     def look(self, log_weight: LogWeight, kernel: Kernel) -> bool:
         """
@@ -81,11 +81,11 @@ class Smoothness:
         :param Kernel kernel: the kernel of the chain.
         :returns: whether it has kinks that ``log_weight`` was drawn without.
         """
-        looked = log_weight.plan.looked
-        return Smoothness not in looked and not is_recording() and self._look(log_weight, kernel)
+        checked = log_weight.plan.checked
+        return Smoothness not in checked and not is_recording() and self._look(log_weight, kernel)
 
     def _look(self, log_weight: LogWeight, kernel: Kernel) -> bool:
-        log_weight.plan.looked.add(Smoothness)
+        log_weight.plan.checked.add(Smoothness)
         step = _length(kernel, log_weight)
         widths = self.widths(log_weight.programs)
         before = dict(widths)
@@ -149,7 +149,7 @@ def _jumps(log_weight: LogWeight, v: Tensor) -> bool:
 
     def slope(at: Tensor) -> Tensor:
         position = (origin + at.unsqueeze(-1) * v).requires_grad_()
-        with drifting():
+        with smoothed_gradients():
             return (_gradient(log_weight(position).log_weight, position) * v).sum(-1)
 
     first, last = slope(low), slope(high)

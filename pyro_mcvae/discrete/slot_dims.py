@@ -48,7 +48,7 @@ from pyro_mcvae.programs.types import (
     plate_frames,
     plate_key,
 )
-from pyro_mcvae.programs.vmap import Way
+from pyro_mcvae.programs.vmap import Mode
 from pyro_mcvae.structure import dependencies
 from pyro_mcvae.structure.independence import find_dependent_plates
 
@@ -464,7 +464,7 @@ class SlotSampler:
             self._check(programs, slot_run_of(run))
 
         execution = Execution(programs, execute, subsamples, name=SLOTS, several=True, check=check)
-        if count > 1 or runner.way(programs) in (Way.MAPPED, Way.BOTH_MAPPED):
+        if count > 1 or runner.mode(programs) in (Mode.MAPPED, Mode.BOTH_MAPPED):
             run = runner.run_together(execution, count)
             if run is not None:
                 return [run]
@@ -493,7 +493,7 @@ class SlotSampler:
         leading = layout.leading()
         first_dim = -1 - nesting - (layout.count is not None)
         # Under vmap a program receives the value of one slot like a draw.
-        expand = layout.way is not Way.BATCHED
+        expand = layout.mode is not Mode.BATCHED
         slots = SlotMessenger(self.options, first_dim, self._warn, expand)
         with Recorder(substitutes) as recorder, slots, entered(leading.guide):
             programs.guide(*programs.args, **programs.kwargs)

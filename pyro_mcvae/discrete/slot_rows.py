@@ -304,7 +304,7 @@ class SlotDraws(Beginning):
         """Return whether rows share the draws of a continuous site."""
         return name in self.plan.others and not self._is_own(name)
 
-    def again(self, msg: Message, rows: range) -> Tensor | None:
+    def fixed_coordinate(self, msg: Message, rows: range) -> Tensor | None:
         """Return the stored value of a discrete site; None for another site."""
         slots = self._slots.get(msg["name"])
         if slots is None:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.distributions import Independent
 
 from pyro_mcvae.checks.faults import (
+    angle_errors,
+    check_copied_parameters,
     collects_parameters,
     common_scale,
-    refuse_copied_parameters,
     scaled_latents,
-    unwound,
 )
-from pyro_mcvae.checks.masks import check_unweighed, counted_by_guide_alone
+from pyro_mcvae.checks.masks import check_unweighed, counted_only_by_guide
 from pyro_mcvae.ops.checks import FixedOptions, WarnOnce, check_count, check_flag
 from pyro_mcvae.ops.tensors import (
     after_backward,
@@ -330,13 +330,13 @@ class Notices:
         def look() -> None:
             self._look(programs, runs[:1] or [single_run(programs)], collected, weighs)
 
-        self._analyses.of(programs).once(("notices", collected), look)
+        self._analyses.of(programs).cached(("notices", collected), look)
 
     def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
         if self._learns and self._analyses.num_pairs > 1 and torch.is_grad_enabled():
             self._warn(_ANOTHER)
         for run in runs if collected else ():
-            refuse_copied_parameters(programs, run)
+            check_copied_parameters(programs, run)
         for run in runs:
             if not any(t.in_guide and weighs(t.site) for t in run.terms):
                 continue
@@ -351,9 +351,9 @@ class Notices:
                 self._warn(_TEMPERED % (scale, "no" if scale > 1 else "a loose", scale))
             else:
                 self._tell_scales(run)
-        for why in (why for run in runs for why in unwound(run)):
+        for why in (why for run in runs for why in angle_errors(run)):
             self._warn(why)
-        for name in (n for run in runs for n in counted_by_guide_alone(programs, run)):
+        for name in (n for run in runs for n in counted_only_by_guide(programs, run)):
             self._warn(_UNLIMITED % name)
         for term in (t for run in runs for t in run.terms if t.in_guide):
             if term.site["infer"].get("baseline"):
@@ -366,7 +366,7 @@ class Notices:
         drawn = {t.key.name: t for t in run.terms if t.in_guide and is_random(t.site)}
         if is_recording() or not any(weighs(t.site) for t in drawn.values()):
             return
-        self._analyses.of(programs).once(
+        self._analyses.of(programs).cached(
             ("averaged",), lambda: self._warn(_AVERAGED % _why_averaged(run, drawn))
         )
 

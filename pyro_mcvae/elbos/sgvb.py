@@ -201,7 +201,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         def find_apart() -> frozenset[str]:
             find = partial(sites_apart, programs, run)
             analysis = self.sampler.analyses.of(programs)
-            return analysis.once(("closed", run.signature, run.sizes), find)
+            return analysis.cached(("closed", run.signature, run.sizes), find)
 
         closed = analytic_kl_sites(run, find_apart)
         return [c if (n := c.term.key.name) not in closed else _closed(c, closed[n]) for c in costs]

@@ -102,7 +102,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         step = EStep(guide, programs, self.sampler)
         training, runs = torch.is_grad_enabled(), step.runs
         if training and guide.training:
-            step.agree()
+            step.synchronize()
         at_once = training and self.num_gradient_states is None and _searches_little(guide, runs)
         with torch.set_grad_enabled(at_once):
             population, sample = step.evaluate(searched=training and guide.training)
@@ -160,7 +160,7 @@ def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     for.
     """
     count = guide.evolution.num_evaluations if guide.training else 0
-    read = costs_nothing_to_read(runs.layouts.bank)
+    read = costs_nothing_to_read(runs.layouts.prior_draws)
     return guide.proposals is None and read and 2 * count <= guide.num_states
 
 

@@ -367,7 +367,7 @@ def compare(
         start = found._values.take()
         try:
             for name, (loss, one) in pairs.items():
-                bar.say(name)
+                bar.describe(name)
                 _svi(first, one, loss).step(*first.args, **first.kwargs)
                 start = found._values.put(start)
                 pyro.set_rng_seed(seed)

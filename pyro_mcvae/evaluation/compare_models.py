@@ -175,7 +175,7 @@ def compare_models(
     with each_once(), Progress("models", given.progress, "model") as bar:
         bar.expect(len(pairs))
         for name, programs in pairs.items():
-            bar.say(name)
+            bar.describe(name)
             found[name] = guide_and_chains(programs, given)[1]
             bar.step()
     _check_alike(found)

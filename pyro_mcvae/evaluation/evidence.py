@@ -28,7 +28,7 @@ from pyro_mcvae.evaluation.options import (
 from pyro_mcvae.evaluation.weights import ImportanceSampler, StateWeights, WeightSummary
 from pyro_mcvae.ops.checks import check_flag, each_once
 from pyro_mcvae.ops.weights import tail_length
-from pyro_mcvae.programs.progress import Progress, shown
+from pyro_mcvae.programs.progress import Progress, with_progress
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.types import Program
 from pyro_mcvae.truncated.guide import TruncatedPosterior
@@ -518,7 +518,7 @@ def log_evidence_loader(
     annealing = given.annealing()
     found = []
     with evaluation_mode(model, guide, seed=given.seed), torch.no_grad():
-        for batch in shown(batches, "log evidence", given.progress):
+        for batch in with_progress(batches, "log evidence", given.progress):
             args, kwargs = as_arguments(batch if to_args is None else to_args(batch))
             programs = Programs(model, guide, args, kwargs)
             check_call(programs)

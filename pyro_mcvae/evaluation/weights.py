@@ -15,7 +15,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_mcvae.chains.annealing import Chain, anneal
-from pyro_mcvae.checks.faults import check_angles, check_not_collapsed, untrained_guide
+from pyro_mcvae.checks.faults import check_angles, check_not_collapsed, check_trained
 from pyro_mcvae.checks.masks import (
     check_masks,
     check_unweighed,
@@ -175,7 +175,7 @@ class ImportanceSampler:
         self.programs, self.progress, self.annealing = programs, progress, annealing
         self._options, self._joint = options, bool(options.joint)
         self._samplers: dict[int, ParticleSampler] = {}
-        with untrained_guide(programs.guide) as check:
+        with check_trained(programs.guide) as check:
             self.reference = self._sampler(1).sample(programs)
             check(self.reference.runs[0].guide_trace)
         check_not_collapsed(self.reference.structure)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from pyro_mcvae.ops.tensors import refuse
+from pyro_mcvae.ops.tensors import fail_if_recording
 
 
 def num_ranks() -> int:
@@ -33,7 +33,7 @@ def _initialized() -> bool:
 
 def _check_not_recording() -> None:
     # A replay would not wait for the other ranks, but they would wait for it.
-    refuse("the ranks communicate within the step, for example for a common step size")
+    fail_if_recording("the ranks communicate within the step, for example for a common step size")
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ _RELATIVE_WIDTH = 0.2
 # Files with frames between an operation and the code that calls it.
 _INTERNAL_FILES = (
     __file__,
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), "programs", "known_logs.py"),
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "programs", "exact_logs.py"),
     functional.__file__,
     torch.overrides.__file__,
     torch._tensor.__file__,
@@ -65,7 +65,7 @@ _INTERNAL_FILES = (
 _MODULES = os.path.dirname(functional.__file__) + os.sep
 _PLAIN = Tensor, nn.Parameter
 
-_drifts: list[None] = []
+_active: list[None] = []
 
 
 class Place(NamedTuple):
@@ -92,18 +92,18 @@ Widths = Mapping[Place, tuple[float | None, ...]]
 
 
 @contextmanager
-def drifting() -> Iterator[None]:
+def smoothed_gradients() -> Iterator[None]:
     """Make gradients that are computed inside the smoothed ones."""
-    _drifts.append(None)
+    _active.append(None)
     try:
         yield
     finally:
-        _drifts.pop()
+        _active.pop()
 
 
 def smoothed(widths: Widths) -> AbstractContextManager[object]:
     """
-    Let :func:`drifting` smooth the gradients of programs that run inside.
+    Let :func:`smoothed_gradients` smooth the gradients of programs that run inside.
 
     Example::
 
@@ -124,7 +124,7 @@ def smoothed(widths: Widths) -> AbstractContextManager[object]:
 
 
 class _Switch(torch.autograd.Function):
-    """The first argument; inside :func:`drifting` its gradient goes to the second one."""
+    """The first argument; inside :func:`smoothed_gradients` its gradient goes to the second one."""
 
     generate_vmap_rule = True
 
@@ -138,11 +138,11 @@ class _Switch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return (None, grad) if _drifts else (grad, None)
+        return (None, grad) if _active else (grad, None)
 
 
 class _Hinge(torch.autograd.Function):
-    """max(d, 0), with the derivative of a smooth one inside :func:`drifting`."""
+    """max(d, 0), with the derivative of a smooth one inside :func:`smoothed_gradients`."""
 
     generate_vmap_rule = True
 
@@ -159,7 +159,7 @@ class _Hinge(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (d,) = ctx.saved_tensors
         # A function of the value, so its derivative is exact.
-        return grad * (torch.sigmoid(d / ctx.width) if _drifts else d > 0), None
+        return grad * (torch.sigmoid(d / ctx.width) if _active else d > 0), None
 
 
 class _Hinges:

@@ -42,7 +42,7 @@ def is_recording() -> bool:
     return bool(_open) or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-def holds(condition: Tensor) -> bool:
+def guard(condition: Tensor) -> bool:
     """
     Return whether a condition holds; while a step is recorded, add it as a guard and return True.
 
@@ -59,17 +59,17 @@ def holds(condition: Tensor) -> bool:
         >>> assumed
         [tensor(False)]
     """
-    return True if assume(condition) else bool(condition)
+    return True if add_guard(condition) else bool(condition)
 
 
-def assume(condition: Tensor) -> bool:
+def add_guard(condition: Tensor) -> bool:
     """Add a condition as a guard if a step is being recorded; return whether one is."""
     if _open:
         _open[-1].append(condition.detach())
     return bool(_open)
 
 
-def refuse(reason: str) -> None:
+def fail_if_recording(reason: str) -> None:
     """
     Raise an error if a step is being recorded: the following code cannot be replayed.
 
@@ -80,7 +80,7 @@ def refuse(reason: str) -> None:
 
 
 @contextmanager
-def assumptions() -> Iterator[list[Tensor]]:
+def recorded_guards() -> Iterator[list[Tensor]]:
     """Record a step inside; the yielded list is filled with its guards."""
     guards: list[Tensor] = []
     _open.append(guards)

@@ -38,7 +38,7 @@ from pyro_mcvae.programs.isolation import rewindable
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, Substitutes
 from pyro_mcvae.programs.run import Programs, Run, is_messenger, run_pair, terms_of
 from pyro_mcvae.programs.types import LeadingDimsError, SiteError
-from pyro_mcvae.programs.vmap import Way, particle_plates
+from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.blocks import GlobalSites
 from pyro_mcvae.structure.cache import Analyses
 from pyro_mcvae.structure.finder import without_auxiliary
@@ -57,14 +57,14 @@ class Layout:
     :ivar nesting: the number of batch dims of plates; None, in a run without leading dims, to infer
         it from the run.
     :ivar shared: the guide's and the model's sites that all particles share.
-    :ivar way: how the particles are vectorized.
+    :ivar mode: how the particles are vectorized.
     :ivar sums: whether the model's enumerated sites are summed; then ``nesting`` is known.
     """
 
     count: int | None
     nesting: int | None
     shared: GlobalSites = _NONE
-    way: Way = Way.BATCHED
+    mode: Mode = Mode.BATCHED
     sums: bool = False
 
     def leading(self) -> Leading:
@@ -75,7 +75,7 @@ class Layout:
         state_dim = dim - (self.count is not None) if self.sums else None
         if self.count is None:
             return Leading(state_dim=state_dim)
-        return particle_plates(self.way, self.count, dim, self.shared, state_dim)
+        return particle_plates(self.mode, self.count, dim, self.shared, state_dim)
 
     def run(self, programs: Programs, substitutes: Substitutes) -> Run:
         """Run both programs with ``substitutes``."""
@@ -89,7 +89,7 @@ class Layout:
         nesting = nesting_of(guide_trace, model_trace) if self.nesting is None else self.nesting
         terms = terms_of(guide_trace, model_trace, leading.state_dim)
         options = nesting, self.count, substitutes.subsamples, leading.state_dim
-        return Run(guide_trace, model_trace, terms, *options, substitutes.noise, self.way)
+        return Run(guide_trace, model_trace, terms, *options, substitutes.noise, self.mode)
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,11 @@ def not_executed(layout: Layout) -> Run:
 _logger = logging.getLogger(__name__)
 
 _WAY, _NESTING, _SUMS = ("way",), ("nesting",), ("sums",)
-_AT_ONCE = Way.BATCHED, Way.MAPPED, Way.BOTH_MAPPED
+_AT_ONCE = Mode.BATCHED, Mode.MAPPED, Mode.BOTH_MAPPED
 _IN_WORDS = {
-    Way.BATCHED: "in a leading dim",
-    Way.MAPPED: "under vmap",
-    Way.BOTH_MAPPED: "under vmap, the guide too",
+    Mode.BATCHED: "in a leading dim",
+    Mode.MAPPED: "under vmap",
+    Mode.BOTH_MAPPED: "under vmap, the guide too",
 }
 # The number of attempts of a step whose structure differs from the assumed one.
 _MAX_ATTEMPTS = 3
@@ -185,15 +185,15 @@ class Runner:
         """Return whether programs that need a loop are rejected."""
         return self._vectorize is True
 
-    def way(self, programs: Programs) -> Way | None:
+    def mode(self, programs: Programs) -> Mode | None:
         """Return how the particles of a model and guide are vectorized; None if not yet chosen."""
         if self._vectorize is False:
-            return Way.LOOPED
+            return Mode.LOOPED
         # With vectorize=True, programs may rely on leading dims. And uncompiled steps precede a
         # recorded one, and a check would be recorded.
         at_once = (self.refuses_loops and not self._is_open) or is_recording()
-        way: Way | None = self.analyses.of(programs).get(_WAY, Way.BATCHED if at_once else None)
-        return way
+        mode: Mode | None = self.analyses.of(programs).get(_WAY, Mode.BATCHED if at_once else None)
+        return mode
 
     def together(self, execution: Execution) -> bool:
         """
@@ -202,8 +202,8 @@ class Runner:
         :param execution: an execution of the programs; its ``execute`` is not called.
         :raises LeadingDimsError: for programs that need a loop, if loops are rejected.
         """
-        way = self.way(execution.key) or self._choose(execution, self._single(execution))
-        return way is not Way.LOOPED
+        mode = self.mode(execution.key) or self._choose(execution, self._single(execution))
+        return mode is not Mode.LOOPED
 
     def run_together(self, execution: Execution, count: int) -> Run | None:
         """Return one run of several particles; None if they need a loop."""
@@ -261,8 +261,8 @@ class Runner:
 
     def _reselect(self, execution: Execution, count: int | None, error: LeadingDimsError) -> None:
         """Choose another vectorization after an error, or raise the error."""
-        looped = count is None or self.way(execution.key) is Way.LOOPED
-        if looped or self._choose(execution, self._single(execution), error) is Way.LOOPED:
+        looped = count is None or self.mode(execution.key) is Mode.LOOPED
+        if looped or self._choose(execution, self._single(execution), error) is Mode.LOOPED:
             raise error
 
     def check(
@@ -301,9 +301,9 @@ class Runner:
         programs, analysis = execution.key, self.analyses.of(execution.key)
         if run.leading is not None or (execution.several and run.outer_sizes):
             # Without particles, other leading dims (of slots) are compared on their own.
-            way = Way.BATCHED if run.leading is None else self.way(programs) or Way.BATCHED
+            mode = Mode.BATCHED if run.leading is None else self.mode(programs) or Mode.BATCHED
             one = _without_slots(run) if run.leading is None else shared
-            leading = LeadingRun(programs, run, one, way, execution.name)
+            leading = LeadingRun(programs, run, one, mode, execution.name)
             compare_leading_dims(analysis, leading, self.refuses_loops)
         if any(t.members for t in run.terms):
             compare_states(analysis, programs, run)
@@ -315,18 +315,18 @@ class Runner:
         self, execution: Execution, count: int | None, shared: GlobalSites, sums: bool
     ) -> tuple[Run, bool]:
         """Run with leading dims, again if the plates or the vectorization have changed."""
-        way = Way.BATCHED
+        mode = Mode.BATCHED
         if count is not None:
-            way = self.way(execution.key) or self._choose(execution, self._single(execution))
+            mode = self.mode(execution.key) or self._choose(execution, self._single(execution))
         nesting = self._nesting(execution)
         before = Minibatch(execution.subsamples)
         while True:
             try:
-                return self._execute(execution, Layout(count, nesting, shared, way, sums))
+                return self._execute(execution, Layout(count, nesting, shared, mode, sums))
             except (SiteError, _SharedSitesError, _StopRecomputationError):
                 raise
             except Exception as error:
-                nesting, way = self._recover(execution, count, nesting, way, error)
+                nesting, mode = self._recover(execution, count, nesting, mode, error)
             _restore(execution.subsamples, before)
 
     def _execute(self, execution: Execution, layout: Layout) -> tuple[Run, bool]:
@@ -372,8 +372,8 @@ class Runner:
         self._check_pair(run, depth, leads)
 
     def _recover(
-        self, execution: Execution, count: int | None, nesting: int, way: Way, error: Exception
-    ) -> tuple[int, Way]:
+        self, execution: Execution, count: int | None, nesting: int, mode: Mode, error: Exception
+    ) -> tuple[int, Mode]:
         """Return another nesting or vectorization after an error, or raise the cause."""
         # Either they fail without particles too (then this raises their error), or their plates
         # have changed since the last step, or this vectorization does not work.
@@ -381,7 +381,7 @@ class Runner:
         self.check_nesting(actual)
         if execution.nesting is None and self._is_open and actual != nesting:
             self._keep(execution.key, _NESTING, actual)
-            return actual, way
+            return actual, mode
         sums = count is None and self._finding(execution.key, _SUMS)
         name = ENUMERATED if sums else execution.name
         cause = not_vectorizable(name, count, nesting, error)
@@ -389,11 +389,11 @@ class Runner:
             raise cause from error
         run = self._single(execution)
         choice = self._choose(execution, run)
-        if choice is way is not Way.BATCHED:
+        if choice is mode is not Mode.BATCHED:
             # A few particles may run without gradients, but fail in a step: for example if batch
             # statistics are written into a buffer.
             choice = self._choose(execution, run, cause)
-        if choice is Way.LOOPED or choice is way:
+        if choice is Mode.LOOPED or choice is mode:
             raise cause from error
         return nesting, choice
 
@@ -416,7 +416,9 @@ class Runner:
     def _keep(self, programs: Programs, key: tuple[str], value: object) -> None:
         self.analyses.of(programs).put(key, value)
 
-    def _choose(self, execution: Execution, run: Run, error: LeadingDimsError | None = None) -> Way:
+    def _choose(
+        self, execution: Execution, run: Run, error: LeadingDimsError | None = None
+    ) -> Mode:
         """
         Choose the fastest vectorization that has the densities of a loop.
 
@@ -432,29 +434,29 @@ class Runner:
         analysis = self.analyses.of(programs)
         shared = execution.shared if find is None else find(run)
         # A fresh analysis first tries the choice of the last one.
-        before: Way | None = self._finding(programs, _WAY)
-        errors = {} if error is None else {before or Way.BATCHED: error}
-        ways = [Way.BATCHED] if is_messenger(programs) else [*_AT_ONCE]
+        before: Mode | None = self._finding(programs, _WAY)
+        errors = {} if error is None else {before or Mode.BATCHED: error}
+        modes = [Mode.BATCHED] if is_messenger(programs) else [*_AT_ONCE]
         if before is not None:
-            ways = [] if before is Way.LOOPED else ways[ways.index(before) + len(errors) :]
-        for way in ways:
-            leading = LeadingRun(programs, run, shared, way, name, False, self.refuses_loops)
+            modes = [] if before is Mode.LOOPED else modes[modes.index(before) + len(errors) :]
+        for mode in modes:
+            leading = LeadingRun(programs, run, shared, mode, name, False, self.refuses_loops)
             try:
                 compare_leading_dims(analysis, leading, False)
             except LeadingDimsError as failure:
-                errors[way] = failure
+                errors[mode] = failure
                 continue
             break
         else:
-            way = Way.LOOPED
+            mode = Mode.LOOPED
             if self.refuses_loops and errors:
                 raise next(iter(errors.values()))
         analysis.forget("run")  # check all runs again with the new vectorization
-        analysis.compared(_WAY, lambda: way)
-        analysis.put(_WAY, way)
-        if way is not before:
-            _log_choice(programs, way, name, errors)
-        return way
+        analysis.compared(_WAY, lambda: mode)
+        analysis.put(_WAY, mode)
+        if mode is not before:
+            _log_choice(programs, mode, name, errors)
+        return mode
 
     def _single(self, execution: Execution) -> Run:
         """Return a run without leading dims, with the plates and sizes for them."""
@@ -511,18 +513,18 @@ def _run_key(run: Run, shared: GlobalSites) -> tuple[Hashable, ...]:
 
 
 def _log_choice(
-    programs: Programs, way: Way, name: LeadingDimsName, errors: dict[Way, LeadingDimsError]
+    programs: Programs, mode: Mode, name: LeadingDimsName, errors: dict[Mode, LeadingDimsError]
 ) -> None:
     model = poutine.unwrap(programs.model)
     # The first vmap error is usually the one that the user can fix.
-    reported = [w for w in errors if w is not Way.BOTH_MAPPED or Way.MAPPED not in errors]
+    reported = [w for w in errors if w is not Mode.BOTH_MAPPED or Mode.MAPPED not in errors]
     why = "; ".join(f"{_IN_WORDS[w]}: {errors[w].reason}" for w in reported)
     _logger.log(
-        logging.WARNING if way is Way.LOOPED else logging.INFO,
+        logging.WARNING if mode is Mode.LOOPED else logging.INFO,
         "%s of %s are run %s (%s)",
         name.name,
         getattr(model, "__qualname__", type(model).__qualname__),
-        way.value,
+        mode.value,
         why or "with the densities of a loop",
     )
     for error in errors.values():

@@ -409,14 +409,14 @@ class ParticleSampler:
         """
         replays, shared = [], sample.structure.global_sites
         for run, changes in zip(sample.runs, latents, strict=True):
-            layout = Layout(run.leading, run.nesting, shared, run.way, run.state_dim is not None)
+            layout = Layout(run.leading, run.nesting, shared, run.mode, run.state_dim is not None)
             replays.append(replay_model(programs, run, changes, layout.leading()))
         if all(same for _, same in replays):
             return sample.with_runs([run for run, _ in replays])
         runs = [run if same else self._checked(programs, run, shared) for run, same in replays]
         return self.arrange(programs, runs)
 
-    def replay_at_rest(
+    def replay_detached(
         self, programs: Programs, sample: WeightedParticles
     ) -> WeightedParticles | None:
         """
@@ -470,7 +470,7 @@ def with_drawn_states(programs: Programs, sample: WeightedParticles) -> Weighted
     shared = sample.structure.global_sites
 
     def with_states(run: Run) -> Run:
-        leading = Layout(run.leading, run.nesting, shared, run.way).leading()
+        leading = Layout(run.leading, run.nesting, shared, run.mode).leading()
         substitutes = Substitutes(run.subsamples, draw_states(run.model_trace))
         model_trace = run_model(programs, run.guide_trace, substitutes, leading)
         terms = terms_of(run.guide_trace, model_trace)

@@ -24,7 +24,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import Beta, LKJCholesky, RelaxedOneHotCategorical, constraints
 
-from pyro_mcvae.ops.tensors import holds
+from pyro_mcvae.ops.tensors import guard
 from pyro_mcvae.ops.vmap_dims import is_mapped
 from pyro_mcvae.programs.sites import bare, known_support, layers
 from pyro_mcvae.programs.types import Constraint, Distribution, Message, Program, Site, Transform
@@ -68,7 +68,7 @@ _ONE = torch.Size()
 Patch = Callable[[Distribution], Distribution]
 
 
-def mended(fn: Distribution) -> Distribution:
+def patched(fn: Distribution) -> Distribution:
     """Return the same distribution with a correct sampler."""
     return _patched(fn) if any(isinstance(f, _FAULTY) for f in layers(fn)) else fn
 
@@ -384,7 +384,7 @@ def _agree(end: Any, domain_end: Any) -> bool:
         return end is domain_end
     if not isinstance(end, Tensor):
         return bool(end == domain_end)
-    return not is_mapped(end) and holds((end == domain_end).all())
+    return not is_mapped(end) and guard((end == domain_end).all())
 
 
 def elementwise(constraint: Constraint) -> Constraint:

@@ -19,7 +19,7 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame
 from pyro.poutine.trace_struct import Trace
 from torch import Tensor
 
-from pyro_mcvae.ops.tensors import holds
+from pyro_mcvae.ops.tensors import guard
 from pyro_mcvae.programs import sites
 from pyro_mcvae.programs.terms import Term, model_term, scored
 from pyro_mcvae.programs.types import (
@@ -319,7 +319,7 @@ def _is_same_scale(common: float | Tensor, scale: float | Tensor) -> bool:
     """Return whether a scale equals the common number; poutine.scale makes tensors of it."""
     if isinstance(common, Tensor) or isinstance(scale, Tensor):
         a, b = torch.as_tensor(common), torch.as_tensor(scale)
-        return not a.dim() and not b.dim() and (common is scale or holds(a.detach() == b.detach()))
+        return not a.dim() and not b.dim() and (common is scale or guard(a.detach() == b.detach()))
     return common == scale
 
 

@@ -21,8 +21,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from pyro_mcvae.ops.tensors import Generators, refuse
-from pyro_mcvae.programs.distributions import mended, moves_support
+from pyro_mcvae.ops.tensors import Generators, fail_if_recording
+from pyro_mcvae.programs.distributions import moves_support, patched
 from pyro_mcvae.programs.sites import (
     is_masked,
     is_random,
@@ -184,7 +184,7 @@ class ModelNoise:
         finally:
             now.put_back()
         if drew:
-            refuse(
+            fail_if_recording(
                 "the model draws random numbers outside sample sites (dropout), which stay the "
                 "same along a chain"
             )
@@ -315,7 +315,7 @@ class Recorder(Messenger):
         if drawn is not None:
             msg["value"], msg["infer"], msg["done"] = drawn["value"], drawn["infer"], True
         elif not msg["done"] and msg["value"] is None:
-            msg["fn"] = mended(msg["fn"])
+            msg["fn"] = patched(msg["fn"])
             msg["value"] = self._value_of(msg)
             msg["done"] = msg["value"] is not None
 

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs.distributions import unvalidated
+from pyro_mcvae.programs.exact_logs import without_exact_logs
 from pyro_mcvae.programs.isolation import isolated
-from pyro_mcvae.programs.known_logs import without_known_logs
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, run_model, run_pair, with_changes
 from pyro_mcvae.programs.source_lines import program_line
@@ -65,7 +65,7 @@ class FixedNoise(Messenger):
         with self, _Draws(self):
             yield self
 
-    def drew(self, func: Any, args: tuple[Any, ...], drawn: Any) -> object:
+    def record(self, func: Any, args: tuple[Any, ...], drawn: Any) -> object:
         """Record a draw, and return the constant that replaces it."""
         if self._at_site:
             return drawn
@@ -99,7 +99,7 @@ class _Draws(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         has_generator = kwargs is not None and kwargs.get("generator") is not None
         if torch.Tag.nondeterministic_seeded in func.tags and not has_generator:
-            return self._noise.drew(func, args, result)
+            return self._noise.record(func, args, result)
         return result
 
 
@@ -162,7 +162,7 @@ def probing(programs: Programs, fixes: bool = True) -> Iterator[FixedNoise]:
         isolated(programs.owners),
         pyro.validation_enabled(False),
         warnings.catch_warnings(),
-        without_known_logs(),
+        without_exact_logs(),
         noise.active(),
     ):
         warnings.simplefilter("ignore")

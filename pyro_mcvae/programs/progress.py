@@ -40,7 +40,7 @@ class Progress:
         """Advance the bar."""
         self._bar.update(count)
 
-    def say(self, text: str) -> None:
+    def describe(self, text: str) -> None:
         """Set the text beside the bar."""
         self._bar.set_postfix_str(text, refresh=False)
 
@@ -51,7 +51,7 @@ class Progress:
         self._bar.close()
 
 
-def shown(
+def with_progress(
     items: Iterable[object], text: str, show: bool | None, unit: str = "it"
 ) -> Iterator[object]:
     """Yield the items, with a progress bar."""

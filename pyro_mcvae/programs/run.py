@@ -42,7 +42,7 @@ from pyro_mcvae.programs.terms import (
     scored,
 )
 from pyro_mcvae.programs.types import Program, SiteChanges, SiteError
-from pyro_mcvae.programs.vmap import Way
+from pyro_mcvae.programs.vmap import Mode
 
 # Runs guide and model, one after the other, on one minibatch.
 
@@ -104,7 +104,7 @@ class Programs:
     def _cache(self) -> dict[Hashable, object]:
         return {}
 
-    def once(self, key: Hashable, find: Callable[[], T]) -> T:
+    def cached(self, key: Hashable, find: Callable[[], T]) -> T:
         """Return ``find()``, computed once per key for the programs of this call."""
         if key not in self._cache:
             self._cache[key] = find()
@@ -274,7 +274,7 @@ class Run:
     :ivar state_dim: the first batch dim for the values of the model's enumerated sites, which are
         summed; None if the model drew them, or has none.
     :ivar noise: random numbers that the model drew outside sample sites; None if not recorded.
-    :ivar way: how its particles were vectorized.
+    :ivar mode: how its particles were vectorized.
     """
 
     guide_trace: Trace
@@ -285,7 +285,7 @@ class Run:
     subsamples: Minibatch = field(default_factory=Minibatch)
     state_dim: int | None = None
     noise: ModelNoise | None = None
-    way: Way = Way.BATCHED
+    mode: Mode = Mode.BATCHED
 
     @cached_property
     def guide_data(self) -> list[Term]:

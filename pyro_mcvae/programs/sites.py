@@ -17,7 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_mcvae.programs.known_logs import keep_logs, known_logs
+from pyro_mcvae.programs.exact_logs import copy_logs, exact_logs
 from pyro_mcvae.programs.supports import relaxed_log_prob
 from pyro_mcvae.programs.types import (
     Constraint,
@@ -295,7 +295,7 @@ def changed_draw(change: Callable[..., Tensor], *draws: Tensor) -> Tensor:
     """
     result = change(*draws)
     if len(draws) == 1:
-        result = keep_logs(draws[0], change, result)
+        result = copy_logs(draws[0], change, result)
     relaxed = [getattr(d, "_unquantize", None) for d in draws]
     if all(r is not None for r in relaxed):
         result._unquantize = change(*relaxed)  # type: ignore[attr-defined]
@@ -375,7 +375,7 @@ def unscaled_log_prob(site: Site, program: str, value: Tensor | None = None) -> 
     value = site["value"] if value is None else value
     if site["infer"].get(RELAXED):
         return relaxed_log_prob(site["fn"], value)
-    with naming_site(site, program), known_logs(value):
+    with naming_site(site, program), exact_logs(value):
         return site["fn"].log_prob(value, *site["args"], **site["kwargs"])
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import TransformedDistribution
 
 from pyro_mcvae.programs import sites
-from pyro_mcvae.programs.known_logs import known_logs
+from pyro_mcvae.programs.exact_logs import exact_logs
 from pyro_mcvae.programs.sites import (
     RELAXED,
     is_masked,
@@ -60,7 +60,7 @@ def score_parts(site: Site) -> ScoreParts:
         log_prob = unscaled_log_prob(site, "guide")
         drawn = with_mask(site["fn"], None) if is_masked(site["fn"]) else None
         return ScoreParts(log_prob, log_prob if drawn is None else drawn.log_prob(site["value"]), 0)
-    with naming_site(site, "guide"), known_logs(site["value"]):
+    with naming_site(site, "guide"), exact_logs(site["value"]):
         parts = site["fn"].score_parts(site["value"], *site["args"], **site["kwargs"])
         if is_rejection_sampled(site["fn"]):
             return parts._replace(score_function=_score(site["fn"], site["value"]))

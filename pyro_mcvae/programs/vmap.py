@@ -108,7 +108,7 @@ def _tensors(value: object, depth: int) -> Iterator[Tensor]:
 # Programs that run once for all particles under ``vmap``, so that each call has one particle.
 
 
-class Way(Enum):
+class Mode(Enum):
     """How several particles are run; the value is used in messages."""
 
     BATCHED = "at once, in a leading dim"
@@ -118,7 +118,7 @@ class Way(Enum):
 
 
 def particle_plates(
-    way: Way,
+    mode: Mode,
     count: int,
     dim: int,
     shared: tuple[frozenset[str], frozenset[str]],
@@ -130,8 +130,8 @@ def particle_plates(
     :param shared: for guide and model, the sites that all particles share.
     :param state_dim: as in :class:`~pyro_mcvae.programs.messengers.Leading`.
     """
-    guide = MappedPlate if way is Way.BOTH_MAPPED else ParticlePlate
-    model = ParticlePlate if way is Way.BATCHED else MappedPlate
+    guide = MappedPlate if mode is Mode.BOTH_MAPPED else ParticlePlate
+    model = ParticlePlate if mode is Mode.BATCHED else MappedPlate
     return Leading(guide(count, dim, shared[0]), model(count, dim, shared[1]), state_dim)
 
 

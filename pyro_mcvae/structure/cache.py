@@ -54,7 +54,7 @@ class Analysis:
         """Return whether a fresh analysis is due."""
         return self.uses >= self._next
 
-    def once(self, key: Key, find: Callable[[], T]) -> T:
+    def cached(self, key: Key, find: Callable[[], T]) -> T:
         """Return the finding of ``key``, computed by ``find`` at its first use."""
         if key not in self._findings:
             self.put(key, find())
@@ -63,7 +63,7 @@ class Analysis:
     def compared(self, key: Key, find: Callable[[], T]) -> T:
         """Return the finding of ``key``, with a warning if the previous analysis had another."""
         if key not in self._findings:
-            finding = self.once(key, find)
+            finding = self.cached(key, find)
             if self.before(key, finding) != finding:
                 _logger.warning(
                     "the dependencies of the model or guide, or how its particles run, differ from "
@@ -159,7 +159,7 @@ class Analyses:
 
     def of(self, programs: Programs) -> Analysis:
         """Return the analysis of the programs; one call counts as one use."""
-        return programs.once(self, lambda: self._find(programs))
+        return programs.cached(self, lambda: self._find(programs))
 
     def _find(self, programs: Programs) -> Analysis:
         if not self._pairs or self._pairs[0].programs != programs.pair:

@@ -341,7 +341,7 @@ def dependencies_of(programs: Programs, tracked: frozenset[str], run: Run) -> De
 
     Runs of one call with the same structure, with and without leading dims, share the analysis.
     """
-    traced = programs.once(
+    traced = programs.cached(
         ("dependencies", tracked, run.signature),
         lambda: _dependencies_of(programs, tracked, run),
     )
@@ -403,7 +403,7 @@ def _leaves_of(log_prob: Tensor | Exception) -> frozenset[int]:
     if isinstance(log_prob, Exception):
         return frozenset()
     bare: Tensor = unmarked(log_prob)
-    return frozenset(leaves_behind(bare)) if bare.requires_grad else frozenset()
+    return frozenset(autograd_leaves(bare)) if bare.requires_grad else frozenset()
 
 
 def _sources(values: Sequence[object], tracker: TrackDraws) -> frozenset[str]:
@@ -411,12 +411,12 @@ def _sources(values: Sequence[object], tracker: TrackDraws) -> frozenset[str]:
     sources = marks_of(values)
     for value in map(unmarked, values):
         if isinstance(value, Tensor) and value.requires_grad:
-            leaves = leaves_behind(value)
+            leaves = autograd_leaves(value)
             sources |= {tracker.name_of[i] for i in leaves if i in tracker.name_of}
     return sources
 
 
-def leaves_behind(tensor: Tensor) -> set[int]:
+def autograd_leaves(tensor: Tensor) -> set[int]:
     """Return the ids of the leaves in a tensor's autograd graph."""
     leaves, seen, waiting = set(), set(), [tensor.grad_fn]
     while waiting:

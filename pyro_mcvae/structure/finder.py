@@ -95,7 +95,7 @@ def without_auxiliary(programs: Programs, run: Run, analysis: Analysis) -> Run:
     left_out = frozenset(drawn) - _latents(run.model_trace)
     points = tuple(_points(run)) if left_out else ()
     if points:
-        left_out -= analysis.once(
+        left_out -= analysis.cached(
             ("auxiliary", drawn, points), lambda: _sources(programs, run, frozenset(drawn), points)
         )
     if not left_out:
@@ -222,7 +222,7 @@ class StructureFinder:
     def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
         """For each factor, find the plates across whose elements it depends on latents."""
         analysis, key = self.analyses.of(programs), ("plates", run.signature, run.sizes)
-        links = analysis.once(key, lambda: self._dependent_plates(programs, run, analysis, key))
+        links = analysis.cached(key, lambda: self._dependent_plates(programs, run, analysis, key))
         sums = {t.key: [links.get(m.key, _NONE) for m in t.members] for t in run.terms if t.members}
         return links | {key: _NONE.union(*parts) for key, parts in sums.items() if any(parts)}
 
@@ -268,7 +268,7 @@ def _leading_of(run: Run) -> Callable[[], Leading]:
     """Return a function that makes the leading dims of a run, without shared sites."""
     none = frozenset[str](), frozenset[str]()
     count, dim = run.leading or 1, -run.nesting - 1
-    return lambda: particle_plates(run.way, count, dim, none)
+    return lambda: particle_plates(run.mode, count, dim, none)
 
 
 def _with_iterations(

@@ -177,7 +177,7 @@ def find_shared_noise(programs: Programs, run: Run) -> dict[FactorKey, frozenset
     if not any(_is_computed(t.site) for t in run.terms if not t.in_guide):
         return {}
     try:
-        return programs.once(("noise", run.signature), lambda: _find_shared_noise(programs, run))
+        return programs.cached(("noise", run.signature), lambda: _find_shared_noise(programs, run))
     except ProgramError:
         return {}
 

@@ -342,13 +342,13 @@ class TruncatedPosterior(FixedOptions, nn.Module):
             if cached_key == key:
                 return layouts
         layouts = find_layouts(sampler, model, self.guide, args, kwargs)
-        self._prepare(layouts.layout, layouts.bank)
+        self._prepare(layouts.layout, layouts.prior_draws)
         self._layout_cache = [(key, layouts), *self._layout_cache[: _MAX_LAYOUTS - 1]]
         return layouts
 
     # Not as inference tensors, which later steps could not modify.
     @torch.inference_mode(False)
-    def _prepare(self, layout: StateLayout, bank: Tensor) -> None:
+    def _prepare(self, layout: StateLayout, prior_draws: Tensor) -> None:
         """Make the initial states, or check loaded ones."""
         name, space = f"states_{layout.name}", layout.space
         if self.num_states > space.cardinality:
@@ -360,9 +360,9 @@ class TruncatedPosterior(FixedOptions, nn.Module):
         if name in self._buffers:
             self._check(layout, tuple(self.get_buffer(name).shape))
             # Loaded before the first call; new states would be on the device of draws.
-            self._buffers[name] = self.get_buffer(name).to(bank.device)
+            self._buffers[name] = self.get_buffer(name).to(prior_draws.device)
         else:
-            states = _first_states(space, bank, layout.num_data, self.num_states)
+            states = _first_states(space, prior_draws, layout.num_data, self.num_states)
             self.register_buffer(name, states)
 
     def _check(self, layout: StateLayout, shape: tuple[int, ...]) -> None:
@@ -421,7 +421,7 @@ class EStep:
         self._observed: Tensor | None = None
         self.runs = JointRuns(sampler, layouts, model, guide.guide, args, kwargs, draws)
 
-    def agree(self) -> None:
+    def synchronize(self) -> None:
         """Use the initial states of rank 0 on all ranks of a distributed run."""
         if self._guide.exchange and not self._guide._synchronized:
             self._guide._synchronized = True

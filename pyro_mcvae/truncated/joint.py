@@ -179,7 +179,7 @@ class Layouts:
     :ivar layout: the entries of the discrete sites.
     :ivar plates: the plates around any of the discrete sites.
     :ivar given: the observed sites whose values are neither drawn nor computed from parameters.
-    :ivar bank: prior draws of the states, shape ``[states, D]``.
+    :ivar prior_draws: prior draws of the states, shape ``[states, D]``.
     """
 
     nesting: int
@@ -187,7 +187,7 @@ class Layouts:
     layout: StateLayout
     plates: frozenset[PlateKey]
     given: frozenset[str]
-    bank: Tensor
+    prior_draws: Tensor
 
 
 def find_layouts(
@@ -196,7 +196,7 @@ def find_layouts(
     guide: Program | None,
     args: tuple[object, ...],
     kwargs: dict[str, object],
-    bank: int = 256,
+    prior_draws: int = 256,
 ) -> Layouts:
     """
     Find the discrete sites of a model, their data plate and their entries.
@@ -212,7 +212,7 @@ def find_layouts(
         names = sorted(search._searched, key=list(run.model_trace.nodes).index)
         draws = [run.model_trace]
         batch = max([math.prod(run.model_trace.nodes[n]["fn"].batch_shape) for n in names] or [1])
-        for _ in range(min(bank, -(-bank // batch)) - 1):
+        for _ in range(min(prior_draws, -(-prior_draws // batch)) - 1):
             draws.append(run_pair(programs, Substitutes(Minibatch(run.subsamples)))[1])
     if not names:
         raise StatesError(
@@ -239,7 +239,7 @@ def find_layouts(
     layout = StateLayout(block.plates, full, [site_spec(s, run.nesting) for s in sites])
     data = DataIndex(tuple(frames[k].size for k in block.plates), torch.zeros(0))
     drawn = [layout.states({n: t.nodes[n]["value"] for n in names}, data) for t in draws]
-    states = torch.cat(drawn).flatten(0, 1)[: max(bank, 1)]
+    states = torch.cat(drawn).flatten(0, 1)[: max(prior_draws, 1)]
     return Layouts(run.nesting, structure, layout, plates, given_data, states)
 
 
@@ -442,7 +442,7 @@ class JointRuns:
 
     def _find_data(self, msg: Site) -> None:
         # On the states' device, because a copy from the host would synchronize.
-        device = self.layouts.bank.device
+        device = self.layouts.prior_draws.device
         self._data = find_data_index(self.layouts.layout, msg, self.subsamples, device)
 
     @cached_property

@@ -12,7 +12,7 @@ from tests.benchmarks import (
     __main__,
     by_hand,
     memory,
-    particle_ways,
+    run_modes,
     suite,
     truncated_sides,
     volatility,
@@ -174,13 +174,13 @@ def test_chains_differentiate_gradients_and_others_do_not(objective):
         assert counts["double backward"] == [4, 7, 3]
 
 
-@pytest.mark.parametrize("make", [particle_ways.topics, particle_ways.hidden_markov])
+@pytest.mark.parametrize("make", [run_modes.topics, run_modes.hidden_markov])
 def test_particles_are_run_in_each_way_and_are_the_same(make):
     case, x = make("cpu")
     losses = []
     for way in ("leading dim", "vmap"):
-        step = particle_ways.step_of(case, x[:5], way)
+        step = run_modes.step_of(case, x[:5], way)
         pyro.set_rng_seed(0)
         losses.append(step())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    particle_ways.step_of(case, x[:5], "loop")()
+    run_modes.step_of(case, x[:5], "loop")()

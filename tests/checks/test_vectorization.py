@@ -22,7 +22,7 @@ from pyro_mcvae import (
 )
 from tests.params import in_turn
 
-# What this comparison refuses is run under vmap otherwise: see particles/test_ways.py.
+# What this comparison refuses is run under vmap otherwise: see particles/test_modes.py.
 pytestmark = pytest.mark.usefixtures("leading_dims_only")
 OBJECTIVES = {
     "sgvb": lambda **k: TraceSGVB_ELBO(num_particles=5, **k),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pyro_mcvae.ops.smoothing import KinkFinder, drifting, smoothed
+from pyro_mcvae.ops.smoothing import KinkFinder, smoothed, smoothed_gradients
 
 # Each way in which an operation is called, and each sum of hinges.
 OPERATIONS = {
@@ -40,7 +40,7 @@ def drift(f, z, widths):
     """The smoothed gradient, with its graph."""
     with smoothed(widths):
         value = f(z)
-    with drifting():
+    with smoothed_gradients():
         return torch.autograd.grad(value.sum(), z, create_graph=True)[0]
 
 
@@ -130,7 +130,7 @@ def test_drifts_end_with_their_block():
     z = torch.randn(5, requires_grad=True)
     with smoothed(kinks(torch.relu, z)):
         value = torch.relu(z)
-    with pytest.raises(RuntimeError), drifting():
+    with pytest.raises(RuntimeError), smoothed_gradients():
         raise RuntimeError
     (grad,) = torch.autograd.grad(value.sum(), z)
     assert torch.equal(grad, (z > 0).to(grad))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import softplus
 
-from pyro_mcvae.programs.distributions import mended
+from pyro_mcvae.programs.distributions import patched
 from tests.estimates import assert_mean
 
 
@@ -208,7 +208,7 @@ def test_every_distribution_is_here():
 @pytest.mark.parametrize("name", sorted(DRAWN))
 def test_density_and_draws_agree(name):
     pyro.set_rng_seed(0)
-    other, fn = DRAWN[name](one(0.2)), mended(DRAWN[name](one(0.3)))
+    other, fn = DRAWN[name](one(0.2)), patched(DRAWN[name](one(0.3)))
     if name in ("OneOneMatching", "OneTwoMatching", "SpanningTree"):
         values = [fn.sample() for _ in range(1000)]  # one at a time
         log_weight = torch.stack([other.log_prob(v) - fn.log_prob(v) for v in values])
@@ -236,7 +236,7 @@ def test_density_draws_and_pathwise_gradient_agree(name):
         a, b = one(0.05).requires_grad_(), one(0.1).requires_grad_()
         through, score, weights = [], [], []
         for _ in range(40):
-            fn, other = mended(MADE[name](a, b)), MADE[name](one(0.15), one(0.0))
+            fn, other = patched(MADE[name](a, b)), MADE[name](one(0.15), one(0.0))
             z = fn.rsample((1000,))
             still, log_q = z.detach(), fn.log_prob(z.detach())
             h = statistic(still, fn)

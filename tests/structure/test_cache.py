@@ -152,7 +152,7 @@ def test_every_choice_among_the_arguments_has_its_analysis(one, two):
 def test_numbers_that_count_are_left_to_the_timetable():
     analyses, made = Analyses(), []
     for step in range(100):
-        analyses.of(programs_of(step)).once(("sites",), lambda: made.append(step))  # noqa: B023
+        analyses.of(programs_of(step)).cached(("sites",), lambda: made.append(step))  # noqa: B023
     assert len(made) < 20
 
 

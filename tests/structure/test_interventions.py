@@ -21,7 +21,7 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.programs.vmap import Way
+from pyro_mcvae.programs.vmap import Mode
 from pyro_mcvae.structure.independence import separating_subsets
 from tests.params import in_turn
 
@@ -223,7 +223,7 @@ def test_particles_that_mix_are_found_whatever_the_weights_and_the_noise(mix, ze
     sampler = ParticleSampler(3, None, math.inf)
     programs = Programs(*pair, (), {})
     sampler.sample(programs)
-    assert sampler.runner.way(programs) is not Way.BATCHED
+    assert sampler.runner.mode(programs) is not Mode.BATCHED
 
 
 @pytest.mark.parametrize(("mix", "dropout"), [(lambda h: h.softmax(-1), 0.0), (torch.tanh, 0.3)])
@@ -231,7 +231,7 @@ def test_decoders_that_count_from_the_right_stay_in_one_batch(mix, dropout):
     pair = images(Decoder(3, mix, True, dropout), lambda: dist.Normal(torch.zeros(3), 1.0))
     sampler, programs = ParticleSampler(3, None, math.inf), Programs(*pair, (), {})
     sampler.sample(programs)
-    assert sampler.runner.way(programs) is Way.BATCHED
+    assert sampler.runner.mode(programs) is Mode.BATCHED
 
 
 @pytest.mark.usefixtures("leading_dims_only")
@@ -284,7 +284,7 @@ def test_particles_do_not_share_random_numbers_that_are_not_pytorchs(draw, caplo
 
     sampler, programs = ParticleSampler(5, None, math.inf), Programs(model, guide, (), {})
     sample = sampler.sample(programs)
-    assert sampler.runner.way(programs) is Way.LOOPED
+    assert sampler.runner.mode(programs) is Mode.LOOPED
     assert len({round(float(w), 9) for w in sample.log_weight[:, 0]}) == 5
 
 

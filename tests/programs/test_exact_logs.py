@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from pyro_mcvae.coordinates.coordinate import bijection_of, coordinate_of
-from pyro_mcvae.programs.known_logs import KnownLogs, known_logs
+from pyro_mcvae.programs.exact_logs import ExactLogs, exact_logs
 
 WIDE = torch.tensor([-300.0, -60.0, -18.0, -2.0, 0.5, 2.0, 18.0, 60.0])
 ABOVE, LOW = WIDE[WIDE < 3], WIDE[:-3]
@@ -102,7 +102,7 @@ def test_slopes_are_those_of_the_density(name):
 
 def test_what_is_known_ends_with_a_change_in_place():
     value = coordinate_of(dist.Gamma(1.0, 1.0)).value(torch.tensor(-2.0))
-    with known_logs(value):
+    with exact_logs(value):
         assert value.log() == -2
         value.mul_(2.0)
         assert torch.allclose(value.log(), torch.tensor(2.0).log() - 2)
@@ -110,7 +110,7 @@ def test_what_is_known_ends_with_a_change_in_place():
 
 def test_derived_values():
     u = torch.tensor([-90.0, -1.0, 40.0], dtype=torch.float32)
-    with KnownLogs():
+    with ExactLogs():
         p = u.sigmoid()
         q = 1 - p
         assert torch.equal(q.log(), torch.nn.functional.logsigmoid(-u))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyro_mcvae import TraceIWAE_ELBO
-from pyro_mcvae.programs.distributions import mended
+from pyro_mcvae.programs.distributions import patched
 from pyro_mcvae.programs.messengers import Minibatch, Recorder, Substitutes
 from tests.estimates import assert_mean, gradients
 from tests.params import in_turn
@@ -28,7 +28,7 @@ def test_mean_weights_are_one_inside_of_wrappers(name):
     """See test_every_distribution.py for what is not wrapped."""
     p, q = MADE[name](1.0), MADE[name](1.5)
     pyro.set_rng_seed(0)
-    x = mended(q).sample((10_000,))
+    x = patched(q).sample((10_000,))
     assert_mean((p.log_prob(x) - q.log_prob(x)).exp(), 1.0)
 
 
@@ -77,7 +77,7 @@ def test_the_means_of_two_angles(name):
     grid = torch.arange(800, dtype=torch.float64) * (2 * math.pi / 800) - math.pi
     grid = torch.stack(torch.meshgrid(grid, grid, indexing="ij"), -1).reshape(-1, 1, 2)
     pyro.set_rng_seed(0)
-    drawn, weight = mended(fn).sample((20_000,)), fn.log_prob(grid).softmax(0)
+    drawn, weight = patched(fn).sample((20_000,)), fn.log_prob(grid).softmax(0)
     assert ((drawn >= -math.pi) & (drawn < math.pi)).all()
     for value in (
         lambda x: x.cos(),
@@ -129,7 +129,7 @@ def test_the_gradient_of_a_mean_over_a_mixture(shared, size, wrap):
     pyro.set_rng_seed(0)
     found = []
     for _ in range(25):
-        z = mended(WRAPPED[wrap](kind(*parameters))).rsample()
+        z = patched(WRAPPED[wrap](kind(*parameters))).rsample()
         found.append(gradient(value(z).mean(), parameters))
     assert_mean(torch.stack(found), gradient(exact, parameters))
 
@@ -159,4 +159,4 @@ def test_guides_draw_mixtures_so():
 
 def test_what_is_right_stays_as_it_is():
     for fn in (dist.Normal(0.0, 1.0), dist.LKJCholesky(2), dist.Beta(1.0, 1.0).expand([3])):
-        assert mended(fn) is fn
+        assert patched(fn) is fn

@@ -35,7 +35,7 @@ class Logs(NamedTuple):
     simplex: bool = False
 
 
-class KnownLogs(TorchFunctionMode):
+class ExactLogs(TorchFunctionMode):
     r"""
     A context in which ``log``, ``xlogy`` and related functions use exact logarithms.
 
@@ -55,7 +55,7 @@ class KnownLogs(TorchFunctionMode):
         (tensor(-0.5000, grad_fn=<AddBackward0>), tensor(-8.7565e-27))
     """
 
-    def __enter__(self) -> KnownLogs:
+    def __enter__(self) -> ExactLogs:
         super().__enter__()
         _entered.append(None)
         return self
@@ -97,12 +97,12 @@ def with_logs(value: Any, logs: Logs | list[Logs | None] | None) -> Any:
     if isinstance(logs, list):
         return type(value)(map(with_logs, value, logs))
     if logs is not None:
-        value._known_logs = logs, _changes(value)
+        value._exact_logs = logs, _changes(value)
     return value
 
 
 @contextmanager
-def without_known_logs() -> Iterator[None]:
+def without_exact_logs() -> Iterator[None]:
     """Ignore exact logarithms inside, so that compared runs treat their latents equally."""
     _suspended.append(None)
     try:
@@ -114,7 +114,7 @@ def without_known_logs() -> Iterator[None]:
 def _logs_of(value: Any) -> Logs | None:
     if _suspended:
         return None
-    logs, version = getattr(value, "_known_logs", (None, None))
+    logs, version = getattr(value, "_exact_logs", (None, None))
     return logs if version is not None and version == _changes(value) else None
 
 
@@ -146,17 +146,17 @@ def _inside(value: Tensor, logs: Logs) -> Tensor:
         return value.clamp(least, info.max if logs.complement is None else 1 - info.eps / 2)
 
 
-def knowing(needed: bool = True) -> AbstractContextManager[object]:
-    """Return a :class:`KnownLogs` context, if needed and not already entered."""
-    return KnownLogs() if needed and not _entered else nullcontext()
+def exact_logs_if(needed: bool = True) -> AbstractContextManager[object]:
+    """Return a :class:`ExactLogs` context, if needed and not already entered."""
+    return ExactLogs() if needed and not _entered else nullcontext()
 
 
-def known_logs(value: Any) -> AbstractContextManager[object]:
-    """Return a :class:`KnownLogs` context if a value has exact logarithms."""
-    return knowing(_logs_of(value) is not None)
+def exact_logs(value: Any) -> AbstractContextManager[object]:
+    """Return a :class:`ExactLogs` context if a value has exact logarithms."""
+    return exact_logs_if(_logs_of(value) is not None)
 
 
-def keep_logs(value: Tensor, change: Callable[[Tensor], Tensor], result: Tensor) -> Tensor:
+def copy_logs(value: Tensor, change: Callable[[Tensor], Tensor], result: Tensor) -> Tensor:
     """Attach the changed logarithms of ``value`` to ``result``, which is ``change(value)``."""
     logs = _logs_of(value)
     return result if logs is None else with_logs(result, _changed(logs, change))

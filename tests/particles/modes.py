@@ -8,14 +8,14 @@ from pyro_mcvae.particles import runner as module
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
 from pyro_mcvae.programs.sites import is_random
-from pyro_mcvae.programs.vmap import Way
+from pyro_mcvae.programs.vmap import Mode
 
 K = 3
 
 
-def only(monkeypatch, *ways):
+def only(monkeypatch, *modes):
     """Leave out other ways to run several particles at once."""
-    monkeypatch.setattr(module, "_AT_ONCE", ways)
+    monkeypatch.setattr(module, "_AT_ONCE", modes)
 
 
 def draws_of(sample):
@@ -45,17 +45,17 @@ def gradients(log_weight, leaves):
     return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, found, strict=True)]
 
 
-def check_way(model, guide, args=(), way=None, vectorize=None, **options):
+def check_way(model, guide, args=(), mode=None, vectorize=None, **options):
     """
     Check that log weights, and their gradients in latents and parameters, are those of a loop.
 
-    :param way: that is to be chosen; any that is no loop where it is left out.
+    :param mode: that is to be chosen; any that is no loop where it is left out.
     """
     programs = Programs(model, guide, args, {})
     sampler = ParticleSampler(K, vectorize, float("inf"), **options)
     first = sampler.sample(programs)
-    chosen = sampler.runner.way(programs)
-    assert chosen is not Way.LOOPED if way is None else chosen is way, chosen
+    chosen = sampler.runner.mode(programs)
+    assert chosen is not Mode.LOOPED if mode is None else chosen is mode, chosen
     draws = draws_of(first)
     nesting = first.runs[0].nesting
 

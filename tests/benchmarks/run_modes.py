@@ -1,8 +1,8 @@
 """
 What a step takes by each way to run several particles: a leading dim, ``vmap``, a loop.
 
-    python -m tests.benchmarks.particle_ways
-    python -m tests.benchmarks.particle_ways --device cuda --steps 50
+    python -m tests.benchmarks.run_modes
+    python -m tests.benchmarks.run_modes --device cuda --steps 50
 
 A program that counts dims from the left, multiplies from the right or convolves has to be written
 in another way to broadcast over a leading dim; under ``vmap`` and in a loop it stays as it is. Each
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from pyro_mcvae import TraceIWAE_ELBO
 from pyro_mcvae.particles import runner
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.programs.vmap import Way
+from pyro_mcvae.programs.vmap import Mode
 
 Program = Callable[..., None]
 
@@ -192,16 +192,16 @@ def cases(device: str) -> Iterator[tuple[Case, Tensor]]:
 
 
 # How a way is brought about: whether the program is the one that broadcasts, and what is tried.
-WAYS: dict[str, tuple[bool, tuple[Way, ...]]] = {
-    "leading dim": (True, (Way.BATCHED,)),
-    "vmap": (False, (Way.MAPPED, Way.BOTH_MAPPED)),
+WAYS: dict[str, tuple[bool, tuple[Mode, ...]]] = {
+    "leading dim": (True, (Mode.BATCHED,)),
+    "vmap": (False, (Mode.MAPPED, Mode.BOTH_MAPPED)),
     "loop": (False, ()),
 }
 
 
-def step_of(case: Case, x: Tensor, way: str) -> Callable[[], float]:
+def step_of(case: Case, x: Tensor, mode: str) -> Callable[[], float]:
     """A step by one way, after those that find it out; returns the loss."""
-    broadcasts, tried = WAYS[way]
+    broadcasts, tried = WAYS[mode]
     loss = TraceIWAE_ELBO(case.num_particles, vectorize_particles=None if tried else False)
     programs = Programs(case.model(broadcasts), case.guide(broadcasts), (x,), {})
 
@@ -211,8 +211,8 @@ def step_of(case: Case, x: Tensor, way: str) -> Callable[[], float]:
     with mock.patch.object(runner, "_AT_ONCE", tried):
         for _ in range(2):  # the programs are analysed anew at the second
             step()
-    found = loss.sampler.runner.way(programs)
-    assert found in (tried or (Way.LOOPED,)), f"{case.name}: {found}"
+    found = loss.sampler.runner.mode(programs)
+    assert found in (tried or (Mode.LOOPED,)), f"{case.name}: {found}"
     return step
 
 
@@ -244,9 +244,9 @@ def main() -> None:
     print("| program | K | leading dim | vmap | loop |\n| --- | ---: | ---: | ---: | ---: |")
     for case, x in cases(args.device):
         pyro.clear_param_store()
-        found = seconds({way: step_of(case, x, way) for way in WAYS}, args.steps, args.device)
+        found = seconds({mode: step_of(case, x, mode) for mode in WAYS}, args.steps, args.device)
         base = found["leading dim"]
-        ratios = " | ".join(f"{found[way] / base:.2f}" for way in ("vmap", "loop"))
+        ratios = " | ".join(f"{found[mode] / base:.2f}" for mode in ("vmap", "loop"))
         print(
             f"| {case.name} | {case.num_particles} | {1e3 * base:.1f} ms | {ratios} |", flush=True
         )

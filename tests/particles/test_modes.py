@@ -26,8 +26,8 @@ from pyro_mcvae import (
 )
 from pyro_mcvae.particles.sampler import ParticleSampler
 from pyro_mcvae.programs.run import Programs
-from pyro_mcvae.programs.vmap import Way
-from tests.particles.ways import check_way, only
+from pyro_mcvae.programs.vmap import Mode
+from tests.particles.modes import check_way, only
 from tests.zoo import EXAMPLES, data, param
 
 # A GuideMessenger runs both programs at once, in leading dims only.
@@ -35,17 +35,17 @@ NAMES = [name for name in EXAMPLES if name != "messenger"]
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
+    ("name", "mode"),
     [
-        pytest.param(n, way, marks=pytest.mark.slow if i // 2 % 2 else ())
+        pytest.param(n, mode, marks=pytest.mark.slow if i // 2 % 2 else ())
         for i, n in enumerate(NAMES)
-        for way in ((Way.MAPPED, Way.BOTH_MAPPED)[i % 2],)
+        for mode in ((Mode.MAPPED, Mode.BOTH_MAPPED)[i % 2],)
     ],
 )
-def test_programs_that_broadcast_have_the_same_numbers_under_vmap(name, way, monkeypatch):
-    only(monkeypatch, way)
+def test_programs_that_broadcast_have_the_same_numbers_under_vmap(name, mode, monkeypatch):
+    only(monkeypatch, mode)
     pair = EXAMPLES[name]()
-    check_way(pair.model, pair.guide, pair.args, way)
+    check_way(pair.model, pair.guide, pair.args, mode)
 
 
 def net(*layers):
@@ -97,7 +97,7 @@ def test_decoders_that_do_not_broadcast_are_mapped(name):
         with pyro.plate("data", 4):
             pyro.sample("z", dist.Normal(x[:, :2] / 2, param("s").exp()).to_event(1))
 
-    check_way(model, guide, way=Way.MAPPED)
+    check_way(model, guide, mode=Mode.MAPPED)
 
 
 def regression(local):
@@ -125,7 +125,7 @@ def regression(local):
 
 @pytest.mark.parametrize("local", [True, False])
 def test_regressions_are_mapped(local):
-    check_way(*regression(local), way=Way.MAPPED)
+    check_way(*regression(local), mode=Mode.MAPPED)
 
 
 def hidden_markov():
@@ -165,7 +165,7 @@ def test_a_guide_that_does_not_broadcast_is_mapped_too():
             a = pyro.sample("a", dist.Normal(param("loc", 2), 0.8).to_event(1))
             pyro.sample("b", dist.Normal(a.softmax(1), 0.9).to_event(1))
 
-    check_way(model, guide, way=Way.BOTH_MAPPED)
+    check_way(model, guide, mode=Mode.BOTH_MAPPED)
 
 
 def test_a_program_that_reads_a_latent_is_looped_and_says_so(caplog):
@@ -243,7 +243,7 @@ def test_noise_apart_from_sites_is_each_particles_own(where):
     sampler = ParticleSampler(2000, None, float("inf"))
     pair = Programs(programs.model, programs.guide, (), {})
     sample = sampler.sample(pair)
-    assert sampler.runner.way(pair) in (Way.MAPPED, Way.BOTH_MAPPED)
+    assert sampler.runner.mode(pair) in (Mode.MAPPED, Mode.BOTH_MAPPED)
     likelihood = next(t.log_prob for t in sample.runs[0].terms if t.key.name == "x")
     # Of log N(0 | noise, 1) with standard normal noise.
     found = likelihood.reshape(2000, 4).std(0)
@@ -251,7 +251,7 @@ def test_noise_apart_from_sites_is_each_particles_own(where):
 
 
 def test_parameters_that_begin_with_noise_are_those_of_one_particle(monkeypatch):
-    only(monkeypatch, Way.BOTH_MAPPED)
+    only(monkeypatch, Mode.BOTH_MAPPED)
     calls = []
 
     def model():
@@ -420,7 +420,7 @@ def counts(x):
 
 
 def test_counts_are_mapped():
-    check_way(*counts(torch.tensor([[2.0, 3.0, 1.0]]).expand(4, 3)), way=Way.MAPPED)
+    check_way(*counts(torch.tensor([[2.0, 3.0, 1.0]]).expand(4, 3)), mode=Mode.MAPPED)
 
 
 def bits(dim):
