@@ -8,6 +8,11 @@ import torch
 
 from pyro_mcvae.particles import runner
 from pyro_mcvae.programs.vmap import Mode
+from tests.device import simulated
+
+# Autograd has a queue for each device that is known before its first backward pass.
+if simulated.AVAILABLE:
+    simulated.register()
 
 # Examples that depend on the clock or on luck make a failure hard to see again.
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)

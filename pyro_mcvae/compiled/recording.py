@@ -392,7 +392,7 @@ class Recording:
     :ivar leaves: the parameters that have a gradient.
     :ivar params: names of ``pyro.param`` statements and the parameters behind them.
     :ivar param_sites: these statements as Pyro's handlers see them, without values.
-    :ivar sizes: how many outputs of the graph, after the loss, are assumptions, gradients, of each
+    :ivar sizes: how many outputs of the graph, after the loss, are guards, gradients, of each
         slot, and of each update.
     :ivar dependencies: what the graph took for constant.
     :ivar adds_gradients: whether replays add gradients to their parameters' without PyTorch's

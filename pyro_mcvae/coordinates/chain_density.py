@@ -131,9 +131,8 @@ class ChainDensity:
         self._kernel_gradient = moves and GradientMode.COORDINATES in self.gradient
         self._latest = log_weight.first
         began = log_weight.coordinates.detach().abs()
-        if began.numel():
-            # Of all draws of a datum: other numbers of chains may move here.
-            began = began.amax(0, keepdim=True)
+        # Over all draws of a datum, because other numbers of chains may move here.
+        began = began.amax(0, keepdim=True) if began.numel() else began
         self._far = _FAR * began.clamp(1.0, torch.finfo(began.dtype).max / _FAR)
 
     @property

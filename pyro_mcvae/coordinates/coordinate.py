@@ -107,7 +107,7 @@ def logarithmic_draw(fn: Distribution) -> Tensor:
     ``Beta(0.05, 0.05)`` in 5 is rounded to 1. PyTorch clamps them, which changes their density.
     Logarithms of Gamma draws in double precision have moderate size. Draws of Beta, Dirichlet and
     their transforms are computed from them. Call it within
-    :class:`~pyro_mcvae.programs.exact_logs.KnownLogs`.
+    :class:`~pyro_mcvae.programs.exact_logs.ExactLogs`.
     """
     drawn = _draw(fn)
     return fn() if drawn is None else drawn  # Zuko's distributions are drawn by a call

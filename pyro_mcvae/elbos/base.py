@@ -388,7 +388,7 @@ def _without_plate(drawn: list[Term], run: Run) -> Iterator[tuple[str, str, int]
         for latent in drawn:
             sites = latent.site, data.site
             apart = all(isinstance(s["fn"], Independent) and not plate_frames(s) for s in sites)
-            size, same = (s["fn"].event_shape[:1].numel() for s in sites)
+            size, same = (math.prod(s["fn"].event_shape[:1]) for s in sites)
             if apart and size == same > 1:
                 yield latent.key.name, data.key.name, size
 

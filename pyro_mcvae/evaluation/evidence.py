@@ -209,7 +209,7 @@ class LogEvidence:
             f"log evidence {with_error(self, self.mean, self.mean_standard_error)} nats per weight "
             f"({n} in {', '.join(self.plates) or 'all data'}; {self.num_particles} particles)",
             f"total {with_error(self, self.total, self.total_standard_error)}, "
-            f"bound {float(self.bound.mean()):.3f}",
+            f"bound {float(self.bound.mean()):.3f} per weight",
             f"effective sample size: median {float(self.effective_sample_size.median()):.1f}, "
             f"least {float(self.effective_sample_size.min()):.1f}",
         ]

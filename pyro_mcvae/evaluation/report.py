@@ -113,13 +113,23 @@ class Report:
     def _excess(self, other: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What chains find more than the guide, its error, where both count, the fewer draws."""
         guide = self.guide
-        known = not isinstance(other, str) and other.log_evidence.shape == guide.log_evidence.shape
-        if isinstance(other, str) or not known or share(other.unreliable) > 0.5:
-            other, known = guide, False
-        error = torch.hypot(other.standard_error, guide.standard_error)
-        sizes = torch.minimum(other.effective_sample_size, guide.effective_sample_size)
-        counts = self._good & ~other.unreliable & known
-        return other.log_evidence - guide.log_evidence, error, counts, sizes
+        as_many = not isinstance(other, str) and other.pareto_k.numel() == guide.pareto_k.numel()
+        if isinstance(other, str) or not as_many or share(other.unreliable) > 0.5:
+            other, as_many = guide, False
+        # The weights of both are those of the same data, if a plate of one datum is missing in one.
+        log_evidence, standard_error, effective_sample_size, unreliable = (
+            values.reshape(guide.log_evidence.shape)
+            for values in (
+                other.log_evidence,
+                other.standard_error,
+                other.effective_sample_size,
+                other.unreliable,
+            )
+        )
+        error = torch.hypot(standard_error, guide.standard_error)
+        sizes = torch.minimum(effective_sample_size, guide.effective_sample_size)
+        counts = self._good & ~unreliable & as_many
+        return log_evidence - guide.log_evidence, error, counts, sizes
 
     @property
     def _good(self) -> Tensor:
@@ -132,8 +142,9 @@ class Report:
 
     @property
     def looked(self) -> bool:
-        """Whether chains from the prior could tell of modes that the guide does not draw."""
-        return not isinstance(self.prior, str) and share(self.prior.unreliable) <= 0.5
+        """Whether chains from the prior were compared with the guide for most of the data."""
+        _, _, counts, sizes = self._excess(self.prior)
+        return share(~counts | (sizes < 10)) <= 0.5
 
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
         """The data with the largest gaps: their indices in the plates, and the gaps in nats."""
@@ -382,6 +393,8 @@ def _row(name: str, found: LogEvidence) -> list[str]:
 
 def _trust(report: Report) -> str:
     if report.trusted:
+        if not report.looked and not isinstance(report.prior, str):
+            return "The evidence is known about as well as its error says, if no mode is missed."
         return "The evidence is known about as well as its error says."
     steps = max((_steps(c) for c in report.chains), default=0)
     more = f"num_particles={10 * report.evidence.num_particles}"

@@ -107,13 +107,13 @@ def smoothed(widths: Widths) -> AbstractContextManager[object]:
 
     Example::
 
-        >>> from pyro_mcvae.ops.smoothing import KinkFinder, drifting, smoothed
+        >>> from pyro_mcvae.ops.smoothing import KinkFinder, smoothed, smoothed_gradients
         >>> z, relu = torch.tensor([-0.1, 0.1, 2.0], requires_grad=True), torch.nn.ReLU()
         >>> with KinkFinder() as finder:
         ...     y = relu(z)
         >>> with smoothed({place: (0.1,) for place in finder.found}):
         ...     y = relu(z)
-        >>> with drifting():
+        >>> with smoothed_gradients():
         ...     drift, = torch.autograd.grad(y.sum(), z, create_graph=True)
         >>> drift.detach()
         tensor([0.2689, 0.7311, 1.0000])

@@ -50,13 +50,13 @@ def guard(condition: Tensor) -> bool:
 
     Example::
 
-        >>> from pyro_mcvae.ops.tensors import assumptions, holds
-        >>> holds(torch.tensor(1.0) > 2)
+        >>> from pyro_mcvae.ops.tensors import guard, recorded_guards
+        >>> guard(torch.tensor(1.0) > 2)
         False
-        >>> with assumptions() as assumed:
-        ...     holds(torch.tensor(1.0) > 2)
+        >>> with recorded_guards() as guards:
+        ...     guard(torch.tensor(1.0) > 2)
         True
-        >>> assumed
+        >>> guards
         [tensor(False)]
     """
     return True if add_guard(condition) else bool(condition)

@@ -48,7 +48,7 @@ class ExactLogs(TorchFunctionMode):
     Example::
 
         >>> u = torch.tensor(-60.0, requires_grad=True)
-        >>> with KnownLogs():
+        >>> with ExactLogs():
         ...     density = dist.Gamma(0.5, 1.0).log_prob(u.exp())
         ...     (slope,) = torch.autograd.grad(density, u, create_graph=True)
         >>> slope, torch.autograd.grad(slope, u)[0]

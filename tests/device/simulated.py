@@ -262,10 +262,17 @@ def _in_half(function):
     return product
 
 
+_MODULE = {
+    "get_amp_supported_dtype": _halves,
+    # No numbers are drawn on the device.
+    "get_rng_state": staticmethod(lambda device=NAME: torch.empty(0, dtype=torch.uint8)),
+    "set_rng_state": staticmethod(lambda state, device=NAME: None),
+}
 _libraries: list[torch.library.Library] = []
 
 
-def _register() -> None:
+def register() -> None:
+    """Make PyTorch know the device, before the first backward pass of the process."""
     if not _libraries:
         import torch._dynamo  # which looks at the functions that are replaced below
         from torch.utils.backend_registration import (
@@ -273,7 +280,7 @@ def _register() -> None:
             _setup_privateuseone_for_python_backend,
         )
 
-        module = type("Module", (_DummyBackendModule,), {"get_amp_supported_dtype": _halves})()
+        module = type("Module", (_DummyBackendModule,), _MODULE)()
         _setup_privateuseone_for_python_backend(NAME, module)
         _autocast()
         library = torch.library.Library("_", "IMPL")
@@ -284,7 +291,7 @@ def _register() -> None:
 @contextlib.contextmanager
 def simulated_device() -> Iterator[torch.device]:
     """The device, while it is there."""
-    _register()
+    register()
     with contextlib.ExitStack() as stack:
         for name in _FACTORIES:
             stack.enter_context(mock.patch.object(torch, name, _made(getattr(torch, name))))

@@ -397,3 +397,23 @@ def test_floats_in_subsample_are_no_minibatch(subsample):
     ).log_prob(2 * x)
     assert float(found.evidence.total) == pytest.approx(float(exact))
     assert isinstance(found.prior, LogEvidence)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_search_is_claimed_where_chains_from_the_prior_were_not_compared(size):
+    """The guide draws one of two modes; few chains from the prior reach them."""
+    x = torch.linspace(1.0, 3.0, size)
+
+    def model():
+        with pyro.plate("data", size):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z.square(), 0.1), obs=x)
+
+    def guide():
+        with pyro.plate("data", size):
+            pyro.sample("z", dist.Normal(x.sqrt(), 0.055 / x.sqrt()))
+
+    for seed in range(3):
+        found = report(model, guide, seed=seed)
+        assert "find no modes" not in str(found)
+        assert found.misses or "if no mode is missed" in str(found).replace("\n", " ")
