@@ -79,8 +79,8 @@ class Chain:
         """
         What step sizes adapt by, a scalar: the mean acceptance of all transitions; for unadjusted
         kernels the geometric mean. Each of their transitions costs the bound about -log acceptance
-        nats: a few lost chains, which a mean of probabilities does not see, ruin it. The two means
-        agree where no chain is lost.
+        nats: a few diverged chains, which a mean of probabilities hides, ruin it. The two means
+        agree where no chain diverges.
         """
         acceptance = torch.stack([info.acceptance for info in self.infos])
         if self.infos[0].accepted is not None:

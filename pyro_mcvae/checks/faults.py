@@ -113,8 +113,9 @@ def check_not_collapsed(structure: Structure) -> None:
         raise ValueError(
             f"site '{data}' of the model uses the parameters of the guide's site '{latent}', and "
             f"not its draws, as if the latent were integrated in closed form (VariationalGP, "
-            f"VariationalSparseGP). Weights of such draws do not bound the evidence: use "
-            f"TraceSGVB_ELBO, or a model that uses its latent, as in x = f({latent})"
+            f"VariationalSparseGP). Weights of such draws do not bound the evidence: use a model "
+            f"that uses its latent, as in x = f({latent}). TraceSGVB_ELBO has the number of "
+            f"Trace_ELBO, log E_q p(x | f), which is no bound either"
         )
 
 

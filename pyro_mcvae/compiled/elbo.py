@@ -131,7 +131,7 @@ class Case:
             self._wait_longer()
         self._made += 1
         if (seconds := _COST * self._seconds) > _LONG:
-            _logger.warning("recording a step once, which takes about %.0f s", seconds)
+            _logger.warning("recording a step once, which may take up to %.0f s", seconds)
         try:
             recording, outcome = record(self._loss, call, self._executed)
         except NotRecordable as reason:

@@ -58,7 +58,7 @@ def defensive_share(given: float | None, trained: bool, reweighted: bool) -> flo
         raise ValueError(f"defensive must be a number from 0 to below 1, got {given!r}")
     if given and reweighted:
         raise ValueError(
-            f"defensive={given} keeps lost chains from deciding a step, which those of "
+            f"defensive={given} keeps diverged chains from deciding a step, which those of "
             f"gradient_estimator='reweighted' do not: leave it out"
         )
     return float(given)
@@ -466,14 +466,14 @@ class TraceSIS_ELBO(ChainELBO):
       learn; where no optimizer takes them, they go on adapting. ``eval()`` freezes what adapts.
       With a kernel that is given the schedule is linear and nothing defends the weights, unless
       these are given too: ``kernel=ULA()`` is the paper's.
-    * **Lost chains**: nothing rejects an unadjusted step that is too long, and its weight and
+    * **Diverged chains**: nothing rejects an unadjusted step that is too long, and its weight and
       gradient may be of any size, which ruins a model that has just begun to train. So each weight
       is a defensive mixture [2] with that of the chain's beginning, a plain importance weight,
 
       .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big),
           \qquad E[e^{W'}] = p(x),
 
-      with :math:`\alpha` = ``defensive``, 0.01 by default: a lost chain counts as its first draw,
+      with :math:`\alpha` = ``defensive``, 0.01 by default: a diverged chain counts as its first draw,
       with the gradient of that, and a good one pays 0.01 nats.
     * Coordinates that a mask takes out of the guide do not move.
     * **Discrete sites** of the guide are held. Each slot of their values has its own chain, and

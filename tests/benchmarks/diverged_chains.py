@@ -1,6 +1,6 @@
 """What lost chains do to a model that has just begun to train, with and without defensive weights.
 
-    python -m tests.benchmarks.lost_chains --data-root data --seeds 1,2,3,4,5
+    python -m tests.benchmarks.diverged_chains --data-root data --seeds 1,2,3,4,5
 
 The VAE of ``tutorials/annealing/mnist.py --dense`` from scratch, with the default chain of
 ``TraceSIS_ELBO``: for each seed the worst bound of a step after the first twenty, and the mean of
