@@ -10,12 +10,16 @@ from collections.abc import Callable
 import pyro
 import pytest
 import torch
+import torch._inductor.config
 from pyro.infer import SVI
 from torch import Tensor, nn
+from torch._inductor import codecache
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyro_mcvae import CompiledELBO, TraceSGVB_ELBO, TraceSIS_ELBO
 from pyro_mcvae.compiled import backends
+from pyro_mcvae.compiled import backends as kernels
 from pyro_mcvae.compiled.backends import check_kernels
 from pyro_mcvae.compiled.graph import as_function
 from pyro_mcvae.compiled.guards import trace
@@ -153,6 +157,35 @@ def test_inductor_draws_the_numbers_of_the_plain_loss(caplog: pytest.LogCaptureF
     assert found == pytest.approx(losses, rel=1e-8)
     assert "compiled in" in caplog.text
     assert "cannot compile" not in caplog.text
+
+
+@pytest.mark.slow
+@_OF_INDUCTOR
+@pytest.mark.parametrize("works", [True, False], ids=["in one file", "one by one"])
+def test_kernels_of_several_graphs_are_compiled_together(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not works:
+        monkeypatch.setattr(kernels, "_source", lambda *_: "no C++ at all")
+    alone = []
+    load = codecache.CppPythonBindingsCodeCache.load_pybinding
+    monkeypatch.setattr(
+        codecache.CppPythonBindingsCodeCache,
+        "load_pybinding",
+        lambda *args: alone.append(args) or load(*args),
+    )
+    x = torch.randn(20, 30)
+    graphs = [
+        make_fx(lambda x: [(x * 2.0).sin().sum(0), x.exp().sum(1)])(x),
+        make_fx(lambda x: [(x * 3.0).cos().sum(0), x.tanh().sum(1)])(x),
+    ]
+    expected = [graph(x) for graph in graphs]
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
+        with kernels.in_one_file():
+            runs = [torch._inductor.compile(graph, [x]) for graph in graphs]
+        for run, values in zip(runs, expected, strict=True):
+            torch.testing.assert_close(list(run(x)), values)
+    assert bool(alone) != works
 
 
 OPTIONS = [{}, {"mode": "reduce-overhead"}, {"backend": "eager"}]
