@@ -250,7 +250,7 @@ class AdaptiveStepSize(StepSize):
             \text{clip}\Big(\frac{a - a^*}{1 - a^*}, -2, 1\Big).
 
     For unadjusted kernels a is the acceptance that the moves would have had, in the geometric mean:
-    each move costs the bound about :math:`-\log` of it, so a few diverged chains weigh as much there as
+    each move costs the bound about :math:`-\log` of it, so a few diverged chains weigh as much as
     they do in the bound. With ``per_coordinate`` the rule drives a base value :math:`\eta_0`, and
     each coordinate follows the spread of its gradient (Thin et al. [1], eq. 27):
 

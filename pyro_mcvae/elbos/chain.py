@@ -473,8 +473,8 @@ class TraceSIS_ELBO(ChainELBO):
       .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big),
           \qquad E[e^{W'}] = p(x),
 
-      with :math:`\alpha` = ``defensive``, 0.01 by default: a diverged chain counts as its first draw,
-      with the gradient of that, and a good one pays 0.01 nats.
+      with :math:`\alpha` = ``defensive``, 0.01 by default: a diverged chain counts as its first
+      draw, with the gradient of that, and a good one pays 0.01 nats.
     * Coordinates that a mask takes out of the guide do not move.
     * **Discrete sites** of the guide are held. Each slot of their values has its own chain, and
 
