@@ -206,8 +206,10 @@ def to_inference_data(draws: PosteriorDraws) -> Any:
             f"draws must be the PosteriorDraws that refine returns, got {type(draws).__name__}: a "
             f"plain dict of draws goes into arviz.from_dict"
         )
-    import arviz
-
+    try:
+        import arviz
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("to_inference_data needs ArviZ: pip install arviz") from error
     count = draws.num_samples
     chains = 4 if count % 4 == 0 and count >= 16 else 1
     stats = {"log_weight": draws.log_weight}
