@@ -102,9 +102,12 @@ def _is_right(q: Any, p: Any) -> bool:
 
 
 def _is_fixed(transform: Transform) -> bool:
-    """Whether a transform has nothing but numbers, so that an equal one is the same one."""
+    """Return whether a transform learns nothing, so that an equal one is the same one."""
     values = (v for n, v in vars(transform).items() if n != "_inv")
-    return all(v is None or isinstance(v, int | float) for v in values)
+    return all(
+        not v.requires_grad if isinstance(v, Tensor) else v is None or isinstance(v, int | float)
+        for v in values
+    )
 
 
 def _same_weighting(p: Site, q: Site) -> bool:

@@ -17,7 +17,8 @@ from pyro.poutine.indep_messenger import CondIndepStackFrame as Frame
 from pyro.poutine.trace_struct import Trace
 from pyro.poutine.util import site_is_subsample
 from pyro.util import check_model_guide_match, check_site_shape
-from torch import nn
+from torch import Tensor, nn
+from torch.distributions import constraints
 
 from pyro_mcvae.ops.checks import WarnOnce
 from pyro_mcvae.programs.enumeration import is_state
@@ -28,10 +29,11 @@ from pyro_mcvae.programs.sites import (
     is_delta,
     is_latent,
     is_scored,
+    known_support,
     nonfinite_report,
     observes_data,
 )
-from pyro_mcvae.programs.types import LEADING, Site, is_subsampled
+from pyro_mcvae.programs.types import LEADING, Message, Site, is_subsampled
 
 if TYPE_CHECKING:
     from pyro_mcvae.programs.terms import Term
@@ -324,6 +326,21 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
         return Run(*traces, terms, nesting, None, subsamples=batch, state_dim=state_dim)
 
 
+def _drawn_inside(msg: Message) -> Tensor:
+    """Draw from a site, without rounding to the open end of its support, where no density is."""
+    value: Tensor = msg["fn"](*msg["args"], **msg["kwargs"])
+    support = known_support(msg["fn"])
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    if not (isinstance(support, _POSITIVE) and bool((value <= support.lower_bound).any())):
+        return value
+    least = torch.as_tensor(support.lower_bound) + torch.finfo(value.dtype).tiny
+    return torch.where(value <= support.lower_bound, least.to(value), value)
+
+
+_POSITIVE = type(constraints.positive)
+
+
 def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
     """
     Return a checked run without leading dims; its plates determine the nesting.
@@ -332,7 +349,7 @@ def checked_run(programs: Programs, strict_enumeration: bool) -> Run:
     """
     with isolated(programs.owners):
         batch = Minibatch()
-        traces = run_pair(programs, Substitutes(batch))
+        traces = run_pair(programs, Substitutes(batch, sample_fn=_drawn_inside))
         check_sites(*traces, strict_enumeration, before_sums=True)
         run = Run(*traces, terms_of(*traces), nesting_of(*traces), None, subsamples=batch)
         with warnings.catch_warnings():
