@@ -480,7 +480,7 @@ class HMC(Kernel):
     :param step_size: the length of a leapfrog step; see :class:`Kernel`. Adapts to an acceptance
         of 0.8 by default.
     :param int num_leapfrog: L, each of which evaluates the model and its gradient once.
-    :param float jitter: every move takes ``1 - jitter`` to 1 times the step size, drawn anew. Moves
+    :param float jitter: every move takes ``1 - jitter`` to 1 times the step size, at random. Moves
         of one length may return to where they began, again and again: chains that are to forget
         their beginning should take some, 0.3 say.
     :param float laziness: the share of moves that are rejected whatever they are, which leaves the

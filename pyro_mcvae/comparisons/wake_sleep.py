@@ -212,7 +212,7 @@ class _Marked:
                     trace = run(self._programs)
                 found = [n for n, s in trace.nodes.items() if self._reads(s)]
         except Exception:
-            # Operators that refuse tracked tensors: such programs cannot be looked at.
+            # Operators that refuse tracked tensors: such programs cannot be checked.
             return None
         # What became of data that turned into Python numbers is not known.
         return found if found or not escapes.names else None

@@ -324,7 +324,7 @@ def _rows(graph: Graph, held: Node) -> Node | None:
 
 
 def fresh(graph: Graph, count: int) -> set[int]:
-    """Which of a graph's first inputs are numbers that Python made tensors of within it."""
+    """Return which of a graph's first inputs are tensors that Python made of numbers inside it."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"][:count]
     copies = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
     return {i for i, n in enumerate(inputs) if all(user.target in copies for user in n.users)}

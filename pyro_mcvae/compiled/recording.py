@@ -375,7 +375,7 @@ class Outcome:
 
     @cached_property
     def numbers(self) -> list[float]:
-        """The loss, then what was assumed: all that the host reads of a step."""
+        """Return the loss, then the guards: all numbers of a step that the host reads."""
         return read(self.loss, *self.assumed)
 
     def is_usable(self) -> bool:

@@ -36,7 +36,7 @@ _Step = tuple[State, Info]
 
 class _Contents(pickle.Pickler):
     """
-    What a density holds: its tensors, which may be others in the next chain, and all the rest.
+    The contents of a density: its tensors, which may differ in the next chain, and a key.
 
     :ivar tensors: each once, in the order in which they are found.
     :ivar key: equal for densities that differ in the values of tensors only.
@@ -53,7 +53,7 @@ class _Contents(pickle.Pickler):
             self.dump(density)
             self.key: Hashable = buffer.getvalue()
         except Exception:
-            self.key = object()  # nothing is known of it, and no other density is like it
+            self.key = object()  # equal to no other key
 
     def place(self, tensor: Tensor) -> int | None:
         """Return which of the tensors it is."""

@@ -282,9 +282,9 @@ _OBSERVED = (
     "subtract its log_prob from differentiable_loss instead"
 )
 _TEMPERED = (
-    "poutine.scale multiplies all sites in plates by %g, inside of the weights, which it tempers: "
+    "poutine.scale multiplies all sites in plates by %g, inside the weights, which it tempers: "
     "the objective is %s bound on %g log p(x) then. Multiply the loss instead; a minibatch is "
-    "pyro.plate(name, size, subsample_size=...), whose N/B stays outside of the weights"
+    "pyro.plate(name, size, subsample_size=...), whose N/B stays outside the weights"
 )
 _AVERAGED = (
     "no latent is weighed per datum, because %s: the particles are averaged as in the plain ELBO, "
@@ -292,7 +292,7 @@ _AVERAGED = (
 )
 _SCALED = (
     "poutine.scale multiplies the log density of latent '%s' by %g in the model and %g in the "
-    "guide, inside of the weights: the loss is no bound on the log evidence, but one on the "
+    "guide, inside the weights: the loss is no bound on the log evidence, but one on the "
     "logarithm of the integral of p(x | z) p(z)^%g q(z)^(1 - %g), which %s. It bounds the evidence "
     "once the scales are 1, as at the end of annealing. TraceSGVB_ELBO has the objective of a "
     "beta-VAE; scaling the observations by 1 / beta instead has a bound for every beta"
@@ -324,7 +324,7 @@ class Notices:
             more than a mean of logarithms.
         """
         if is_recording():
-            return  # the plain steps before were looked at
+            return  # the uncompiled steps before were checked
         collected = collects_parameters()
 
         def look() -> None:
@@ -383,7 +383,7 @@ class Notices:
 
 
 def _without_plate(drawn: list[Term], run: Run) -> Iterator[tuple[str, str, int]]:
-    """Latents and data that are as many, in events: probably a plate was forgotten."""
+    """Yield latents and data of one size outside plates: a plate was probably forgotten."""
     for data in (t for t in run.terms if not t.in_guide and t.site["is_observed"]):
         for latent in drawn:
             sites = latent.site, data.site

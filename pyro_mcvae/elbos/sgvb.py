@@ -55,7 +55,7 @@ def sites_apart(programs: Programs, run: Run) -> frozenset[str]:
     """The latents whose distribution in the model depends on no draw that depends on them."""
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_latent(t.site))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what cannot be looked at is sampled
+        warnings.simplefilter("ignore")  # a site that cannot be checked is sampled
         found = dependencies_of(programs, names, run)
     above = found.ancestors(names)
     priors = {n: found.factors.get(FactorKey("model", n), names) - {n} for n in names}
@@ -215,7 +215,7 @@ def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
     closed = (c for each in costs for c in each if c.closed)
     lines = (
         f"site '{c.term.key.name}': the KL divergence of the guide's distribution from the model's "
-        f"({type(c.term.site['fn']).__name__}) is infinite, as where the guide draws outside of "
+        f"({type(c.term.site['fn']).__name__}) is infinite, as where the guide draws outside "
         f"that one's support: give the guide a distribution with that support (or an AutoGuide, "
         f"which transforms to it)."
         for c in closed

@@ -282,7 +282,7 @@ def log_evidence(
 
       What they move is a posterior of about unit scale, whatever the guide's; :math:`\mu` and L are
       fixed before, so that W stays unbiased. Kernels with ``jitter`` suit it, as
-      ``HMC(num_leapfrog=4, jitter=0.3)``. Modes that the guide does not reach stay unseen, and
+      ``HMC(num_leapfrog=4, jitter=0.3)``. Modes that the guide does not reach are not found, and
       discrete sites of the guide are refused.
     * **Memory** is that of one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum.
       By default a chunk has as many particles as make :math:`2^{23}` numbers at the programs'
@@ -535,7 +535,7 @@ def log_evidence_loader(
 
 def _check_loader(batches: object) -> None:
     """
-    :raises ValueError: for what is no iterable of batches, or would be taken apart in a wrong way.
+    :raises ValueError: for what is no iterable of batches, or would be split in a wrong way.
     """
     if isinstance(batches, Tensor | Mapping | str):
         what = f"a tensor of shape {tuple(batches.shape)}" if isinstance(batches, Tensor) else None
@@ -563,7 +563,7 @@ def _side_by_side(found: list[LogEvidence], plate: str | None) -> LogEvidence:
     first, sizes = found[0], [f.log_evidence.numel() for f in found]
     if any(not torch.allclose(f.shared, first.shared, rtol=1e-4) for f in found):
         raise ValueError(
-            "the batches have factors outside of the data's plates, and other ones in each: put "
+            "the batches have factors outside the data's plates, and other ones in each: put "
             "these observations into the plate"
         )
     dim = _dim(first, plate)

@@ -111,25 +111,20 @@ class Report:
         return bool(self.missed.any()) or bool((more > _CLOSE) & (more > 3 * error))
 
     def _excess(self, other: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What chains find more than the guide, its error, where both count, the fewer draws."""
-        guide = self.guide
-        as_many = not isinstance(other, str) and other.pareto_k.numel() == guide.pareto_k.numel()
-        if isinstance(other, str) or not as_many or share(other.unreliable) > 0.5:
-            other, as_many = guide, False
-        # The weights of both are those of the same data, if a plate of one datum is missing in one.
-        log_evidence, standard_error, effective_sample_size, unreliable = (
-            values.reshape(guide.log_evidence.shape)
-            for values in (
-                other.log_evidence,
-                other.standard_error,
-                other.effective_sample_size,
-                other.unreliable,
-            )
+        """Return by how much chains find more evidence than the guide, with its error, where both
+        estimates count, and the smaller effective sample size."""
+        guide, shape = self.guide, self.guide.log_evidence.shape
+        comparable = not isinstance(other, str) and other.pareto_k.numel() == shape.numel()
+        if isinstance(other, str) or not comparable or share(other.unreliable) > 0.5:
+            other, comparable = guide, False
+        # Chains have no dim for a plate of one datum, which the guide's weights may have.
+        more = other.log_evidence.reshape(shape) - guide.log_evidence
+        error = torch.hypot(other.standard_error.reshape(shape), guide.standard_error)
+        sizes = torch.minimum(
+            other.effective_sample_size.reshape(shape), guide.effective_sample_size
         )
-        error = torch.hypot(standard_error, guide.standard_error)
-        sizes = torch.minimum(effective_sample_size, guide.effective_sample_size)
-        counts = self._good & ~unreliable & as_many
-        return log_evidence - guide.log_evidence, error, counts, sizes
+        counts = self._good & ~other.unreliable.reshape(shape) & comparable
+        return more, error, counts, sizes
 
     @property
     def _good(self) -> Tensor:
@@ -142,7 +137,7 @@ class Report:
 
     @property
     def looked(self) -> bool:
-        """Whether chains from the prior were compared with the guide for most of the data."""
+        """Return whether chains from the prior were compared with the guide for most data."""
         _, _, counts, sizes = self._excess(self.prior)
         return share(~counts | (sizes < 10)) <= 0.5
 

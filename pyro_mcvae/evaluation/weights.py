@@ -491,7 +491,7 @@ def check_draws(run: Run, points: frozenset[str]) -> None:
         )
     for name in (n for site in sites for n in drawn_from_states(site)):
         raise ValueError(
-            f"site '{name}' is drawn from a TruncatedPosterior inside of another guide, of whose "
+            f"site '{name}' is drawn from a TruncatedPosterior inside another guide, of whose "
             f"states alone the weights would tell: pass the TruncatedPosterior as the guide, and "
             f"what draws the other latents as its guide="
         )
@@ -503,7 +503,7 @@ def check_no_local_points(points: Collection[str]) -> None:
     """
     for name in sorted(points):
         raise ValueError(
-            f"site '{name}' of the guide is a point mass inside of the data's plates: "
+            f"site '{name}' of the guide is a point mass inside the data's plates: "
             f"importance sampling never sees any other value of it. Give it a "
             f"distribution, or observe it in the model"
         )

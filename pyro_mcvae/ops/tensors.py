@@ -94,7 +94,7 @@ def recorded_guards() -> Iterator[list[Tensor]]:
 
 
 def costs_nothing_to_read(value: Tensor) -> bool:
-    """Whether the host may read a value without waiting for a device."""
+    """Return whether the host may read a value without waiting for a device."""
     return value.is_cpu
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_mcvae.ops.checks import WarnOnce
+from pyro_mcvae.programs.distributions import elementwise
 from pyro_mcvae.programs.enumeration import is_state
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import Leading, Minibatch, Substitutes
@@ -327,11 +328,9 @@ def single_run(programs: Programs, sums_in: int | None = None) -> Run:
 
 
 def _drawn_inside(msg: Message) -> Tensor:
-    """Draw from a site, without rounding to the open end of its support, where no density is."""
+    """Draw from a site, but not the open end of its support, to which draws may be rounded."""
     value: Tensor = msg["fn"](*msg["args"], **msg["kwargs"])
-    support = known_support(msg["fn"])
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
+    support = elementwise(known_support(msg["fn"]))
     if not (isinstance(support, _POSITIVE) and bool((value <= support.lower_bound).any())):
         return value
     least = torch.as_tensor(support.lower_bound) + torch.finfo(value.dtype).tiny

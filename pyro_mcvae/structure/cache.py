@@ -150,7 +150,7 @@ class Analyses:
 
     @property
     def num_pairs(self) -> int:
-        """With how many models and guides the objective was used, of the last few."""
+        """Return with how many models and guides the objective was used recently."""
         return len(self._pairs)
 
     def __getstate__(self) -> dict[str, object]:

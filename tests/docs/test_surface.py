@@ -85,4 +85,4 @@ def test_no_name_comes_unnoticed() -> None:
 def test_the_names_of_a_class_are_found() -> None:
     found = public(pyro_mcvae.TruncatedPosterior)
     assert {"fit", "for_data", "posterior", "evolution", "num_states"} <= found
-    assert not found & {"begin", "evaluate", "search", "agree", "anew", "store", "named_parameters"}
+    assert not found & {"begin", "evaluate", "search", "synchronize", "store", "named_parameters"}
