@@ -605,3 +605,29 @@ def test_a_truncated_distribution_has_the_exact_gradient(estimator):
         found.append(-param.grad / size)
         param.grad = None
     assert_mean(torch.stack(found), exact)
+
+
+def test_doubly_reparameterized_gradients_of_relaxed_draws_are_those_of_reparam():
+    """Draws whose logarithms are kept apart from their values would have another gradient."""
+    count, temperature = 20_000, torch.tensor(0.5)
+
+    def model():
+        with pyro.plate("data", count):
+            z = pyro.sample("z", dist.RelaxedOneHotCategorical(temperature, logits=torch.zeros(3)))
+            pyro.sample("x", dist.Normal(z[..., 0].tanh(), 1.0), obs=torch.full((count,), 0.3))
+
+    def guide():
+        logits = pyro.param("logits", torch.tensor([0.3, -0.2, 0.5]).repeat(count, 1))
+        with pyro.plate("data", count):
+            pyro.sample("z", dist.RelaxedOneHotCategorical(temperature, logits=logits))
+
+    found = []
+    for estimator in ("reparam", "dreg"):
+        TraceIWAE_ELBO(3, gradient_estimator=estimator).loss_and_grads(model, guide)
+        logits = pyro.get_param_store()._params["logits"]
+        found.append(logits.grad)
+        logits.grad = None
+    difference = found[0] - found[1]
+    error = difference.std(0) / count**0.5
+    assert (difference.mean(0).abs() < 5 * error).all()
+    assert (error < 0.005).all()
