@@ -303,7 +303,9 @@ class LeadingRun:
         """Compare with single runs of the first ``tested`` particles, never of the last one."""
         nesting, number = self.run.nesting, self._count(tested + 1)
         with probing(self.programs) as noise, ReadRecorder() as watch:
+            before = _host_state()
             first = self._batched(number)
+            moved = _host_state() != before
         sites = _random_sites(first)
         with other_draws():
             others = {n: other_value(s) for n, s in sites.items()}
@@ -340,23 +342,24 @@ class LeadingRun:
             )
         if self.run.leading is not None or not self.ran:
             # Slots may share noise that does not depend on their values.
-            self._check_draws(of(values, 0), noise.draws)
+            if noise.draws or moved:
+                self._check_draws(of(values, 0), noise.draws, moved)
             if not self.mixes and watch.batches:
                 self._check_batches(of(values, 0), watch.batches)
         every = [
             _Entry(partial(_one_of, particle=k, count=number, inner=nesting), partial(single, k))
             for k in range(number)
         ]
-        before = [entry.single(values) for entry in every[:tested]]
+        singles = [entry.single(values) for entry in every[:tested]]
 
         def compare(densities: Densities) -> None:
-            self._check_values(densities, every, before, values)
+            self._check_values(densities, every, singles, values)
             if any(v.is_floating_point() for v in values.values()):
                 try:
-                    return self._check_changes(densities, every, before, changed(True), batched)
+                    return self._check_changes(densities, every, singles, changed(True), batched)
                 except ProgramError:
                     pass  # programs that reject NaN
-            return self._check_changes(densities, every, before, changed(False), batched, False)
+            return self._check_changes(densities, every, singles, changed(False), batched, False)
 
         try:
             compare(first.log_probs)
@@ -406,17 +409,18 @@ class LeadingRun:
                 "than without",
             )
 
-    def _check_draws(self, values: Mapping[str, Tensor], drawn: Sequence[Draw]) -> None:
+    def _check_draws(
+        self, values: Mapping[str, Tensor], drawn: Sequence[Draw], moved: bool
+    ) -> None:
         """
         Check that no density depends on random numbers outside sample sites that particles share.
 
         :param values: the latents of one particle.
         :param drawn: the draws outside sample sites in the batched run.
+        :param bool moved: whether that run drew from the generators of NumPy or Python.
         """
         with probing(self.programs, fixes=False) as noise:
-            before = _host_state()
             first = self._single(values)
-            moved = _host_state() != before
         single, shared = noise.draws, list(drawn)
         if len(single) == len(drawn):  # else they cannot be matched
             shared = [t for t, a in zip(drawn, single, strict=True) if t.size == a.size]

@@ -6,10 +6,12 @@ import logging
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
 import pyro
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_mcvae.chains.kernels import Kernel
 from pyro_mcvae.coordinates.log_weight import LogWeight
@@ -37,6 +39,22 @@ _NONSMOOTH = re.compile(
     ".*"
 )
 
+
+# Operations without kinks, by their names in ATen. If there are no others, nothing is searched.
+_SMOOTH_OPERATIONS = (
+    # Views, copies and constants.
+    "alias as_strided cat clone constant_pad_nd copy_ detach diagonal empty empty_like expand eye "
+    "fill_ full full_like index lift_fresh new_empty new_full new_ones new_zeros ones ones_like "
+    "permute repeat scalar_tensor select slice split split_with_sizes squeeze stack t _to_copy "
+    "transpose tril triu unbind _unsafe_view unsqueeze view zeros zeros_like "
+    # Elementwise; values are equal with probability 0.
+    "add add_ cos digamma div div_ eq erf erfc exp expm1 gelu lgamma log log1p log_sigmoid_forward "
+    "mul mul_ neg reciprocal rsub sigmoid silu sin softplus square sub sub_ tanh xlogy "
+    # Sums and linear maps.
+    "addmm baddbmm binary_cross_entropy_with_logits bmm convolution cumsum dot linalg_cholesky_ex "
+    "_linalg_check_errors linalg_solve_triangular logsumexp _log_softmax mean mm mv "
+    "native_layer_norm _softmax sum"
+)
 
 _JUMPS = (
     "the gradient of the log density jumps at %s, and autograd's second derivative omits the jumps"
@@ -94,7 +112,7 @@ class Smoothness:
         with suppress(ValueError, RuntimeError), entered(*unvalidated), torch.enable_grad():
             v = _STEPS * step * torch.randn_like(log_weight.coordinates)
             v = v if log_weight.movable is None else v * log_weight.movable.detach()
-            if _jumps(log_weight, v):
+            if _may_jump(log_weight) and _jumps(log_weight, v):
                 self._smooth(log_weight, widths, v)
         return widths != before
 
@@ -134,6 +152,34 @@ def _find_kinks(log_weight: LogWeight, v: Tensor) -> _Kinks:
             value = log_weight(position).log_weight
         widths = finder.widths(value, position) | widths
     return widths
+
+
+class _Operations(TorchDispatchMode):
+    """Records the names of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        name = func._schema.name.removeprefix("aten::")
+        # Roots of squares are absolute values.
+        is_square = name == "pow" and args[1] == 2 and not isinstance(args[1], Tensor)
+        self.names.add("square" if is_square else name)
+        return func(*args, **(kwargs or {}))
+
+
+def _may_jump(log_weight: LogWeight) -> bool:
+    """
+    Return whether a log weight has operations that may have kinks.
+
+    Reads of values, on which programs branch, are operations as well.
+    """
+    with _Operations() as operations:
+        value = log_weight(log_weight.coordinates.detach().requires_grad_()).log_weight
+    return not operations.names <= {*_SMOOTH_OPERATIONS.split()} or bool(_nonsmooth_nodes(value))
 
 
 def _jumps(log_weight: LogWeight, v: Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from inspect import signature
 from typing import Any
 
@@ -102,7 +102,13 @@ class FixedStatistics(TorchFunctionMode):
 
     Each channel has a different mean. So the result changes if another dim is mistaken for the
     channels, even in a layer with initial statistics.
+
+    :ivar bool used: whether a program has normalized.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = False
 
     def __torch_function__(
         self,
@@ -113,6 +119,7 @@ class FixedStatistics(TorchFunctionMode):
     ) -> object:
         if func not in (batch_norm, instance_norm):
             return func(*args, **(kwargs or {}))
+        self.used = True
         call = _bound(func, args, kwargs or {})
         if func is instance_norm:
             if call["use_input_stats"]:
@@ -151,7 +158,9 @@ LIBRARIES = ("torch.", "pyro.", "pyro_mcvae.", "builtins")
 
 
 @contextmanager
-def isolated(owners: Iterable[object] = ()) -> Iterator[None]:
+def isolated(
+    owners: Iterable[object] = (), statistics: AbstractContextManager[object] | None = None
+) -> Iterator[None]:
     """
     Hide runs of programs from outer handlers, and restore the state that they change.
 
@@ -159,13 +168,15 @@ def isolated(owners: Iterable[object] = ()) -> Iterator[None]:
     a run creates (a parameter, an AutoGuide's prototype) is kept.
 
     :param owners: from :func:`owners_of`.
+    :param statistics: the context that fixes the statistics of batch normalization, if not
+        :class:`FixedStatistics`.
     """
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     state = pyro.util.get_rng_state()
     with (
         torch.random.fork_rng(devices),
         poutine.block(),
-        FixedStatistics(),
+        statistics or FixedStatistics(),
         _saved_state(owners),
     ):
         try:

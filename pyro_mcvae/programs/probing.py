@@ -6,7 +6,8 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyro
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from pyro_mcvae.programs.distributions import unvalidated
 from pyro_mcvae.programs.exact_logs import without_exact_logs
-from pyro_mcvae.programs.isolation import isolated
+from pyro_mcvae.programs.isolation import FixedStatistics, isolated
 from pyro_mcvae.programs.messengers import ALONE, Leading, Minibatch, SampleFn, Substitutes
 from pyro_mcvae.programs.run import Programs, run_model, run_pair, with_changes
 from pyro_mcvae.programs.source_lines import program_line
@@ -157,16 +158,41 @@ def probing(programs: Programs, fixes: bool = True) -> Iterator[FixedNoise]:
 
     :param bool fixes: False to let programs draw these numbers.
     """
-    noise = FixedNoise(fixes)
+    noise, statistics, intercepted = FixedNoise(fixes), FixedStatistics(), _intercepted(programs)
+    none: AbstractContextManager[object] = nullcontext()
+    needed, intercepted.has_run = intercepted.needed, False
     with (
-        isolated(programs.owners),
+        isolated(programs.owners, statistics if needed else none),
         pyro.validation_enabled(False),
         warnings.catch_warnings(),
         without_exact_logs(),
-        noise.active(),
+        noise.active() if needed else none,
     ):
         warnings.simplefilter("ignore")
         yield noise
+    if intercepted.has_run and not intercepted.is_known:
+        intercepted.is_known = True
+        intercepted.needed = bool(noise.draws) or statistics.used
+
+
+@dataclass
+class _Intercepted:
+    """
+    Whether the probe runs of one step must intercept random numbers and batch normalization.
+
+    Intercepting every operation costs a third of a probe run, and few programs need it.
+
+    :ivar has_run: whether both programs have run in the present block.
+    :ivar is_known: whether a block with both programs has ended.
+    """
+
+    needed: bool = True
+    is_known: bool = False
+    has_run: bool = False
+
+
+def _intercepted(programs: Programs) -> _Intercepted:
+    return programs.cached(_Intercepted, _Intercepted)
 
 
 @contextmanager
@@ -214,6 +240,7 @@ def probe(
     substitutes = Substitutes(Minibatch(subsamples), values or {}, sample_fn)
     try:
         guide_trace, model_trace = run_pair(programs, substitutes, leading)
+        _intercepted(programs).has_run = True
         with _taking_any_value(guide_trace, model_trace):
             terms = [*possible_terms(model_term, model_trace)]
             terms += possible_terms(guide_term, guide_trace)

@@ -22,6 +22,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_mcvae.programs.contract import nesting_of
 from pyro_mcvae.programs.isolation import isolated
 from pyro_mcvae.programs.messengers import ALONE, Leading
 from pyro_mcvae.programs.probing import Probe, ProgramError, perturbed, probe, probe_model, probing
@@ -29,6 +30,7 @@ from pyro_mcvae.programs.run import Programs, Run, is_messenger
 from pyro_mcvae.programs.sites import changed_draw, is_delta, is_random, is_record, known_support
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Message, PlateKey, Site, plate_frames, plate_key
+from pyro_mcvae.programs.vmap import Mode, particle_plates
 from pyro_mcvae.structure.dependencies import Read, ReadRecorder, reads_of_latents
 
 Values = dict[str, Tensor]
@@ -75,7 +77,11 @@ def _random() -> random.Random:
 def other_draws() -> Iterator[None]:
     """Make draws differ from those of a run that began with the same random state."""
     with isolated():
-        torch.manual_seed(_random().getrandbits(31))
+        seed = _random().getrandbits(31)
+        # Like torch.manual_seed, without the stack trace that it formats for each device.
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
         yield
 
 
@@ -254,6 +260,8 @@ def find_dependent_plates(
     values = {n: s["value"] for n, s in latents.items()}
     reads = reads_of_latents(programs, first.subsamples, frozenset(latents), recorder.reads)
     experiment = _Experiment(programs, first, latents, values, others, bool(reads), leading)
+    if at is not None and latents.keys() <= at.keys():
+        experiment.start_from(first)
     links = _plates_of_reads(first, latents, reads)
     reads = [r for r in reads if any(_in_one_run(latents[n]) for n in r.sites & latents.keys())]
     for plate, pair in halves:
@@ -337,6 +345,16 @@ def _plates_of_reads(first: Probe, latents: Mapping[str, Site], reads: list[Read
     return links
 
 
+# Rows with the changes of all subsets pay from so many subsets, up to so many values in all.
+_FEW, _MAX_SIZE = 5, 2**18
+_NOTHING = torch.zeros((), dtype=torch.bool)
+
+
+def _at_depth(mask: Tensor, depth: int) -> Tensor:
+    """Add dims on the left of a mask: ``[*plates]``."""
+    return mask.reshape((1,) * (depth - mask.dim()) + mask.shape)
+
+
 class _Experiment:
     """
     Runs of a model and guide at changed latents, compared with a run at the original ones.
@@ -358,7 +376,7 @@ class _Experiment:
         leading: Callable[[], Leading],
     ) -> None:
         self._programs, self._subsamples, self._leading = programs, first.subsamples, leading
-        self._latents, self._values, self._others = latents, values, others
+        self._first, self._latents, self._values, self._others = first, latents, values, others
         smooth = [v.is_floating_point() for v in values.values()]
         self._undefined, self._discrete = any(smooth) and not reads, not all(smooth)
         # With a single latent, only the model's factors are tested.
@@ -385,6 +403,8 @@ class _Experiment:
         return None
 
     def _add(self, links: Links, subsets: list[_Subset], undefined: bool, generic: bool) -> None:
+        if self._all_separate(subsets, undefined, generic):
+            return
         before = self._baseline(generic)
         for subset in subsets:
             where = subset.where(self._latents, self._values)
@@ -398,6 +418,58 @@ class _Experiment:
                     hit = old.shape == new.shape and subset.outside(term, old.isnan() ^ new.isnan())
                 if hit:
                     links[key] = links.get(key, frozenset()) | {subset.key_of(term)}
+
+    def _all_separate(self, subsets: list[_Subset], undefined: bool, generic: bool) -> bool:
+        """
+        Return whether no subset affects elements outside it, from two runs for all subsets.
+
+        The changes of each subset stand in one row of a leading dim, and those of its complement in
+        a second run. Whatever the programs do with that dim, each entry is changed in one of these
+        runs, and a value that is read from another row has the changes of that row. So if each row
+        changes in its own subset only, no element affects another one. Otherwise these runs decide
+        nothing.
+        """
+        first, rows = self._first, len(subsets)
+        nesting = nesting_of(first.guide_trace, first.model_trace)
+        size = sum(t.site["value"].numel() for t in first.terms.values())
+        if rows < _FEW or rows * size > _MAX_SIZE or self._leading() != ALONE:
+            return False
+        leading = particle_plates(Mode.BATCHED, rows, -nesting - 1, (frozenset(), frozenset()))
+
+        def densities(chosen: list[_Subset]) -> dict[FactorKey, Tensor]:
+            masks = [subset.where(self._latents, self._values) for subset in chosen]
+            where = {
+                name: torch.stack([_at_depth(mask.get(name, _NOTHING), nesting) for mask in masks])
+                for name in self._latents
+            }
+            moved = intervene(self._latents, self._values, self._others, where, undefined)
+            terms = self._terms(moved, generic, leading)
+            return {key: t.log_prob.detach() for key, t in terms.items()}
+
+        try:
+            before = densities([s._replace(chosen=s.chosen & False) for s in subsets])
+            for chosen in subsets, [s._replace(chosen=~s.chosen) for s in subsets]:
+                after = densities(chosen)
+                for key, old in before.items():
+                    new, term = after.get(key), first.terms.get(key)
+                    if new is None or term is None or new.shape != old.shape:
+                        return False
+                    changed = differing(old, new, undefined)
+                    if old.dim() <= nesting or any(
+                        s.outside(term, row) for s, row in zip(chosen, changed, strict=True)
+                    ):
+                        return False
+        except ProgramError:
+            return False  # programs that need single runs
+        return True
+
+    def start_from(self, first: Probe) -> None:
+        """Use a run at the original latents, which were not drawn in it, for comparisons."""
+        self._before[False] = self._tested(first.terms)
+
+    def _tested(self, terms: Mapping[FactorKey, Term]) -> dict[FactorKey, Term]:
+        """Return the tested factors: with a single latent, only the model's."""
+        return {key: t for key, t in terms.items() if len(self._values) > 1 or not t.in_guide}
 
     def _baseline(self, generic: bool) -> dict[FactorKey, Term]:
         if generic not in self._before:
@@ -415,15 +487,17 @@ class _Experiment:
             )
         return key in self._unstable[generic]
 
-    def _terms(self, values: Values, generic: bool) -> dict[FactorKey, Term]:
-        """Return the factors at some latents; with a single latent, only the model's."""
+    def _terms(
+        self, values: Values, generic: bool, leading: Leading | None = None
+    ) -> dict[FactorKey, Term]:
+        """Return the tested factors at some latents."""
         if generic:
             with perturbed(self._programs):
-                return self._terms(values, False)
+                return self._terms(values, False, leading)
         with probing(self._programs):
-            leading = self._leading()
+            leading = leading or self._leading()
             if self._guide is None:
                 terms = probe(self._programs, self._subsamples, values, leading=leading).terms
             else:
                 terms = probe_model(self._programs, self._guide, self._subsamples, values, leading)
-        return {key: t for key, t in terms.items() if len(self._values) > 1 or not t.in_guide}
+        return self._tested(terms)

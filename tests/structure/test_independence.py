@@ -147,6 +147,61 @@ def test_which_plate_is_coupled(drawn, combine, plates):
     assert found == ({("model", "x"): plates} if plates else {})
 
 
+@pytest.mark.parametrize("size", [9, 40])
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda z: z[0],
+        lambda z: z[-1],
+        lambda z: z[2],
+        lambda z: z.flatten()[3],
+        lambda z: z.flatten()[-2],
+        lambda z: z[..., 3:4],
+        lambda z: z.mean(0),
+        lambda z: z.sum(),
+        lambda z: z.flip(0),
+        lambda z: z.roll(1, 0),
+        lambda z: z.cumsum(0),
+        lambda z: z.sort(0).values,
+        lambda z: torch.cat([z[..., :2].flip(-1), z[..., 2:]], -1),
+        lambda z: z.t().flip(0) if z.dim() > 1 else z.flip(0),
+    ],
+)
+def test_one_run_for_all_subsets_does_not_hide_what_programs_do_with_its_rows(combine, size):
+    # The coefficient is zero, so only NaN shows that elements depend on each other.
+    coefficient = torch.zeros(())
+
+    def model():
+        with pyro.plate("data", size):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            loc = z + coefficient * combine(z)
+            pyro.sample("x", dist.Normal(loc, 1.0), obs=torch.zeros(size))
+
+    def guide():
+        with pyro.plate("data", size):
+            pyro.sample("z", dist.Normal(torch.zeros(size), 1.0))
+
+    assert coupled(model, guide) == {("model", "x"): {"data"}}
+
+
+def test_many_elements_cost_few_runs():
+    runs = []
+
+    def model():
+        runs.append(None)
+        with pyro.plate("data", 500):
+            z = pyro.sample("z", dist.Normal(0.0, 1.0))
+            pyro.sample("x", dist.Normal(z, 1.0), obs=torch.zeros(500))
+
+    def guide():
+        with pyro.plate("data", 500):
+            pyro.sample("z", dist.Normal(torch.zeros(500), 1.0))
+
+    assert coupled(model, guide) == {}
+    # One of both programs; three with all subsets in rows, and three at generic parameters.
+    assert len(runs) == 7
+
+
 def test_the_other_plates_keep_their_weights():
     elbo = TraceIWAE_ELBO(3, vectorize_particles=True)
     pair = neighbours(lambda: dist.Normal(0.0, 1.0), lambda z: z.cumsum(-1))
