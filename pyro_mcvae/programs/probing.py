@@ -195,6 +195,10 @@ def _intercepted(programs: Programs) -> _Intercepted:
     return programs.cached(_Intercepted, _Intercepted)
 
 
+# Their number is prime, so that the rows of a weight differ.
+_GENERIC = (math.sqrt(2) * torch.arange(1, 4094).double()).sin()
+
+
 @contextmanager
 def perturbed(programs: Programs) -> Iterator[None]:
     """
@@ -209,10 +213,9 @@ def perturbed(programs: Programs) -> Iterator[None]:
     before = [(p, p.data) for p in parameters.values()]
     try:
         for p, data in before:
-            # Every entry changes by another amount, and no random numbers are drawn.
-            index = torch.arange(1, 1 + data.numel(), device=data.device)
-            noise = (math.sqrt(2) * index.double()).sin().reshape(data.shape).to(data)
-            p.data = data + 0.15 * noise * (1 + data.abs())
+            # No random numbers are drawn.
+            noise = _GENERIC.to(data).repeat(1 + data.numel() // len(_GENERIC))[: data.numel()]
+            p.data = torch.addcmul(data, noise.reshape(data.shape), 1 + data.abs(), value=0.15)
         yield
     finally:
         for p, data in before:

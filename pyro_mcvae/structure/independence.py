@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import pyro
@@ -346,7 +346,7 @@ def _plates_of_reads(first: Probe, latents: Mapping[str, Site], reads: list[Read
 
 
 # Rows with the changes of all subsets pay from so many subsets, up to so many values in all.
-_FEW, _MAX_SIZE = 5, 2**18
+_FEW, _MAX_SIZE = 5, 2**16
 _NOTHING = torch.zeros((), dtype=torch.bool)
 
 
@@ -403,13 +403,19 @@ class _Experiment:
         return None
 
     def _add(self, links: Links, subsets: list[_Subset], undefined: bool, generic: bool) -> None:
-        if self._all_separate(subsets, undefined, generic):
+        with perturbed(self._programs) if generic else nullcontext():
+            self._add_links(links, subsets, undefined, generic)
+
+    def _add_links(
+        self, links: Links, subsets: list[_Subset], undefined: bool, generic: bool
+    ) -> None:
+        if self._all_separate(subsets, undefined):
             return
         before = self._baseline(generic)
         for subset in subsets:
             where = subset.where(self._latents, self._values)
             moved = intervene(self._latents, self._values, self._others, where, undefined)
-            after = self._terms(moved, generic)
+            after = self._terms(moved)
             for key, term in before.items():
                 old = term.log_prob.detach()
                 new = after[key].log_prob.detach() if key in after else old.new_zeros(1, *old.shape)
@@ -419,7 +425,7 @@ class _Experiment:
                 if hit:
                     links[key] = links.get(key, frozenset()) | {subset.key_of(term)}
 
-    def _all_separate(self, subsets: list[_Subset], undefined: bool, generic: bool) -> bool:
+    def _all_separate(self, subsets: list[_Subset], undefined: bool) -> bool:
         """
         Return whether no subset affects elements outside it, from two runs for all subsets.
 
@@ -443,7 +449,7 @@ class _Experiment:
                 for name in self._latents
             }
             moved = intervene(self._latents, self._values, self._others, where, undefined)
-            terms = self._terms(moved, generic, leading)
+            terms = self._terms(moved, leading)
             return {key: t.log_prob.detach() for key, t in terms.items()}
 
         try:
@@ -473,13 +479,13 @@ class _Experiment:
 
     def _baseline(self, generic: bool) -> dict[FactorKey, Term]:
         if generic not in self._before:
-            self._before[generic] = self._terms(self._values, generic)
+            self._before[generic] = self._terms(self._values)
         return self._before[generic]
 
     def _is_unstable(self, key: FactorKey, generic: bool) -> bool:
         """Return whether a factor varies between runs, for example by atomic additions."""
         if generic not in self._unstable:
-            second, before = self._terms(self._values, generic), self._before[generic]
+            second, before = self._terms(self._values), self._before[generic]
             self._unstable[generic] = frozenset(
                 k
                 for k, t in before.items()
@@ -487,13 +493,8 @@ class _Experiment:
             )
         return key in self._unstable[generic]
 
-    def _terms(
-        self, values: Values, generic: bool, leading: Leading | None = None
-    ) -> dict[FactorKey, Term]:
+    def _terms(self, values: Values, leading: Leading | None = None) -> dict[FactorKey, Term]:
         """Return the tested factors at some latents."""
-        if generic:
-            with perturbed(self._programs):
-                return self._terms(values, False, leading)
         with probing(self._programs):
             leading = leading or self._leading()
             if self._guide is None:
