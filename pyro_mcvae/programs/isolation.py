@@ -12,6 +12,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.poutine.trace_struct import Trace
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm, instance_norm
 from torch.overrides import TorchFunctionMode
@@ -24,43 +25,43 @@ from pyro_mcvae.programs.types import Program, TorchFunction
 
 # The depth to which a program's closures, attributes and lists are searched for modules.
 _DEPTH = 4
-_LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch))
+_OF_MODULES = frozenset(vars(nn.Module()))
+_LEAVES = (torch.Tensor, type, str, bytes, int, float, complex, type(None), type(torch), Trace)
 
 
 def find_modules(*programs: Program) -> list[nn.Module]:
     """Find modules among programs, their closures, named globals, bound objects, attributes and
     containers."""
-    modules: dict[int, nn.Module] = {}
-    seen: set[int] = set()
+    seen: dict[int, object] = {}
 
     def visit(value: object, depth: int) -> None:
-        if id(value) in seen or depth > _DEPTH:
+        if depth > _DEPTH or isinstance(value, _LEAVES) or id(value) in seen:
             return
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            modules[id(value)] = value
+        seen[id(value)] = value
         for part in _parts(value):
             visit(part, depth + 1)
 
-    for program in programs:
+    for program in (*programs, *map(poutine.unwrap, programs)):
         visit(program, 0)
-        visit(poutine.unwrap(program), 0)
-    return list(modules.values())
+    return [value for value in seen.values() if isinstance(value, nn.Module)]
 
 
 def _parts(value: object) -> Iterator[object]:
+    # This runs in every step, so the attributes of each nn.Module are left out.
+    if isinstance(value, nn.Module):
+        yield from value.children()
+        yield from (v for name, v in vars(value).items() if name not in _OF_MODULES)
+        return
+    if isinstance(value, list | tuple | dict):
+        yield from value.values() if isinstance(value, dict) else value
+        if not hasattr(value, "__dict__"):
+            return
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, list | tuple):
-        yield from (item for item in value if not isinstance(item, _LEAVES))
-    elif isinstance(value, dict):
-        yield from value.values()
-    elif isinstance(value, _LEAVES):
-        return
-    yield from (*globals_of(value).values(), *closure_of(value).values())
+    is_own = not (getattr(value, "__module__", None) or "").startswith(LIBRARIES)
+    yield from {**(globals_of(value) if is_own else {}), **closure_of(value)}.values()
     yield from (getattr(value, name, None) for name in ("__self__", "__func__", "__wrapped__"))
-    if type(value).__module__ not in ("builtins", "types"):
-        yield from vars(value).values() if hasattr(value, "__dict__") else ()
+    yield from getattr(value, "__dict__", {}).values()
 
 
 def globals_of(function: object) -> dict[str, object]:
@@ -239,9 +240,6 @@ def _saved_owner(owner: Any) -> Iterator[None]:
     finally:
         for part, originals in zip(parts, before, strict=True):
             part.update(originals)
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def _is_copied(name: str, value: object) -> bool:

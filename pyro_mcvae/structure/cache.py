@@ -105,7 +105,7 @@ class _Pair:
 
     def __init__(self, pair: tuple[Program, Program]) -> None:
         self.programs = pair
-        self._by_key: dict[Hashable, Analysis] = {}
+        self._by_key: dict[frozenset[Hashable], Analysis] = {}
         self._values: dict[str, set[Hashable]] = {}
 
     def of(self, programs: Programs) -> Analysis:
@@ -113,7 +113,7 @@ class _Pair:
             # Uncompiled steps of the same kind precede a recorded one.
             return next(reversed(self._by_key.values()))
         key = self._key(programs)
-        analysis = self._by_key.pop(key, None)
+        analysis = self._by_key.pop(key, None) or self._pop_first(key)
         if analysis is None:
             analysis = Analysis()
         else:
@@ -125,14 +125,25 @@ class _Pair:
             self._by_key.pop(next(iter(self._by_key)))
         return analysis
 
-    def _key(self, programs: Programs) -> Hashable:
+    def _pop_first(self, key: frozenset[Hashable]) -> Analysis | None:
+        """
+        Remove and return the analysis of a first call that only made modules, as AutoGuides do.
+
+        A second use has a fresh analysis in any case.
+        """
+        for first, analysis in self._by_key.items() if len(self._by_key) == 1 else ():
+            if analysis.uses == 1 and first < key:
+                return self._by_key.pop(first)
+        return None
+
+    def _key(self, programs: Programs) -> frozenset[Hashable]:
         parts = []
         for place, value in programs.choices.items():
             values = self._values.setdefault(place, set())
             if len(values) <= _MAX_VALUES:
                 values.add((type(value), value))  # True differs from 1
             parts.append((place, type(value), None if len(values) > _MAX_VALUES else value))
-        return tuple(parts)
+        return frozenset(parts)
 
 
 class Analyses:
