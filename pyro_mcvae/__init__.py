@@ -24,8 +24,6 @@ from pyro_mcvae.chains.schedules import (
     Schedule,
     SigmoidSchedule,
 )
-from pyro_mcvae.comparisons.monte_carlo_em import MonteCarloEM
-from pyro_mcvae.comparisons.wake_sleep import WakeSleep
 from pyro_mcvae.compiled.elbo import CompiledELBO
 from pyro_mcvae.coordinates.log_weight import LogWeight
 from pyro_mcvae.coordinates.noise import Noise, register_noise
@@ -53,6 +51,8 @@ from pyro_mcvae.evaluation.evidence import LogEvidence, log_evidence, log_eviden
 from pyro_mcvae.evaluation.refine import refine
 from pyro_mcvae.evaluation.report import Report, report
 from pyro_mcvae.evaluation.sandwich import Sandwich, sandwich
+from pyro_mcvae.reference_methods.monte_carlo_em import MonteCarloEM
+from pyro_mcvae.reference_methods.wake_sleep import WakeSleep
 from pyro_mcvae.training.checkpoint import load_checkpoint, save_checkpoint
 from pyro_mcvae.training.distributed import RankBatches
 from pyro_mcvae.training.plateau import PlateauDetector

@@ -37,7 +37,7 @@ class Chain:
     :ivar start: where it began.
     :ivar state: where it ended.
     :ivar infos: one for each transition.
-    :ivar rest: for each transition the part of W that was still to come, shape ``[*batch]``; empty
+    :ivar to_go: for each transition the part of W that was still to come, shape ``[*batch]``; empty
         for unadjusted kernels.
     :ivar weight: how much each chain counts in means, shape ``[*batch]``; None for all alike.
     :ivar past: for each transition the part of W before it, likewise.
@@ -48,7 +48,7 @@ class Chain:
     start: State
     state: State
     infos: list[Info]
-    rest: list[Tensor]
+    to_go: list[Tensor]
     weight: Tensor | None = None
     movable: Tensor | None = None
     past: list[Tensor] = field(default_factory=list)
@@ -148,9 +148,9 @@ def anneal(
         infos.append(info)
     if kernel.adjusted:
         parts = _parts(betas, [*log_weights, state.log_weight])
-        rest = parts.flip(0).cumsum(0).flip(0).unbind()
+        to_go = parts.flip(0).cumsum(0).flip(0).unbind()
         past, steps = list(parts.cumsum(0).unbind()), slice(1, len(infos) + 1)
-        return Chain(rest[0], start, state, infos, list(rest[steps]), None, movable, past)
+        return Chain(to_go[0], start, state, infos, list(to_go[steps]), None, movable, past)
     log_weight = state.log_base + state.log_weight - start.log_base
     log_weight = log_weight + sum(i.log_ratio for i in infos)
     return Chain(log_weight, start, state, infos, [], movable=movable)
@@ -252,17 +252,17 @@ def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
     [1] Mnih, Rezende (2016), *Variational Inference for Monte Carlo Objectives*.
     """
     total = torch.zeros_like(chain.log_weight[0])
-    if len(chain.rest) < len(chain.infos):
+    if len(chain.to_go) < len(chain.infos):
         raise ValueError("the kernel is not adjusted: its chain has no accept bits to score")
-    for info, rest, past in zip(chain.infos, chain.rest, chain.past, strict=False):
-        rest, log_prob = rest.detach(), info.log_prob
+    for info, to_go, past in zip(chain.infos, chain.to_go, chain.past, strict=False):
+        to_go, log_prob = to_go.detach(), info.log_prob
         assert log_prob is not None
-        baseline = leave_one_out_mean(rest)
+        baseline = leave_one_out_mean(to_go)
         if multi_sample:
             substitute = past.detach() + baseline  # not W - rest, which may be -inf + inf
             total = total + (leave_one_out_signal(chain.log_weight, substitute) * log_prob).sum(0)
         else:
-            total = total + ((rest - baseline) * log_prob).mean(0)
+            total = total + ((to_go - baseline) * log_prob).mean(0)
     return total
 
 
@@ -303,7 +303,7 @@ def evaluator(
 def _gradient(value: Tensor, position: Tensor, create_graph: bool) -> Tensor:
     if not value.requires_grad:
         return torch.zeros_like(position)
-    (found,) = torch.autograd.grad(
+    (gradient,) = torch.autograd.grad(
         value.sum(), position, create_graph=create_graph, retain_graph=True, allow_unused=True
     )
-    return torch.zeros_like(position) if found is None else finite(found)
+    return torch.zeros_like(position) if gradient is None else finite(gradient)

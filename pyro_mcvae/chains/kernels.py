@@ -130,9 +130,9 @@ def of_moving(gradient: Tensor, movable: Tensor | None) -> Tensor:
         return gradient
     moves = movable.expand_as(gradient) > 0
     dims = tuple(range(gradient.dim() - 1))
-    share = moves.to(gradient).mean(dims).clamp_min(torch.finfo(gradient.dtype).tiny)
-    mean = torch.where(moves, gradient, 0.0).mean(dims) / share
-    return mean + torch.where(moves, gradient - mean, 0.0) / share.sqrt()
+    fraction = moves.to(gradient).mean(dims).clamp_min(torch.finfo(gradient.dtype).tiny)
+    mean = torch.where(moves, gradient, 0.0).mean(dims) / fraction
+    return mean + torch.where(moves, gradient - mean, 0.0) / fraction.sqrt()
 
 
 class Proposal(NamedTuple):
@@ -311,10 +311,10 @@ def _is_of(proposal: object, state: State) -> bool:
 
 def _no_proposal(name: str, proposal: object, state: State) -> ValueError:
     if not (isinstance(proposal, Proposal) and isinstance(proposal.state, State)):
-        found = type(getattr(proposal, "state", proposal)).__name__
+        kind = type(getattr(proposal, "state", proposal)).__name__
         return ValueError(
             f"{name}.propose must return a Proposal(state, log_ratio) with a state from "
-            f"target.evaluate(position), got a {found}"
+            f"target.evaluate(position), got a {kind}"
         )
     position, ratio = (tuple(getattr(t, "shape", ())) for t in (proposal.state[0], proposal[1]))
     return ValueError(
@@ -509,9 +509,9 @@ class HMC(Kernel):
     ) -> None:
         super().__init__(step_size)
         num_leapfrog = check_count("num_leapfrog", num_leapfrog)
-        for name, share in {"jitter": jitter, "laziness": laziness}.items():
-            if not 0.0 <= share < 1.0:
-                raise ValueError(f"{name} must be at least 0 and less than 1, got {share!r}")
+        for name, fraction in {"jitter": jitter, "laziness": laziness}.items():
+            if not 0.0 <= fraction < 1.0:
+                raise ValueError(f"{name} must be at least 0 and less than 1, got {fraction!r}")
         self.num_leapfrog = num_leapfrog
         self.jitter = jitter
         self.laziness = laziness
@@ -602,10 +602,10 @@ class UnderdampedLangevin(Kernel):
     def propose(self, state: State, target: Target) -> Proposal:
         start = target.noise(state)
         if state.momentum is not None:
-            kept: Any = self.momentum
-            if isinstance(kept, nn.Module):
-                kept = kept(target.transition)
-            start = kept * state.momentum + (1 - kept**2) ** 0.5 * start
+            coefficient: Any = self.momentum
+            if isinstance(coefficient, nn.Module):
+                coefficient = coefficient(target.transition)
+            start = coefficient * state.momentum + (1 - coefficient**2) ** 0.5 * start
         new, end = leapfrog(state, start, target, self.step_size(target.transition))
         # The refreshment leaves N(0, I) invariant, so only the leapfrog step changes the weight.
         return Proposal(new._replace(momentum=end), log_momentum(end) - log_momentum(start))

@@ -45,17 +45,17 @@ def check_transitions(name: str, num_transitions: int | None, num_steps: int) ->
         raise _too_few(name, num_transitions, f"num_steps={num_steps}")
 
 
-def _too_few(name: str, num_transitions: int, made: str) -> ValueError:
+def _too_few(name: str, num_transitions: int, required: str) -> ValueError:
     return ValueError(
         f"the {name} has num_transitions={num_transitions} values, one per transition, but the "
-        f"chain makes {made}: give it num_transitions=num_steps"
+        f"chain makes {required}: give it num_transitions=num_steps"
     )
 
 
 def no_value(part: nn.Module, value: object, wanted: str) -> ValueError:
     """The error of a module of one's own that returns something else than a tensor it should."""
-    found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-    return ValueError(f"{type(part).__name__}.forward must return a tensor {wanted}, got {found}")
+    actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    return ValueError(f"{type(part).__name__}.forward must return a tensor {wanted}, got {actual}")
 
 
 # What every step size answers; and one that stays as it is.
@@ -479,8 +479,8 @@ class LearnedStepSize(StepSize):
         warmup = check_count("warmup", warmup)
         self.num_transitions = num_transitions
         self.start = initial if isinstance(initial, AdaptiveStepSize) else None
-        given = torch.ones(()) if isinstance(initial, AdaptiveStepSize) else initial
-        start = begin_with(positive("initial", given), num_transitions)
+        value = torch.ones(()) if isinstance(initial, AdaptiveStepSize) else initial
+        start = begin_with(positive("initial", value), num_transitions)
         # The logarithm keeps it positive under any optimizer.
         self.log_value = nn.Parameter(start.log())
         if self.start is not None:

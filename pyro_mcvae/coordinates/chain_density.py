@@ -54,15 +54,15 @@ def _moving_terms(log_weight: LogWeight) -> list[Term]:
 
 
 def _check_reparameterized(log_weight: LogWeight, objective: str) -> None:
-    rough = log_weight.unreparameterized
-    if rough:
+    unreparameterized = log_weight.unreparameterized
+    if unreparameterized:
         nodes = log_weight.first.sample.runs[0].guide_trace.nodes
-        kinds = ", ".join(type(bare(nodes[n]["fn"])).__name__ for n in rough)
+        kinds = ", ".join(type(bare(nodes[n]["fn"])).__name__ for n in unreparameterized)
         raise ValueError(
             f"{objective} needs draws with a gradient to the guide's parameters, but the "
-            f"guide's site{named(rough)} not reparameterized ({kinds}): use a distribution "
-            f"with rsample and without rejections, or TraceIWAE_ELBO, which scores such "
-            f"sites"
+            f"guide's site{named(unreparameterized)} not reparameterized ({kinds}): use a "
+            f"distribution with rsample and without rejections, or TraceIWAE_ELBO, which "
+            f"scores such sites"
         )
 
 
@@ -147,7 +147,7 @@ class ChainDensity:
         with torch.set_grad_enabled(bool(self.gradient)):
             state = self._state(self.log_weight.coordinates, self.log_weight.first)
             if not (costs_nothing_to_read(state.position) and _are_finite(state, values=False)):
-                state, _ = _mended(state)
+                state, _ = _with_finite_gradients(state)
             return state
 
     def __call__(self, position: Tensor) -> State:
@@ -159,16 +159,18 @@ class ChainDensity:
             near, reads = position.detach().abs() <= self._far, costs_nothing_to_read(position)
             all_near = reads and guard(near.all())
             # A tensor of its own: transforms remember what they made of one that they know.
-            own = position.view_as(position) if all_near else torch.where(near, position, 0.0)
-            state = self._at(position, own)
+            finite_position = (
+                position.view_as(position) if all_near else torch.where(near, position, 0.0)
+            )
+            state = self._at(position, finite_position)
             # Where no graph is kept nothing but gradients is patched.
             if not (all_near and _are_finite(state, values=self._full)):
-                state = self._mended(state, near, reads)
+                state = self._with_finite_gradients(state, near, reads)
             return state
 
-    def _mended(self, state: State, near: Tensor, reads: bool) -> State:
+    def _with_finite_gradients(self, state: State, near: Tensor, reads: bool) -> State:
         """The state without what is not finite, and without what lies too far off."""
-        state, regular = _mended(state, near.all(-1))
+        state, regular = _with_finite_gradients(state, near.all(-1))
         if self._full and reads and not guard(regular.all()):
             return self._with_constants(state, regular)
         return state
@@ -183,9 +185,9 @@ class ChainDensity:
 
         A rejected move there would leave 0 * NaN in the gradient of every parameter.
         """
-        first, home = self._latest, self.log_weight.coordinates.detach()
-        position = torch.where(regular.unsqueeze(-1), state.position, home)
-        again, _ = _mended(self._at(position, position))
+        first, anchor = self._latest, self.log_weight.coordinates.detach()
+        position = torch.where(regular.unsqueeze(-1), state.position, anchor)
+        again, _ = _with_finite_gradients(self._at(position, position))
         self._latest = first
         fields: dict[str, Tensor] = {}
         for name, old in state._asdict().items():
@@ -213,7 +215,7 @@ def _are_finite(state: State, values: bool) -> bool:
         return not sums or guard((total := sum(sums[1:], sums[0])) - total == 0)
 
 
-def _mended(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
+def _with_finite_gradients(state: State, near: Tensor | None = None) -> tuple[State, Tensor]:
     """
     The state without steps that are not finite, and the data at which it was so already.
 
@@ -311,17 +313,17 @@ class Whitening:
         :param white: shape ``[K, *plates, D]``.
         """
         count, dim = white.shape[0], white.shape[-1] if self.dense else 1
-        share = dim / (count + dim)
+        shrinkage = dim / (count + dim)
         moves = torch.ones_like(self.mean) if self.movable is None else self.movable
         mean = white.mean(0) * moves
-        apart = (white - mean) * moves
-        kept = torch.where(moves > 0, share, 1.0)
+        centered = (white - mean) * moves
+        floor = torch.where(moves > 0, shrinkage, 1.0)
         if not self.dense:
-            scale = ((1 - share) * apart.square().mean(0) + kept).sqrt()
+            scale = ((1 - shrinkage) * centered.square().mean(0) + floor).sqrt()
             return replace(self, mean=self.position(mean), factor=self.factor * scale)
         with without_autocast():
-            covariance = torch.einsum("k...i,k...j->...ij", apart, apart) / count
-            step = torch.linalg.cholesky((1 - share) * covariance + kept.diag_embed())
+            covariance = torch.einsum("k...i,k...j->...ij", centered, centered) / count
+            step = torch.linalg.cholesky((1 - shrinkage) * covariance + floor.diag_embed())
             return replace(self, mean=self.position(mean), factor=self.factor @ step)
 
     def _times(self, factor: Tensor, vector: Tensor) -> Tensor:
@@ -341,11 +343,11 @@ class WhitenedDensity:
     Its normalizing constant is the same, whatever map was fixed before.
 
     :param ChainDensity density: in the coordinates of the guide.
-    :param bool at_given: begin where the density does, and not at draws of :math:`q'`.
+    :param bool at_start: begin where the density does, and not at draws of :math:`q'`.
     """
 
-    def __init__(self, density: ChainDensity, whitening: Whitening, at_given: bool = False) -> None:
-        self._density, self.whitening, self._at_given = density, whitening, at_given
+    def __init__(self, density: ChainDensity, whitening: Whitening, at_start: bool = False) -> None:
+        self._density, self.whitening, self._at_start = density, whitening, at_start
 
     @property
     def log_weight(self) -> LogWeight:
@@ -359,11 +361,11 @@ class WhitenedDensity:
 
     def start(self) -> State:
         """A draw of the base, but for what does not move."""
-        given = self.whitening.white(self.log_weight.coordinates.detach())
-        if self._at_given:
-            return self(given)
-        noise, movable = torch.randn_like(given), self.whitening.movable
-        return self(noise if movable is None else torch.where(movable > 0, noise, given))
+        position = self.whitening.white(self.log_weight.coordinates.detach())
+        if self._at_start:
+            return self(position)
+        noise, movable = torch.randn_like(position), self.whitening.movable
+        return self(noise if movable is None else torch.where(movable > 0, noise, position))
 
     def __call__(self, white: Tensor) -> State:
         state = self._density(self.whitening.position(white))

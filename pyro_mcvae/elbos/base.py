@@ -178,8 +178,8 @@ class GradientCheck:
 
     def total(self) -> Tensor | None:
         """A number that is finite only if all gradients are; None where there is none."""
-        found = [g for p in self._trained() if (g := p.grad) is not None]
-        sums = [(g._values() if g.is_sparse else g).sum() for g in found]
+        gradients = [g for p in self._trained() if (g := p.grad) is not None]
+        sums = [(g._values() if g.is_sparse else g).sum() for g in gradients]
         if not sums:
             return None
         like = sums[0]
@@ -214,16 +214,16 @@ class GradientCheck:
 
     def _by_name(self) -> dict[str, Tensor]:
         """The parameters of the step by name: leaves of the graph, as an optimizer has them."""
-        found: dict[str, Any] = {}
+        params: dict[str, Any] = {}
         traces = {id(t): t for run in self._runs for t in (run.guide_trace, run.model_trace)}
         for trace in traces.values():
             for name, site in trace.nodes.items():
-                if site["type"] == "param" and name not in found:
-                    own = getattr(site["value"], "unconstrained", None)
-                    found[name] = site["value"] if own is None else own()
+                if site["type"] == "param" and name not in params:
+                    unconstrained = getattr(site["value"], "unconstrained", None)
+                    params[name] = site["value"] if unconstrained is None else unconstrained()
         if isinstance(self._loss, nn.Module):
-            found.update(self._loss.named_parameters())
-        return {n: p for n, p in found.items() if isinstance(p, Tensor) and p.is_leaf}
+            params.update(self._loss.named_parameters())
+        return {n: p for n, p in params.items() if isinstance(p, Tensor) and p.is_leaf}
 
     def _near_boundaries(self) -> Iterator[str]:
         """A line for each latent of the guide whose values are rounded to an end, or nearly."""
@@ -241,8 +241,8 @@ class GradientCheck:
             count = int((small | near_one | large).sum())
             if count:
                 kind = type(site["fn"]).__name__
-                found = f"{count} of {value.numel()} entries are almost 0, 1 or infinite"
-                yield f"site '{name}' of the guide ({kind}): {found}"
+                what = f"{count} of {value.numel()} entries are almost 0, 1 or infinite"
+                yield f"site '{name}' of the guide ({kind}): {what}"
 
 
 def _entries(gradient: Tensor) -> Tensor:
@@ -305,7 +305,7 @@ _ANOTHER = (
 )
 
 
-class Notices:
+class ModelWarnings:
     """What is logged once of the guides of one objective."""
 
     def __init__(self, analyses: Analyses, learns: bool) -> None:
@@ -313,7 +313,7 @@ class Notices:
         self._warn = WarnOnce(_logger)
         self._scaled: set[tuple[str, bool]] = set()
 
-    def look(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
+    def check(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
         """
         Log, or refuse, what of programs has another effect than their user may think.
 
@@ -327,12 +327,12 @@ class Notices:
             return  # the uncompiled steps before were checked
         collected = collects_parameters()
 
-        def look() -> None:
-            self._look(programs, runs[:1] or [single_run(programs)], collected, weighs)
+        def find_problems() -> None:
+            self._check(programs, runs[:1] or [single_run(programs)], collected, weighs)
 
-        self._analyses.of(programs).cached(("notices", collected), look)
+        self._analyses.of(programs).cached(("warnings", collected), find_problems)
 
-    def _look(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
+    def _check(self, programs: Programs, runs: list[Run], collected: bool, weighs: Weighs) -> None:
         if self._learns and self._analyses.num_pairs > 1 and torch.is_grad_enabled():
             self._warn(_ANOTHER)
         for run in runs if collected else ():
@@ -350,7 +350,7 @@ class Notices:
             if scale is not None:
                 self._warn(_TEMPERED % (scale, "no" if scale > 1 else "a loose", scale))
             else:
-                self._tell_scales(run)
+                self._warn_scales(run)
         for why in (why for run in runs for why in angle_errors(run)):
             self._warn(why)
         for name in (n for run in runs for n in counted_only_by_guide(programs, run)):
@@ -361,7 +361,7 @@ class Notices:
         for term in (t for run in runs for t in run.guide_data):
             self._warn(_OBSERVED % term.key.name)
 
-    def tell_averaged(self, programs: Programs, run: Run, weighs: Weighs) -> None:
+    def warn_averaged(self, programs: Programs, run: Run, weighs: Weighs) -> None:
         """Warn once for a pair of programs that no latent is weighed, and name the cause."""
         drawn = {t.key.name: t for t in run.terms if t.in_guide and is_random(t.site)}
         if is_recording() or not any(weighs(t.site) for t in drawn.values()):
@@ -370,7 +370,7 @@ class Notices:
             ("averaged",), lambda: self._warn(_AVERAGED % _why_averaged(run, drawn))
         )
 
-    def _tell_scales(self, run: Run) -> None:
+    def _warn_scales(self, run: Run) -> None:
         """Warn of each latent that is scaled inside the weights, and again above 1."""
         plated = any(plate_frames(t.site) for t in run.terms if t.in_guide)
         local = [t for t in run.terms if plate_frames(t.site) or not plated]
@@ -387,9 +387,11 @@ def _without_plate(drawn: list[Term], run: Run) -> Iterator[tuple[str, str, int]
     for data in (t for t in run.terms if not t.in_guide and t.site["is_observed"]):
         for latent in drawn:
             sites = latent.site, data.site
-            apart = all(isinstance(s["fn"], Independent) and not plate_frames(s) for s in sites)
+            independent = all(
+                isinstance(s["fn"], Independent) and not plate_frames(s) for s in sites
+            )
             size, same = (math.prod(s["fn"].event_shape[:1]) for s in sites)
-            if apart and size == same > 1:
+            if independent and size == same > 1:
                 yield latent.key.name, data.key.name, size
 
 
@@ -536,13 +538,13 @@ class MonteCarloELBO(FixedOptions, ELBO):
             ignore_jit_warnings=ignore_jit_warnings,
             jit_options=jit_options,
         )
-        self._notices = Notices(self.sampler.analyses, isinstance(self, nn.Module))
+        self._warnings = ModelWarnings(self.sampler.analyses, isinstance(self, nn.Module))
 
     def __call__(self, model: nn.Module, guide: nn.Module) -> LossModule:
         """Return a module whose call on data returns the loss, for ``torch.optim``."""
         return LossModule(model, guide, self)
 
-    def _is_made(self) -> bool:
+    def _is_initialized(self) -> bool:
         return "_notices" in vars(self)  # Pyro's base class assigns some of them twice
 
     def __getstate__(self) -> dict[str, object]:
@@ -580,9 +582,9 @@ class MonteCarloELBO(FixedOptions, ELBO):
             estimate = self.estimate(programs)
         if torch.is_grad_enabled() and not estimate.scored:
             refuse_scores(type(self).__name__, estimate.runs)
-        self._notices.look(programs, estimate.runs, self._weighs)
+        self._warnings.check(programs, estimate.runs, self._weighs)
         if estimate.averaged:
-            self._notices.tell_averaged(programs, estimate.runs[0], self._weighs)
+            self._warnings.warn_averaged(programs, estimate.runs[0], self._weighs)
         return estimate
 
     def _get_trace(
@@ -704,12 +706,12 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         with torch.no_grad():
             programs = Programs(model, guide, args, kwargs)
-            found = self.estimate(programs).bounds
-            if found is None:
+            make_bounds = self.estimate(programs).bounds
+            if make_bounds is None:
                 raise NotImplementedError(
                     f"{type(self).__name__} has no bounds per datum: pass Estimate(..., bounds=), "
                     f"or make the estimate by local_estimate"
                 )
-            bounds = found()
-            self._notices.look(programs, [], self._weighs)
+            bounds = make_bounds()
+            self._warnings.check(programs, [], self._weighs)
         return bounds

@@ -44,39 +44,39 @@ from pyro_mcvae.structure.finder import StructureFinder
 _BY_DEFAULT = 0.01
 
 
-def defensive_share(given: float | None, trained: bool, reweighted: bool) -> float:
+def defensive_weight(weight: float | None, trained: bool, reweighted: bool) -> float:
     """
     The share of the first draw in each weight.
 
-    :param given: by the user; None for the default of a chain that is ours, and trained.
+    :param weight: by the user; None for the default of a chain that is ours, and trained.
     :param bool reweighted: whether the gradient is the reweighted one.
     :raises ValueError: for what is no share, or where no chain decides a step.
     """
-    if given is None:
+    if weight is None:
         return _BY_DEFAULT if trained else 0.0
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < 1:
-        raise ValueError(f"defensive must be a number from 0 to below 1, got {given!r}")
-    if given and reweighted:
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1:
+        raise ValueError(f"defensive must be a number from 0 to below 1, got {weight!r}")
+    if weight and reweighted:
         raise ValueError(
-            f"defensive={given} keeps diverged chains from deciding a step, which those of "
+            f"defensive={weight} keeps diverged chains from deciding a step, which those of "
             f"gradient_estimator='reweighted' do not: leave it out"
         )
-    return float(given)
+    return float(weight)
 
 
-def defended(chain: Chain, share: float) -> Tensor:
+def defensive_mixture(chain: Chain, weight: float) -> Tensor:
     r"""
     The log weight of a mixture of an unadjusted chain and its beginning.
 
     .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big)
 
-    :param float share: :math:`\alpha`, between 0 and 1.
+    :param float weight: :math:`\alpha`, between 0 and 1.
     :returns: shape ``[*batch]``; W where that is not finite.
     """
     usable, first = chain.log_weight.isfinite(), chain.start.log_weight
-    own = torch.where(usable, chain.log_weight, 0.0) + math.log1p(-share)
-    first = torch.where(first.isfinite(), first, -math.inf) + math.log(share)
-    return torch.where(usable, torch.logaddexp(own, first), chain.log_weight)
+    log_weight = torch.where(usable, chain.log_weight, 0.0) + math.log1p(-weight)
+    first = torch.where(first.isfinite(), first, -math.inf) + math.log(weight)
+    return torch.where(usable, torch.logaddexp(log_weight, first), chain.log_weight)
 
 
 # What the chains of one step did.
@@ -235,9 +235,9 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             analysis.put(_MOVES, None)
         with rewindable(not analysis.get(_MOVES)) as rewind:
             try:
-                found = self._estimate(programs)
+                result = self._estimate(programs)
                 analysis.put(_MOVES, True)
-                return found
+                return result
             except NothingToMoveError:
                 rewind()
         analysis.put(_MOVES, False)
@@ -267,13 +267,13 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _causes(self) -> list[str]:
         """What of the chain itself is not finite."""
         kind, step = type(self).__name__, self.last_step
-        own = {f"the parameter '{n}' of {kind}": p.detach() for n, p in self.named_parameters()}
+        values = {f"the parameter '{n}' of {kind}": p.detach() for n, p in self.named_parameters()}
         if step is not None:
-            own |= {"the schedule": step.betas, "the kernel's step size": step.step_size}
+            values |= {"the schedule": step.betas, "the kernel's step size": step.step_size}
         return [
             f"{name} is not finite ({value.tolist()}): put an earlier value back, and train with "
             f"a lower learning rate"
-            for name, value in own.items()
+            for name, value in values.items()
             if not bool(value.isfinite().all())
         ]
 
@@ -292,8 +292,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         widths = self._smoothness.widths(programs) if twice else None
 
         def make(draws: SlotDraws | None) -> tuple[LogWeight, WeightedParticles]:
-            given = self.sampler, programs, self.coordinates, gradient
-            log_weight = LogWeight(*given, begin=draws, widths=widths)
+            arguments = self.sampler, programs, self.coordinates, gradient
+            log_weight = LogWeight(*arguments, begin=draws, widths=widths)
             return log_weight, log_weight.first.sample
 
         with torch.set_grad_enabled(bool(gradient)):
@@ -304,7 +304,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         follow(self, log_weight.coordinates)
         check_chain(log_weight, type(self).__name__)
         sample = log_weight.first.sample
-        again = twice and self._smoothness.look(log_weight, self.kernel)
+        again = twice and self._smoothness.check(log_weight, self.kernel)
         return ChainDensity(log_weight, again), SlotAverage.of(sample, draws, self.multi_sample)
 
     def _surrogate(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
@@ -330,8 +330,10 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             start = density.start()
             if start.grad_base is not None:
                 # Let the step size see where the chains start.
-                seen = of_moving(start.grad_base.detach(), movable)
-                self.kernel.step_size.begin(seen, self.training and density.gradient.keeps_graph)
+                gradient = of_moving(start.grad_base.detach(), movable)
+                self.kernel.step_size.begin(
+                    gradient, self.training and density.gradient.keeps_graph
+                )
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
             chain = anneal(start, betas, self.kernel, density, movable, last)
@@ -573,10 +575,10 @@ class TraceSIS_ELBO(ChainELBO):
     ) -> None:
         super().__init__(num_steps, kernel, schedule, num_particles, multi_sample, **options)
         reweighted = self.gradient_estimator == "reweighted"
-        self.defensive = defensive_share(defensive, kernel is None and not reweighted, reweighted)
+        self.defensive = defensive_weight(defensive, kernel is None and not reweighted, reweighted)
 
     def _log_weight(self, chain: Chain) -> Tensor:
-        return defended(chain, self.defensive) if self.defensive else chain.log_weight
+        return defensive_mixture(chain, self.defensive) if self.defensive else chain.log_weight
 
     def _default_kernel(self, trained: bool) -> Kernel:
         return UnderdampedLangevin.trained(self.num_steps) if trained else ULA()

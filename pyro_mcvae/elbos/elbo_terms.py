@@ -247,18 +247,18 @@ def score_function_term(
             value = _padded(c.value.detach() * c.term.plate_scale, c.term)
             frames = c.term.site["cond_indep_stack"]
             meeting = coupled.get(c.term.key, frozenset())
-            apart = [f for f in frames if plate_key(f) not in meeting]
+            outside = [f for f in frames if plate_key(f) not in meeting]
             for f in frames:
-                if f not in apart and f.dim is not None and value.dim() >= -f.dim:
+                if f not in outside and f.dim is not None and value.dim() >= -f.dim:
                     value = value.sum(f.dim, keepdim=True)
-            downstream.add((tuple(apart), value))
+            downstream.add((tuple(outside), value))
     return add_up(
-        ((downstream.sum_to(frames) - _apart(closed.get(t.key.name), frames)) * t.score).sum()
+        ((downstream.sum_to(frames) - _closed_form(closed.get(t.key.name), frames)) * t.score).sum()
         for t, frames in ((t, t.site["cond_indep_stack"]) for t in scored)
     )
 
 
-def _apart(cost: Cost | None, frames: tuple[CondIndepStackFrame, ...]) -> Tensor | int:
+def _closed_form(cost: Cost | None, frames: tuple[CondIndepStackFrame, ...]) -> Tensor | int:
     """Of the costs behind a site in these plates what does not depend on its draw."""
     if cost is None or not isinstance(cost.value, Tensor):
         return 0

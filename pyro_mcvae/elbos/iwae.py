@@ -42,7 +42,7 @@ from pyro_mcvae.structure.finder import StructureFinder
 _STANDARD_ERRORS = 2
 
 
-def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
+def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
     r"""
     The share of the doubly reparameterized gradient, for each draw.
 
@@ -95,12 +95,14 @@ def dreg_share(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
     # a column is (rows - 1) of their variances and 1 / rows.
     unit = (1 - alpha) * rows * (rows - 1) / (num_particles * (columns // 2))
     factor = spread + (alpha + (1 - alpha) / num_particles) / unit
-    share = (slope / torch.addcmul(slope, one - slope, factor, value=unit)).nan_to_num(0.0)
+    coefficient = (slope / torch.addcmul(slope, one - slope, factor, value=unit)).nan_to_num(0.0)
     if alpha < 0:  # f may be negative, and the mixture of least noise far from both
-        share = share.clamp(0, 1)
+        coefficient = coefficient.clamp(0, 1)
     length = num_particles if count == 1 else count
-    share = share.repeat((length + 1) // 2)
-    return as_shape(share[:length] if length % 2 else share, shape if count == 1 else shape[1:])
+    coefficient = coefficient.repeat((length + 1) // 2)
+    return as_shape(
+        coefficient[:length] if length % 2 else coefficient, shape if count == 1 else shape[1:]
+    )
 
 
 def _in_columns(value: Tensor, count: int) -> Tensor:
@@ -139,7 +141,7 @@ class PathGradient:
     way back. One backward pass serves all parameters. Where log q enters the weight with a factor c
     (the user's scale, or a mask's zero), so does its score term, and the second factor is
     :math:`1 - c (1 - \alpha)(1 - \tilde w_k)`. What the share :math:`\lambda` is
-    :func:`~pyro_mcvae.elbos.iwae.dreg_share` says.
+    :func:`~pyro_mcvae.elbos.iwae.dreg_coefficient` says.
     """
 
     def __init__(self, estimator: str, num_particles: int, alpha: float = 0.0) -> None:
@@ -175,8 +177,8 @@ class PathGradient:
 
         score = sample.local_sum(lambda t, i: _score(t) if t.key in chosen[i] else 0)
         if self.estimator == "auto":
-            share = dreg_share(fixed, score.detach(), self.alpha)
-            factor, score = torch.addcmul(1 - share, share, factor), share * score
+            coefficient = dreg_coefficient(fixed, score.detach(), self.alpha)
+            factor, score = torch.addcmul(1 - coefficient, coefficient, factor), coefficient * score
         if self.estimator != "stl":
             self._reparameterize_again(sample, chosen, factor)
         log_weight = _log_weight(sample, chosen) + score

@@ -123,7 +123,7 @@ class SlotAverage(OneSlot):
     def __init__(self, sample: WeightedParticles, draws: SlotDraws, common: bool) -> None:
         self._sample, self._draws, self._is_common = sample, draws, common
         self._plan = draws.plan
-        self._weights = {n: self._made(n, "weight") for n in self._plan.sites}
+        self._weights = {n: self._slot_field(n, "weight") for n in self._plan.sites}
         blocks = range(len(sample.blocks))
         self.row_weight = sample.join([self._block_weight(b) for b in blocks])
         self.weight = self.fold(self.row_weight)
@@ -148,15 +148,15 @@ class SlotAverage(OneSlot):
             i if i.log_prob is None else i._replace(log_prob=self.fold(i.log_prob))
             for i in chain.infos
         ]
-        rest, past = ([self.each(r) for r in parts] for parts in (chain.rest, chain.past))
+        to_go, past = ([self.each(r) for r in parts] for parts in (chain.to_go, chain.past))
         log_weight = self.each(chain.log_weight)
-        return replace(chain, log_weight=log_weight, infos=infos, rest=rest, past=past)
+        return replace(chain, log_weight=log_weight, infos=infos, to_go=to_go, past=past)
 
     def normalized(self, log_weight: Tensor) -> Tensor:
         return normalized_weights(log_weight + self.row_weight.log())
 
     def without_entropy(self, surrogate: Tensor) -> Tensor:
-        names = self._draws.held
+        names = self._draws.fixed_sites
         log_q = self._sample.local_sum(
             lambda t, i: t.log_prob if t.in_guide and t.key.name in names else 0
         )
@@ -179,32 +179,32 @@ class SlotAverage(OneSlot):
         """
         plan, site = self._plan, self._plan.sites[name]
         beside = [n for n, other in plan.sites.items() if other.block == site.block and n != name]
-        others = self._product([self._weights[n] for n in beside], cost)
+        other_weights = self._product([self._weights[n] for n in beside], cost)
         upstream = self._product([self._weights[n] for n in site.before], cost)
-        weight, sampled = self._weights[name], self._made(name, "sampled")
+        weight, sampled = self._weights[name], self._slot_field(name, "sampled")
         score = self._of_block(name, lambda t, i: torch.as_tensor(t.score))
         node = self._sample.runs[0].guide_trace.nodes[name]
-        return self._draws.made(name)[0].surrogate(
+        return self._draws.slots_of(name)[0].surrogate(
             node,
             programs,
             weight=self._by_slot(name, self._few(weight))[:, :, 0],
             sampled=self._by_slot(name, self._few(sampled))[:, :, 0] > 0,
             score=self._by_slot(name, self._few(score))[:, :, 0],
-            cost=self._by_slot(name, _times(others, cost)).sum(2),
+            cost=self._by_slot(name, _times(other_weights, cost)).sum(2),
             upstream=self._by_slot(name, upstream)[:1, :, 0],
             value=self._by_slot(name, self._few(self._values(name)))[:, :, 0],
         )
 
     def _values(self, name: str) -> Tensor:
         """``[rows, *batch, *event]``."""
-        values = [m.choice.value for m in self._draws.made(name).values()]
+        values = [m.choice.value for m in self._draws.slots_of(name).values()]
         return values[0] if self._sample.runs[0].leading is not None else torch.stack(values)
 
-    def _made(self, name: str, field: str) -> Tensor:
+    def _slot_field(self, name: str, field: str) -> Tensor:
         """The weights of a site, or which are draws: of its block, ``[rows, *plates]``."""
-        made = self._draws.made(name)
+        slots = self._draws.slots_of(name)
         return self._of_block(
-            name, lambda t, i: getattr(made[i].choice, field).to(t.log_prob.dtype)
+            name, lambda t, i: getattr(slots[i].choice, field).to(t.log_prob.dtype)
         )
 
     def _of_block(self, name: str, pick: Callable[[Term, int], Tensor]) -> Tensor:
@@ -218,9 +218,9 @@ class SlotAverage(OneSlot):
         slot = torch.arange(len(like), device=like.device) // self._draws.num_particles
         has = (slot < self._plan.size(block)).to(like.dtype)
         weight = has.reshape(-1, *[1] * (like.dim() - 1)).expand(like.shape)
-        for name, own in self._weights.items():
+        for name, site_weight in self._weights.items():
             if self._plan.sites[name].block == block:
-                weight = weight * own
+                weight = weight * site_weight
         return weight
 
     def _few(self, value: Tensor) -> Tensor:
@@ -284,7 +284,7 @@ class SlotSums:
 
     def expected(self) -> list[Tensor]:
         """The expectation of each cost over the slots, in the layout of its site's plates."""
-        found = []
+        values = []
         with torch.no_grad():
             masses = self._masses()
             for cost, key in zip(self._costs, self._keys, strict=True):
@@ -294,8 +294,8 @@ class SlotSums:
                 total = total.sum(slots) if slots else total
                 kept = "".join(d for d in dims if d in cost.plates)
                 symbols = cost.term.site["infer"]["_dim_to_symbol"].items()
-                found.append(packed.unpack(_named(total, kept), {s: d for d, s in symbols}))
-        return found
+                values.append(packed.unpack(_named(total, kept), {s: d for d, s in symbols}))
+        return values
 
     def differentiate(self, programs: Programs) -> tuple[Tensor, Sum]:
         """V, and a scalar with the gradient of the costs and of all sites' distributions."""
@@ -347,23 +347,23 @@ class SlotSums:
 
     def _closure(self, names: Iterable[str], dims: Iterable[str]) -> frozenset[str]:
         """Sites, the owners of dims, and the owners of the dims of their weights."""
-        found = set(names)
-        waiting = [*dims, *(d for name in found for d in self._scored[name].dims)]
+        closure = set(names)
+        waiting = [*dims, *(d for name in closure for d in self._scored[name].dims)]
         while waiting:
             name = self._owner.get(waiting.pop())
-            if name is not None and name not in found:
-                found.add(name)
+            if name is not None and name not in closure:
+                closure.add(name)
                 waiting.extend(self._scored[name].dims)
-        return frozenset(found)
+        return frozenset(closure)
 
     def _masses(self) -> dict[_Key, Tensor]:
         self._cache.clear()  # of products without gradients, or of another step
-        found = {}
+        masses = {}
         for cost, key in zip(self._costs, self._keys, strict=True):
-            if key not in found:
+            if key not in masses:
                 mass = self._marginal(key.members, key.dims, key.plates)
-                found[key] = _aligned(cost.value.new_ones(()) if mass is None else mass, key.dims)
-        return found
+                masses[key] = _aligned(cost.value.new_ones(()) if mass is None else mass, key.dims)
+        return masses
 
     def _marginal(
         self, members: frozenset[str], dims: frozenset[str], plates: frozenset[str]
@@ -378,15 +378,15 @@ class SlotSums:
         total: Tensor | None = None
         for i, name in enumerate(names):
             later = dims.union(*(self._scored[n].dims for n in names[i + 1 :]))
-            own = self._weight(name, plates)
-            have = frozenset(own._pyro_dims)  # type: ignore[attr-defined]
+            weight = self._weight(name, plates)
+            have = frozenset(weight._pyro_dims)  # type: ignore[attr-defined]
             if total is not None:
                 have |= frozenset(total._pyro_dims)  # type: ignore[attr-defined]
             kept = "".join(sorted(have & later))
             # The previous product, by its identity: the cache keeps it alive.
-            key = id(total), name, own._pyro_dims, kept  # type: ignore[attr-defined]
+            key = id(total), name, weight._pyro_dims, kept  # type: ignore[attr-defined]
             if key not in self._cache:
-                self._cache[key] = _product(total, own, kept)
+                self._cache[key] = _product(total, weight, kept)
             total = self._cache[key]
         return total
 
@@ -402,8 +402,8 @@ class SlotSums:
     def _upstream(self, site: ScoredSite) -> Tensor:
         dims = site.dims - {site.symbol}
         members = self._closure((), dims) - {site.name}
-        found = self._marginal(members, dims, site.plates)
-        return _named(site.weight.new_ones(()), "") if found is None else found
+        marginal = self._marginal(members, dims, site.plates)
+        return _named(site.weight.new_ones(()), "") if marginal is None else marginal
 
     def _sum(self, masses: dict[_Key, Tensor]) -> Tensor:
         pairs = ((c, masses[k]) for c, k in zip(self._costs, self._keys, strict=True))
@@ -431,9 +431,9 @@ def _named(value: Tensor, dims: str) -> Tensor:
 
 def _aligned(value: Tensor, dims: Iterable[str]) -> Tensor:
     """A packed tensor with its dims sorted, and one of size 1 for each that it has not."""
-    own, target = getattr(value, "_pyro_dims", ""), sorted(dims)
-    order = [own.index(d) for d in target if d in own]
-    sizes = [value.shape[own.index(d)] if d in own else 1 for d in target]
+    dims_of_value, target = getattr(value, "_pyro_dims", ""), sorted(dims)
+    order = [dims_of_value.index(d) for d in target if d in dims_of_value]
+    sizes = [value.shape[dims_of_value.index(d)] if d in dims_of_value else 1 for d in target]
     return value.permute(order).reshape(sizes)
 
 
@@ -567,8 +567,8 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             return self._estimate_by_rows(programs)
         sums = [self._sums(programs, slot_run) for slot_run in slot_runs]
         wanted = torch.is_grad_enabled()
-        found = [s.differentiate(programs) if wanted else (s.value(), 0.0) for s in sums]
-        value, surrogate = map(as_scalar, map(add_up, zip(*found, strict=True)))
+        parts = [s.differentiate(programs) if wanted else (s.value(), 0.0) for s in sums]
+        value, surrogate = map(as_scalar, map(add_up, zip(*parts, strict=True)))
         each = 1 / self.sampler.num_particles
         value, surrogate = times(value, each), times(surrogate, each)
         runs = [r.run for r in slot_runs]
@@ -578,10 +578,10 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
     def _bounds(self, programs: Programs, slot_runs: list[SlotRun], sums: list[SlotSums]) -> Bounds:
         """The value per datum: the expected cost of each site, at the data that it belongs to."""
         costs = []
-        for slot_run, own in zip(slot_runs, sums, strict=True):
+        for slot_run, slot_sums in zip(slot_runs, sums, strict=True):
             summands = slot_run.run.summands
             values: dict[FactorKey, Tensor | int] = {t.key: 0 for t in summands}
-            for c, value in zip(slot_run.costs, own.expected(), strict=True):
+            for c, value in zip(slot_run.costs, slot_sums.expected(), strict=True):
                 values[c.term.key] = values[c.term.key] + value * (c.scale / c.term.plate_scale)
             costs.append([Cost(t, values[t.key], 0) for t in summands])
         sample = self.sampler.arrange(programs, [r.run for r in slot_runs])

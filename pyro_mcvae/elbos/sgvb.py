@@ -19,12 +19,12 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import inner_scale, is_delta, is_latent, is_masked, masked
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, PlateKey, Site
-from pyro_mcvae.structure.dependencies import dependencies_of
+from pyro_mcvae.structure.provenance import dependencies_of
 
 # Closed-form Kullback-Leibler divergences at single sites of a program.
 
 
-def analytic_kl_sites(run: Run, find_apart: Callable[[], Set[str]]) -> dict[str, Tensor]:
+def analytic_kl_sites(run: Run, find_separable: Callable[[], Set[str]]) -> dict[str, Tensor]:
     r"""
     :math:`E_q[\log p(z) - \log q(z)] = -KL(q \| p)` of each latent site that allows it.
 
@@ -32,33 +32,33 @@ def analytic_kl_sites(run: Run, find_apart: Callable[[], Set[str]]) -> dict[str,
     site depends on no draw of the guide that depends on it. That is so where whatever precedes the
     site in the model precedes it in the guide; for other sites the programs are checked.
 
-    :param find_apart: finds the names of the sites for which it is so.
+    :param find_separable: finds the names of the sites for which it is so.
     :returns: by site name, batch-shaped, with the user's scale and mask, without the plates' N/B.
     """
     model = {t.key.name: t for t in run.terms if not t.in_guide and is_latent(t.site)}
     guide = {t.key.name: t for t in run.terms if t.in_guide and t.key.name in model}
     place = {name: i for i, name in enumerate(guide)}
-    found, latest = {}, -1
+    values, latest = {}, -1
     for name, model_term in model.items():
         if name not in guide:
             continue
         in_order = place[name] > latest
         latest = max(latest, place[name])
-        if not is_delta(guide[name].site["fn"]) and (in_order or name in find_apart()):
+        if not is_delta(guide[name].site["fn"]) and (in_order or name in find_separable()):
             value = _negative_kl(model_term, guide[name])
             if value is not None:
-                found[name] = value
-    return found
+                values[name] = value
+    return values
 
 
-def sites_apart(programs: Programs, run: Run) -> frozenset[str]:
+def separable_sites(programs: Programs, run: Run) -> frozenset[str]:
     """The latents whose distribution in the model depends on no draw that depends on them."""
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_latent(t.site))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a site that cannot be checked is sampled
-        found = dependencies_of(programs, names, run)
-    above = found.ancestors(names)
-    priors = {n: found.factors.get(FactorKey("model", n), names) - {n} for n in names}
+        dependencies = dependencies_of(programs, names, run)
+    above = dependencies.ancestors(names)
+    priors = {n: dependencies.factors.get(FactorKey("model", n), names) - {n} for n in names}
     return frozenset(n for n in names if not any(n in above[p] for p in priors[n]))
 
 
@@ -201,12 +201,12 @@ class TraceSGVB_ELBO(MonteCarloELBO):
             return costs
 
         @cache
-        def find_apart() -> frozenset[str]:
-            find = partial(sites_apart, programs, run)
+        def find_separable() -> frozenset[str]:
+            find = partial(separable_sites, programs, run)
             analysis = self.sampler.analyses.of(programs)
             return analysis.cached(("closed", run.signature, run.sizes), find)
 
-        closed = analytic_kl_sites(run, find_apart)
+        closed = analytic_kl_sites(run, find_separable)
         return [c if (n := c.term.key.name) not in closed else _closed(c, closed[n]) for c in costs]
 
 

@@ -138,7 +138,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
             index = torch.arange(log_joint.shape[1], device=log_joint.device)
             index = index.expand(log_joint.shape)
         else:
-            index, weight = _top_and_rest(weight, top, drawn)
+            index, weight = _top_and_sampled(weight, top, drawn)
         # A state of no weight may have no gradient (the logarithm of zero): the best stands in.
         best = log_joint.argmax(1, keepdim=True)
         return torch.where(weight > 0, index, best), weight
@@ -164,13 +164,16 @@ def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     return guide.proposals is None and read and 2 * count <= guide.num_states
 
 
-def _top_and_rest(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]:
+def _top_and_sampled(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]:
     """The largest weights, and draws from the rest that share its mass: index and weight."""
     largest, index = weight.topk(top, dim=1)
-    rest = weight.scatter(1, index, 0.0)
-    mass = rest.sum(1, keepdim=True)
-    total = rest.cumsum(1)
-    at = torch.rand(len(rest), drawn, dtype=rest.dtype, device=rest.device) * total[:, -1:]
+    remaining = weight.scatter(1, index, 0.0)
+    mass = remaining.sum(1, keepdim=True)
+    total = remaining.cumsum(1)
+    at = (
+        torch.rand(len(remaining), drawn, dtype=remaining.dtype, device=remaining.device)
+        * total[:, -1:]
+    )
     other = torch.searchsorted(total, at, right=True).clamp_max(weight.shape[1] - 1)
     return torch.cat([index, other], 1), torch.cat([largest, (mass / drawn).expand_as(at)], 1)
 

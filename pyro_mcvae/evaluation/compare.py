@@ -24,9 +24,9 @@ from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     estimate,
     filled,
+    fraction,
     guide_and_chains,
     number,
-    share,
     table,
     weights_of,
     with_error,
@@ -171,8 +171,8 @@ class Comparison(dict[str, TrainedCopy]):
         Whether the draws tell the losses apart: not where fewer than 10 draws are effective (or,
         where the model learns, :math:`\hat k` is above 0.7) for most weights of every loss.
         """
-        found = [self[n].evidence if self.learns else self[n].guide for n in self._running]
-        return any(share(e.few | (e.unreliable & self.learns)) <= 0.5 for e in found)
+        evidences = [self[n].evidence if self.learns else self[n].guide for n in self._running]
+        return any(fraction(e.few | (e.unreliable & self.learns)) <= 0.5 for e in evidences)
 
     @property
     def _running(self) -> list[str]:
@@ -191,7 +191,7 @@ class Comparison(dict[str, TrainedCopy]):
             ]
         elif len(best) > 1:
             said = [f"{', '.join(best[:-1])} and {best[-1]} cannot be told apart by {by}."]
-        doubtful = [n for n in self if share(~(self[n].evidence.pareto_k <= 0.7)) > 0.05]
+        doubtful = [n for n in self if fraction(~(self[n].evidence.pareto_k <= 0.7)) > 0.05]
         if doubtful and self.learns:
             names = ", ".join(doubtful)
             said.append(f"The evidence of {names} is too low (Pareto k), and may be the highest.")
@@ -201,14 +201,14 @@ class Comparison(dict[str, TrainedCopy]):
         first = next(iter(self))
         head = ["loss", "steps", "ms/step", "own bound, training", "ELBO", "log evidence"]
         rows = [[*head, f"over {first}", "ESS", "k > 0.7"]]
-        for name, found in self.items():
-            guide, evidence = found.guide, found.evidence
+        for name, trained in self.items():
+            guide, evidence = trained.guide, trained.evidence
             rows.append(
                 [
                     name,
-                    str(len(found.bounds)),
-                    f"{1e3 * found.seconds_per_step:.1f}",
-                    f"{found.last_bound:.3f}",
+                    str(len(trained.bounds)),
+                    f"{1e3 * trained.seconds_per_step:.1f}",
+                    f"{trained.last_bound:.3f}",
                     f"{float(guide.bound.mean()):.3f}",
                     with_error(evidence, evidence.mean, evidence.mean_standard_error),
                     "" if name == first else number(*self.gain(name, first)),
@@ -243,31 +243,31 @@ class Comparison(dict[str, TrainedCopy]):
             from matplotlib.figure import Figure as New
 
             figure = New(figsize=(10, 3.6), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for i, (name, found) in enumerate(self.items()):
-            size = max(1, len(found.bounds) // _POINTS)
-            ends = range(size, len(found.bounds) + 1, size)
-            means = [statistics.fmean(found.bounds[end - size : end]) for end in ends]
-            passed = list(itertools.accumulate(found.times))
+        training, held_out = figure.subplots(1, 2)
+        for i, (name, trained) in enumerate(self.items()):
+            size = max(1, len(trained.bounds) // _POINTS)
+            ends = range(size, len(trained.bounds) + 1, size)
+            means = [statistics.fmean(trained.bounds[end - size : end]) for end in ends]
+            passed = list(itertools.accumulate(trained.times))
             at = list(ends) if over == "steps" else [passed[end - 1] for end in ends]
-            left.plot(at, means, color=f"C{i}", linewidth=1, label=name)
-            at = [step if over == "steps" else time for step, (time, _) in found.curve.items()]
-            curve = [e for _, e in found.curve.values()]
+            training.plot(at, means, color=f"C{i}", linewidth=1, label=name)
+            at = [step if over == "steps" else time for step, (time, _) in trained.curve.items()]
+            curve = [e for _, e in trained.curve.values()]
             errors = [2 * float(e.mean_standard_error) for e in curve]
             values = [float(e.mean) for e in curve]
-            right.errorbar(at, values, errors, color=f"C{i}", marker="o", markersize=3.5)
-        for axes in (left, right):
+            held_out.errorbar(at, values, errors, color=f"C{i}", marker="o", markersize=3.5)
+        for axes in (training, held_out):
             # The first steps lie far below the rest and would flatten everything else.
             curves = [line.get_ydata() for line in axes.lines]
-            shown = [v for y in curves for v in y[len(y) // 5 :]]
-            if shown and min(shown) < max(shown):
-                margin = 0.1 * (max(shown) - min(shown))
-                axes.set_ylim(min(shown) - margin, max(shown) + margin)
+            heights = [v for y in curves for v in y[len(y) // 5 :]]
+            if heights and min(heights) < max(heights):
+                margin = 0.1 * (max(heights) - min(heights))
+                axes.set_ylim(min(heights) - margin, max(heights) + margin)
             axes.set_xlabel(f"{over} of training")
             axes.grid(alpha=0.3)
-        left.set(title="each loss's own bound (training)", ylabel="nats per weight")
-        left.legend(loc="lower right", fontsize="small")
-        right.set(title="log evidence of the evaluated data, one estimator")
+        training.set(title="each loss's own bound (training)", ylabel="nats per weight")
+        training.legend(loc="lower right", fontsize="small")
+        held_out.set(title="log evidence of the evaluated data, one estimator")
         return figure
 
 
@@ -339,7 +339,7 @@ def compare(
         (['ELBO', 'IWAE'], 200, False)
         >>> found.use(found.best[0])  # and go on with it
     """
-    programs, given = prepare(compare, model, guide, args, model_kwargs, options)
+    programs, settings = prepare(compare, model, guide, args, model_kwargs, options)
     pairs = _checked(losses, optim)
     budget = {"seconds": seconds, "num_steps": num_steps, "num_epochs": num_epochs}
     _check_budget({name: value for name, value in budget.items() if value is not None})
@@ -347,41 +347,41 @@ def compare(
     check_particles = check_count("check_particles", check_particles)
     check_function("to_args", to_args)
     data = _Data(programs, batches, to_args)
-    seed = int(torch.randint(2**31, ())) if given.seed is None else given.seed
-    given = replace(given, seed=seed)
-    checks = replace(given, schedule=None, kernel=None, num_particles=check_particles)
+    seed = int(torch.randint(2**31, ())) if settings.seed is None else settings.seed
+    settings = replace(settings, seed=seed)
+    checks = replace(settings, schedule=None, kernel=None, num_particles=check_particles)
     if num_epochs is not None:
         num_steps = num_epochs * data.length()
     limits = seconds or (_SECONDS if num_steps is None else math.inf), num_steps or math.inf
     # What the evaluation at the end refuses is refused before training.
-    few = replace(given, num_particles=2, warmup=int(given.coordinates == "whitened"))
+    few = replace(settings, num_particles=2, warmup=int(settings.coordinates == "whitened"))
     first = data.first()
-    with each_once(), _same_randomness(), Progress("comparing", given.progress, "turn") as bar:
+    with each_once(), _same_randomness(), Progress("comparing", settings.progress, "turn") as bar:
         bar.expect((num_checks + 1) * len(pairs))
         pyro.set_rng_seed(seed)
         with torch.no_grad(), evaluation_modules(find_modules(*programs.pair)):
             nodes = run_pair(first, Substitutes())[1].nodes
         learns = any(site["type"] == "param" for site in nodes.values())
         guide_and_chains(programs, few)
-        found = Comparison({}, _Values(programs), learns)
-        start = found._values.take()
+        comparison = Comparison({}, _Values(programs), learns)
+        start = comparison._values.swap()
         try:
             for name, (loss, one) in pairs.items():
                 bar.describe(name)
                 _svi(first, one, loss).step(*first.args, **first.kwargs)
-                start = found._values.put(start)
+                start = comparison._values.put(start)
                 pyro.set_rng_seed(seed)
                 run = _Run(data, _svi(first, one, loss))
                 for turn in range(num_checks + 1):
                     run.train(*(limit * turn / num_checks if turn else 0.0 for limit in limits))
                     run.check(programs, checks)
                     bar.step()
-                found[name] = run.found(programs, given)
-                found._trained[name] = found._values.take()
-                start = found._values.put(start)
+                comparison[name] = run.trained_copy(programs, settings)
+                comparison._trained[name] = comparison._values.swap()
+                start = comparison._values.put(start)
         finally:
             start()
-    return found
+    return comparison
 
 
 def _checked(losses: object, optim: object) -> dict[str, tuple[object, PyroOptim]]:
@@ -395,28 +395,28 @@ def _checked(losses: object, optim: object) -> dict[str, tuple[object, PyroOptim
             f"losses must be a dict of losses by name, such as {{'ELBO': Trace_ELBO()}}, got "
             f"{losses!r}"
         )
-    found = {}
+    checked = {}
     for name, loss in losses.items():
         if isinstance(loss, type) or not (callable(loss) or hasattr(loss, "loss_and_grads")):
             raise ValueError(f"losses[{name!r}] must be a loss that SVI takes, got {loss!r}")
-        own = optim.get(name) if isinstance(optim, Mapping) else optim
-        if not isinstance(own, PyroOptim):
+        optimizer = optim.get(name) if isinstance(optim, Mapping) else optim
+        if not isinstance(optimizer, PyroOptim):
             raise ValueError(
                 f"optim must be one of pyro.optim, such as pyro.optim.Adam({{'lr': 0.01}}), or a "
-                f"dict of them by name; for {name!r} got {own!r}"
+                f"dict of them by name; for {name!r} got {optimizer!r}"
             )
-        found[name] = loss, own
-    return found
+        checked[name] = loss, optimizer
+    return checked
 
 
-def _check_budget(given: dict[str, float]) -> None:
-    if len(given) > 1:
-        several = " or ".join(f"{name}={value!r}" for name, value in given.items())
+def _check_budget(budgets: dict[str, float]) -> None:
+    if len(budgets) > 1:
+        several = " or ".join(f"{name}={value!r}" for name, value in budgets.items())
         raise ValueError(
             f"losses are compared after an equal time, equally many steps or equally many epochs: "
             f"pass {several}"
         )
-    for name, value in given.items():
+    for name, value in budgets.items():
         (check_positive if name == "seconds" else check_count)(name, value)
 
 
@@ -498,12 +498,12 @@ class _Values:
     """
 
     def __init__(self, programs: Programs) -> None:
-        found = find_modules(*programs.pair)
-        inner = {id(part) for module in found for part in list(module.modules())[1:]}
-        self._parts: list[Part] = [ModulePart(m) for m in found if id(m) not in inner]
+        modules = find_modules(*programs.pair)
+        inner = {id(part) for module in modules for part in list(module.modules())[1:]}
+        self._parts: list[Part] = [ModulePart(m) for m in modules if id(m) not in inner]
         self._parts.append(ParamStorePart({}))
 
-    def take(self) -> Undo:
+    def swap(self) -> Undo:
         """Remember the present values; what it returns sets them again, once."""
         undos = [part.undo() for part in self._parts]
 
@@ -516,7 +516,7 @@ class _Values:
     def put(self, values: Undo) -> Undo:
         """Set remembered values, and remember them again."""
         values()
-        return self.take()
+        return self.swap()
 
 
 class _Run:
@@ -570,7 +570,7 @@ class _Run:
                 raise
             self.failed = f"step {step}: {first_line(error)}"
 
-    def found(self, programs: Programs, options: Options) -> TrainedCopy:
+    def trained_copy(self, programs: Programs, options: Options) -> TrainedCopy:
         """Evaluate at the end; of what failed it is the last one on the way."""
         guide = evidence = next(reversed(self.curve.values()))[1]
         if not self.failed:

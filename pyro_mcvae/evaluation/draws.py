@@ -63,31 +63,31 @@ def site_draws(
 
     :raises ValueError: if its runs have different sites.
     """
-    found, first = PosteriorDraws(), sample.runs[0]
-    found.log_weight, found.acceptance = log_weight, acceptance
-    found.plates = sample.plate_names
-    found.log_likelihood, found.observed, found.dims = {}, {}, {}
-    found.coords = Minibatch()
+    draws, first = PosteriorDraws(), sample.runs[0]
+    draws.log_weight, draws.acceptance = log_weight, acceptance
+    draws.plates = sample.plate_names
+    draws.log_likelihood, draws.observed, draws.dims = {}, {}, {}
+    draws.coords = Minibatch()
     for name, site in _latents(first):
-        found[name] = site_values(sample, name, site)
-        found.dims[name] = site_dims(site)
+        draws[name] = site_values(sample, name, site)
+        draws.dims[name] = site_dims(site)
     for term in _observed(first):
         name = term.key.name
-        found.log_likelihood[name] = _stack(
+        draws.log_likelihood[name] = _stack(
             sample, name, term.site, 0, lambda run, n: _term(run, n).log_prob
         )
-        found.dims[name] = site_dims(term.site)
+        draws.dims[name] = site_dims(term.site)
         if not is_factor(term.site["fn"]):  # whose value is empty
-            found.observed[name] = _in_full(term.site, len(found.dims[name]))
+            draws.observed[name] = _in_full(term.site, len(draws.dims[name]))
     sites = [t.site for t in first.terms if not t.in_guide]
     for name, size in _plate_sizes(sites).items():
         index = sample.subsamples.get(name)
         floats = isinstance(index, Tensor) and index.is_floating_point()  # which are no indices
         if not isinstance(index, Tensor) or floats or len(index) != size:
             index = torch.arange(size)
-        found.coords[name] = index
-        found.coords.sizes[name] = sample.subsamples.sizes.get(name, size)
-    return found
+        draws.coords[name] = index
+        draws.coords.sizes[name] = sample.subsamples.sizes.get(name, size)
+    return draws
 
 
 def site_values(sample: WeightedParticles, name: str, site: Site) -> Tensor:
@@ -226,8 +226,8 @@ def to_inference_data(draws: PosteriorDraws) -> Any:
     arrays = {n: group for n, group in arrays.items() if group}
     plates = {**draws.dims, "log_weight": draws.plates, "acceptance_rate": draws.plates}
     # A dimension cannot have the name of a variable.
-    taken = {n for group in arrays.values() for n in group} | {"chain", "draw"}
-    renamed = {n: f"{n}_plate" if n in taken else n for n in draws.coords}
+    names_in_use = {n for group in arrays.values() for n in group} | {"chain", "draw"}
+    renamed = {n: f"{n}_plate" if n in names_in_use else n for n in draws.coords}
     dims = {n: [renamed.get(d, d) for d in names] for n, names in plates.items() if names}
     used = {d for names in dims.values() for d in names}
     coords = {renamed[n]: _numpy(c) for n, c in draws.coords.items() if renamed[n] in used}

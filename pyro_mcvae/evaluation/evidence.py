@@ -117,8 +117,8 @@ class LogEvidence:
     :ivar scale: N/B of subsampled plates, a number or a tensor.
     :ivar shared: log density of what belongs to no single datum: observations outside the
         plates, and the prior of a guide's point masses.
-    :ivar given: latents that were held: point masses of the guide, and, with ``joint=False``,
-        global latents that were drawn once. The evidence is conditional on them.
+    :ivar fixed_latents: latents with fixed values: point masses of the guide, and, with
+        ``joint=False``, global latents that were drawn once. The evidence is conditional on them.
     :ivar log_weight: log w, shape ``[K, *plates]``, if it was asked for.
     :ivar acceptance: of chains, the mean acceptance of each transition, shape ``[transitions]``.
     :ivar step_size: of chains.
@@ -149,7 +149,7 @@ class LogEvidence:
     plates: tuple[str, ...]
     scale: float | Tensor
     shared: Tensor
-    given: tuple[str, ...]
+    fixed_latents: tuple[str, ...]
     log_weight: Tensor | None = None
     acceptance: Tensor | None = None
     step_size: Tensor | None = None
@@ -222,30 +222,30 @@ class LogEvidence:
             )
         if self.acceptance is not None and len(self.acceptance):
             lines.append(f"chains: acceptance {float(self.acceptance.mean()):.2f}")
-        if self.given:
-            lines.append(f"given {', '.join(self.given)}")
+        if self.fixed_latents:
+            lines.append(f"given {', '.join(self.fixed_latents)}")
         if self.labellings is not None:
             lines.append(str(self.labellings))
         return "\n".join(lines)
 
 
-def share(flags: Tensor) -> float:
+def fraction(flags: Tensor) -> float:
     """The share of weights for which a flag is true."""
     return float(flags.double().mean())
 
 
-def with_error(found: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
+def with_error(evidence: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
     """A number with its error, unless few draws dominate more than a twentieth of the weights."""
-    known = share(found.few) <= 0.05
+    known = fraction(evidence.few) <= 0.05
     return number(float(value), float(error)) if known else f"{float(value):.3f} ± unknown"
 
 
-def has_light_tail(found: LogEvidence, most: float) -> Tensor:
+def has_light_tail(evidence: LogEvidence, most: float) -> Tensor:
     r"""
     Where the weights' :math:`\hat k` plus two of its errors is at most ``most``, or all weights are
     equal; not where there are too few to say.
     """
-    return found.pareto_k + 2 * found.pareto_k_error <= most
+    return evidence.pareto_k + 2 * evidence.pareto_k_error <= most
 
 
 def log_evidence(
@@ -360,10 +360,10 @@ def log_evidence(
         >>> bool((found.pareto_k < 0.5).all())
         True
     """
-    programs, given = prepare(log_evidence, model, guide, args, model_kwargs, options)
+    programs, settings = prepare(log_evidence, model, guide, args, model_kwargs, options)
     check_flag("keep_log_weight", keep_log_weight)
-    with weights_of(programs, given, given.annealing()) as weights:
-        return estimate(weights, given.num_particles, keep_log_weight)
+    with weights_of(programs, settings, settings.annealing()) as weights:
+        return estimate(weights, settings.num_particles, keep_log_weight)
 
 
 @contextmanager
@@ -435,7 +435,7 @@ def estimate(
 
     :param all_labellings: add what other labellings of exchangeable components add.
     """
-    summary, kept, acceptance = WeightSummary(num_particles), [], []
+    summary, log_weights, acceptance = WeightSummary(num_particles), [], []
     for count in weights.chunks(num_particles):
         log_weight, runs, rates = weights.weigh(count)
         weights.check(log_weight, runs)
@@ -443,7 +443,7 @@ def estimate(
         if rates is not None:
             acceptance.append(count * rates)
         if keep_log_weight:
-            kept.append(log_weight)
+            log_weights.append(log_weight)
     bound, annealing = weights.bound(summary), weights.annealing
     labellings = None
     if all_labellings and not isinstance(weights, StateWeights):
@@ -459,8 +459,8 @@ def estimate(
         weights.reference.plate_names,
         weights.reference.scale,
         weights.shared(),
-        weights.given,
-        torch.cat(kept) if kept else None,
+        weights.fixed_latents,
+        torch.cat(log_weights) if log_weights else None,
         torch.stack(acceptance).sum(0) / num_particles if acceptance else None,
         None if annealing is None else annealing.kernel.step_size().detach().clone(),
         annealing is not None and annealing.whitens,
@@ -511,26 +511,26 @@ def log_evidence_loader(
         >>> log_evidence_loader(model, guide, loader, progress=False).log_evidence.shape
         torch.Size([10])
     """
-    given = Options(**options)
+    settings = Options(**options)
     check_flag("keep_log_weight", keep_log_weight)
     check_function("to_args", to_args)
     _check_loader(batches)
-    annealing = given.annealing()
-    found = []
-    with evaluation_mode(model, guide, seed=given.seed), torch.no_grad():
-        for batch in with_progress(batches, "log evidence", given.progress):
+    annealing = settings.annealing()
+    evidences = []
+    with evaluation_mode(model, guide, seed=settings.seed), torch.no_grad():
+        for batch in with_progress(batches, "log evidence", settings.progress):
             args, kwargs = as_arguments(batch if to_args is None else to_args(batch))
             programs = Programs(model, guide, args, kwargs)
             check_call(programs)
             with outside_inference_mode(programs) as programs:
                 if annealing is not None:
                     annealing.whitening = None  # that of another posterior
-                weights = _make_weights(programs, given, annealing)
+                weights = _make_weights(programs, settings, annealing)
                 _check_batches(weights)
-                found.append(estimate(weights, given.num_particles, keep_log_weight))
-    if not found:
+                evidences.append(estimate(weights, settings.num_particles, keep_log_weight))
+    if not evidences:
         raise ValueError("there was no batch: the loader is empty, or was used up before")
-    return _side_by_side(found, plate)
+    return _concatenated(evidences, plate)
 
 
 def _check_loader(batches: object) -> None:
@@ -559,9 +559,9 @@ def _check_batches(weights: ImportanceSampler) -> None:
         )
 
 
-def _side_by_side(found: list[LogEvidence], plate: str | None) -> LogEvidence:
-    first, sizes = found[0], [f.log_evidence.numel() for f in found]
-    if any(not torch.allclose(f.shared, first.shared, rtol=1e-4) for f in found):
+def _concatenated(evidences: list[LogEvidence], plate: str | None) -> LogEvidence:
+    first, sizes = evidences[0], [f.log_evidence.numel() for f in evidences]
+    if any(not torch.allclose(f.shared, first.shared, rtol=1e-4) for f in evidences):
         raise ValueError(
             "the batches have factors outside the data's plates, and other ones in each: put "
             "these observations into the plate"
@@ -569,16 +569,16 @@ def _side_by_side(found: list[LogEvidence], plate: str | None) -> LogEvidence:
     dim = _dim(first, plate)
     data = "log_evidence", "standard_error", "effective_sample_size", "pareto_k", "bound"
     changes: dict[str, Any] = {
-        name: torch.cat([getattr(f, name) for f in found], dim) for name in data
+        name: torch.cat([getattr(f, name) for f in evidences], dim) for name in data
     }
-    rates = [f.acceptance for f in found if f.acceptance is not None]
+    rates = [f.acceptance for f in evidences if f.acceptance is not None]
     if rates:
         parts = [n * rate for n, rate in zip(sizes, rates, strict=True)]
         changes["acceptance"] = torch.stack(parts).sum(0) / sum(sizes)
-    kept = [f.log_weight for f in found if f.log_weight is not None]
-    if kept:
-        changes["log_weight"] = torch.cat(kept, dim + 1)
-    labellings = [f.labellings for f in found if f.labellings is not None]
+    log_weights = [f.log_weight for f in evidences if f.log_weight is not None]
+    if log_weights:
+        changes["log_weight"] = torch.cat(log_weights, dim + 1)
+    labellings = [f.labellings for f in evidences if f.labellings is not None]
     # Where one batch does not say what was added, as much may be missing in all.
     changes["labellings"] = min(labellings, key=lambda e: e.added or 0.0, default=None)
     return replace(first, **changes, scale=1.0)

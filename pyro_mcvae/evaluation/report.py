@@ -18,8 +18,8 @@ from pyro_mcvae.evaluation.evidence import (
     LogEvidence,
     estimate,
     filled,
+    fraction,
     has_light_tail,
-    share,
     table,
     weights_of,
     with_error,
@@ -97,8 +97,8 @@ class Report:
         in a hundred that any datum is here without reason. False without chains.
         """
         missed = torch.zeros_like(self._good)
-        for other in (self.evidence, self.prior):
-            more, error, counts, sizes = self._excess(other)
+        for chains in (self.evidence, self.prior):
+            more, error, counts, sizes = self._excess(chains)
             limit = _student_limit(1 - _ALARM / more.numel(), (sizes - 1).clamp_min(1.0))
             missed |= counts & (more > _CLOSE) & (more > limit * error)
         return missed
@@ -110,20 +110,20 @@ class Report:
         more, error = (more * counts).sum(), (error * counts).square().sum().sqrt()
         return bool(self.missed.any()) or bool((more > _CLOSE) & (more > 3 * error))
 
-    def _excess(self, other: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _excess(self, chains: LogEvidence | str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return by how much chains find more evidence than the guide, with its error, where both
         estimates count, and the smaller effective sample size."""
         guide, shape = self.guide, self.guide.log_evidence.shape
-        comparable = not isinstance(other, str) and other.pareto_k.numel() == shape.numel()
-        if isinstance(other, str) or not comparable or share(other.unreliable) > 0.5:
-            other, comparable = guide, False
+        comparable = not isinstance(chains, str) and chains.pareto_k.numel() == shape.numel()
+        if isinstance(chains, str) or not comparable or fraction(chains.unreliable) > 0.5:
+            chains, comparable = guide, False
         # Chains have no dim for a plate of one datum, which the guide's weights may have.
-        more = other.log_evidence.reshape(shape) - guide.log_evidence
-        error = torch.hypot(other.standard_error.reshape(shape), guide.standard_error)
+        more = chains.log_evidence.reshape(shape) - guide.log_evidence
+        error = torch.hypot(chains.standard_error.reshape(shape), guide.standard_error)
         sizes = torch.minimum(
-            other.effective_sample_size.reshape(shape), guide.effective_sample_size
+            chains.effective_sample_size.reshape(shape), guide.effective_sample_size
         )
-        counts = self._good & ~other.unreliable.reshape(shape) & comparable
+        counts = self._good & ~chains.unreliable.reshape(shape) & comparable
         return more, error, counts, sizes
 
     @property
@@ -133,23 +133,23 @@ class Report:
         where many are heavy, the guide is too narrow, and some k-hats are good by chance.
         """
         light = has_light_tail(self.guide, 0.7) | (self.states is not None)  # exact sums
-        return light & (share(self.guide.unreliable) <= 0.5)
+        return light & (fraction(self.guide.unreliable) <= 0.5)
 
     @property
-    def looked(self) -> bool:
+    def checked_modes(self) -> bool:
         """Return whether chains from the prior were compared with the guide for most data."""
         _, _, counts, sizes = self._excess(self.prior)
-        return share(~counts | (sizes < 10)) <= 0.5
+        return fraction(~counts | (sizes < 10)) <= 0.5
 
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
         """The data with the largest gaps: their indices in the plates, and the gaps in nats."""
         count = check_count("count", count)
         flat = self.gap.flatten()
-        found = flat.topk(min(count, len(flat)))
+        largest = flat.topk(min(count, len(flat)))
         indices = [
-            tuple(int(i) for i in torch.unravel_index(at, self.gap.shape)) for at in found.indices
+            tuple(int(i) for i in torch.unravel_index(at, self.gap.shape)) for at in largest.indices
         ]
-        return list(zip(indices, found.values.tolist(), strict=True))
+        return list(zip(indices, largest.values.tolist(), strict=True))
 
     @property
     def trusted(self) -> bool:
@@ -161,10 +161,14 @@ class Report:
         """
         labellings = self.evidence.labellings
         open_ended = labellings is not None and labellings.added is None
-        if self.misses or open_ended or share(self.evidence.unreliable | self.evidence.few) > _FEW:
+        if (
+            self.misses
+            or open_ended
+            or fraction(self.evidence.unreliable | self.evidence.few) > _FEW
+        ):
             return False
         return _is_sure(self.evidence) or (
-            len(self.chains) > 1 and _settled(self.chains[-2], self.chains[-1])
+            len(self.chains) > 1 and _agree(self.chains[-2], self.chains[-1])
         )
 
     @property
@@ -189,8 +193,8 @@ class Report:
         if n > 1:
             worst = (f"{i[0] if len(i) == 1 else i} ({gap:.2f})" for i, gap in self.worst())
             lines.append(f"largest gaps: {', '.join(worst)}")
-        if guide.given:
-            lines.append(f"given {', '.join(guide.given)}")
+        if guide.fixed_latents:
+            lines.append(f"given {', '.join(guide.fixed_latents)}")
         if self.no_chains:
             lines.append("no more chains: see no_chains")
         if isinstance(self.prior, str):
@@ -205,7 +209,7 @@ def report(
     model: Program,
     guide: Program,
     *args: object,
-    look: bool | None = None,
+    check_modes: bool | None = None,
     escalate: bool | None = None,
     model_kwargs: Mapping[str, object] | None = None,
     **options: Any,
@@ -239,8 +243,8 @@ def report(
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
-    :param bool look: run chains from the prior; None does so unless the programs are looped over,
-        where each chain is a run of its own.
+    :param bool check_modes: run chains from the prior. None runs them unless particles are looped
+        over, where each chain is a separate run.
     :param bool escalate: run chains where the guide's weights leave doubt; None likewise.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
@@ -260,39 +264,41 @@ def report(
         >>> found.advice.partition(",")[0]
         'Next: take TraceIWAE_ELBO(num_particles=10)'
     """
-    programs, given = prepare(report, model, guide, args, model_kwargs, options)
-    check_flag("look", look, or_none=True)
+    programs, settings = prepare(report, model, guide, args, model_kwargs, options)
+    check_flag("check_modes", check_modes, or_none=True)
     check_flag("escalate", escalate, or_none=True)
-    annealing, count = given.annealing(), given.num_particles
-    with weights_of(programs, given) as weights:
+    annealing, count = settings.annealing(), settings.num_particles
+    with weights_of(programs, settings) as weights:
         plain = estimate(weights, count)
         states = weights.guide.num_states if isinstance(weights, StateWeights) else None
-        no_chains = _unasked("escalate", escalate, weights.loops)
+        no_chains = _why_not_run("escalate", escalate, weights.loops)
         if states is not None:
             no_chains = "no chain moves discrete states"
         chains: tuple[LogEvidence, ...] = ()
         if annealing is not None:
             chains, no_chains = (estimate(weights.annealed(annealing), count),), ""
         elif not no_chains and not _is_sure(plain):
-            chains, no_chains = _climb(weights, given)
+            chains, no_chains = _climb(weights, settings)
         evidence = chains[-1] if chains else plain
-        prior = _unasked("look", look, weights.loops) or _from_prior(weights, count)
+        prior = _why_not_run("check_modes", check_modes, weights.loops) or _from_prior(
+            weights, count
+        )
         return Report(evidence, plain, weights.discrete, prior, chains, no_chains, states)
 
 
-def _unasked(name: str, asked: bool | None, loops: bool) -> str:
+def _why_not_run(name: str, requested: bool | None, loops: bool) -> str:
     """Why chains do not run, if they shall not."""
-    if asked is None and loops:
+    if requested is None and loops:
         return f"particles are looped over: {name}=True runs them"
-    return f"{name}=False" if asked is False else ""
+    return f"{name}=False" if requested is False else ""
 
 
 def _is_sure(evidence: LogEvidence) -> bool:
     """Whether the standard errors of nearly all weights can be relied on."""
-    return share(evidence.doubtful) <= _FEW
+    return fraction(evidence.doubtful) <= _FEW
 
 
-def _settled(short: LogEvidence, long: LogEvidence, most: float = math.inf) -> bool:
+def _agree(short: LogEvidence, long: LogEvidence, most: float = math.inf) -> bool:
     """
     Whether longer chains find the same, within two errors, so that a bias would show.
 
@@ -311,31 +317,31 @@ def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvide
     :param weights: those of the guide.
     :returns: what they found, the surest last, and why there are no more.
     """
-    found: list[LogEvidence] = []
+    evidences: list[LogEvidence] = []
     count = min(options.num_particles, max(_FEWEST, _CHAINS // max(1, weights.elements)))
     kernel = options.kernel
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for steps, own in _RUNGS:
-                if own and (weights.discrete or options.coordinates == own):
+            for steps, whitened in _RUNGS:
+                if whitened and (weights.discrete or options.coordinates == whitened):
                     break
-                coordinates, warmup = own or options.coordinates, options.warmup
-                if own:
+                coordinates, warmup = whitened or options.coordinates, options.warmup
+                if whitened:
                     kernel, warmup = options.kernel, max(1, warmup)
                 annealing = make_annealing(steps, kernel, coordinates, warmup)
                 assert annealing is not None
-                found.append(estimate(weights.annealed(annealing), count))
+                evidences.append(estimate(weights.annealed(annealing), count))
                 kernel = annealing.kernel  # with the step size that it has found
-                if _is_sure(found[-1]) or (
-                    len(found) > 1 and _settled(found[-2], found[-1], _WIDE)
+                if _is_sure(evidences[-1]) or (
+                    len(evidences) > 1 and _agree(evidences[-2], evidences[-1], _WIDE)
                 ):
                     break
     except (ValueError, RuntimeError, NotImplementedError) as error:
         _logger.info("chains from the guide's draws did not run: %s", first_line(error))
-        return tuple(found), first_line(error)
+        return tuple(evidences), first_line(error)
     # Each is a lower bound in expectation.
-    return (*found[:1], *sorted(found[1:], key=lambda e: float(e.mean))), ""
+    return (*evidences[:1], *sorted(evidences[1:], key=lambda e: float(e.mean))), ""
 
 
 def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence | str:
@@ -350,8 +356,8 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
     :param num_particles: the most chains of each datum.
     :returns: the evidence, or why there is none.
     """
-    if weights.given:
-        return f"{', '.join(weights.given)} are held, and the prior draws them"
+    if weights.fixed_latents:
+        return f"{', '.join(weights.fixed_latents)} are held, and the prior draws them"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -375,20 +381,20 @@ def _student_limit(level: float, freedom: Tensor) -> Tensor:
     return z + first + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
-def _row(name: str, found: LogEvidence) -> list[str]:
+def _row(name: str, evidence: LogEvidence) -> list[str]:
     return [
         name,
-        str(found.num_particles),
-        with_error(found, found.mean, found.mean_standard_error),
-        f"{float(found.pareto_k.median()):.2f} ± {float(found.pareto_k_error.median()):.2f}",
-        f"{int(found.unreliable.sum())} of {found.pareto_k.numel()}",
-        f"{float(found.effective_sample_size.median()):.0f}",
+        str(evidence.num_particles),
+        with_error(evidence, evidence.mean, evidence.mean_standard_error),
+        f"{float(evidence.pareto_k.median()):.2f} ± {float(evidence.pareto_k_error.median()):.2f}",
+        f"{int(evidence.unreliable.sum())} of {evidence.pareto_k.numel()}",
+        f"{float(evidence.effective_sample_size.median()):.0f}",
     ]
 
 
 def _trust(report: Report) -> str:
     if report.trusted:
-        if not report.looked and not isinstance(report.prior, str):
+        if not report.checked_modes and not isinstance(report.prior, str):
             return "The evidence is known about as well as its error says, if no mode is missed."
         return "The evidence is known about as well as its error says."
     steps = max((_steps(c) for c in report.chains), default=0)
@@ -404,7 +410,7 @@ def _trust(report: Report) -> str:
 def _reach(report: Report) -> str:
     if report.misses:
         return "The guide misses a part of the posterior, such as a mode."
-    if report.looked:
+    if report.checked_modes:
         return "Chains from the prior find no modes that the guide does not draw."
     return "Modes that the guide does not draw would not show."
 
@@ -413,7 +419,7 @@ def _advice(report: Report) -> str:
     labellings = report.evidence.labellings
     # No loss closes the part of the gap that labellings are.
     missing = 0.0 if labellings is None else labellings.added or 0.0
-    left, heavy = float(report.gap.mean()) - missing, share(report.guide.unreliable)
+    gap, heavy = float(report.gap.mean()) - missing, fraction(report.guide.unreliable)
     richer = "a richer guide (full covariances, or a flow)"
     if report.states is not None:
         if _is_sure(report.guide):
@@ -424,7 +430,7 @@ def _advice(report: Report) -> str:
         )
     if report.misses:
         return f"Next: begin the guide's training elsewhere, or take {richer}."
-    if left < _CLOSE and heavy <= _FEW:
+    if gap < _CLOSE and heavy <= _FEW:
         part = "one labelling of " if missing > _CLOSE else ""
         return f"The guide is close to {part}the posterior: the ELBO is tight enough."
     if report.discrete:
@@ -433,7 +439,7 @@ def _advice(report: Report) -> str:
             f"Next: take TraceRaoBlackwell_ELBO (less noise) or TraceIWAE_ELBO (a tighter bound), "
             f"or let {sites} depend on each other in the guide."
         )
-    if left > _TENS:
+    if gap > _TENS:
         return (
             f"Next: take TraceSIS_ELBO(10, num_particles=8, multi_sample=True), with more steps "
             f"if it was trained by that; or {richer}."

@@ -59,13 +59,16 @@ class Simulation:
 
 
 def simulate(
-    programs: Programs, reference: WeightedParticles, held: frozenset[str], to_args: ToArgs | None
+    programs: Programs,
+    reference: WeightedParticles,
+    fixed_sites: frozenset[str],
+    to_args: ToArgs | None,
 ) -> Simulation:
     """
     Draw latents from the prior, then observations.
 
     :param reference: an execution on the user's data, for its minibatch and its held latents.
-    :param held: latents that keep the reference's values.
+    :param fixed_sites: latents that keep the reference's values.
     :param to_args: maps the observations, by site, to the programs' arguments. None: the observed
         tensors are replaced where the arguments hold them.
     :raises ValueError: for models that no data can be drawn from, naming the site; and where it is
@@ -80,7 +83,7 @@ def simulate(
             f"site '{name}' of the model says .mask(False), so that the model has no prior of it "
             f"that data could be drawn from: leave the mask out"
         )
-    values = {n: nodes[n]["value"] for n in held if n in nodes}
+    values = {n: nodes[n]["value"] for n in fixed_sites if n in nodes}
     with Recorder(Substitutes(reference.subsamples, values)) as recorder, Unconditioned():
         programs.model(*programs.args, **programs.kwargs)
     drawn = {n: s["value"] for n, s in recorder.trace.nodes.items() if is_scored(s)}
@@ -88,16 +91,16 @@ def simulate(
     latents = {n: v for n, v in drawn.items() if n not in data}
     if to_args is not None:
         args, kwargs = as_arguments(to_args(data))
-        found = replace(programs, args=args, kwargs=kwargs)
+        simulated = replace(programs, args=args, kwargs=kwargs)
     else:
         remedy = (
             f"pass to_args=..., which maps a dict of the simulated observations {sorted(data)} to "
             f"the arguments (to_args=lambda data: args, if guide and model do not read the data "
             f"from them)"
         )
-        found = substitute(programs, nodes, data, reference.subsamples, remedy)
-    found = replace(found, model=poutine.condition(found.model, data=data))
-    return Simulation(found, latents, recorder.trace)
+        simulated = substitute(programs, nodes, data, reference.subsamples, remedy)
+    simulated = replace(simulated, model=poutine.condition(simulated.model, data=data))
+    return Simulation(simulated, latents, recorder.trace)
 
 
 def check_density(simulation: Simulation, run: Run) -> None:
@@ -113,13 +116,13 @@ def check_density(simulation: Simulation, run: Run) -> None:
             continue
         expected = model_term(site).log_prob.sum()
         leads = run.leading is not None and term.log_prob.dim() > run.nesting
-        found = term.log_prob.sum() / (len(term.log_prob) if leads else 1)
-        if not torch.allclose(found, expected.to(found), rtol=1e-3, atol=1e-3):
+        density = term.log_prob.sum() / (len(term.log_prob) if leads else 1)
+        if not torch.allclose(density, expected.to(density), rtol=1e-3, atol=1e-3):
             raise ValueError(
-                f"the density of site '{term.key.name}' of the model is {float(found):.4g} on the "
-                f"simulated data, but was {float(expected):.4g} when they were drawn: the model "
-                f"reads its data other than through obs=, or its arguments were not replaced; pass "
-                f"to_args=..., which maps the simulated observations to all arguments"
+                f"the density of site '{term.key.name}' of the model is {float(density):.4g} on "
+                f"the simulated data, but was {float(expected):.4g} when they were drawn: the "
+                f"model reads its data other than through obs=, or its arguments were not replaced; "
+                f"pass to_args=..., which maps the simulated observations to all arguments"
             )
 
 
@@ -162,7 +165,7 @@ class Sandwich:
     :ivar upper: by chains from the exact posterior draw that the data came from.
     :ivar num_particles: chains per datum in each direction.
     :ivar plates: the names of the plates.
-    :ivar given: latents that were held; see :class:`LogEvidence`.
+    :ivar fixed_latents: latents that were held; see :class:`LogEvidence`.
     :ivar step_size: of the kernel.
     """
 
@@ -170,7 +173,7 @@ class Sandwich:
     upper: Tensor
     num_particles: int
     plates: tuple[str, ...]
-    given: tuple[str, ...]
+    fixed_latents: tuple[str, ...]
     step_size: Tensor
 
     @property
@@ -191,12 +194,12 @@ class Sandwich:
         return self.gap.std() / math.sqrt(self.gap.numel())
 
     def __str__(self) -> str:
-        given = f", given {', '.join(self.given)}" if self.given else ""
+        condition = f", given {', '.join(self.fixed_latents)}" if self.fixed_latents else ""
         return (
             f"log evidence of simulated data between {float(self.lower.mean()):.3f} and "
             f"{float(self.upper.mean()):.3f} nats per weight; gap {float(self.mean_gap):.3f} ± "
             f"{float(self.standard_error):.3f} ({self.gap.numel()} simulated, "
-            f"{self.num_particles} chains each way{given})"
+            f"{self.num_particles} chains each way{condition})"
         )
 
 
@@ -267,7 +270,9 @@ def sandwich(
         >>> bool(0 < found.mean_gap < 0.1)
         True
     """
-    programs, given = prepare(sandwich, model, guide, args, model_kwargs, options, num_particles=10)
+    programs, settings = prepare(
+        sandwich, model, guide, args, model_kwargs, options, num_particles=10
+    )
     num_simulations = check_count("num_simulations", num_simulations)
     check_function("to_args", to_args)
     if is_messenger(programs):
@@ -275,32 +280,32 @@ def sandwich(
             f"the guide {type(programs.guide).__name__} runs its own model, which simulated "
             f"data do not reach: use the AutoGuide that it stands for, such as AutoNormal"
         )
-    if given.schedule is None and given.kernel is None:
-        given = replace(given, schedule=DEFAULT_STEPS)
-    annealing = given.annealing(_WITHOUT_CHAINS)
+    if settings.schedule is None and settings.kernel is None:
+        settings = replace(settings, schedule=DEFAULT_STEPS)
+    annealing = settings.annealing(_WITHOUT_CHAINS)
     assert annealing is not None
     if not annealing.kernel.adjusted:
         raise ValueError(
             f"a chain of {type(annealing.kernel).__name__} cannot be run backwards: use a kernel "
             f"that leaves its target invariant, HMC, MALA or RandomWalk"
         )
-    with importance_sampler(programs, given, annealing) as weights:
+    with importance_sampler(programs, settings, annealing) as weights:
         pairs = []
         for _ in range(num_simulations):
-            simulation = simulate(weights.programs, weights.reference, weights.held, to_args)
-            pairs.append(_both_ways(weights, annealing, simulation, given.num_particles))
+            simulation = simulate(weights.programs, weights.reference, weights.fixed_sites, to_args)
+            pairs.append(_both_bounds(weights, annealing, simulation, settings.num_particles))
         lower, upper = zip(*pairs, strict=True)
         return Sandwich(
             torch.stack(lower),
             torch.stack(upper),
-            given.num_particles,
+            settings.num_particles,
             weights.reference.plate_names,
-            weights.given,
+            weights.fixed_latents,
             annealing.kernel.step_size().detach().clone(),
         )
 
 
-def _both_ways(
+def _both_bounds(
     user: ImportanceSampler, annealing: Annealing, simulation: Simulation, num_particles: int
 ) -> tuple[Tensor, Tensor]:
     sampler = user.on(simulation.programs)

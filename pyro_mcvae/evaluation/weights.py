@@ -24,7 +24,7 @@ from pyro_mcvae.checks.masks import (
     transported,
 )
 from pyro_mcvae.coordinates.chain_density import ChainDensity, WhitenedDensity, Whitening, named
-from pyro_mcvae.coordinates.coordinate import Coordinates, GivenLatents
+from pyro_mcvae.coordinates.coordinate import Coordinates, LatentValues
 from pyro_mcvae.coordinates.log_weight import GradientMode, LogWeight
 from pyro_mcvae.evaluation.options import MOVES, Annealing, Counted, Options, population, whiten
 from pyro_mcvae.ops.tensors import follow
@@ -42,7 +42,7 @@ from pyro_mcvae.programs.run import Programs, Run
 from pyro_mcvae.programs.sites import is_delta, is_latent, is_random, is_scored, known_support
 from pyro_mcvae.programs.terms import scored
 from pyro_mcvae.programs.types import FactorKey, Site, is_subsampled
-from pyro_mcvae.structure import dependencies
+from pyro_mcvae.structure import provenance
 from pyro_mcvae.truncated.guide import TruncatedPosterior, new_posterior
 from pyro_mcvae.truncated.posterior import StatePosterior, drawn_from_states
 
@@ -157,8 +157,8 @@ class ImportanceSampler:
 
     :ivar programs: those that are weighed; see :func:`count_masked`.
     :param annealing: chains instead of plain importance sampling.
-    :ivar given: latents whose values are held: point masses, and globals that were drawn once.
-    :ivar held: the same as the model's sites have them.
+    :ivar fixed_latents: latents with fixed values: point masses, and globals drawn once.
+    :ivar fixed_sites: the same as the model's sites have them.
     :cvar remedy: what helps where the weights' tails are heavy.
     :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
     """
@@ -195,9 +195,9 @@ class ImportanceSampler:
             self._joint, self._samplers = True, {}
             self.reference, drawn = self._sampler(1).sample(self.programs), ()
         check_blocks(self.reference)
-        self.given = tuple(sorted(points)) + drawn
+        self.fixed_latents = tuple(sorted(points)) + drawn
         self._drawn = drawn
-        self.held = points | frozenset(drawn)
+        self.fixed_sites = points | frozenset(drawn)
 
     @property
     def chunk_size(self) -> int:
@@ -227,20 +227,20 @@ class ImportanceSampler:
 
         :param joint: weigh everything together, also where this one does not.
         """
-        other = copy.copy(self)
-        other.programs, other._samplers = programs, {}
-        other._joint = self._joint or joint
+        sampler = copy.copy(self)
+        sampler.programs, sampler._samplers = programs, {}
+        sampler._joint = self._joint or joint
         reference = self.reference
-        other.reference = other._sampler(1).single(
+        sampler.reference = sampler._sampler(1).single(
             programs, reference.subsamples, reference.global_values()
         )
-        return other
+        return sampler
 
     def annealed(self, annealing: Annealing) -> ImportanceSampler:
         """The same, by chains."""
-        other = self.on(self.programs)
-        other.annealing = annealing
-        return other
+        sampler = self.on(self.programs)
+        sampler.annealing = annealing
+        return sampler
 
     def of_prior(self) -> ImportanceSampler:
         """Those of the model's own prior, which sums what the guide leaves to be summed."""
@@ -260,7 +260,7 @@ class ImportanceSampler:
         self.reference = self._sampler(1).single(self.programs, self.reference.subsamples)
 
     @property
-    def holds_draws(self) -> bool:
+    def has_fixed_draws(self) -> bool:
         """Whether global latents were drawn once."""
         return bool(self._drawn)
 
@@ -279,7 +279,7 @@ class ImportanceSampler:
             within=self.reference,
             gradient=gradient,
             coordinates=coordinates,
-            begin=None if latents is None else GivenLatents(latents),
+            begin=None if latents is None else LatentValues(latents),
         )
 
     def with_drawn_states(self, sample: WeightedParticles) -> WeightedParticles:
@@ -429,14 +429,14 @@ class ImportanceSampler:
 
     def _count_alike(self, points: frozenset[str]) -> None:
         """Let both programs count the same entries of each latent, or refuse them."""
-        apart = points
+        excluded = points
         if masks_latents(self.reference.runs[0]):
             sampler, subsamples = self._sampler(1), self.reference.subsamples
             pair = self.reference.runs[0], sampler.single(self.programs, subsamples).runs[0]
-            apart = points | transported(self.programs, *pair)
+            excluded = points | transported(self.programs, *pair)
             self.programs = count_masked(self.programs, *pair)
             self.reference = sampler.single(self.programs, subsamples)
-        check_masks(self.reference.runs[0], apart)
+        check_masks(self.reference.runs[0], excluded)
         check_unweighed(self.programs, self.reference.runs[0], is_random)
         check_angles(self.reference.runs[0])
 
@@ -447,8 +447,8 @@ def find_points(programs: Programs, run: Run) -> frozenset[str]:
     points = {s["name"] for s in sites if is_delta(s["fn"])}
     names = frozenset(s["name"] for s in sites if is_random(s))
     if points and names:
-        found = dependencies.find_dependencies(programs, names, run.subsamples)
-        points = {n for n in points if not found.factors.get(FactorKey("guide", n), names)}
+        traced = provenance.find_dependencies(programs, names, run.subsamples)
+        points = {n for n in points if not traced.factors.get(FactorKey("guide", n), names)}
     return frozenset(points)
 
 
@@ -573,7 +573,7 @@ class StateWeights(ImportanceSampler):
         self.progress, self._options, self.annealing = progress, options, None
         self.posterior = self.guide.posterior(*programs.args, **programs.kwargs)
         self.reference = self.posterior.particles
-        self.given = _points(self.posterior)
+        self.fixed_latents = _points(self.posterior)
 
     loops = False
 
@@ -604,12 +604,12 @@ class StateWeights(ImportanceSampler):
 
     def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
         options = replace(self._options, joint=joint or self._options.joint)
-        found = ImportanceSampler(programs, options, self.progress)
-        mine, theirs = self.reference.subsamples, found.reference.subsamples
+        sampler = ImportanceSampler(programs, options, self.progress)
+        mine, theirs = self.reference.subsamples, sampler.reference.subsamples
         for name in mine.keys() & theirs.keys():
             if not torch.equal(mine[name], theirs[name]):
                 raise ValueError(f"plate '{name}' draws a minibatch of its own")
-        return found
+        return sampler
 
 
 def _with_states(programs: Programs) -> TruncatedPosterior:

@@ -234,9 +234,13 @@ class InformedFlips(Mutation):
 def _strides(space: StateSpace, moves: Tensor, current: Tensor, value: Tensor) -> Tensor:
     """Lengthen some steps of counts, within their range."""
     step, last = value - current, space.table("move size", value.device)[moves] - 1
-    room = torch.where(step > 0, last - current, current)
-    scale = (4 * torch.rand(room.shape, device=room.device, dtype=torch.double) - 3).clamp_min(0.0)
-    distance = torch.minimum((room + 1).double().pow(scale).long(), room.clamp_min(1))
+    distance_left = torch.where(step > 0, last - current, current)
+    scale = (
+        4 * torch.rand(distance_left.shape, device=distance_left.device, dtype=torch.double) - 3
+    ).clamp_min(0.0)
+    distance = torch.minimum(
+        (distance_left + 1).double().pow(scale).long(), distance_left.clamp_min(1)
+    )
     return torch.where(space.table("wraps", value.device)[moves], value, current + step * distance)
 
 

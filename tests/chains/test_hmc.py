@@ -19,15 +19,15 @@ def target(beta=0.7):
 def test_one_leapfrog_step_is_mala_draw_by_draw(eta):
     eta = torch.as_tensor(eta)
     start = target().evaluate(torch.randn(100, 2))
-    found = []
+    result = []
     for kernel in (MALA(eta), HMC((2 * eta).sqrt(), num_leapfrog=1)):
         torch.manual_seed(5)
         state, infos = start, []
         for _ in range(4):
             state, info = kernel.step(state, target())
             infos.append(info)
-        found.append((state, infos))
-    (a, first), (b, second) = found
+        result.append((state, infos))
+    (a, first), (b, second) = result
     assert torch.allclose(a.position, b.position)
     for i, j in zip(first, second, strict=True):
         assert torch.equal(i.accepted, j.accepted)
@@ -55,11 +55,11 @@ def test_the_ratio_is_that_of_the_momenta(monkeypatch):
 def test_laziness_rejects_a_share_and_bounds_the_score():
     """With the same noise: the same moves, each kept with 1 - laziness."""
     start = target().evaluate(torch.randn(2000, 2))
-    found = []
+    result = []
     for laziness in (0.0, 0.2):
         torch.manual_seed(5)
-        found.append(HMC(0.4, 2, laziness=laziness).step(start, target())[1])
-    eager, lazy = found
+        result.append(HMC(0.4, 2, laziness=laziness).step(start, target())[1])
+    eager, lazy = result
     assert torch.allclose(lazy.acceptance, 0.8 * eager.acceptance)
     assert not (lazy.accepted & ~eager.accepted).any()
     rejected = lazy.log_prob[~lazy.accepted]

@@ -19,15 +19,15 @@ def target(beta=0.7, movable=None):
 def test_without_momentum_it_is_ula_draw_by_draw(eta):
     eta = torch.as_tensor(eta)
     start = target().evaluate(torch.randn(20, 2))
-    found = []
+    result = []
     for kernel in (ULA(eta), UnderdampedLangevin((2 * eta).sqrt(), momentum=0.0)):
         torch.manual_seed(5)
         state, infos = start, []
         for k in range(4):
             state, info = kernel.step(state, target(k / 4))
             infos.append(info)
-        found.append((state, infos))
-    (a, first), (b, second) = found
+        result.append((state, infos))
+    (a, first), (b, second) = result
     assert torch.allclose(a.position, b.position)
     for i, j in zip(first, second, strict=True):
         assert torch.allclose(i.log_ratio, j.log_ratio)

@@ -54,14 +54,14 @@ def counts(name):
     vae = VAE(SimpleNamespace(objective="RB" if discrete else name, **SIZES), stored=False)
     x = torch.rand(5, SIZES["pixels"]).bernoulli()
     ways = (hand.Categories, hand.BareCategories) if discrete else (hand.Plain, hand.Bare)
-    found = []
+    result = []
     for wrap in (lambda loss: loss, partial(CompiledELBO, backend="eager")):
         elbo = wrap(loss())
         step = partial(elbo.differentiable_loss, vae.model, vae.guide, x)
-        found.append(count(gradient_step(step, vae.parameters())))
+        result.append(count(gradient_step(step, vae.parameters())))
     for way in ways:
-        found.append(count(gradient_step(lambda w=way: -bound(w(vae), x), vae.parameters())))
-    return found
+        result.append(count(gradient_step(lambda w=way: -bound(w(vae), x), vae.parameters())))
+    return result
 
 
 @pytest.mark.parametrize(

@@ -154,5 +154,5 @@ def test_the_table_has_every_objective() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_costs(name: str) -> None:
-    found, written = counted(name), tuple(value(cell) for cell in rows()[name])
-    assert found == written
+    result, written = counted(name), tuple(value(cell) for cell in rows()[name])
+    assert result == written

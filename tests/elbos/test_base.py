@@ -108,16 +108,16 @@ def test_the_losses_and_bounds_agree_under_one_seed(objective, vectorize):
         return elbo.loss(model, guide)
 
     def differentiable(elbo):
-        found = elbo.differentiable_loss(model, guide)
-        assert found.shape == ()
-        found.backward()
+        result = elbo.differentiable_loss(model, guide)
+        assert result.shape == ()
+        result.backward()
         grads.append(take_gradients(exact))
-        return found.item()
+        return result.item()
 
     def step(elbo):
-        found = elbo.loss_and_grads(model, guide)
+        result = elbo.loss_and_grads(model, guide)
         grads.append(take_gradients(exact))
-        return found
+        return result
 
     def bounds(elbo):
         return -elbo.bounds(model, guide).total.item()
@@ -199,13 +199,13 @@ def test_a_module_has_the_gradient_of_a_step(objective):
     pyro.set_rng_seed(0)
     module(x)  # finds the parameters
     pyro.get_param_store().clear()
-    found = []
+    result = []
     for step in (lambda: module(x).backward(), lambda: plain.loss_and_grads(model, guide, x)):
         pyro.set_rng_seed(1)
         step()
-        found.append({n: p.grad for n, p in module.named_parameters() if "kernel" not in n})
+        result.append({n: p.grad for n, p in module.named_parameters() if "kernel" not in n})
         module.zero_grad()
-    by_module, by_step = found
+    by_module, by_step = result
     assert {n.split(".")[0] for n in by_module} == {"model", "guide"}
     for name, grad in by_module.items():
         assert grad.abs().max() > 0, name

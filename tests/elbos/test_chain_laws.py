@@ -75,11 +75,11 @@ def test_mean_weight_is_the_evidence_per_datum(model, kernel, coordinates):
     with torch.no_grad():
         bounds = elbo.bounds(exact.model, exact.guide)
     log_evidence = exact.log_evidence_per_datum()
-    found = elbo.last_step.log_weight
-    weight = (found - log_evidence).exp()
+    result = elbo.last_step.log_weight
+    weight = (result - log_evidence).exp()
     assert weight.shape == (4000, len(log_evidence))
     assert_mean(weight, torch.ones_like(log_evidence))
-    error = 4.5 * found.std(0) / 4000**0.5
+    error = 4.5 * result.std(0) / 4000**0.5
     assert (bounds.per_datum < log_evidence + error).all()
 
 

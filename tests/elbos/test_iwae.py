@@ -86,8 +86,8 @@ def test_an_exact_guide_makes_the_bound_the_evidence(make, vectorize):
 def test_value_is_the_exact_expectation(make, num_particles, vectorize):
     exact = make()
     elbo = TraceIWAE_ELBO(num_particles=num_particles, vectorize_particles=vectorize)
-    found = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(6)])
-    off = found - exact.iwae_per_datum(num_particles)
+    result = torch.stack([elbo.bounds(exact.model, exact.guide).per_datum for _ in range(6)])
+    off = result - exact.iwae_per_datum(num_particles)
     # In total, and for data of every size.
     assert_mean(torch.stack([off, off * exact.x, off * exact.x**2], -1).flatten(0, 1), 0.0)
 
@@ -161,12 +161,12 @@ def test_joint_bound_rises_above_that_of_a_single_global_draw():
 @per_datum
 def test_one_particle_is_the_plain_elbo_in_value_and_gradient(make):
     exact = make()
-    found = []
+    result = []
     for elbo in (TraceIWAE_ELBO(1), Trace_ELBO()):
         pyro.set_rng_seed(3)
         loss = elbo.loss_and_grads(exact.model, exact.guide)
-        found.append((loss, take_gradients(exact)))
-    (ours, our_grads), (theirs, their_grads) = found
+        result.append((loss, take_gradients(exact)))
+    (ours, our_grads), (theirs, their_grads) = result
     assert abs(ours - theirs) < 1e-9
     for name, grad in our_grads.items():
         assert torch.allclose(grad, their_grads[name], atol=1e-9), name
@@ -213,17 +213,17 @@ def test_the_models_gradient_is_that_of_the_bound(objective, estimator, vectoriz
             pyro.sample("z", dist.Normal(a * x, 0.9))
             pyro.sample("w", dist.Normal(a + 0.5 * x, 0.6))
 
-    found = []
+    result = []
     for name in ("reparam", estimator):
         elbo = objective(num_particles=6, gradient_estimator=name, vectorize_particles=vectorize)
         elbo.loss(model, guide)
         pyro.set_rng_seed(0)
         elbo.loss_and_grads(model, guide)
         params = dict(pyro.get_param_store().named_parameters())
-        found.append([params[n].grad.clone() for n in ("loc", "slope")])
+        result.append([params[n].grad.clone() for n in ("loc", "slope")])
         for p in params.values():
             p.grad = None
-    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*result)
 
 
 def test_sticking_the_landing_has_no_variance_at_the_optimum():
@@ -304,13 +304,13 @@ def test_dreg_through_the_inverse_of_a_flow_matches_reparam():
 
     def mean(estimator, count=50):
         elbo = TraceIWAE_ELBO(4, estimator, vectorize_particles=True)
-        found = []
+        result = []
         for _ in range(count):
             elbo.loss_and_grads(model, guide)
-            found.append(parameter.grad.clone())
+            result.append(parameter.grad.clone())
             flow.zero_grad()
-        found = torch.stack(found)
-        return found.mean(0), found.var(0) / count
+        result = torch.stack(result)
+        return result.mean(0), result.var(0) / count
 
     plain, doubly, auto = mean("reparam"), mean("dreg"), mean("auto")
     assert ((plain[0] - doubly[0]).abs() < 4.8 * (plain[1] + doubly[1]).sqrt()).all()
@@ -389,10 +389,10 @@ def test_bayesian_regression_on_minibatches_is_the_averaged_elbo(vectorize, capl
 
     both = Programs(model, guide, (), {})
     particles = 50 if vectorize else 2
-    found = values(TraceIWAE_ELBO(particles, vectorize_particles=vectorize), both, 160)
+    result = values(TraceIWAE_ELBO(particles, vectorize_particles=vectorize), both, 160)
     prior, q = dist.Normal(0.0, 1.0), dist.Normal(0.3, 0.5)
     likelihood = dist.Normal(0.3, 1.0).log_prob(x) - 0.5 * 0.5**2
-    assert_mean(found, likelihood.sum() - torch.distributions.kl_divergence(q, prior))
+    assert_mean(result, likelihood.sum() - torch.distributions.kl_divergence(q, prior))
     assert [r.message for r in caplog.records if "averaged" in r.message]
 
 
@@ -495,14 +495,14 @@ def test_straight_through_draws_keep_their_gradient(estimator):
         with pyro.plate("data", 2):
             pyro.sample("z", dist.RelaxedBernoulliStraightThrough(torch.tensor(0.5), probs))
 
-    found = []
+    result = []
     for name in ("reparam", estimator):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         TraceIWAE_ELBO(4, name, vectorize_particles=True).loss_and_grads(model, guide)
-        found.append(dict(pyro.get_param_store().named_parameters())["probs"].grad.clone())
-    assert torch.isfinite(found[0])
-    assert torch.allclose(*found)
+        result.append(dict(pyro.get_param_store().named_parameters())["probs"].grad.clone())
+    assert torch.isfinite(result[0])
+    assert torch.allclose(*result)
 
 
 @pytest.mark.parametrize("estimator", ["reparam", "vimco", "auto"])
@@ -521,9 +521,9 @@ def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
             pyro.sample("x", dist.Normal(z, 0.8), obs=x.expand(size))
 
     def guide():
-        found = pyro.param("ends", ends)
+        result = pyro.param("ends", ends)
         with pyro.plate("data", size):
-            pyro.sample("z", dist.Uniform(found[0], found[1]))
+            pyro.sample("z", dist.Uniform(result[0], result[1]))
 
     noise = (torch.arange(400) + 0.5) / 400
     leaf = ends.clone().requires_grad_()
@@ -531,13 +531,13 @@ def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
     bound = log_mean_exp(log_weight(leaf[0], leaf[1], pair)).mean()
     (exact,) = torch.autograd.grad(bound, leaf)
     elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=True)
-    found = []
+    result = []
     for _ in range(12):
         elbo.loss_and_grads(model, guide)
         param = dict(pyro.get_param_store().named_parameters())["ends"]
-        found.append(-param.grad / size)
+        result.append(-param.grad / size)
         param.grad = None
-    assert_mean(torch.stack(found), exact)
+    assert_mean(torch.stack(result), exact)
     assert (exact.abs() > 0.01).all()
 
 
@@ -545,7 +545,7 @@ def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
 def test_a_learned_scale_has_the_gradient_of_reparam(estimator):
     # No draw depends on it, so that one seed has one gradient; what takes the score of log q out
     # took its scale's gradient out as well, 87.7 in the place of 6.2 in sixty data.
-    x, found = torch.tensor([0.5, 1.5, -1.0]), []
+    x, result = torch.tensor([0.5, 1.5, -1.0]), []
 
     def latent(loc, s):
         with pyro.poutine.scale(scale=pyro.param("temper", torch.tensor(0.7))):
@@ -564,9 +564,9 @@ def test_a_learned_scale_has_the_gradient_of_reparam(estimator):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         TraceIWAE_ELBO(3, name, vectorize_particles=True).loss_and_grads(model, guide)
-        found.append(dict(pyro.get_param_store().named_parameters())["temper"].grad.clone())
-    assert torch.allclose(*found)
-    assert found[0].abs() > 0.1
+        result.append(dict(pyro.get_param_store().named_parameters())["temper"].grad.clone())
+    assert torch.allclose(*result)
+    assert result[0].abs() > 0.1
 
 
 @pytest.mark.parametrize("estimator", ["dreg", "vimco", "auto"])
@@ -598,13 +598,13 @@ def test_a_truncated_distribution_has_the_exact_gradient(estimator):
     pair = torch.stack(torch.broadcast_tensors(log_weight[:, None], log_weight))
     (exact,) = torch.autograd.grad(log_mean_exp(pair).mean(), leaf)
     elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=True)
-    found = []
+    result = []
     for _ in range(12):
         elbo.loss_and_grads(model, guide)
         param = dict(pyro.get_param_store().named_parameters())["parameters"]
-        found.append(-param.grad / size)
+        result.append(-param.grad / size)
         param.grad = None
-    assert_mean(torch.stack(found), exact)
+    assert_mean(torch.stack(result), exact)
 
 
 def test_doubly_reparameterized_gradients_of_relaxed_draws_are_those_of_reparam():
@@ -621,13 +621,13 @@ def test_doubly_reparameterized_gradients_of_relaxed_draws_are_those_of_reparam(
         with pyro.plate("data", count):
             pyro.sample("z", dist.RelaxedOneHotCategorical(temperature, logits=logits))
 
-    found = []
+    result = []
     for estimator in ("reparam", "dreg"):
         TraceIWAE_ELBO(3, gradient_estimator=estimator).loss_and_grads(model, guide)
         logits = pyro.get_param_store()._params["logits"]
-        found.append(logits.grad)
+        result.append(logits.grad)
         logits.grad = None
-    difference = found[0] - found[1]
+    difference = result[0] - result[1]
     error = difference.std(0) / count**0.5
     assert (difference.mean(0).abs() < 5 * error).all()
     assert (error < 0.005).all()

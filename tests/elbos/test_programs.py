@@ -506,10 +506,10 @@ def test_programs_may_differentiate(objective):
             mode = z.detach() - slope / curvature
         pyro.sample("loc", dist.Normal(mode, pyro.param("width", torch.tensor(0.8))))
 
-    found = []
+    result = []
     for by_autograd in (False, True):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
         loss = OBJECTIVES[objective]().loss_and_grads(model, guide, by_autograd)
-        found.append([loss, *(pyro.param(n).grad.item() for n in ("scale", "width"))])
-    assert found[0] == pytest.approx(found[1], rel=1e-6)
+        result.append([loss, *(pyro.param(n).grad.item() for n in ("scale", "width"))])
+    assert result[0] == pytest.approx(result[1], rel=1e-6)

@@ -124,8 +124,8 @@ def step(objective, *pair):
     elbo.loss(*pair, X)
     pyro.set_rng_seed(0)
     loss = elbo.loss_and_grads(*pair, X)
-    found = dict(pyro.get_param_store().named_parameters())
-    return loss, {name: p.grad for name, p in found.items()}
+    result = dict(pyro.get_param_store().named_parameters())
+    return loss, {name: p.grad for name, p in result.items()}
 
 
 @pytest.mark.parametrize(
@@ -161,5 +161,5 @@ def test_the_default_gradient_of_a_flow_needs_no_second_density(local):
 def test_the_evidence_under_such_a_guide():
     covariance = torch.eye(3, dtype=torch.float64) * 3
     exact = dist.MultivariateNormal(torch.full((3,), 0.3), covariance).log_prob(X)
-    found = log_evidence(*programs(flow, True), X, num_particles=2000)
-    assert abs(found.total - exact) < 4 * found.total_standard_error
+    result = log_evidence(*programs(flow, True), X, num_particles=2000)
+    assert abs(result.total - exact) < 4 * result.total_standard_error

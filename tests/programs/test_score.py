@@ -107,8 +107,8 @@ def test_gradient_is_the_closed_form(way, loss):
 
 
 def test_particles_of_one_logarithm_have_the_path_and_the_score():
-    found = gradients(TraceIWAE_ELBO(1), *programs("to_event"))
-    assert_mean(found, exact_gradient())
+    result = gradients(TraceIWAE_ELBO(1), *programs("to_event"))
+    assert_mean(result, exact_gradient())
 
 
 @in_turn(

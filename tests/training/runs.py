@@ -214,10 +214,10 @@ class Run:
 
     def tensors(self):
         """All that the run has learned, by name."""
-        found = {f"store {n}": v.detach() for n, v in pyro.get_param_store().items()}
+        result = {f"store {n}": v.detach() for n, v in pyro.get_param_store().items()}
         for part in (self.model, self.guide, self.loss):
             if isinstance(part, nn.Module):
-                found.update(
+                result.update(
                     {f"{type(part).__name__} {n}": v for n, v in part.state_dict().items()}
                 )
-        return {name: v.clone() for name, v in found.items()}
+        return {name: v.clone() for name, v in result.items()}

@@ -99,9 +99,9 @@ def test_search_finds_the_best_states(states):
     """Enough steps find exactly the S most probable of all states, whatever the start."""
     evolution = EvolutionaryUpdate(4, 4, 2, uniformly, UniformFlips())
     guide = TruncatedPosterior(model, states, evolution)
-    found = guide.fit(num_steps=60)
+    result = guide.fit(num_steps=60)
     everything = TruncatedPosterior(model, 2**H).posterior().log_joint
-    assert torch.allclose(found, everything.topk(states, dim=0).values.logsumexp(0))
+    assert torch.allclose(result, everything.topk(states, dim=0).values.logsumexp(0))
 
 
 def test_minibatches_change_their_own_data_only():
@@ -125,10 +125,10 @@ def test_held_out_data_by_e_steps_with_frozen_parameters():
     test = X.flip(0)[:5] + 0.1
     held_out = TruncatedPosterior(lambda: model(x=test), 8)
     everything = TruncatedPosterior(lambda: model(x=test), 2**H).posterior().free_energy
-    found = held_out.fit(num_steps=30)
-    assert found.shape == (5,)
-    assert (found <= everything + 1e-9).all()
-    assert torch.allclose(found, everything, atol=0.5)
+    result = held_out.fit(num_steps=30)
+    assert result.shape == (5,)
+    assert (result <= everything + 1e-9).all()
+    assert torch.allclose(result, everything, atol=0.5)
 
 
 def test_posterior_queries_equal_the_exact_ones():
@@ -253,8 +253,8 @@ def test_uniform_moves_and_those_of_a_subclass_have_their_propensities():
     keys = space.keys(space.pack(states))
     parents = Parents(space, states, space.pack(states), torch.zeros(20_000, 1), keys)
     # Two of six moves without replacement.
-    share = UniformFlips()(parents, 2).flatten(1, 2).double().mean((0, 1))
-    assert ((share - 1 / 6).abs() < 4.5 * (5 / 36 / 40_000) ** 0.5).all()
+    fraction = UniformFlips()(parents, 2).flatten(1, 2).double().mean((0, 1))
+    assert ((fraction - 1 / 6).abs() < 4.5 * (5 / 36 / 40_000) ** 0.5).all()
     assert AlwaysTheFirst()(parents, 1)[..., 0].all()
 
 
@@ -426,8 +426,8 @@ def test_duplicates_by_key_are_those_by_value():
     space = StateSpace([2, 3, 5, 300])
     states = torch.stack([torch.randint(n, (6, 40)) for n in space.sizes], dim=-1)
     assert torch.equal(space.unpack(space.pack(states)).long(), states)
-    found = duplicates(space.keys(space.pack(states)))
-    for row, flags in zip(states.tolist(), found.tolist(), strict=True):
+    result = duplicates(space.keys(space.pack(states)))
+    for row, flags in zip(states.tolist(), result.tolist(), strict=True):
         assert flags == [state in row[:i] for i, state in enumerate(row)]
 
 
@@ -469,7 +469,7 @@ def test_other_data_in_a_plate_without_indices_are_told_of():
 
 def test_states_that_were_made_in_inference_mode_train():
     """Their gradient is that of a guide which never was in it."""
-    found = []
+    result = []
     for mode in (True, False):
         weight = WEIGHT.clone().requires_grad_()
 
@@ -485,10 +485,10 @@ def test_states_that_were_made_in_inference_mode_train():
             guide.load_state_dict({n: b.clone() for n, b in guide.named_buffers()})
             elbo.loss(program, guide)
         pyro.set_rng_seed(1)
-        found.append((elbo.loss_and_grads(program, guide), weight.grad, guide.states_data))
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
-    assert torch.equal(found[0][2], found[1][2])
+        result.append((elbo.loss_and_grads(program, guide), weight.grad, guide.states_data))
+    assert result[0][0] == result[1][0]
+    assert torch.equal(result[0][1], result[1][1])
+    assert torch.equal(result[0][2], result[1][2])
 
 
 def test_a_zero_inflated_count_has_its_exact_evidence():
@@ -536,8 +536,8 @@ def test_marks_for_enumeration_do_not_matter():
             pyro.sample("x", dist.Normal(z, 1.0), obs=X[:, 0])
 
     exact = pyro.infer.TraceEnum_ELBO(max_plate_nesting=1).loss(program, lambda: None)
-    found = TraceTruncated_ELBO().loss(program, TruncatedPosterior(program, 2))
-    assert abs(found - exact) < 1e-9
+    result = TraceTruncated_ELBO().loss(program, TruncatedPosterior(program, 2))
+    assert abs(result - exact) < 1e-9
 
 
 def test_a_mask_that_comes_later_is_refused():

@@ -322,7 +322,9 @@ def find_dependencies(
     def with_escaped(key: FactorKey, parents: frozenset[str]) -> frozenset[str]:
         steps = _iterations(traces[key.program].nodes[key.name])
         same = (
-            n for n, own in escaped.items() if all(steps.get(p, t) == t for p, t in own.items())
+            n
+            for n, steps_of in escaped.items()
+            if all(steps.get(p, t) == t for p, t in steps_of.items())
         )
         return parents.union(same)
 

@@ -66,8 +66,8 @@ class ChainStates(nn.Module):
             self.visited = torch.zeros(sizes, dtype=torch.bool, device=drawn.device)
         self._check(sample, drawn)
         known = self.visited[index] if index else self.visited
-        kept = self.positions[_of_all_chains(index)]
-        return torch.where(known[..., None], kept.to(drawn), drawn)
+        stored = self.positions[_of_all_chains(index)]
+        return torch.where(known[..., None], stored.to(drawn), drawn)
 
     @torch.no_grad()
     def keep(self, sample: WeightedParticles, positions: Tensor) -> None:
@@ -155,7 +155,7 @@ class Call:
 
     def is_same(self, programs: Programs) -> bool:
         """Whether another step has the same programs, on data that have not changed."""
-        if self._read.refused or programs.pair != self.programs.pair:
+        if self._read.unsupported or programs.pair != self.programs.pair:
             return False
         leaves = _leaves(programs)
         same = len(leaves) == len(self._leaves) and all(map(_same_leaf, leaves, self._leaves))
@@ -182,12 +182,12 @@ class _Draw:
     Posterior draws of a minibatch that serve several updates.
 
     :ivar call: the model, the guide and the data that they were drawn for.
-    :ivar left: how many updates they still serve.
+    :ivar num_left: how many updates they still serve.
     """
 
     sample: WeightedParticles
     call: Call
-    left: int
+    num_left: int
 
 
 class MonteCarloEM(ChainELBO):
@@ -323,7 +323,7 @@ class MonteCarloEM(ChainELBO):
 
     def estimate(self, programs: Programs) -> Estimate:
         draw = self._draw
-        served = draw is not None and draw.left > 0 and draw.call.is_same(programs)
+        served = draw is not None and draw.num_left > 0 and draw.call.is_same(programs)
         if torch.is_grad_enabled() and draw is not None and served:
             sample = self.sampler.replay_detached(programs, draw.sample)
             if sample is not None:
@@ -343,7 +343,7 @@ class MonteCarloEM(ChainELBO):
         shared = sum(t.log_prob.sum() * t.plate_scale for t in sample.global_terms())
 
         def finish() -> None:
-            draw.left -= 1
+            draw.num_left -= 1
             draw.call = Call(programs, draw.call.executed)  # what the programs have written now
 
         surrogate = as_scalar(local + shared)

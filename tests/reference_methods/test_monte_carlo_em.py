@@ -87,13 +87,13 @@ def test_constrained_latents():
 def test_the_value_is_the_plain_elbo_by_every_way():
     exact = ConjugateGaussian(N=60, subsample_size=30)
     elbo = MonteCarloEM(2, HMC(0.3, 2), num_particles=2)
-    found = []
+    result = []
     for name in ("loss", "differentiable_loss", "loss_and_grads", "bounds"):
         pyro.set_rng_seed(0)
         value = getattr(elbo, name)(exact.model, exact.guide)
         value = -value.total if name == "bounds" else value
-        found.append(float(torch.as_tensor(value).detach()))
-    assert all(math.isclose(found[0], other, rel_tol=1e-9) for other in found)
+        result.append(float(torch.as_tensor(value).detach()))
+    assert all(math.isclose(result[0], other, rel_tol=1e-9) for other in result)
     with pyro.validation_enabled(False):
         values = torch.tensor([elbo.loss(exact.model, exact.guide) for _ in range(50)])
     assert_mean(-values, exact.elbo())
@@ -149,8 +149,8 @@ def test_persistent_chains_forget_a_poor_guide():
         """In standard errors, of the mean of blocks: chains are correlated in time."""
         pyro.clear_param_store()
         elbo = MonteCarloEM(1, HMC(0.4, 2), num_particles=100, **options, **QUICK)
-        found, wanted = gradients(elbo, exact, count), exact.gradient()
-        blocks = {n: v[20:].reshape(-1, block).mean(1) for n, v in found.items()}
+        result, wanted = gradients(elbo, exact, count), exact.gradient()
+        blocks = {n: v[20:].reshape(-1, block).mean(1) for n, v in result.items()}
         return {n: (v.mean() - wanted[n]) / (v.std() / len(v) ** 0.5) for n, v in blocks.items()}
 
     assert all(abs(b) < 4.5 for b in bias(Line(size=4), 120, 10, persistent=True).values())
@@ -271,10 +271,10 @@ def test_gradient_of_a_later_update():
     theta = {n: exact.values[n].clone().requires_grad_() for n in ("theta0", "theta1")}
     loc = theta["theta0"] + z @ theta["theta1"].T
     wanted = dist.Normal(loc, exact.sigma).log_prob(exact.x).sum() / 3
-    found = dict(pyro.get_param_store().named_parameters())
+    result = dict(pyro.get_param_store().named_parameters())
     for name, grad in zip(theta, torch.autograd.grad(wanted, list(theta.values())), strict=True):
-        assert torch.allclose(-found[name].grad, grad)
-    assert all(found[n].grad is None for n in ("W", "c", "log_s"))
+        assert torch.allclose(-result[name].grad, grad)
+    assert all(result[n].grad is None for n in ("W", "c", "log_s"))
 
 
 def test_a_later_update_with_global_latents_and_a_structured_guide():

@@ -29,7 +29,7 @@ from pyro_mcvae.programs.run import Programs, Run, is_messenger
 from pyro_mcvae.programs.sites import changed_draw, is_delta, is_random, is_record, known_support
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import FactorKey, Message, PlateKey, Site, plate_frames, plate_key
-from pyro_mcvae.structure.dependencies import Read, ReadRecorder, reads_of_latents
+from pyro_mcvae.structure.provenance import Read, ReadRecorder, reads_of_latents
 
 Values = dict[str, Tensor]
 
@@ -72,7 +72,7 @@ def _random() -> random.Random:
 
 
 @contextmanager
-def other_draws() -> Iterator[None]:
+def reseeded() -> Iterator[None]:
     """Make draws differ from those of a run that began with the same random state."""
     with isolated():
         torch.manual_seed(_random().getrandbits(31))
@@ -107,7 +107,7 @@ _COUNTS = type(constraints.nonnegative_integer)
 def intervene(
     sites: Mapping[str, Site],
     values: Mapping[str, Tensor],
-    others: Mapping[str, Tensor],
+    other_values: Mapping[str, Tensor],
     where: Mapping[str, Tensor],
     undefined: bool,
 ) -> Values:
@@ -115,13 +115,13 @@ def intervene(
     Change some entries of latents.
 
     :param values: each latent's value.
-    :param others: another value of each.
+    :param other_values: another value of each.
     :param where: the changed entries of each, broadcast with the batch dims of its value.
     :param bool undefined: whether floating-point entries become NaN, instead of another value.
     """
     changed = dict(values)
     for name, chosen in where.items():
-        value, new = values[name], others[name]
+        value, new = values[name], other_values[name]
         if undefined and value.is_floating_point():
             new = changed_draw(lambda v: torch.full_like(v, math.nan), value)
         if value.shape != new.shape:
@@ -246,14 +246,14 @@ def find_dependent_plates(
     with probing(programs), ReadRecorder() as recorder:
         first = probe(programs, subsamples, at, leading=leading())
     latents = {n: s for n, s in first.guide_trace.nodes.items() if is_random(s)}
-    with other_draws():
-        others = {n: other_value(s) for n, s in latents.items()}
+    with reseeded():
+        other_values = {n: other_value(s) for n, s in latents.items()}
         halves = [(p, [*random_halves(p[0].size)]) for p in _plates(latents)]
     if not halves:
         return DependentPlates({}, [])
     values = {n: s["value"] for n, s in latents.items()}
     reads = reads_of_latents(programs, first.subsamples, frozenset(latents), recorder.reads)
-    experiment = _Experiment(programs, first, latents, values, others, bool(reads), leading)
+    experiment = _Experiment(programs, first, latents, values, other_values, bool(reads), leading)
     links = _plates_of_reads(first, latents, reads)
     reads = [r for r in reads if any(_in_one_run(latents[n]) for n in r.sites & latents.keys())]
     for plate, pair in halves:
@@ -343,7 +343,7 @@ class _Experiment:
 
     :param latents: the random sites of the guide.
     :param values: their values.
-    :param others: other values.
+    :param other_values: other values.
     :param reads: whether Python code reads their values; NaN could then change its control flow.
     """
 
@@ -353,12 +353,12 @@ class _Experiment:
         first: Probe,
         latents: Mapping[str, Site],
         values: Values,
-        others: Values,
+        other_values: Values,
         reads: bool,
         leading: Callable[[], Leading],
     ) -> None:
         self._programs, self._subsamples, self._leading = programs, first.subsamples, leading
-        self._latents, self._values, self._others = latents, values, others
+        self._latents, self._values, self._other_values = latents, values, other_values
         smooth = [v.is_floating_point() for v in values.values()]
         self._undefined, self._discrete = any(smooth) and not reads, not all(smooth)
         # With a single latent, only the model's factors are tested.
@@ -388,7 +388,7 @@ class _Experiment:
         before = self._baseline(generic)
         for subset in subsets:
             where = subset.where(self._latents, self._values)
-            moved = intervene(self._latents, self._values, self._others, where, undefined)
+            moved = intervene(self._latents, self._values, self._other_values, where, undefined)
             after = self._terms(moved, generic)
             for key, term in before.items():
                 old = term.log_prob.detach()

@@ -32,8 +32,8 @@ from pyro_mcvae.programs.sites import (
 from pyro_mcvae.programs.substitute import substitute
 from pyro_mcvae.programs.terms import Term, guide_terms
 from pyro_mcvae.programs.types import FactorKey, Program, Site
-from pyro_mcvae.structure import dependencies
-from pyro_mcvae.structure.dependencies import Escapes
+from pyro_mcvae.structure import provenance
+from pyro_mcvae.structure.provenance import Escapes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,7 +67,7 @@ def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
     :param model_trace: a run of the model on the data.
     :raises ValueError: naming a site that was not dreamt, or in another shape than its data.
     """
-    found = {}
+    values = {}
     for name, site in model_trace.nodes.items():
         if not is_scored(site) or not site["is_observed"] or is_factor(site["fn"]):
             continue
@@ -83,8 +83,8 @@ def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
         counted = counted_values(site)
         if counted is not None:
             new = torch.where(counted, new, value)
-        found[name] = new.detach()
-    return found
+        values[name] = new.detach()
+    return values
 
 
 def recognize(programs: Programs, dreamt: Trace, subsamples: Minibatch) -> Run:
@@ -132,9 +132,9 @@ def check_factors(programs: Programs, run: Run) -> None:
     if not factors:
         return
     tracked = frozenset(t.key.name for t in run.terms if t.in_guide and is_random(t.site))
-    found = dependencies.find_dependencies(programs, tracked, run.subsamples).factors
+    parents_of = provenance.find_dependencies(programs, tracked, run.subsamples).factors
     for name in factors:
-        parents = found.get(FactorKey("model", name), tracked)
+        parents = parents_of.get(FactorKey("model", name), tracked)
         if parents:
             raise ValueError(
                 f"the model's factor '{name}' depends on {', '.join(map(repr, sorted(parents)))}, "
@@ -163,7 +163,7 @@ def check_reads(programs: Programs, run: Run) -> None:
         changed = substitute(programs, run.model_trace.nodes, values, run.subsamples)
         marked = _Marked(programs, changed)
         read = marked.readers(lambda p: dream(p, run.subsamples))
-        seen = marked.readers(lambda p: recognize(p, dreamt, run.subsamples).guide_trace)
+        readers = marked.readers(lambda p: recognize(p, dreamt, run.subsamples).guide_trace)
     if read:
         raise ValueError(
             f"the distribution of site '{read[0]}' of the model depends on observed values that "
@@ -171,7 +171,7 @@ def check_reads(programs: Programs, run: Run) -> None:
             f"use the values that pyro.sample returns, pass covariates as other tensors than the "
             f"observed ones, or make the guide's arguments by dream_args"
         )
-    if seen == []:
+    if readers == []:
         raise ValueError(
             f"the guide reads the data of {', '.join(map(repr, sorted(values)))} from none of the "
             f"arguments in which the model observes them, so that it would not see a dream: read "
@@ -210,12 +210,12 @@ class _Marked:
             with torch.enable_grad(), pyro.validation_enabled(False):
                 with Escapes() as escapes:
                     trace = run(self._programs)
-                found = [n for n, s in trace.nodes.items() if self._reads(s)]
+                names = [n for n, s in trace.nodes.items() if self._reads(s)]
         except Exception:
             # Operators that refuse tracked tensors: such programs cannot be checked.
             return None
         # What became of data that turned into Python numbers is not known.
-        return found if found or not escapes.names else None
+        return names if names or not escapes.names else None
 
     def _reads(self, site: Site) -> bool:
         if not is_scored(site) or is_factor(site["fn"]):
@@ -225,7 +225,7 @@ class _Marked:
             return True
         log_prob = detach_provenance(log_prob)
         return log_prob.requires_grad and not self._ids.isdisjoint(
-            dependencies.autograd_leaves(log_prob)
+            provenance.autograd_leaves(log_prob)
         )
 
 
@@ -354,13 +354,15 @@ class WakeSleep(MonteCarloELBO):
     def _with_dream(self, programs: Programs, run: Run, values: dict[str, Tensor]) -> Programs:
         if self.dream_args is None:
             return substitute(programs, run.model_trace.nodes, values, run.subsamples)
-        found = self.dream_args(values, *programs.args, **programs.kwargs)
-        if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        arguments = self.dream_args(values, *programs.args, **programs.kwargs)
+        if not (
+            isinstance(arguments, tuple) and len(arguments) == 2 and isinstance(arguments[1], dict)
+        ):
             raise ValueError(
                 f"dream_args must return the guide's arguments as a pair (args, kwargs), such as "
-                f"((x,), {{}}), got {type(found).__name__}"
+                f"((x,), {{}}), got {type(arguments).__name__}"
             )
-        return replace(programs, args=tuple(found[0]), kwargs=found[1])
+        return replace(programs, args=tuple(arguments[0]), kwargs=arguments[1])
 
     def _check(self, programs: Programs, run: Run) -> None:
         """Once for each structure that the programs show, if these are not too many."""
