@@ -121,8 +121,9 @@ def check_density(simulation: Simulation, run: Run) -> None:
             raise ValueError(
                 f"the density of site '{term.key.name}' of the model is {float(density):.4g} on "
                 f"the simulated data, but was {float(expected):.4g} when they were drawn: the "
-                f"model reads its data other than through obs=, or its arguments were not replaced; "
-                f"pass to_args=..., which maps the simulated observations to all arguments"
+                f"model reads its data other than through obs=, or its arguments were not "
+                f"replaced; pass to_args=..., which maps the simulated observations to all "
+                f"arguments"
             )
 
 
