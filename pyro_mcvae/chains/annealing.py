@@ -25,7 +25,7 @@ class Transition(Protocol):
     adjusted: bool
 
     def step(self, state: State, target: Target) -> tuple[State, Info]:
-        """One transition."""
+        """Make one transition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,17 @@ class Chain:
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradients that step sizes adapt by, shape ``[*batch, D]``."""
+        """Return the gradients that step sizes adapt by, shape ``[*batch, D]``."""
         gradient = self.start.grad_joint
         return None if gradient is None else of_moving(gradient, self.movable)
 
     @property
     def mean_acceptance(self) -> Tensor:
         """
-        What step sizes adapt by, a scalar: the mean acceptance of all transitions; for unadjusted
-        kernels the geometric mean. Each of their transitions costs the bound about -log acceptance
-        nats: a few diverged chains, which a mean of probabilities hides, ruin it. The two means
-        agree where no chain diverges.
+        Return the scalar that step sizes adapt by: the mean acceptance of all transitions, or for
+        unadjusted kernels its geometric mean. Each unadjusted transition costs the bound about -log
+        acceptance nats, so a few diverged chains, which an arithmetic mean hides, matter. Without
+        diverged chains both means agree.
         """
         acceptance = torch.stack([info.acceptance for info in self.infos])
         if self.infos[0].accepted is not None:
@@ -158,7 +158,7 @@ def anneal(
 
 def _parts(betas: Tensor, log_weights: list[Tensor]) -> Tensor:
     """
-    What each step adds to W; after the last one, nothing: ``[K + 1, *batch]``.
+    Return the increments of W, shape ``[K + 1, *batch]``; the last one is zero.
 
     :param log_weights: before each of the steps, at least.
     """
@@ -168,7 +168,10 @@ def _parts(betas: Tensor, log_weights: list[Tensor]) -> Tensor:
 
 
 def _times(step: Tensor, log_weight: Tensor) -> Tensor:
-    """A part of W; of a learned schedule without the gradient at states of weight zero."""
+    """
+    Return a coefficient times an increment. A learned schedule gets no gradient from states of
+    weight zero.
+    """
     if not step.requires_grad:
         return step * log_weight
     usable = log_weight.isfinite()
@@ -183,7 +186,7 @@ def anneal_back(
     movable: Tensor | None = None,
 ) -> Tensor:
     r"""
-    The weight of AIS run backwards, from the posterior to the base density [1].
+    Return the log weight of AIS run backwards, from the posterior to the base density [1].
 
     .. math::
         W = \sum_{k=1}^K (\beta_k - \beta_{k-1}) \log w(z_{k-1}), \qquad
@@ -233,7 +236,8 @@ def anneal_back(
 
 def accept_score(chain: Chain, multi_sample: bool = False) -> Tensor:
     r"""
-    The score-function part of an AIS bound's gradient: its accept bits are not reparameterized.
+    Return the score-function term of an AIS bound's gradient, for accept decisions, which are not
+    reparameterized.
 
     .. math::
         \frac{1}{P} \sum_{i=1}^P \sum_k (R_k^i - b_k^i)\, \nabla \log \Pr(a_k^i),

@@ -51,7 +51,7 @@ class State(NamedTuple):
 
     @property
     def grad_joint(self) -> Tensor | None:
-        """The gradient of ``log_base + log_weight``, likewise."""
+        """Return the gradient of ``log_base + log_weight``, shape ``[*batch, D]``."""
         if self.grad_base is None or self.grad_weight is None:
             return None
         return self.grad_base + self.grad_weight
@@ -112,8 +112,8 @@ class Target:
 
 def finite(gradient: Tensor) -> Tensor:
     """
-    A gradient with zeros where it is not finite: there a chain moves by its noise alone. A function
-    of the position all the same, so that forward and reverse moves agree on it.
+    Replace non-finite gradients by zero, so that chains move by noise alone there. The result is
+    still a function of the position, so forward and reverse moves agree on it.
     """
     return torch.where(gradient.isfinite(), gradient, 0.0)
 
@@ -263,7 +263,7 @@ class Kernel(nn.Module, ABC):
 
     def step(self, state: State, target: Target) -> tuple[State, Info]:
         """
-        One transition.
+        Make one transition.
 
         :param State state: where the chains stand.
         :param Target target: the density to move in.
@@ -292,7 +292,7 @@ class Kernel(nn.Module, ABC):
 
     @staticmethod
     def _log_change(proposal: Proposal, state: State, target: Target) -> Tensor:
-        """The logarithm of the Metropolis ratio."""
+        """Return the logarithm of the Metropolis ratio."""
         change = target.log_density(proposal.state) - target.log_density(state)
         change = change + proposal.log_ratio
         # A state of zero density, or NaN: nobody should go there.
@@ -300,7 +300,7 @@ class Kernel(nn.Module, ABC):
 
 
 def _is_of(proposal: object, state: State) -> bool:
-    """Whether it is a proposal for such a state."""
+    """Return whether a proposal's shape matches a state."""
     return (
         isinstance(proposal, Proposal)
         and isinstance(proposal.state, State)
@@ -377,7 +377,7 @@ def leapfrog(
 
 
 def log_momentum(momentum: Tensor) -> Tensor:
-    """The standard normal log density without its constant, shape ``[*batch]``."""
+    """Return the standard normal log density without its constant, shape ``[*batch]``."""
     return -0.5 * momentum.square().sum(-1)
 
 
@@ -587,7 +587,7 @@ class UnderdampedLangevin(Kernel):
         cls, num_transitions: int, momentum: float = 0.7, warmup: int = 100
     ) -> UnderdampedLangevin:
         """
-        A step size and a momentum for each transition, which train with the bound.
+        Make a kernel with a trained step size and momentum for each transition.
 
         :param int num_transitions: the ``num_steps`` of the objective.
         :param float momentum: where all momenta start.

@@ -39,6 +39,8 @@ def of_transition(
 
 def check_transitions(name: str, num_transitions: int | None, num_steps: int) -> None:
     """
+    Check that a part has a value for each of ``num_steps`` transitions.
+
     :raises ValueError: unless a chain of ``num_steps`` transitions has a value for each.
     """
     if num_transitions is not None and num_transitions != num_steps:
@@ -53,7 +55,7 @@ def _too_few(name: str, num_transitions: int, required: str) -> ValueError:
 
 
 def no_value(part: nn.Module, value: object, wanted: str) -> ValueError:
-    """The error of a module of one's own that returns something else than a tensor it should."""
+    """Return the error for a custom module that does not return the required tensor."""
     actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
     return ValueError(f"{type(part).__name__}.forward must return a tensor {wanted}, got {actual}")
 
@@ -87,7 +89,7 @@ class StepSize(nn.Module, ABC):
     @abstractmethod
     def forward(self, transition: int = -1) -> Tensor:
         """
-        The present step size, a scalar or of shape ``[D]``.
+        Return the present step size, a scalar or of shape ``[D]``.
 
         :param int transition: of which transition of a chain, from 0; the last by default, which is
             the one that moves with respect to the posterior itself.
@@ -95,7 +97,7 @@ class StepSize(nn.Module, ABC):
 
     def __call__(self, *transition: int) -> Tensor:
         """
-        The present step size of a transition, the last by default.
+        Return the present step size of a transition, by default the last one.
 
         :raises ValueError: for what is no tensor without dims, or of shape ``[D]``.
         """
@@ -106,8 +108,8 @@ class StepSize(nn.Module, ABC):
 
     def values(self) -> Tensor:
         """
-        The present step sizes: what a call returns, ``[num_transitions, ...]`` where there is one
-        for each transition.
+        Return the present step sizes: a scalar or ``[D]``, or ``[num_transitions, ...]`` if each
+        transition has its own.
         """
         if self.num_transitions is None:
             return self()
@@ -163,7 +165,7 @@ class FixedStepSize(StepSize):
 
 def positive(name: str, value: float | Tensor) -> Tensor:
     """
-    A copy, as a tensor.
+    Copy a positive value to a tensor.
 
     :raises ValueError: for what is not positive and finite, or has more dims than one.
     """
@@ -414,7 +416,7 @@ class AdaptiveStepSize(StepSize):
         return torch.where(acceptance.isfinite(), mixed.clamp(*self.bounds), self.value)
 
     def _assign(self, name: str, value: Tensor) -> None:
-        """In place where shapes allow, so that a recorded step goes on with what it learns."""
+        """Write in place if shapes allow it, so that a recorded step uses the learned values."""
         old: Tensor = getattr(self, name)
         if old.shape == value.shape and old.device == value.device:
             old.copy_(value)
@@ -488,7 +490,7 @@ class LearnedStepSize(StepSize):
 
     @property
     def per_coordinate(self) -> bool:
-        """Whether it adapts one value per coordinate, by the gradients."""
+        """Return whether each coordinate has its own step size, adapted by the gradients."""
         return self.start is not None and bool(self.start.per_coordinate)
 
     def forward(self, transition: int = -1) -> Tensor:
@@ -518,7 +520,7 @@ def _clipped(log: Tensor, least: float, most: float) -> Tensor:
 
 
 def as_step_size(value: float | Tensor | StepSize | None) -> StepSize:
-    """A number or tensor as a fixed step size, None as an adaptive one."""
+    """Convert to a step size: numbers and tensors are fixed, None is adaptive."""
     if value is None:
         return AdaptiveStepSize()
     return value if isinstance(value, StepSize) else FixedStepSize(value)

@@ -34,7 +34,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 
 def is_due(uses: int) -> bool:
     """
-    Whether a comparison is made at this use: at 1, 2, 4, ... 1024, then at every 1024th.
+    Return whether this use is compared: uses 1, 2, 4, ... 1024, then every 1024th.
 
     Example::
 
@@ -46,7 +46,7 @@ def is_due(uses: int) -> bool:
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal, with NaN at the same entries."""
+    """Return whether two tensors are equal, with NaN at the same entries."""
     return _is_close(actual, expected, torch.zeros(()))
 
 
@@ -113,7 +113,9 @@ def check_kernels(
 
 
 def _is_close(actual: Tensor, expected: Tensor, allowed: Tensor) -> bool:
-    """Whether no entry is off by more than allowed; NaN and infinity are at the same entries."""
+    """
+    Return whether all entries are within the tolerance, with NaN and infinity at the same entries.
+    """
     if actual.shape != expected.shape:
         return False
     actual, expected = actual.detach().to(expected.dtype), expected.detach()
@@ -124,7 +126,7 @@ def _is_close(actual: Tensor, expected: Tensor, allowed: Tensor) -> bool:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The largest finite entry, by which the others are measured."""
+    """Return the largest finite entry, the scale of the tolerance."""
     values = values.detach().double().abs()
     values = values.where(values.isfinite(), 0)
     return values.amax() if values.numel() else values.new_zeros(())

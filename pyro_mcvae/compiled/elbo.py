@@ -87,7 +87,7 @@ class Specialization:
         return self._watched(call)
 
     def _is_stable(self) -> bool:
-        """Whether nothing has changed since the last plain step."""
+        """Return whether nothing has changed since the last plain step."""
         if self._dependencies is None:
             return False
         if (entry := self._dependencies.changed()) is None:
@@ -360,7 +360,7 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
 
     @property
     def num_particles(self) -> Any:
-        """The plain loss's, also where it is assigned."""
+        """Return the number of particles of the plain loss; it can be assigned."""
         return self.plain.num_particles
 
     @num_particles.setter
@@ -368,19 +368,19 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
         self.plain.num_particles = num_particles
 
     def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Any:
-        """The plain loss's ``loss``."""
+        """Return the ``loss`` of the plain loss."""
         return self._step("loss", model, guide, args, kwargs)
 
     def loss_and_grads(
         self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> Any:
-        """The plain loss's ``loss_and_grads``."""
+        """Return the ``loss_and_grads`` of the plain loss."""
         return self._step("loss_and_grads", model, guide, args, kwargs)
 
     def differentiable_loss(
         self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> Tensor:
-        """The plain loss's ``differentiable_loss``."""
+        """Return the ``differentiable_loss`` of the plain loss."""
         return cast(Tensor, self._step("differentiable_loss", model, guide, args, kwargs))
 
     def _get_trace(self, model: Program, guide: Program, args: Args, kwargs: Kwargs) -> object:

@@ -28,7 +28,10 @@ _STATISTICS = {
 
 
 def _is_pure(node: Node) -> bool:
-    """Whether a node draws nothing and writes nothing, so that it may go, move, or be merged."""
+    """
+    Return whether a node has no side effects and draws nothing, so that it may be moved, merged or
+    erased.
+    """
     if node.op != "call_function" or node.target is operator.getitem:
         return node.op == "call_function"
     schema = getattr(node.target, "_schema", None)
@@ -38,7 +41,7 @@ def _is_pure(node: Node) -> bool:
 
 
 def _arguments(node: Node) -> Iterator[tuple[Any, Argument]]:
-    """The tensors that a node is called with and may alias, by the alias info of its schema."""
+    """Yield the tensor arguments of a node that have alias information in its schema."""
     schema = getattr(node.target, "_schema", None)
     for i, argument in enumerate(schema.arguments if schema is not None else ()):
         value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
@@ -47,7 +50,7 @@ def _arguments(node: Node) -> Iterator[tuple[Any, Argument]]:
 
 
 def _written(node: Node) -> Iterator[Node]:
-    """What a node writes to."""
+    """Yield the nodes that a node writes to."""
     if node.target in _STATISTICS and node.args[5]:
         yield from (a for i in _STATISTICS[node.target] if isinstance(a := node.args[i], Node))
     for alias, value in _arguments(node):
@@ -57,7 +60,7 @@ def _written(node: Node) -> Iterator[Node]:
 
 
 def _viewed(node: Node) -> Node | None:
-    """The node whose memory this one's result may share."""
+    """Return the node whose memory this node's result may share."""
     if node.target is operator.getitem:
         return node.all_input_nodes[0]
     schema = getattr(node.target, "_schema", None)
@@ -83,7 +86,7 @@ def _targets(graph: Graph) -> list[Node]:
 
 def _constant_nodes(graph: Graph) -> Iterator[Node]:
     """
-    The operations that are functions of their inputs alone, in order; they may be erased meanwhile.
+    Yield the operations that depend on their inputs alone, in order. They may be erased meanwhile.
 
     What is written to later is a new tensor each time, and reads of it are not equal.
     """
@@ -95,7 +98,7 @@ def _constant_nodes(graph: Graph) -> Iterator[Node]:
 
 
 def _returned(graph: Graph) -> tuple[Node, list[Any]]:
-    """The output node, and what it returns."""
+    """Return the output node and its arguments."""
     (output,) = (n for n in graph.nodes if n.op == "output")
     returned = output.args[0]
     return output, list(returned) if isinstance(returned, list | tuple) else [returned]
@@ -236,7 +239,7 @@ def _owned_outputs(graph: Graph) -> None:
 
 
 def _is_dense(node: Node) -> bool:
-    """Whether a tensor has a place in memory for each entry, and no other places between them."""
+    """Return whether a tensor's memory has exactly one place for each entry."""
     meta = node.meta.get("tensor_meta")
     if meta is None:
         return True  # a copy of ours
@@ -245,7 +248,9 @@ def _is_dense(node: Node) -> bool:
 
 
 def owns_outputs(graph: Graph) -> bool:
-    """Whether no output shares memory with another or with an input, and no input is updated."""
+    """
+    Return whether no output shares memory with another or with an input, and no input is updated.
+    """
     owner_of, (_, returned) = _memory_owners(graph.nodes), _returned(graph)
     owners = [owner_of.get(value, value) for value in returned]
     shared = any(n.op == "placeholder" for n in (*owners, *_targets(graph)))
@@ -308,8 +313,8 @@ def _extract_updates(graph: Graph, constants: list[Node]) -> list[Update]:
 
 def _rows(graph: Graph, buffer: Node) -> Node | None:
     """
-    The one write to a tensor, of rows, after which nothing reads it: a copy of the states of all
-    data, of which a minibatch changes some, would cost more than the step.
+    Return the single write of rows to a buffer that is not read afterwards. Copying the states of
+    all data, where a minibatch changes a few, would cost more than the step.
     """
     owners = _memory_owners(graph.nodes)
     uses = [n for n in graph.nodes if any(owners.get(i, i) is buffer for i in n.all_input_nodes)]

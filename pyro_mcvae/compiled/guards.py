@@ -273,7 +273,7 @@ class ReadingMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _watched(self, hook: Function) -> Function:
-        """A hook on gradients, such as Pyro's warnings; the backward pass runs without modes."""
+        """Wrap a gradient hook, such as Pyro's warnings; the backward pass runs without modes."""
 
         def watched(gradient: Tensor) -> object:
             with self:
@@ -296,8 +296,8 @@ def _fixed(value: Tensor) -> Any:
 
 def _stays(code: CodeType, caller: object) -> bool:
     """
-    Whether PyTorch itself reads a number (if two transforms are equal, for a closed form), or a
-    plate without a minibatch that is looped over: its indices are always the same.
+    Return whether a number that is read cannot change: a comparison of transforms by PyTorch, or
+    the indices of a loop over a plate without a minibatch.
     """
     whole = isinstance(caller, SubsampleMessenger) and caller.subsample_size == caller.size
     return whole or code.co_filename.startswith(_TORCH)

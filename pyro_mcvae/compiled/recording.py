@@ -107,7 +107,7 @@ class Call:
 
 
 def _is_input(leaf: object) -> bool:
-    """Whether a leaf may have another value at each replay."""
+    """Return whether a leaf may have another value at each replay."""
     return isinstance(leaf, Tensor) or type(leaf) is float
 
 
@@ -162,7 +162,7 @@ class NotUsable(NotRecordable):
 
 
 def _has_hooks(leaf: Tensor) -> bool:
-    """Whether something is called with the gradient of a parameter, or after it was accumulated."""
+    """Return whether a parameter has hooks on its gradient or its accumulation."""
     return bool(leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
@@ -181,13 +181,13 @@ def gradients_of(
 
 
 def _is_recorded(tensor: Tensor) -> bool:
-    """Whether a tensor is made by the step that is being recorded."""
+    """Return whether a tensor is computed by the step that is being recorded."""
     mode = get_proxy_mode()
     return mode is not None and has_proxy_slot(tensor, mode.tracer)
 
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:
-    """The parameters behind a loss, in the order of their discovery."""
+    """Return the parameters behind a loss, in the order of their discovery."""
     waiting, seen, leaves = [loss.grad_fn], set(), []
     while waiting:
         node = waiting.pop()
@@ -227,7 +227,7 @@ class Slot:
 
 
 def _split(value: Any) -> tuple[list[Tensor], Callable[[list[Tensor]], object]]:
-    """The tensors of a value that the step computed, and what makes such a value of others."""
+    """Split a value into the tensors that the step computed and a function that rebuilds it."""
     is_record = dataclasses.is_dataclass(value)
     names = [f.name for f in dataclasses.fields(value) if f.init] if is_record else []
     leaves, spec = tree_flatten([getattr(value, n) for n in names] if is_record else value)
@@ -300,7 +300,7 @@ class Surroundings:
 
     @contextmanager
     def watched(self, mode: ReadingMode) -> Iterator[list[Tensor]]:
-        """A step that is recorded runs within; the list fills with what the recording assumes."""
+        """Record a step within this context; the yielded list collects its guards."""
         with recorded_guards() as assumed, pyro.validation_enabled(False), mode, self.executed:
             yield assumed
 
@@ -379,7 +379,7 @@ class Outcome:
         return read(self.loss, *self.assumed)
 
     def is_usable(self) -> bool:
-        """Whether the plain loss would have taken the step, too."""
+        """Return whether the guards hold and the results are finite."""
         loss, *assumed = self.numbers
         return all(assumed) and math.isfinite(loss)
 

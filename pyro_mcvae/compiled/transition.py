@@ -259,7 +259,7 @@ class RecordedTransition:
 
 
 def _values(step: _Step) -> list[Any]:
-    """A transition without the score of what was decided, which evaluators have no use for."""
+    """Return the tensors of a transition, without the score of accept decisions."""
     return [*step[0], *step[1]._replace(log_prob=None)]
 
 
@@ -272,6 +272,6 @@ def _layout(value: Tensor) -> Hashable:
 
 
 def _agree(step: _Step, plain: _Step) -> bool:
-    """Whether two transitions are the same, bit for bit."""
+    """Return whether two transitions are equal, bit for bit."""
     pairs = zip(_values(step), _values(plain), strict=True)
     return all(same_bits(a, b) for a, b in pairs if isinstance(a, Tensor) and isinstance(b, Tensor))

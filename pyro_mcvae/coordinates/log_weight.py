@@ -295,7 +295,9 @@ class LogWeight:
         return entered(*twice, *self._checks())
 
     def _checks(self) -> list[AbstractContextManager[object]]:
-        """What keeps distributions from checks, but for the first time in an analysis."""
+        """
+        Return contexts that skip the checks of distributions after the first run of an analysis.
+        """
         analysis = self._sampler.analyses.of(self.programs)
         if analysis.get(_CHECKED) is None:
             analysis.put(_CHECKED, True)

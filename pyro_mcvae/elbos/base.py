@@ -86,7 +86,7 @@ class Bounds(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """The bound on the log evidence of the full data set, in nats: minus the loss."""
+        """Return the bound on the log evidence of the full data set, in nats: minus the loss."""
         return self.shared + (self.scale * self.per_datum).sum()
 
 
@@ -121,24 +121,24 @@ class Estimate:
 
 
 def add_up(summands: Iterable[Sum]) -> Sum:
-    """Their sum, without the operations that adding the number of no summands would cost."""
+    """Sum; nothing is added to a single summand."""
     tensors = [s for s in summands if isinstance(s, Tensor)]
     return sum(tensors[1:], tensors[0]) if tensors else 0.0
 
 
 def times(value: Tensor, factor: float | Tensor) -> Tensor:
-    """Their product, without an operation where the factor is the number 1."""
+    """Multiply; a factor of the number 1 costs no operation."""
     return value if not isinstance(factor, Tensor) and factor == 1 else value * factor
 
 
 def as_scalar(value: Sum) -> Tensor:
-    """A sum as a tensor, also where it had no summands."""
+    """Convert a sum to a tensor, even if it is a number."""
     return value if isinstance(value, Tensor) else torch.tensor(float(value))
 
 
 def finite_loss(estimate: Estimate) -> float:
     """
-    Minus the bound, in nats.
+    Return minus the bound, in nats, if it is finite.
 
     :raises ValueError: naming the sites where a log density is not finite.
     """
@@ -177,7 +177,7 @@ class GradientCheck:
         self._runs, self._loss = runs, loss
 
     def total(self) -> Tensor | None:
-        """A number that is finite only if all gradients are; None where there is none."""
+        """Return a number that is finite only if all gradients are; None without gradients."""
         gradients = [g for p in self._trained() if (g := p.grad) is not None]
         sums = [(g._values() if g.is_sparse else g).sum() for g in gradients]
         if not sums:
@@ -192,6 +192,8 @@ class GradientCheck:
 
     def raise_if_not_finite(self, loss: float | None = None) -> None:
         """
+        Raise an error if a gradient is not finite, and clear all gradients.
+
         :raises ValueError: naming the parameters, and the latents that are near a boundary.
         """
         bad = [
@@ -213,7 +215,9 @@ class GradientCheck:
         return iter({id(p): p for p in self._by_name().values()}.values())
 
     def _by_name(self) -> dict[str, Tensor]:
-        """The parameters of the step by name: leaves of the graph, as an optimizer has them."""
+        """
+        Return the parameters of the step by name. They are leaves of the graph, as in an optimizer.
+        """
         params: dict[str, Any] = {}
         traces = {id(t): t for run in self._runs for t in (run.guide_trace, run.model_trace)}
         for trace in traces.values():
@@ -226,7 +230,7 @@ class GradientCheck:
         return {n: p for n, p in params.items() if isinstance(p, Tensor) and p.is_leaf}
 
     def _near_boundaries(self) -> Iterator[str]:
-        """A line for each latent of the guide whose values are rounded to an end, or nearly."""
+        """Yield a line for each latent of the guide with values at, or almost at, a boundary."""
         for name, site in self._runs[-1].guide_trace.nodes.items():
             if (
                 site["type"] != "sample"
@@ -555,7 +559,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     @property
     def num_particles(self) -> int:
-        """The number of draws, of the next step if it is assigned."""
+        """Return the number of draws; a new value counts from the next step."""
         return self.sampler.num_particles
 
     @num_particles.setter
@@ -568,14 +572,16 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     def _weighs(self, site: Site) -> bool:
         """
-        Whether a site of the guide is part of a weight, and the objective more than a mean of their
-        logarithms: then scales do not multiply it, and every draw needs its density.
+        Return whether a guide site is part of a weight in an objective that is more than a mean of
+        log weights. Then scales do not multiply the bound, and every draw needs its density.
         """
         return True
 
     @abstractmethod
     def estimate(self, programs: Programs) -> Estimate:
-        """One step's value and surrogate; the surrogate needs no graph where gradients are off."""
+        """
+        Return the value and surrogate of one step; without gradients the surrogate needs no graph.
+        """
 
     def _step(self, programs: Programs) -> Estimate:
         with casts_with_gradients():
@@ -598,7 +604,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     def loss(self, model: Program, guide: Program, *args: object, **kwargs: object) -> float:
         """
-        Minus the bound, estimated without gradients.
+        Return minus the bound, estimated without gradients.
 
         :returns: the loss in nats, over the full data set where plates are subsampled.
         :raises ValueError: naming the sites where a log density is not finite.
@@ -611,7 +617,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> Tensor:
         """
-        Minus the bound, as a scalar tensor whose ``backward`` yields the gradient estimate.
+        Return minus the bound, as a scalar tensor whose ``backward`` adds the gradient estimate.
 
         Checks that the value, and after ``backward`` the gradient, are finite only while Pyro's
         validation is enabled, so that without validation no value leaves the device.
@@ -634,7 +640,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         self, model: Program, guide: Program, *args: object, **kwargs: object
     ) -> float:
         """
-        Minus the bound; accumulates the gradient estimate in the parameters.
+        Return minus the bound, and add the gradient estimate to the parameters' gradients.
 
         :returns: the loss in nats, as :meth:`loss`.
         :raises ValueError: naming the sites where a log density is not finite; no gradient has
@@ -680,7 +686,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
 
     def bounds(self, model: Program, guide: Program, *args: object, **kwargs: object) -> Bounds:
         """
-        The bound per datum, without gradients.
+        Return the bound per datum, without gradients.
 
         :returns: :class:`Bounds`; ``bounds.per_datum`` has the shape of the data's plates, and
             ``bounds.total`` is minus the loss.

@@ -46,7 +46,7 @@ _BY_DEFAULT = 0.01
 
 def defensive_weight(weight: float | None, trained: bool, reweighted: bool) -> float:
     """
-    The share of the first draw in each weight.
+    Check and return the weight of the first draw in a defensive mixture.
 
     :param weight: by the user; None for the default of a chain that is ours, and trained.
     :param bool reweighted: whether the gradient is the reweighted one.
@@ -66,7 +66,7 @@ def defensive_weight(weight: float | None, trained: bool, reweighted: bool) -> f
 
 def defensive_mixture(chain: Chain, weight: float) -> Tensor:
     r"""
-    The log weight of a mixture of an unadjusted chain and its beginning.
+    Return the log weight of a mixture of an unadjusted chain and its beginning.
 
     .. math:: W' = \log\big((1 - \alpha)\, e^W + \alpha\, w(z_0)\big)
 
@@ -105,7 +105,7 @@ class ChainRecord:
 
     @classmethod
     def of(cls, chain: Chain, step_size: Tensor, betas: Tensor, slots: OneSlot) -> ChainRecord:
-        """The record of a chain."""
+        """Make the record of a chain."""
         log_weight = slots.fold(chain.log_weight.detach())
         means = [chain.mean(info.acceptance) for info in chain.infos]
         acceptance = torch.stack(means) if means else log_weight.new_zeros(0)
@@ -265,7 +265,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return estimate
 
     def _causes(self) -> list[str]:
-        """What of the chain itself is not finite."""
+        """Return a line for each parameter of the chain that is not finite."""
         kind, step = type(self).__name__, self.last_step
         values = {f"the parameter '{n}' of {kind}": p.detach() for n, p in self.named_parameters()}
         if step is not None:
@@ -279,11 +279,13 @@ class ChainELBO(MonteCarloELBO, nn.Module):
 
     @property
     def _gradient(self) -> GradientMode:
-        """What a training step differentiates."""
+        """Return the gradients that a training step needs."""
         return GradientMode.FIRST if self.gradient_estimator == "reweighted" else GradientMode.CHAIN
 
     def _density(self, programs: Programs, gradient: GradientMode) -> tuple[ChainDensity, OneSlot]:
-        """The programs of one step as a function from positions to states, and its slots."""
+        """
+        Make the function from positions to states of one step, and the slots of discrete sites.
+        """
         if self.kernel.needs_gradient:
             gradient |= GradientMode.COORDINATES
 
@@ -318,7 +320,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return slots.without_entropy(slots.sum(surrogate))
 
     def _cost(self, density: ChainDensity, chain: Chain, slots: OneSlot) -> Tensor:
-        """What the score functions of discrete draws multiply."""
+        """Return the cost that multiplies the score functions of discrete draws."""
         # The reweighted gradient of the guide is that of the plain ELBO.
         first = self.gradient_estimator == "reweighted"
         log_weight = (density.log_weight.first if first else chain).log_weight.detach()
@@ -365,7 +367,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
     def _over_ranks(
         self, acceptance: Tensor, gradient: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The mean that the chain took, and the gradients, over the data of all ranks."""
+        """Average the acceptance and the gradients over the data of all ranks."""
         if self.kernel.adjusted:
             acceptance = mean_over_ranks(acceptance)
         else:
@@ -395,7 +397,7 @@ class ChainELBO(MonteCarloELBO, nn.Module):
         return kernel
 
     def _default_kernel(self, trained: bool) -> Kernel:
-        """What moves the chains by default; trained with the bound, where it has the gradient."""
+        """Make the default kernel; it trains with the bound if the gradient estimator allows it."""
         raise NotImplementedError(f"{type(self).__name__} has no default kernel")
 
     def _wrong_kernel(self, name: str) -> str:

@@ -57,7 +57,7 @@ def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
 
 
 def total_cost(costs: Iterable[Cost]) -> Sum:
-    """The ELBO of one run: detached, summed, with N/B."""
+    """Return the ELBO of one run: detached, summed, with N/B."""
     values = ((c.value, c.term.plate_scale) for c in costs)
     return add_up(times(v.detach().sum(), scale) for v, scale in values if isinstance(v, Tensor))
 
@@ -69,7 +69,7 @@ def elbo_estimate(
     coupled: Mapping[FactorKey, frozenset[PlateKey]] = _NONE,
 ) -> Estimate:
     """
-    The plain ELBO and its gradient, averaged over the particles.
+    Return the plain ELBO and its gradient, averaged over the particles.
 
     :param runs: one vectorised run, or one run per particle.
     :param costs: the costs of each run.
@@ -83,7 +83,7 @@ def elbo_estimate(
 
 
 def elbo_bounds(sample: WeightedParticles, costs: list[list[Cost]]) -> Bounds:
-    """The plain ELBO per datum, averaged over the particles."""
+    """Return the plain ELBO per datum, averaged over the particles."""
     values = [{c.term.key: c.value for c in run_costs} for run_costs in costs]
     shared = add_up(
         times(c.value.sum(), c.term.plate_scale)
@@ -102,7 +102,7 @@ def local_estimate(
     sample: WeightedParticles, bound: Tensor, surrogate: Tensor, scored: bool = False
 ) -> Estimate:
     r"""
-    A bound on the local latents' evidence, with the plain ELBO of everything global around it.
+    Return a bound on the evidence of the local latents, plus the plain ELBO of everything global.
 
     The surrogate is what the draws' densities and paths give. Local draws :math:`z_k` without
     reparameterization add :math:`L \sum_k \nabla \log q(z_k)`, which makes the gradient of
@@ -129,7 +129,7 @@ def local_estimate(
 def weighted_estimate(
     sample: WeightedParticles, bound: Tensor, surrogate: Tensor, scored: bool = True
 ) -> Estimate:
-    """:func:`local_estimate` of particles that have weights, without its check of the shapes."""
+    """Return the estimate of :func:`local_estimate`, without its check of shapes."""
     local = times(bound, sample.scale)
     values, paths = zip(guide_data(sample), _around(sample, local), strict=True)
     value = as_scalar(add_up((local.sum(), *values)))
@@ -150,7 +150,7 @@ def weighted_bounds(sample: WeightedParticles, bound: Tensor) -> Bounds:
 
 def averaged_estimate(sample: WeightedParticles, costs: list[list[Cost]] | None = None) -> Estimate:
     """
-    The plain ELBO of a sample, whatever its weights.
+    Return the plain ELBO of a sample, with any weights.
 
     :param costs: of each run; log p and -log q of every site if they are left out.
     """
@@ -161,7 +161,7 @@ def averaged_estimate(sample: WeightedParticles, costs: list[list[Cost]] | None 
 
 
 def averaged_bounds(sample: WeightedParticles) -> Bounds:
-    """The value of :func:`averaged_estimate` per datum."""
+    """Return the value of :func:`averaged_estimate` per datum."""
     return elbo_bounds(sample, _all_costs(sample))
 
 
@@ -171,7 +171,8 @@ def _all_costs(sample: WeightedParticles) -> list[list[Cost]]:
 
 def guide_data(sample: WeightedParticles) -> tuple[Sum, Sum]:
     """
-    What the guide observes, averaged over the particles outside every weight, as in Pyro.
+    Sum the log densities of data that the guide observes, averaged over particles and outside every
+    weight, as in Pyro.
 
     :returns: its value, and a scalar with its gradient; 0 where there is none.
     """
@@ -189,7 +190,7 @@ def _observed(sample: WeightedParticles) -> tuple[Sum, Sum]:
 
 
 def _around(sample: WeightedParticles, local: Tensor) -> tuple[Sum, Sum]:
-    """The same of everything global, around the scaled bounds of the data."""
+    """Return the estimate of everything global, around the scaled bounds of the data."""
     costs = elbo_costs(sample.global_terms())
     path: Sum = 0
     if costs and torch.is_grad_enabled():
@@ -198,7 +199,9 @@ def _around(sample: WeightedParticles, local: Tensor) -> tuple[Sum, Sum]:
 
 
 def _downstream(sample: WeightedParticles, bound: Tensor) -> MultiFrameTensor:
-    """The blocks' scaled bounds with their plates, as costs downstream of global sites."""
+    """
+    Return the scaled bounds of the blocks, with their plates, as costs downstream of global sites.
+    """
     costs = MultiFrameTensor()
     for b, part in enumerate(sample.split(bound)):
         frames = sample.frames[b]
@@ -214,7 +217,7 @@ def elbo_surrogate(
     extra: MultiFrameTensor | None = None,
 ) -> Sum:
     """
-    A scalar with the ELBO's gradient: pathwise, plus score-function terms.
+    Return a scalar whose gradient is the ELBO's: pathwise, plus score-function terms.
 
     :param coupled: for factors across whose plates latents meet, these plates.
     :param extra: further detached costs with their plates, downstream of every site, that enter
@@ -233,7 +236,7 @@ def score_function_term(
     extra: MultiFrameTensor | None = None,
 ) -> Sum:
     r"""
-    :math:`\sum_i R_i \log q(z_i)` over the sites without reparameterization.
+    Return :math:`\sum_i R_i \log q(z_i)` over the sites without reparameterization.
 
     :math:`R_i` sums the costs over the plates that do not enclose the site: what lies in other
     elements of its own plates does not depend on it (Pyro's plate-wise Rao-Blackwellization), but
@@ -259,7 +262,9 @@ def score_function_term(
 
 
 def _closed_form(cost: Cost | None, frames: tuple[CondIndepStackFrame, ...]) -> Tensor | int:
-    """Of the costs behind a site in these plates what does not depend on its draw."""
+    """
+    Return the part of a site's downstream cost, in these plates, that does not depend on its draw.
+    """
     if cost is None or not isinstance(cost.value, Tensor):
         return 0
     same = set(cost.term.site["cond_indep_stack"]) == set(frames)

@@ -44,7 +44,7 @@ _STANDARD_ERRORS = 2
 
 def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> Tensor:
     r"""
-    The share of the doubly reparameterized gradient, for each draw.
+    Return the coefficient of the doubly reparameterized gradient, for each draw.
 
     Where a guide is narrow, the plain gradient of a location is nearly without noise, and that of
     the doubly reparameterized one is large; where a guide is nearly exact, it is the other way
@@ -106,7 +106,9 @@ def dreg_coefficient(log_weight: Tensor, log_q: Tensor, alpha: float = 0.0) -> T
 
 
 def _in_columns(value: Tensor, count: int) -> Tensor:
-    """An even number of columns: the data, or the even particles and the odd ones of one datum."""
+    """
+    Reshape to an even number of columns: the data, or the even and odd particles of one datum.
+    """
     if count == 1:
         return value.flatten()[: len(value) // 2 * 2].reshape(-1, 2)
     return value.flatten(1)[:, :-1] if count % 2 else value.flatten(1)
@@ -152,7 +154,7 @@ class PathGradient:
         self.needs_roots = self.estimator != "reparam"
 
     def costs(self, sample: WeightedParticles) -> list[list[Cost]]:
-        """The plain ELBO's costs of each run, for one particle, where every weight is 1."""
+        """Return the plain ELBO's costs of each run, for one particle, whose weight is 1."""
         return [
             [
                 Cost(c.term, c.value, -_path_log_q(c.term))
@@ -221,7 +223,7 @@ def _path_log_q(term: Term) -> Tensor:
 
 
 def _log_weight(sample: WeightedParticles, chosen: list[set[FactorKey]]) -> Tensor:
-    """The log weight, whose gradient with respect to the draws of the chosen sites is whole."""
+    """Return the log weight, with a full gradient at the draws of the chosen sites."""
     pairs = zip(sample.runs, chosen, strict=True)
     terms = (t for run, keys in pairs for t in run.terms if t.key in keys)
     if not any(_may_cache(t.site["fn"]) for t in terms):
@@ -267,8 +269,8 @@ def _second_factor(term: Term, weight: Tensor) -> Tensor:
 
 def _may_cache(fn: Distribution) -> bool:
     """
-    Whether a density may come from what its draw has left behind: the inverse that transforms keep,
-    or all of it, as of Zuko's flows and of other distributions with a ``log_prob`` of their own.
+    Return whether a distribution may cache its density at a draw: the inverse of transforms, or all
+    of it, as Zuko's flows and distributions with their own ``log_prob`` do.
     """
     return any(transforms_of(fn)) or _has_own_density(fn)
 
@@ -278,7 +280,7 @@ def _has_own_density(fn: Distribution) -> bool:
 
 
 def _is_flow(fn: Distribution) -> bool:
-    """Whether a density may cost much: one of transforms beyond torch's, or of one's own."""
+    """Return whether a density may be costly: one with transforms from outside torch."""
     return any(not is_elementary(t) for t in transforms_of(fn)) or _has_own_density(fn)
 
 

@@ -57,33 +57,33 @@ class OneSlot:
     row_weight: Tensor | None = None
 
     def fold(self, value: Tensor) -> Tensor:
-        """``[rows, *plates]`` as ``[P, S, *plates]``; without slots as it is."""
+        """Reshape ``[rows, *plates]`` to ``[P, S, *plates]``; without slots return it unchanged."""
         return value
 
     def each(self, value: Tensor) -> Tensor:
-        """``[rows, *plates]`` to be averaged over the first dim, and then given to :meth:`sum`."""
+        """Prepare ``[rows, *plates]`` for an average over the first dim and then :meth:`sum`."""
         return value
 
     def sum(self, value: Tensor) -> Tensor:
-        """The average of each slot, ``[S, *plates]``, summed over them: ``[*plates]``."""
+        """Sum the average of each slot, ``[S, *plates]``, to ``[*plates]``."""
         return value
 
     def mean(self, value: Tensor) -> Tensor:
-        """``[rows, *plates]`` averaged over slots and particles: ``[*plates]``."""
+        """Average ``[rows, *plates]`` over slots and particles to ``[*plates]``."""
         return self.sum(self.each(value).mean(0))
 
     def chain(self, chain: Chain) -> Chain:
-        """The chains of each slot side by side, with what they are worth as of :meth:`each`."""
+        """Put the chains of each slot side by side, with the weights of :meth:`each`."""
         return chain
 
     def normalized(self, log_weight: Tensor) -> Tensor:
-        """The weights of all rows of a datum, to sum to one: ``[rows, *plates]``."""
+        """Normalize the weights of all rows of a datum to sum to one: ``[rows, *plates]``."""
         return normalized_weights(log_weight)
 
     def without_entropy(self, surrogate: Tensor) -> Tensor:
         """
-        A surrogate, ``[*plates]``, without the gradient that log q of the discrete draws has inside
-        of the weights, whose mean is zero.
+        Remove the gradient of log q of the discrete draws inside the weights, whose mean is zero,
+        from a surrogate ``[*plates]``.
         """
         return surrogate
 
@@ -91,7 +91,7 @@ class OneSlot:
         self, surrogate: Tensor, cost: Callable[[], Tensor], programs: Programs
     ) -> Tensor:
         """
-        A scalar surrogate, and the score-function part of the gradient.
+        Return a scalar surrogate that includes the score-function terms.
 
         :param cost: gives :math:`L_s`, detached: ``[rows, *plates]``, or where particles share the
             slots ``[S, *plates]``.
@@ -130,7 +130,7 @@ class SlotAverage(OneSlot):
 
     @staticmethod
     def of(sample: WeightedParticles, draws: SlotDraws | None, common: bool) -> OneSlot:
-        """The average of a sample; ``draws`` is None for one without slots."""
+        """Make the average of a sample; ``draws`` is None without slots."""
         return OneSlot() if draws is None else SlotAverage(sample, draws, common)
 
     def fold(self, value: Tensor) -> Tensor:
@@ -173,7 +173,8 @@ class SlotAverage(OneSlot):
 
     def _surrogate(self, name: str, cost: Tensor, programs: Programs) -> Tensor:
         """
-        Of a site's distribution. Shapes are ``[slots, P, slots of sites before, *plates]``.
+        Return the surrogate of a site's distribution. Shapes are ``[slots, P, slots of sites
+        before, *plates]``.
 
         :param cost: of the site's block, ``[P, S, *plates]``.
         """
@@ -196,12 +197,12 @@ class SlotAverage(OneSlot):
         )
 
     def _values(self, name: str) -> Tensor:
-        """``[rows, *batch, *event]``."""
+        """Return the values of a site, ``[rows, *batch, *event]``."""
         values = [m.choice.value for m in self._draws.slots_of(name).values()]
         return values[0] if self._sample.runs[0].leading is not None else torch.stack(values)
 
     def _slot_field(self, name: str, field: str) -> Tensor:
-        """The weights of a site, or which are draws: of its block, ``[rows, *plates]``."""
+        """Return one field of a site's slots in all rows of its block: ``[rows, *plates]``."""
         slots = self._draws.slots_of(name)
         return self._of_block(
             name, lambda t, i: getattr(slots[i].choice, field).to(t.log_prob.dtype)
@@ -213,7 +214,9 @@ class SlotAverage(OneSlot):
         return self._sample.split(total)[self._plan.sites[name].block]
 
     def _block_weight(self, block: int) -> Tensor:
-        """The weights of a block, zero for slots that it does not have: ``[rows, *plates]``."""
+        """
+        Return the weights of a block, zero for slots that it does not have: ``[rows, *plates]``.
+        """
         like = self._sample.split(self._sample.log_weight.detach())[block]
         slot = torch.arange(len(like), device=like.device) // self._draws.num_particles
         has = (slot < self._plan.size(block)).to(like.dtype)
@@ -224,7 +227,7 @@ class SlotAverage(OneSlot):
         return weight
 
     def _few(self, value: Tensor) -> Tensor:
-        """``[rows, ...]`` as ``[P, S, ...]``, one particle where they are all alike."""
+        """Reshape ``[rows, ...]`` to ``[P, S, ...]``, with one particle if all are equal."""
         folded = self.fold(value)
         return folded[:1] if self._is_common else folded
 
@@ -235,14 +238,17 @@ class SlotAverage(OneSlot):
         return total
 
     def _by_slot(self, name: str, value: Tensor) -> Tensor:
-        """``[P, S, ...]`` as ``[slots, P, slots of sites behind, slots of sites before, ...]``."""
+        """
+        Reshape ``[P, S, ...]`` to ``[slots, P, slots of sites behind, slots of sites before,
+        ...]``.
+        """
         size = self._plan.size(self._plan.sites[name].block)
         shape = -1, self._plan.counts[name], self._plan.stride(name)
         return value[:, :size].unflatten(1, shape).movedim(2, 0)
 
 
 def _times(weight: Tensor, value: Tensor) -> Tensor:
-    """A product that is zero where the weight is, whatever the value."""
+    """Multiply by weights; the product is zero at zero weights, for any value."""
     return torch.where(weight > 0, weight * torch.where(weight > 0, value, 0.0), 0.0)
 
 
@@ -283,7 +289,9 @@ class SlotSums:
             return self._sum(self._masses())
 
     def expected(self) -> list[Tensor]:
-        """The expectation of each cost over the slots, in the layout of its site's plates."""
+        """
+        Return the expectation of each cost over the slots, in the layout of its site's plates.
+        """
         values = []
         with torch.no_grad():
             masses = self._masses()
@@ -322,7 +330,9 @@ class SlotSums:
     def _surrogate(
         self, site: ScoredSite, weight: Tensor, cost: Tensor | None, programs: Programs
     ) -> Tensor:
-        """Of a site's distribution; ``cost`` is what its slots' weights multiply."""
+        """
+        Return the surrogate of a site's distribution; ``cost`` is multiplied by its slots' weights.
+        """
         cost = torch.zeros_like(weight) if cost is None else cost
         with torch.no_grad():
             upstream = self._upstream(site)
@@ -369,7 +379,7 @@ class SlotSums:
         self, members: frozenset[str], dims: frozenset[str], plates: frozenset[str]
     ) -> Tensor | None:
         """
-        The product of some sites' weights, summed over all dims but ``dims``.
+        Return the product of some sites' weights, summed over all dims but ``dims``.
 
         One site after the other, in the guide's order; a dim is summed as soon as no site that
         follows has it. Costs along a chain share all steps but their last.
@@ -424,13 +434,13 @@ def _product(left: Tensor | None, right: Tensor, kept: str) -> Tensor:
 
 
 def _named(value: Tensor, dims: str) -> Tensor:
-    """A packed tensor, whose dims have names."""
+    """Give names to the dims of a packed tensor."""
     value._pyro_dims = dims  # type: ignore[attr-defined]
     return value
 
 
 def _aligned(value: Tensor, dims: Iterable[str]) -> Tensor:
-    """A packed tensor with its dims sorted, and one of size 1 for each that it has not."""
+    """Sort the dims of a packed tensor, with size 1 for missing ones."""
     dims_of_value, target = getattr(value, "_pyro_dims", ""), sorted(dims)
     order = [dims_of_value.index(d) for d in target if d in dims_of_value]
     sizes = [value.shape[dims_of_value.index(d)] if d in dims_of_value else 1 for d in target]
@@ -438,7 +448,7 @@ def _aligned(value: Tensor, dims: Iterable[str]) -> Tensor:
 
 
 def _known(cost: SlotCost, mass: Tensor) -> Tensor:
-    """A cost's value, zero where it is infinite but has no weight (0 * inf is NaN)."""
+    """Return a cost's value, zero where it is infinite and has no weight (0 * inf is NaN)."""
     value = _aligned(cost.value, cost.dims)
     return torch.where(value.isfinite() | (mass > 0), value, 0.0)
 
@@ -576,7 +586,9 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         return Estimate(value, surrogate, runs, scored=True, bounds=bounds)
 
     def _bounds(self, programs: Programs, slot_runs: list[SlotRun], sums: list[SlotSums]) -> Bounds:
-        """The value per datum: the expected cost of each site, at the data that it belongs to."""
+        """
+        Return the value per datum: the expected cost of each site, at the data that it belongs to.
+        """
         costs = []
         for slot_run, slot_sums in zip(slot_runs, sums, strict=True):
             summands = slot_run.run.summands
@@ -592,7 +604,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         return sample, SlotAverage.of(sample, draws, common=False)
 
     def _estimate_by_rows(self, programs: Programs) -> Estimate:
-        """The same sum over whole weights, for programs whose slots cannot stand in dims."""
+        """Estimate with whole weights, for programs whose slots cannot be in dims."""
         sample, slots = self._row_sample(programs)
         if slots.weight is None:
             return averaged_estimate(sample)

@@ -26,7 +26,7 @@ from pyro_mcvae.structure.provenance import dependencies_of
 
 def analytic_kl_sites(run: Run, find_separable: Callable[[], Set[str]]) -> dict[str, Tensor]:
     r"""
-    :math:`E_q[\log p(z) - \log q(z)] = -KL(q \| p)` of each latent site that allows it.
+    Return :math:`E_q[\log p(z) - \log q(z)] = -KL(q \| p)` of each latent site with a closed form.
 
     A site allows it if the divergence is known in closed form and the model's distribution of the
     site depends on no draw of the guide that depends on it. That is so where whatever precedes the
@@ -52,7 +52,7 @@ def analytic_kl_sites(run: Run, find_separable: Callable[[], Set[str]]) -> dict[
 
 
 def separable_sites(programs: Programs, run: Run) -> frozenset[str]:
-    """The latents whose distribution in the model depends on no draw that depends on them."""
+    """Return the latents whose prior depends on no draw that depends on them."""
     names = frozenset(t.key.name for t in run.terms if t.in_guide and is_latent(t.site))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a site that cannot be checked is sampled
@@ -81,7 +81,7 @@ def _negative_kl(model_term: Term, guide_term: Term) -> Tensor | None:
 
 def _is_right(q: Any, p: Any) -> bool:
     """
-    Whether what PyTorch takes for the divergence is it, with its gradient.
+    Return whether PyTorch's closed form is the divergence, with its gradient.
 
     Two of its rules are for whole families. That of transformed distributions is for one transform
     that loses nothing: of a :class:`~pyro.distributions.FoldedDistribution` it is that of the
@@ -111,7 +111,10 @@ def _is_fixed(transform: Transform) -> bool:
 
 
 def _same_weighting(p: Site, q: Site) -> bool:
-    """Whether both sites have the same user's scale and mask, compared without reading tensors."""
+    """
+    Return whether both sites have the same scale and mask of the user, compared without reading
+    tensors.
+    """
     scales = inner_scale(p), inner_scale(q)
     if any(isinstance(s, torch.Tensor) for s in scales):
         same_scale = p["scale"] is q["scale"]
@@ -211,7 +214,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
 
 
 def _infinite_divergences(costs: Iterable[Iterable[Cost]]) -> list[str]:
-    """A line for every site whose divergence in closed form is infinite."""
+    """Return a line for each site with an infinite closed-form divergence."""
     closed = (c for each in costs for c in each if c.closed)
     lines = (
         f"site '{c.term.key.name}': the KL divergence of the guide's distribution from the model's "

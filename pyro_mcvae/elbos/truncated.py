@@ -131,7 +131,7 @@ class TraceTruncated_ELBO(MonteCarloELBO):
         return estimate
 
     def _pick(self, log_joint: Tensor) -> tuple[Tensor, Tensor]:
-        """The states that pass the gradient, and their weights, ``[E, k]``."""
+        """Select the states that pass the gradient, with their weights, ``[E, k]``."""
         top, drawn = self.num_gradient_states, self.num_sampled_states
         weight = normalized_weights(log_joint, dim=1)
         if top is None or top + drawn >= log_joint.shape[1]:
@@ -152,7 +152,7 @@ _REMEDY = (
 
 def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     r"""
-    Whether a step had best keep the graph of all S + C states that it reads.
+    Return whether it is cheaper to keep the graph of all S + C evaluated states.
 
     A pass backward costs two passes forward: at once that makes 3 (S + C), and one more pass
     through the S best alone, after a search without a graph, S + C + 3 S. The first needs a look at
@@ -165,7 +165,7 @@ def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
 
 
 def _top_and_sampled(weight: Tensor, top: int, drawn: int) -> tuple[Tensor, Tensor]:
-    """The largest weights, and draws from the rest that share its mass: index and weight."""
+    """Select the largest weights, and sample from the remaining ones: indices and weights."""
     largest, index = weight.topk(top, dim=1)
     remaining = weight.scatter(1, index, 0.0)
     mass = remaining.sum(1, keepdim=True)

@@ -97,13 +97,13 @@ class TrainedCopy:
 
     @property
     def last_bound(self) -> float:
-        """The mean of its own bound over the last tenth of the steps."""
+        """Return the mean of the loss's own bound over the last tenth of the steps."""
         last = self.bounds[-max(1, len(self.bounds) // 10) :]
         return sum(last) / len(last) if last else math.nan
 
     @property
     def seconds_per_step(self) -> float:
-        """The median, so that what the first steps alone pay for does not count."""
+        """Return the median time of a step, which excludes the costs of the first steps."""
         return statistics.median(self.times) if self.times else math.nan
 
 
@@ -134,8 +134,9 @@ class Comparison(dict[str, TrainedCopy]):
 
     def gain(self, name: str, over: str) -> tuple[float, float]:
         """
-        How much higher the mean log evidence of one is than that of another, and the standard
-        error: over the data, whose differences are paired; with one weight, Monte Carlo's alone.
+        Return the difference of the mean log evidences of two losses, and its standard error. The
+        error is that of the paired differences over data; with a single weight, it is the Monte
+        Carlo error.
         """
         one, other = self[name].evidence, self[over].evidence
         difference = one.log_evidence - other.log_evidence
@@ -147,7 +148,7 @@ class Comparison(dict[str, TrainedCopy]):
     @property
     def best(self) -> list[str]:
         """
-        The best loss, and those that cannot be told apart from it.
+        Return the names of the best loss and of those with no significant difference from it.
 
         By the log evidence, within two standard errors, where the model learns. Where it does not,
         by the guide's effective sample size (geometric mean), within a tenth. All of them where
@@ -168,7 +169,7 @@ class Comparison(dict[str, TrainedCopy]):
     @property
     def evaluated(self) -> bool:
         r"""
-        Whether the draws tell the losses apart: not where fewer than 10 draws are effective (or,
+        Return whether the draws allow a comparison. They do not if fewer than 10 are effective (or,
         where the model learns, :math:`\hat k` is above 0.7) for most weights of every loss.
         """
         evidences = [self[n].evidence if self.learns else self[n].guide for n in self._running]
@@ -180,7 +181,7 @@ class Comparison(dict[str, TrainedCopy]):
 
     @property
     def verdict(self) -> str:
-        """Which is best, and how far that can be trusted, in a few sentences."""
+        """Return which loss is best and how reliable that is, in a few sentences."""
         best, by = self.best, "log evidence" if self.learns else "effective sample size"
         said = [f"Best by {by}: {best[0]}."]
         if not self.evaluated:
@@ -230,7 +231,7 @@ class Comparison(dict[str, TrainedCopy]):
         over: Literal["seconds", "steps"] = "seconds",
     ) -> Figure | SubFigure:
         """
-        A figure: each loss's own bound, and the evidence of the evaluated data, over time.
+        Plot each loss's own bound, and the evidence of the evaluated data, over time or steps.
 
         :param figure: a ``matplotlib`` figure, or a part of one, to draw in.
         :param str over: ``"seconds"`` of training, or ``"steps"``.
@@ -386,7 +387,7 @@ def compare(
 
 def _checked(losses: object, optim: object) -> dict[str, tuple[object, PyroOptim]]:
     """
-    The loss and the optimizer, by name.
+    Return the loss and the optimizer by name, after checks.
 
     :raises ValueError: for what is none.
     """
@@ -443,21 +444,21 @@ class _Data:
             )
 
     def first(self) -> Programs:
-        """The programs on the first batch."""
+        """Return the programs with the first batch as arguments."""
         for programs in self:
             check_call(programs)
             return programs
         raise ValueError("there is no batch to train on: batches is empty")
 
     def length(self) -> int:
-        """How many batches one pass has; counted, where they do not say."""
+        """Return the number of batches in one pass; count them if they have no length."""
         if isinstance(self._batches, Sized):
             return len(self._batches)
         with _same_randomness():
             return sum(1 for _ in self)
 
     def __iter__(self) -> Iterator[Programs]:
-        """One pass over the data."""
+        """Yield the batches of one pass over the data."""
         if self._batches is None:
             yield self._programs
             return
@@ -467,7 +468,7 @@ class _Data:
             yield replace(self._programs, args=args, kwargs=kwargs)
 
     def weights(self, programs: Programs) -> float:
-        """How many weights the loss on this batch is the sum of, N/B times those of a minibatch."""
+        """Return the number of weights in the loss of a batch, N/B times those of a minibatch."""
         leaves, tree = tree_flatten((programs.args, programs.kwargs))
         key = (Tree(tree), *(v.shape if isinstance(v, Tensor) else type(v) for v in leaves))
         if key not in self._weights:

@@ -35,7 +35,9 @@ class ModelComparison(dict[str, LogEvidence]):
     """
 
     def difference(self, name: str, other: str) -> tuple[float, float]:
-        """The log Bayes factor of one model over another, in nats, and its standard error."""
+        """
+        Return the log Bayes factor of one model over another, in nats, and its standard error.
+        """
         one, two = self[name], self[other]
         error = torch.hypot(one.total_standard_error, two.total_standard_error)
         return float(one.total - two.total), float(error)
@@ -43,8 +45,8 @@ class ModelComparison(dict[str, LogEvidence]):
     @property
     def probabilities(self) -> dict[str, float]:
         """
-        Of the models, if each were as probable as the others before the data; by the evidences as
-        they were estimated, so of no use where models are :attr:`doubtful`.
+        Return the posterior probabilities of the models under equal prior probabilities. They use
+        the estimated evidences, so they are meaningless where models are :attr:`doubtful`.
         """
         totals = torch.stack([e.total.double() for e in self.values()])
         return dict(zip(self, totals.softmax(0).tolist(), strict=True))
@@ -61,7 +63,7 @@ class ModelComparison(dict[str, LogEvidence]):
     @property
     def best(self) -> list[str]:
         """
-        The model with the highest evidence, and all that may have a higher one: within two standard
+        Return the model with the highest evidence, and all that may be as good: within two standard
         errors, or doubtful, since estimates with heavy tails are too low.
         """
         top, doubtful = next(iter(self)), self.doubtful
@@ -73,7 +75,7 @@ class ModelComparison(dict[str, LogEvidence]):
 
     @property
     def verdict(self) -> str:
-        """Which model the data favour, and how far that can be trusted, in a few sentences."""
+        """Return which model the data favour and how reliable that is, in a few sentences."""
         top, doubtful = next(iter(self)), self.doubtful
         close = [n for n in self if self._within(top, n)]
         doubtful_others = [n for n in doubtful if n != top]
@@ -207,6 +209,8 @@ def _pairs(
 
 def _check_alike(evidences: Mapping[str, LogEvidence]) -> None:
     """
+    Check that all evidences are of the same data.
+
     :raises ValueError: for evidences that are of other things.
     """
     for name, evidence in evidences.items():

@@ -51,7 +51,7 @@ class PosteriorDraws(dict[str, Tensor]):
 
     @property
     def num_samples(self) -> int:
-        """How many draws there are."""
+        """Return the number of draws."""
         return len(self.log_weight)
 
 
@@ -59,7 +59,7 @@ def site_draws(
     sample: WeightedParticles, log_weight: Tensor, acceptance: Tensor | None
 ) -> PosteriorDraws:
     """
-    What a sample's runs drew, in the shapes of a run without particles.
+    Return the draws of a sample, in the shapes of a run without particles.
 
     :raises ValueError: if its runs have different sites.
     """
@@ -91,20 +91,20 @@ def site_draws(
 
 
 def site_values(sample: WeightedParticles, name: str, site: Site) -> Tensor:
-    """The values of a model's latent, with the draws in front: ``[K, *site_shape]``."""
+    """Return the values of a model's latent, with the draws in front: ``[K, *site_shape]``."""
     depth = site["fn"].event_dim
     return _stack(sample, name, site, depth, lambda run, n: run.model_trace.nodes[n]["value"])
 
 
 def _in_full(site: Site, depth: int) -> Tensor:
-    """An observed value with all of its plates' dims, over which it may broadcast."""
+    """Expand an observed value over all dims of its plates."""
     shape, value = site["fn"].shape(), torch.as_tensor(site["value"])
     shape = shape[max(0, len(shape) - depth - site["fn"].event_dim) :]
     return value.expand(torch.broadcast_shapes(shape, value.shape))
 
 
 def _plate_sizes(sites: list[Site]) -> dict[str, int]:
-    """By plate, how many data it has; one that was made without a size does not say."""
+    """Return the full size of each plate that was made with a size."""
     sizes: dict[str, int] = {}
     for site in sites:
         shape = site["fn"].batch_shape
@@ -130,7 +130,7 @@ def _term(run: Run, name: str) -> Term:
 
 
 def site_dims(site: Site) -> tuple[str, ...]:
-    """The names of a site's batch dims: of its plates, leftmost first."""
+    """Return the names of a site's batch dims, those of its plates, leftmost first."""
     names = {f.dim: f.name for f in plate_frames(site) if f.dim is not None}
     depth = max((-d for d in names), default=0)
     # Dims between plates, of size one, get names of their own.
@@ -162,7 +162,7 @@ def _stack(
 
 
 def _leading(run: Run, value: Tensor, depth: int, event_dim: int) -> Tensor:
-    """``[lead, *natural shape]`` of a value that may have ones between, or no leading dim."""
+    """Reshape to ``[lead, *natural shape]``; ones between are removed."""
     begin = max(0, value.dim() - event_dim - depth)
     if run.leading is None:  # dims to the left that lie in no plate
         begin = next((i for i, n in enumerate(value.shape[:begin]) if n != 1), begin)
@@ -179,7 +179,8 @@ def _leading(run: Run, value: Tensor, depth: int, event_dim: int) -> Tensor:
 
 def to_inference_data(draws: PosteriorDraws) -> Any:
     """
-    Draws of :func:`refine` for ArviZ: ``az.summary``, ``az.loo``, ``az.compare``, ``az.plot_*``.
+    Convert draws of :func:`refine` for ArviZ: ``az.summary``, ``az.loo``, ``az.compare``,
+    ``az.plot_*``.
 
     Groups: ``posterior``; ``log_likelihood``, one number per datum; ``sample_stats`` with the log
     weight, and of chains the acceptance and the step size; ``observed_data``. Plates are named

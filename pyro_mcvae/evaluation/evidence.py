@@ -38,7 +38,7 @@ from pyro_mcvae.truncated.guide import TruncatedPosterior
 
 def number(value: float, error: float) -> str:
     """
-    A number with as many digits as its error allows.
+    Format a number with as many digits as its error allows.
 
     Example::
 
@@ -74,7 +74,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def filled(text: str, head: str = "") -> str:
-    """A text in lines of the terminal's width, 100 characters at most, beside a head."""
+    """Wrap a text at the terminal's width, at most 100 characters."""
     width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
     head, indent = (f"{head}  ", " " * (len(head) + 2)) if head else ("", "")
     return textwrap.fill(
@@ -158,40 +158,44 @@ class LogEvidence:
 
     @property
     def total(self) -> Tensor:
-        """The log evidence of all data, in nats; N/B times the minibatch's, where subsampled."""
+        """
+        Return the log evidence of all data, in nats; on minibatches N/B times that of the batch.
+        """
         return self.shared.to(self.log_evidence) + (self.scale * self.log_evidence).sum()
 
     @property
     def total_standard_error(self) -> Tensor:
-        """The Monte Carlo error of ``total``; which data a minibatch holds is not part of it."""
+        """Return the Monte Carlo error of ``total``, without the variation between minibatches."""
         return (self.scale * self.standard_error).square().sum().sqrt()
 
     @property
     def mean(self) -> Tensor:
-        """The mean over the data, in nats per datum."""
+        """Return the mean over the data, in nats per datum."""
         return self.log_evidence.mean()
 
     @property
     def mean_standard_error(self) -> Tensor:
-        """The Monte Carlo error of ``mean``."""
+        """Return the Monte Carlo error of ``mean``."""
         return self.standard_error.square().sum().sqrt() / self.standard_error.numel()
 
     @property
     def unreliable(self) -> Tensor:
-        r"""Where :math:`\hat k > 0.7`."""
+        r"""Return the mask of :math:`\hat k > 0.7`."""
         return self.pareto_k > 0.7
 
     @property
     def pareto_k_error(self) -> Tensor:
-        r"""The standard error of :math:`\hat k`, :math:`(1 + k) / \sqrt M` for M tail weights."""
+        r"""
+        Return the standard error of :math:`\hat k`, :math:`(1 + k) / \sqrt M` for M tail weights.
+        """
         tail = max(1, tail_length(self.num_particles))
         return (1 + self.pareto_k).clamp_min(0.0) / math.sqrt(tail)
 
     @property
     def doubtful(self) -> Tensor:
         r"""
-        Where the standard error may be too small: :math:`\hat k` plus two errors is above 0.5, or
-        fewer than 500 weights are too few to know their tail; not where all weights are equal.
+        Return the mask of data whose standard error may be too small: :math:`\hat k` plus two
+        errors is above 0.5, or there are fewer than 500 weights. Equal weights are not in it.
         """
         known = has_light_tail(self, 0.5)
         if self.num_particles < _ENOUGH:
@@ -200,7 +204,9 @@ class LogEvidence:
 
     @property
     def few(self) -> Tensor:
-        """Where fewer than 10 draws dominate, whose spread says little of the error."""
+        """
+        Return the mask of data with fewer than 10 effective draws, too few to estimate an error.
+        """
         return self.effective_sample_size < min(10.0, self.num_particles / 2)
 
     def __str__(self) -> str:
@@ -230,20 +236,23 @@ class LogEvidence:
 
 
 def fraction(flags: Tensor) -> float:
-    """The share of weights for which a flag is true."""
+    """Return the fraction of weights for which a flag is true."""
     return float(flags.double().mean())
 
 
 def with_error(evidence: LogEvidence, value: Tensor | float, error: Tensor | float) -> str:
-    """A number with its error, unless few draws dominate more than a twentieth of the weights."""
+    """
+    Format a number with its error; the error is unknown if few draws dominate more than a twentieth
+    of the weights.
+    """
     known = fraction(evidence.few) <= 0.05
     return number(float(value), float(error)) if known else f"{float(value):.3f} ± unknown"
 
 
 def has_light_tail(evidence: LogEvidence, most: float) -> Tensor:
     r"""
-    Where the weights' :math:`\hat k` plus two of its errors is at most ``most``, or all weights are
-    equal; not where there are too few to say.
+    Return a mask of the weights whose :math:`\hat k` plus two errors is at most ``most``, or that
+    are all equal. Too few weights are not in it.
     """
     return evidence.pareto_k + 2 * evidence.pareto_k_error <= most
 
@@ -370,7 +379,7 @@ def log_evidence(
 def weights_of(
     programs: Programs, options: Options, annealing: Annealing | None = None
 ) -> Iterator[ImportanceSampler]:
-    """The weights of programs, or of their chains."""
+    """Yield the weights of a model and guide, or of their chains."""
     with (
         each_once(),
         evaluation_mode(programs.model, programs.guide, seed=options.seed),
@@ -387,7 +396,7 @@ def _make_weights(
     annealing: Annealing | None = None,
     progress: Progress | None = None,
 ) -> ImportanceSampler:
-    """The weights of programs that are being evaluated."""
+    """Make the weights of a model and guide in evaluation mode."""
     progress = progress or Progress("evaluating", show=False)
     if not isinstance(poutine.unwrap(programs.guide), TruncatedPosterior):
         return ImportanceSampler(programs, options, progress, annealing)
@@ -400,7 +409,7 @@ def importance_sampler(
     programs: Programs, options: Options, annealing: Annealing | None = None
 ) -> Iterator[ImportanceSampler]:
     """
-    The weights for evaluators that move draws of the guide.
+    Yield the weights for evaluators that move draws of the guide.
 
     :raises ValueError: for a guide of states.
     """
@@ -415,7 +424,9 @@ def importance_sampler(
 
 
 def guide_and_chains(programs: Programs, options: Options) -> tuple[LogEvidence, LogEvidence]:
-    """The evidence by the guide's weights, and by chains, where they were asked for; else twice."""
+    """
+    Return the evidence by the guide's weights and by chains; both are the same without chains.
+    """
     annealing = options.annealing()
     with weights_of(programs, options) as weights:
         guide = estimate(weights, options.num_particles)
@@ -431,7 +442,7 @@ def estimate(
     all_labellings: bool = True,
 ) -> LogEvidence:
     """
-    The evidence, by the weights of an importance sampler, of its chains, or of states.
+    Estimate the evidence by the weights of an importance sampler, its chains, or states.
 
     :param all_labellings: add what other labellings of exchangeable components add.
     """
@@ -479,8 +490,8 @@ def log_evidence_loader(
     **options: Any,
 ) -> LogEvidence:
     r"""
-    :func:`log_evidence` over the batches of a :class:`~torch.utils.data.DataLoader`, or any other
-    iterable, side by side along the data's plate.
+    Estimate the log evidence of the batches of a :class:`~torch.utils.data.DataLoader` or another
+    iterable, concatenated along the data's plate.
 
     The step size of chains adapts on the first batch and is the same for the others. ``total`` is
     the sum over the data that the loader gave, whatever N a plate declares.
@@ -535,6 +546,8 @@ def log_evidence_loader(
 
 def _check_loader(batches: object) -> None:
     """
+    Check that the batches are iterable and will be split correctly.
+
     :raises ValueError: for what is no iterable of batches, or would be split in a wrong way.
     """
     if isinstance(batches, Tensor | Mapping | str):

@@ -77,12 +77,12 @@ class Labellings:
 
     @property
     def log_count(self) -> float:
-        """The log number of labellings."""
+        """Return the log number of labellings."""
         return sum(math.lgamma(size + 1) for size in self.sizes)
 
     @property
     def short(self) -> str:
-        """What is exchangeable, and what that adds."""
+        """Return which sites are exchangeable, and what that adds to the evidence."""
         names = "; ".join(", ".join(names) for names in self.sites)
         count = f"log {' '.join(f'{size}!' for size in self.sizes)} = {self.log_count:.3f}"
         if self.added is None:
@@ -174,7 +174,10 @@ class _Search:
         return Labellings(result.sites, result.sizes, result.log_count if separate else None)
 
     def _axes(self) -> Iterator[tuple[int, Axis]]:
-        """What may be permuted, and of how many entries: what has a plate in common is together."""
+        """
+        Return the axes that may be permuted, by size; sites in a common plate are permuted
+        together.
+        """
         data_plates = {key for block in self.reference.blocks for key in block.plates}
         plates: dict[tuple[str, int], list[tuple[tuple[str, ...], int]]] = defaultdict(list)
         forms: dict[object, list[str]] = defaultdict(list)
@@ -197,7 +200,9 @@ class _Search:
             yield len(names), ((tuple(names), None),)
 
     def _groups(self, size: int, axes: Sequence[Axis], draws: Mapping[str, Tensor]) -> list[Group]:
-        """The exchangeable entries of axes of one size: of each by itself, or of several."""
+        """
+        Return the exchangeable entries of axes of one size: of each alone, or of several together.
+        """
         groups: list[Group] = []
         pairs = [(i, i + 1) for i in range(size - 1)]
         if size <= _SMALL:
@@ -217,7 +222,10 @@ class _Search:
     def _invariant(
         self, draws: Mapping[str, Tensor], axis: Axis, pairs: Sequence[tuple[int, int]]
     ) -> list[bool]:
-        """Of each pair of entries, whether exchanging them leaves the joint density as it is."""
+        """
+        Return, for each pair of entries, whether exchanging them leaves the joint density
+        unchanged.
+        """
         self._evaluations_left -= _DRAWS * (1 + len(pairs))
         if self._evaluations_left < 0:
             return [False] * len(pairs)
@@ -236,15 +244,15 @@ class _Search:
         self, latents: Mapping[str, Tensor], swaps: Sequence[tuple[Axis, tuple[int, int]]]
     ) -> Tensor:
         """
-        The guide's density at latents as a share of that with two entries exchanged besides, for
-        each pair of entries: shape ``[pairs, rows, *plates]``.
+        Return q(z) / (q(z) + q(z')) of the guide, with two entries of z exchanged in z', for each
+        pair of entries: shape ``[pairs, rows, *plates]``.
         """
         at = self._densities(latents).guide
         exchanged = [self._densities(_exchanged(latents, *swap)).guide for swap in swaps]
         return (at - torch.stack(exchanged)).sigmoid()
 
     def _ends(self) -> tuple[WeightedParticles, Tensor]:
-        """Where chains of the sampler's end, and their log weights."""
+        """Return the final positions of the sampler's chains, and their log weights."""
         chain, density = self.sampler.chain(min(self.budget, _FEWEST))
         position = chain.state.position.detach()
         if isinstance(density, WhitenedDensity):
@@ -268,7 +276,7 @@ class _Search:
 
 
 def _are_separate(relative_density: Tensor, log_weight: Tensor) -> bool:
-    """Whether labellings do not overlap where the weights are, nor where the draws are."""
+    """Return whether labellings do not overlap, neither at the weights nor at the draws."""
     return bool(
         (
             torch.minimum(
@@ -297,7 +305,7 @@ def _giving(values: Mapping[str, Tensor], rows: range, shared: frozenset[str]) -
 
 
 def _cardinality(site: Site) -> int:
-    """How many values a discrete site has, from 0 on; 0 where it has other ones."""
+    """Return the number of values of a discrete site with values 0, 1, ...; 0 for other sites."""
     fn = site["fn"]
     if not known_support(fn).is_discrete or not getattr(fn, "has_enumerate_support", False):
         return 0
@@ -308,7 +316,7 @@ def _cardinality(site: Site) -> int:
 def _exchanged(
     latents: Mapping[str, Tensor], axis: Axis, pair: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """The latents with two entries exchanged."""
+    """Return the latents with two entries exchanged."""
     exchanged, (i, j) = dict(latents), pair
     for names, dim in axis:
         value = exchanged[name := names[0]]
@@ -324,7 +332,7 @@ def _exchanged(
 
 
 def _classes(size: int, linked: Iterator[tuple[int, int]]) -> list[tuple[int, ...]]:
-    """The entries that exchange with each other, where there are several."""
+    """Return the sets of entries that can be exchanged with each other."""
     label = list(range(size))
     for i, j in linked:
         label = [label[i] if k == label[j] else k for k in label]
@@ -336,7 +344,7 @@ def guide_values(
     programs: Programs, reference: WeightedParticles, latents: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """
-    The values of the guide's random sites at which its latents are the given ones.
+    Return the values of the guide's random sites at which its latents have the given values.
 
     AutoGuides draw auxiliary sites, of which the latents are functions: a site is inverted where
     it holds the unconstrained values of the latents that follow from it, side by side.
@@ -378,7 +386,7 @@ def guide_values(
 def _unconstrained(
     run: Run, follow: list[str], values: dict[str, Tensor], shape: torch.Size
 ) -> Tensor | None:
-    """What is unconstrained of the values, which may have any leading dims."""
+    """Return the unconstrained values, which may have any leading dims."""
     nodes, parts, lead = run.model_trace.nodes, [], torch.Size()
     for name in follow:
         site, value = nodes[name], values[name]

@@ -86,6 +86,9 @@ def evaluation_mode(*programs: Program, seed: int | None = None) -> Iterator[Non
 
 def check_separate_parameters(pairs: Mapping[str, Programs]) -> None:
     """
+    Check that no two modules of different pairs have the same tensor by the same name: the later
+    module would have taken it from the store and trained it.
+
     :raises ValueError: where two modules of different pairs hold the same tensor by the same name:
         the later one has taken it out of the store, and trained it.
     """
@@ -109,7 +112,7 @@ class _OwnParameter(NamedTuple):
 
 
 def _own_parameters(*programs: Program) -> dict[str, _OwnParameter]:
-    """By the name in the store: what PyroModules take from there, rather than their own."""
+    """Return, by name in the store, the parameters of PyroModules."""
     parameters = {}
     for module in (m for root in find_modules(*programs) for m in root.modules()):
         if isinstance(module, PyroModule) and module._pyro_context.used:
@@ -215,7 +218,7 @@ class Annealing:
 
     def transition(self, programs: Programs, count: int | None = None) -> Transition:
         """
-        What moves the chains: the kernel; for many transitions recorded once and replayed.
+        Return the kernel; for many transitions, a recorded one.
 
         :param count: how many there will be, if not those along the schedule.
         """
@@ -237,7 +240,7 @@ class Annealing:
 
     @property
     def adapts(self) -> bool:
-        """Whether the step size is still to be found."""
+        """Return whether the step size still has to adapt."""
         step_size = self.kernel.step_size
         return isinstance(step_size, AdaptiveStepSize) and step_size.training and self.warmup > 0
 
@@ -250,7 +253,9 @@ class Annealing:
         step_size.update(acceptance, gradient)
 
     def freeze(self) -> None:
-        """From here on every chain is the same, which an unbiased estimate needs."""
+        """
+        Fix the step size, so that all later chains are the same, as an unbiased estimate requires.
+        """
         self.kernel.eval()
 
 
@@ -262,7 +267,7 @@ def make_annealing(
     without: str = LEAVE_OUT,
 ) -> Annealing | None:
     """
-    An :class:`Annealing` of what a user gave; None if that is nothing.
+    Make an :class:`Annealing` of the user's options; None if there are none.
 
     :param str without: as in :class:`Annealing`.
     :raises ValueError: for what is no kernel or schedule.
@@ -291,13 +296,13 @@ _LARGEST = 1 << 24
 
 
 def population(dim: int) -> int:
-    """How many chains show the covariance of so many coordinates."""
+    """Return the number of chains that determine the covariance of so many coordinates."""
     return min(_MOST, max(_FEWEST, _PER_COORDINATE * dim))
 
 
 def whiten(density: ChainDensity, annealing: Annealing, transition: Transition) -> Whitening:
     r"""
-    The map to white coordinates, after ``annealing.warmup`` windows of five transitions.
+    Return the map to white coordinates, after ``annealing.warmup`` windows of five transitions.
 
     The chains begin at the guide's draws and move with respect to the posterior itself. After each
     window coordinates are white with respect to where they stand then, and the step size has
@@ -381,7 +386,7 @@ class Options:
     progress: bool | None = None
 
     def chunk(self, numbers: int) -> int:
-        """How many particles are run at once, each of so many numbers."""
+        """Return the number of particles that run at once, for so many numbers each."""
         return self.chunk_size or max(1, _CHUNK // max(1, numbers))
 
     def __post_init__(self) -> None:
@@ -395,7 +400,7 @@ class Options:
         check_flag("progress", self.progress, or_none=True)
 
     def annealing(self, without: str = LEAVE_OUT) -> Annealing | None:
-        """The transitions that were asked for; see :func:`make_annealing`."""
+        """Return the requested transitions; see :func:`make_annealing`."""
         return make_annealing(self.schedule, self.kernel, self.coordinates, self.warmup, without)
 
 
@@ -448,7 +453,7 @@ def prepare(
 
 
 def _signature(program: Program) -> inspect.Signature | None:
-    """What a program takes, as far as it says; what is wrapped may take other arguments."""
+    """Return the signature of a program; None for a wrapper, which may take other arguments."""
     target = program.forward if isinstance(program, nn.Module) else program
     try:
         return inspect.signature(target, follow_wrapped=False)
@@ -457,7 +462,7 @@ def _signature(program: Program) -> inspect.Signature | None:
 
 
 def _open_arguments(program: Program, args: tuple[object, ...]) -> set[str]:
-    """The named arguments of a program that positional ones leave open."""
+    """Return the named arguments of a program that are not passed by position."""
     if (signature := _signature(program)) is None:
         return set()
     parameters = list(signature.parameters.values())

@@ -21,7 +21,7 @@ from pyro_mcvae.programs.types import Program
 
 
 def choose(log_weight: Tensor) -> Tensor:
-    """The index of one candidate per draw and datum, ``[count, *plates]``."""
+    """Draw the index of one candidate per draw and datum, ``[count, *plates]``."""
     # Where every candidate has weight zero, none is better than another.
     hopeless = log_weight.isneginf().all(1, keepdim=True)
     logits = torch.where(hopeless, 0.0, log_weight)
@@ -30,7 +30,9 @@ def choose(log_weight: Tensor) -> Tensor:
 
 
 def select_chosen(value: Tensor, chosen: Tensor) -> Tensor:
-    """Of ``[count * candidates, *plates, ...]`` the chosen ones, ``[count, *plates, ...]``."""
+    """
+    Select the chosen ones of ``[count * candidates, *plates, ...]``: ``[count, *plates, ...]``.
+    """
     grouped = value.unflatten(0, (len(chosen), -1))
     index = chosen.unsqueeze(1)
     index = index.reshape(index.shape + (1,) * (grouped.dim() - index.dim()))
@@ -52,7 +54,7 @@ def refine(
     **options: Any,
 ) -> PosteriorDraws:
     r"""
-    Draws from the posterior :math:`p(z \mid x)`, made of the guide's.
+    Draw from the posterior :math:`p(z \mid x)`, starting with draws of the guide.
 
     Each draw is chosen among ``num_particles`` candidates :math:`z^k`, per datum, with probability
 
@@ -149,7 +151,7 @@ def refine(
 
 
 def _joined(parts: list[PosteriorDraws]) -> PosteriorDraws:
-    """Draws one after the other."""
+    """Concatenate draws."""
     draws = parts[0]
     draws.update({n: torch.cat([part[n] for part in parts]) for n in draws})
     draws.log_weight = torch.cat([part.log_weight for part in parts])

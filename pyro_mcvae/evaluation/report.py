@@ -81,20 +81,20 @@ class Report:
 
     @property
     def bound(self) -> Tensor:
-        """The ELBO."""
+        """Return the ELBO of each datum."""
         return self.guide.bound
 
     @property
     def gap(self) -> Tensor:
-        """Log evidence minus ELBO, in nats: an estimate of KL(guide || posterior)."""
+        """Return log evidence minus ELBO, in nats: an estimate of KL(guide || posterior)."""
         return self.evidence.log_evidence - self.bound
 
     @property
     def missed(self) -> Tensor:
         r"""
-        Where chains find more of the posterior than the guide's weights, though :math:`\hat k` is
-        good: the guide misses a part of it. By more than their errors allow, with a chance of one
-        in a hundred that any datum is here without reason. False without chains.
+        Return a mask of the data for which the guide misses a part of the posterior: :math:`\hat k`
+        is good, and chains find significantly more evidence. All data together have a chance of one
+        in a hundred of a false alarm. Without chains it is False.
         """
         missed = torch.zeros_like(self._good)
         for chains in (self.evidence, self.prior):
@@ -105,7 +105,9 @@ class Report:
 
     @property
     def misses(self) -> bool:
-        """Whether the guide misses a part of the posterior, of some datum or of all together."""
+        """
+        Return whether the guide misses a part of the posterior, of one datum or of all together.
+        """
         more, error, counts, _ = self._excess(self.prior)
         more, error = (more * counts).sum(), (error * counts).square().sum().sqrt()
         return bool(self.missed.any()) or bool((more > _CLOSE) & (more > 3 * error))
@@ -129,8 +131,9 @@ class Report:
     @property
     def _good(self) -> Tensor:
         """
-        Where the guide's weights would show what its draws reach: heavier tails find less, and
-        where many are heavy, the guide is too narrow, and some k-hats are good by chance.
+        Return a mask of the data whose weights are reliable enough for the comparison. Heavier
+        tails find less evidence; if many are heavy, the guide is too narrow, and some k-hats are
+        good by chance.
         """
         light = has_light_tail(self.guide, 0.7) | (self.states is not None)  # exact sums
         return light & (fraction(self.guide.unreliable) <= 0.5)
@@ -142,7 +145,9 @@ class Report:
         return fraction(~counts | (sizes < 10)) <= 0.5
 
     def worst(self, count: int = 5) -> list[tuple[tuple[int, ...], float]]:
-        """The data with the largest gaps: their indices in the plates, and the gaps in nats."""
+        """
+        Return the data with the largest gaps: their indices in the plates, and the gaps in nats.
+        """
         count = check_count("count", count)
         flat = self.gap.flatten()
         largest = flat.topk(min(count, len(flat)))
@@ -154,10 +159,10 @@ class Report:
     @property
     def trusted(self) -> bool:
         r"""
-        Whether the evidence is known within about its errors: for all but a twentieth of the
-        weights, :math:`\hat k` plus two of its errors is at most 0.5, as ``LogEvidence.doubtful``
-        says; or chains four times as long find no more. Never where :math:`\hat k` is above 0.7, or
-        the effective sample size below 10, for more than a twentieth of the weights.
+        Return whether the evidence is known within about its errors. Either :math:`\hat k` plus two
+        of its errors is at most 0.5, as in ``LogEvidence.doubtful``, for all but a twentieth of the
+        weights, or chains of four times the length agree. It is never trusted if :math:`\hat k` is
+        above 0.7, or the effective sample size below 10, for more than a twentieth of the weights.
         """
         labellings = self.evidence.labellings
         open_ended = labellings is not None and labellings.added is None
@@ -173,7 +178,7 @@ class Report:
 
     @property
     def advice(self) -> str:
-        """What to try next, in a sentence: the rule of ``docs/choose.md``."""
+        """Return what to try next, in a sentence: the rule of ``docs/choose.md``."""
         return _advice(self)
 
     def __str__(self) -> str:
@@ -287,20 +292,20 @@ def report(
 
 
 def _why_not_run(name: str, requested: bool | None, loops: bool) -> str:
-    """Why chains do not run, if they shall not."""
+    """Return why chains do not run; empty if they do."""
     if requested is None and loops:
         return f"particles are looped over: {name}=True runs them"
     return f"{name}=False" if requested is False else ""
 
 
 def _is_sure(evidence: LogEvidence) -> bool:
-    """Whether the standard errors of nearly all weights can be relied on."""
+    """Return whether the standard errors of nearly all weights are reliable."""
     return fraction(evidence.doubtful) <= _FEW
 
 
 def _agree(short: LogEvidence, long: LogEvidence, most: float = math.inf) -> bool:
     """
-    Whether longer chains find the same, within two errors, so that a bias would show.
+    Return whether longer chains give the same evidence, within two errors.
 
     :param most: the largest error at which that counts.
     """
@@ -346,7 +351,7 @@ def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvide
 
 def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence | str:
     """
-    The evidence by chains that are annealed from draws of the model's own prior.
+    Estimate the evidence by chains that are annealed from draws of the model's prior.
 
     It is unbiased as the guide's is, and reaches modes that the prior draws. Where it finds more,
     beyond its error, the guide has missed something; where the prior is far from the posterior it
@@ -375,7 +380,7 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
 
 
 def _student_limit(level: float, freedom: Tensor) -> Tensor:
-    """The quantile of Student's t by its expansion around the normal one."""
+    """Return the quantile of Student's t by its expansion around the normal one."""
     z = torch.special.ndtri(freedom.new_tensor(level))
     first = (z**3 + z) / (4 * freedom)
     return z + first + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)

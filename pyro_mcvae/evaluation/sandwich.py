@@ -184,12 +184,14 @@ class Sandwich:
 
     @property
     def mean_gap(self) -> Tensor:
-        """The mean over data and simulations."""
+        """Return the mean gap over data and simulations."""
         return self.gap.mean()
 
     @property
     def standard_error(self) -> Tensor:
-        """Of ``mean_gap``, from the spread over the simulated data; NaN for a single one."""
+        """
+        Return the standard error of ``mean_gap`` over the simulated data; NaN for a single one.
+        """
         if self.gap.numel() < 2:
             return self.gap.new_tensor(math.nan)
         return self.gap.std() / math.sqrt(self.gap.numel())

@@ -79,6 +79,8 @@ class WeightSummary:
 
     def add(self, log_weight: Tensor) -> None:
         """
+        Add a chunk of log weights.
+
         :param log_weight: a chunk, shape ``[k, *plates]``.
         """
         chunk = log_weight.detach().double()
@@ -99,12 +101,12 @@ class WeightSummary:
 
     @property
     def log_mean(self) -> Tensor:
-        """The logarithm of the mean weight, shape ``[*plates]``; all results are float64."""
+        """Return the logarithm of the mean weight, shape ``[*plates]``; all results are float64."""
         return self._largest + self._sum.log() - math.log(self.count)
 
     @property
     def mean_log(self) -> Tensor:
-        """The mean of the log weights."""
+        """Return the mean of the log weights."""
         return self._logs / self.count
 
     @property
@@ -115,8 +117,8 @@ class WeightSummary:
     @property
     def standard_error(self) -> Tensor:
         r"""
-        Of the logarithm of the mean, :math:`\text{sd}(w) / (\sqrt K\, \bar w)`; infinite where
-        every weight is zero, NaN for one weight.
+        Return the standard error of the logarithm of the mean, :math:`\text{sd}(w) / (\sqrt K\,
+        \bar w)`; infinite if every weight is zero, NaN for one weight.
         """
         if self.count < 2:
             return torch.full_like(self.log_mean, math.nan)
@@ -125,7 +127,7 @@ class WeightSummary:
 
     @property
     def pareto_k(self) -> Tensor:
-        """The shape of the weights' tail, see :func:`~pyro_mcvae.ops.weights.pareto_k`."""
+        """Return the shape of the weights' tail, see :func:`~pyro_mcvae.ops.weights.pareto_k`."""
         return pareto_k(self._top, self.count)
 
 
@@ -201,7 +203,7 @@ class ImportanceSampler:
 
     @property
     def chunk_size(self) -> int:
-        """How many particles fit one chunk."""
+        """Return the number of particles that fit one chunk."""
         return self._options.chunk(self._numbers())
 
     def weigh(self, count: int) -> Weighed:
@@ -223,7 +225,7 @@ class ImportanceSampler:
 
     def on(self, programs: Programs, joint: bool = False) -> ImportanceSampler:
         """
-        The same for other data: the plates' minibatch and the latents that are held stay.
+        Return a sampler for other data, with the same minibatch and fixed latents.
 
         :param joint: weigh everything together, also where this one does not.
         """
@@ -237,13 +239,15 @@ class ImportanceSampler:
         return sampler
 
     def annealed(self, annealing: Annealing) -> ImportanceSampler:
-        """The same, by chains."""
+        """Return a sampler that uses chains."""
         sampler = self.on(self.programs)
         sampler.annealing = annealing
         return sampler
 
     def of_prior(self) -> ImportanceSampler:
-        """Those of the model's own prior, which sums what the guide leaves to be summed."""
+        """
+        Return a sampler from the model's own prior, which sums the sites that the guide leaves out.
+        """
         run = self.reference.runs[0]
         nodes = run.model_trace.nodes
         drawn = frozenset(n for n, s in nodes.items() if is_latent(s) and n in run.guide_trace)
@@ -261,7 +265,7 @@ class ImportanceSampler:
 
     @property
     def has_fixed_draws(self) -> bool:
-        """Whether global latents were drawn once."""
+        """Return whether global latents were drawn once."""
         return bool(self._drawn)
 
     def log_weight(
@@ -272,7 +276,7 @@ class ImportanceSampler:
         coordinates: Coordinates = "noise",
         latents: dict[str, Tensor] | None = None,
     ) -> LogWeight:
-        """The log weight as a function of coordinates, begun at ``count`` new draws."""
+        """Return the log weight as a function of coordinates, with ``count`` new draws."""
         return LogWeight(
             self._sampler(count),
             self.programs,
@@ -283,11 +287,11 @@ class ImportanceSampler:
         )
 
     def with_drawn_states(self, sample: WeightedParticles) -> WeightedParticles:
-        """The same latents, and each enumerated site of the model drawn given these."""
+        """Draw each enumerated site of the model, given the latents."""
         return with_drawn_states(self.programs, sample)
 
     def density(self, count: int, latents: dict[str, Tensor] | None = None) -> Density:
-        """The density that the chains move in, begun at new draws or at given latents."""
+        """Return the density for chains, at new draws or at given latents."""
         assert self.annealing is not None
         gradient = GradientMode.of_kernel(self.annealing.kernel.needs_gradient)
         with torch.set_grad_enabled(bool(gradient)):
@@ -310,8 +314,8 @@ class ImportanceSampler:
 
     def chain(self, count: int, last_transition: bool = False) -> tuple[Chain, Density]:
         """
-        Chains from the guide's draws along the schedule; the step size, and white coordinates, are
-        found first.
+        Run chains from the guide's draws along the schedule; step sizes and white coordinates adapt
+        first.
         """
         self.warm_up()
         return self._chain(count, last_transition)
@@ -339,7 +343,7 @@ class ImportanceSampler:
 
     @property
     def loops(self) -> bool:
-        """Whether each particle is a run of its own."""
+        """Return whether each particle is a separate run."""
         return not self._sampler(2).vectorizes(self.programs, 2)
 
     def _whitened(self, annealing: Annealing) -> Whitening:
@@ -367,30 +371,32 @@ class ImportanceSampler:
         return chain, density
 
     def shared(self) -> Tensor:
-        """What belongs to no single datum: the factors outside the blocks, without the draws."""
+        """
+        Return the terms that belong to no single datum: factors outside the blocks, without draws.
+        """
         return shared_factors(self.reference, self._drawn)
 
     def bound(self, summary: WeightSummary) -> Tensor:
-        """The guide's bound on the log evidence, after these weights were drawn."""
+        """Return the guide's bound on the log evidence, after these weights were drawn."""
         return summary.mean_log.to(self.reference.log_weight.dtype)
 
     def pareto_k(self, summary: WeightSummary) -> Tensor:
-        """The tail of the weights, NaN where they say nothing of it."""
+        """Return the tail index of the weights; NaN if they contain no information about it."""
         return summary.pareto_k
 
     @property
     def discrete(self) -> tuple[str, ...]:
-        """The guide's discrete sites."""
+        """Return the guide's discrete sites."""
         sites = (t.site for t in self.reference.runs[0].terms if t.in_guide and is_random(t.site))
         return tuple(s["name"] for s in sites if known_support(s["fn"]).is_discrete)
 
     @property
     def elements(self) -> int:
-        """How many weights one particle has."""
+        """Return the number of weights of one particle."""
         return math.prod(self.reference.log_weight.shape[1:])
 
     def chunks(self, count: int) -> Iterator[int]:
-        """The sizes of the chunks that ``count`` particles are drawn in."""
+        """Return the sizes of the chunks in which ``count`` particles are drawn."""
         self.progress.expect(count)
         while count > 0:
             size = min(self.chunk_size, count)
@@ -401,6 +407,8 @@ class ImportanceSampler:
 
     def check(self, log_weight: Tensor, runs: list[Run]) -> None:
         """
+        Check that no log weight is NaN or plus infinity.
+
         :raises ValueError: naming the sites, where a log weight is NaN or plus infinity.
         """
         if bool((log_weight.isnan() | log_weight.isposinf()).any()):
@@ -442,7 +450,7 @@ class ImportanceSampler:
 
 
 def find_points(programs: Programs, run: Run) -> frozenset[str]:
-    """The guide's point masses, but for those that follow from a random draw of the guide."""
+    """Return the guide's point masses, except those that follow from a random draw of the guide."""
     sites = [t.site for t in run.terms if t.in_guide and is_latent(t.site)]
     points = {s["name"] for s in sites if is_delta(s["fn"])}
     names = frozenset(s["name"] for s in sites if is_random(s))
@@ -476,6 +484,9 @@ def check_observed(run: Run) -> None:
 
 def check_draws(run: Run, points: frozenset[str]) -> None:
     """
+    Check that the guide draws all latents, or none. Equal weights of a guide of point masses, or of
+    a part of the posterior, would contain no information about the rest.
+
     :raises ValueError: for a guide of point masses alone. One that draws nothing is exact: the
         model has no latents but those that are summed. And for one that draws from a part of the
         posterior, whose weights would be equal and say nothing of the rest.
@@ -499,6 +510,8 @@ def check_draws(run: Run, points: frozenset[str]) -> None:
 
 def check_no_local_points(points: Collection[str]) -> None:
     """
+    Check that no point mass is inside the data's plates.
+
     :raises ValueError: for any point mass inside the data's plates.
     """
     for name in sorted(points):
@@ -511,6 +524,8 @@ def check_no_local_points(points: Collection[str]) -> None:
 
 def check_no_minibatch(run: Run, drawn: tuple[str, ...]) -> None:
     """
+    Check that the data are complete, since all of them share the latents ``drawn``.
+
     :raises ValueError: for a part of the data, which all share the latents ``drawn``.
     """
     for term in run.terms:
@@ -527,6 +542,8 @@ def check_no_minibatch(run: Run, drawn: tuple[str, ...]) -> None:
 
 def check_blocks(reference: WeightedParticles) -> None:
     """
+    Check that some latents have a weight of their own.
+
     :raises ValueError: where no latent can be weighed by itself.
     """
     if not reference.blocks:
@@ -540,7 +557,7 @@ def check_blocks(reference: WeightedParticles) -> None:
 
 
 def shared_factors(sample: WeightedParticles, without: Collection[str]) -> Tensor:
-    """The factors outside the blocks, but for those of some sites."""
+    """Sum the factors outside the blocks, except those of some sites."""
     total = sample.log_weight.new_zeros(())
     for term in sample.global_terms():
         if term.key.name not in without:
@@ -586,7 +603,7 @@ class StateWeights(ImportanceSampler):
         return Weighed(bound.expand(count, *bound.shape), [])
 
     def bound(self, summary: WeightSummary) -> Tensor:
-        """The exact part."""
+        """Return the exact part of the bound."""
         return self.posterior.free_energy
 
     def pareto_k(self, summary: WeightSummary) -> Tensor:
@@ -613,7 +630,7 @@ class StateWeights(ImportanceSampler):
 
 
 def _with_states(programs: Programs) -> TruncatedPosterior:
-    """The guide, or one like it for any data if it has no states yet."""
+    """Return the guide, or one like it for any data if it has no states yet."""
     guide = poutine.unwrap(programs.guide)
     assert isinstance(guide, TruncatedPosterior)
     if programs.model != guide.model:
@@ -626,7 +643,7 @@ def _with_states(programs: Programs) -> TruncatedPosterior:
 
 def _points(posterior: StatePosterior) -> tuple[str, ...]:
     """
-    The point masses of the posterior's own ``guide``.
+    Return the point masses of the posterior's own ``guide``.
 
     :raises ValueError: for latents that it draws, and for point masses in the data's plates.
     """

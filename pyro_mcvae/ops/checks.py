@@ -183,7 +183,7 @@ class WarnOnce:
         self._logged: set[str] = set()
 
     def __call__(self, message: str) -> bool:
-        """Log a message unless it was logged before; return whether it was new."""
+        """Log a message unless it was logged before, and return whether it was new."""
         if message in self._logged:
             return False
         self._logged.add(message)

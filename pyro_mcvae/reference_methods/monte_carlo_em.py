@@ -55,7 +55,7 @@ class ChainStates(nn.Module):
 
     def resume(self, sample: WeightedParticles, drawn: Tensor) -> Tensor:
         """
-        Where the minibatch's chains stand; data that come for the first time begin at ``drawn``.
+        Return the stored positions of the minibatch's chains; new data start at ``drawn``.
 
         :param drawn: positions, shape ``[K, *plates, D]``.
         """
@@ -110,7 +110,7 @@ class ChainStates(nn.Module):
 
 
 def _index(sample: WeightedParticles) -> tuple[Tensor, ...]:
-    """The indices of the minibatch in each plate, broadcast against each other."""
+    """Return the indices of the minibatch in each plate, broadcast against each other."""
     if len(sample.blocks) != 1 or len(sample.blocks[0].dims) != len(sample.blocks[0].plates):
         raise ValueError(
             "persistent=True finds the chains of a datum by the indices of its plates, but the "
@@ -154,7 +154,7 @@ class Call:
         self._read = Dependencies.of(*roots, executed=self.executed, contents=True)
 
     def is_same(self, programs: Programs) -> bool:
-        """Whether another step has the same programs, on data that have not changed."""
+        """Return whether another step has the same programs and unchanged data."""
         if self._read.unsupported or programs.pair != self.programs.pair:
             return False
         leaves = _leaves(programs)
@@ -334,7 +334,7 @@ class MonteCarloEM(ChainELBO):
             return super().estimate(programs)
 
     def _update_again(self, programs: Programs, draw: _Draw, sample: WeightedParticles) -> Estimate:
-        """A step at earlier draws; its value is the guide's ELBO of the same minibatch, again."""
+        """Take a step with earlier draws; its value is the guide's ELBO of the same minibatch."""
         with torch.no_grad():
             fresh = self.sampler.resample(programs, draw.sample, sample.num_particles)
             bound = fresh.log_weight.mean(0)

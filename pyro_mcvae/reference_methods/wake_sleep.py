@@ -62,7 +62,7 @@ def dream(programs: Programs, subsamples: Minibatch) -> Trace:
 
 def dreamt_values(model_trace: Trace, dreamt: Trace) -> dict[str, Tensor]:
     """
-    The dream's data by site, with the model's own data where these are masked out.
+    Return the simulated data by site, with the model's own data where they are masked out.
 
     :param model_trace: a run of the model on the data.
     :raises ValueError: naming a site that was not dreamt, or in another shape than its data.
@@ -203,9 +203,7 @@ class _Marked:
         self._programs = replace(programs, args=args, kwargs=kwargs)
 
     def readers(self, run: Callable[[Programs], Trace]) -> list[str] | None:
-        """
-        The sites whose distribution was computed from marked tensors; None if that is not known.
-        """
+        """Return the sites whose distribution was computed from marked tensors; None if unknown."""
         try:
             with torch.enable_grad(), pyro.validation_enabled(False):
                 with Escapes() as escapes:
@@ -343,7 +341,7 @@ class WakeSleep(MonteCarloELBO):
         return elbo_bounds(sample, [elbo_costs(run.terms) for run in runs])
 
     def _sleep(self, programs: Programs, run: Run) -> Run:
-        """The guide's terms of a dream on the minibatch of a wake run."""
+        """Return the guide's terms on simulated data, for the minibatch of the wake step."""
         self._check(programs, run)
         with torch.no_grad():
             dreamt = dream(programs, run.subsamples)

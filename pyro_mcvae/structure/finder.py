@@ -220,7 +220,7 @@ class StructureFinder:
         )
 
     def _coupled(self, programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
-        """For each factor, find the plates across whose elements it depends on latents."""
+        """Find, for each factor, the plates across whose elements it depends on latents."""
         analysis, key = self.analyses.of(programs), ("plates", run.signature, run.sizes)
         links = analysis.cached(key, lambda: self._dependent_plates(programs, run, analysis, key))
         sums = {t.key: [links.get(m.key, _NONE) for m in t.members] for t in run.terms if t.members}

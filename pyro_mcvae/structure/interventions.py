@@ -170,7 +170,7 @@ class _Untraced(Messenger):
 
 def find_shared_noise(programs: Programs, run: Run) -> dict[FactorKey, frozenset[PlateKey]]:
     """
-    For each factor that depends on an untraced draw, find the plates whose elements share it.
+    Find, for each factor that depends on an untraced draw, the plates whose elements share it.
 
     :param run: a run of the programs; if no computed value is scored, the result is empty.
     """
@@ -231,7 +231,7 @@ def find_dependent_plates(
     at: Mapping[str, Tensor] | None = None,
 ) -> DependentPlates:
     """
-    For each factor, find the plates around it across which it depends on random guide sites.
+    Find, for each factor, the plates across which it depends on random guide sites.
 
     For a sequential plate the key has the factor's iteration. Batch normalization does not count:
     its purpose is to let data depend on each other.
