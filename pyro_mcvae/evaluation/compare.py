@@ -75,16 +75,18 @@ _POINTS = 200
 @dataclass(frozen=True)
 class TrainedCopy:
     """
-    What came of one loss, made by :func:`compare`, whose example shows some.
+    The results of one loss in :func:`compare`.
 
     :ivar bounds: its own bound at every step, in nats per weight.
-    :ivar seconds: of training.
-    :ivar times: of each step, in seconds.
-    :ivar curve: by step, the seconds until then and the :class:`LogEvidence` of that moment, by
-        importance sampling with few particles.
+    :ivar seconds: the training time.
+    :ivar times: the time of each step, in seconds.
+    :ivar curve: by step, the training time until then and the :class:`LogEvidence`, by importance
+        sampling with few particles.
     :ivar guide: the :class:`LogEvidence` by importance sampling after training.
-    :ivar evidence: that by chains, if they were asked for; else the same.
-    :ivar failed: what stopped it, if anything; its evidence is then the last one of the curve.
+    :ivar evidence: the :class:`LogEvidence` by chains, if a ``schedule`` or ``kernel`` is given;
+        otherwise the same as ``guide``.
+    :ivar failed: the error that stopped training, or an empty string. The evidence is then the last
+        one of the curve.
     """
 
     bounds: list[float]
@@ -289,40 +291,42 @@ def compare(
     **options: Any,
 ) -> Comparison:
     r"""
-    Train the same programs by several losses for an equal time, or equally many steps, and evaluate
-    all of them by one estimator.
+    Train one model and guide with several losses, each for the same time or number of steps, and
+    evaluate all of them with one estimator.
 
-    All begin with the same parameters and the same random numbers, one loss after the other. Own
-    bounds are not comparable with each other: the evidence is, and
-    is estimated as :func:`log_evidence` does it, ``num_checks`` times on the way by importance
-    sampling with ``check_particles``, which costs no training time, and in the end with
-    ``num_particles``, or by chains, if a ``schedule`` or a ``kernel`` is given. Afterwards the
-    programs have the values that they began with; ``found.use(name)`` gives them a loss's. One
-    step of each comes before and is thrown away, so that none pays for what a process does once.
+    The losses train one after the other, from the same parameters and random numbers. Their own
+    bounds are not comparable, but the evidence is. It is estimated as by :func:`log_evidence`:
+    ``num_checks`` times during training, by importance sampling with ``check_particles``, which
+    does not count as training time; and in the end with ``num_particles``, or by chains if a
+    ``schedule`` or a ``kernel`` is given. Afterwards the model and guide have their initial
+    parameters again; :meth:`Comparison.use` sets those of a loss. One discarded step of each loss
+    comes first, so that no loss pays for one-time costs of the process.
 
     Losses and optimizers are copied. A :class:`CompiledELBO` records and compiles its steps within
-    the time that is counted; the median time of a step (``ms/step``) does not see that. A loss
-    whose training fails on the way (no finite value, say) is said so, and the others go on.
+    the counted time; the median time of a step (``ms/step``) excludes that. If the training of a
+    loss fails, such as with a value that is not finite, the table names it, and the others
+    continue.
 
     :param model: a Pyro model.
     :param guide: its guide.
-    :param args: their arguments: the data that are evaluated, and, without ``batches``, trained on.
+    :param args: their arguments: the evaluated data, which are also the training data without
+        ``batches``.
     :param losses: the losses by name, any that ``SVI`` takes.
     :param optim: a Pyro optimizer, such as ``pyro.optim.Adam({"lr": 0.01})``, or one by name of
         the loss.
-    :param float seconds: of training, each; 30 if nothing else is said.
-    :param int num_steps: of training, each, in place of seconds.
-    :param int num_epochs: likewise, passes over ``batches``; as many steps as the first pass has,
-        times their number.
+    :param float seconds: the training time of each loss; 30 without another budget.
+    :param int num_steps: the number of training steps of each loss, instead of ``seconds``.
+    :param int num_epochs: the number of passes over ``batches``, instead of ``seconds``. The first
+        pass determines the steps of an epoch.
     :param batches: the training data: a DataLoader or another iterable, whose batches are arguments
         as those of :func:`log_evidence_loader` are; or a function that returns one for each epoch.
     :param to_args: maps a batch to the programs' arguments.
-    :param int num_checks: how often all are evaluated on the way.
-    :param int check_particles: by how many particles.
+    :param int num_checks: the number of evaluations during training.
+    :param int check_particles: the number of particles of these evaluations.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
     :returns: a :class:`Comparison`, to print, to :meth:`~Comparison.plot` and to use.
-    :raises ValueError: for what is no loss, optimizer or budget; and as :func:`log_evidence`,
+    :raises ValueError: for an invalid loss, optimizer or budget, and as :func:`log_evidence`,
         before any training.
 
     Example::
@@ -423,7 +427,7 @@ def _check_budget(budgets: dict[str, float]) -> None:
 
 class _Data:
     """
-    The training data, and how many weights a batch stands for, so that bounds are per weight.
+    The training data, with the number of weights of a batch, so that bounds are per weight.
 
     :param batches: None trains on the arguments of ``programs``.
     """
@@ -483,7 +487,7 @@ class _Data:
 
 @contextmanager
 def _same_randomness() -> Iterator[None]:
-    """Draw no random numbers, as seen from outside."""
+    """Restore the random state afterwards."""
     generators = rng_state()
     try:
         yield

@@ -16,7 +16,7 @@ from pyro_mcvae.programs.sites import is_factor, is_latent
 from pyro_mcvae.programs.terms import Term
 from pyro_mcvae.programs.types import Site, plate_frames
 
-# Posterior draws, with what was seen on the way to them.
+# Posterior draws, with diagnostics.
 
 
 class PosteriorDraws(dict[str, Tensor]):

@@ -97,7 +97,7 @@ _ENOUGH = 500
 @dataclass(frozen=True)
 class LogEvidence:
     r"""
-    Estimates of :math:`\log p(x_n)` and what is known about their error.
+    Estimates of :math:`\log p(x_n)`, with their errors.
 
     Tensors have one entry per datum: shape ``[*plates]``; ``[elements]`` for programs with several
     separate plates; a scalar where all data share one weight, as with global latents.
@@ -107,24 +107,24 @@ class LogEvidence:
         weights' tail is heavy, see ``doubtful``.
     :ivar effective_sample_size: Kish's, between 1 and K.
     :ivar pareto_k: :math:`\hat k`, the weights' tail: above 0.7 the estimate is unreliable, above
-        0.3 two standard errors hold less often than they say (measured, with 1,000 draws: 83 % of
-        the time at 0.3 to 0.4, 68 % at 0.5 to 0.6); ``-inf`` for weights without a tail, NaN for 20
-        particles or less, and for the states of a :class:`TruncatedPosterior`.
+        0.3 two standard errors hold less often than 95 % of the time (measured with 1,000 draws: 83
+        % at 0.3 to 0.4, 68 % at 0.5 to 0.6). It is ``-inf`` for weights without a tail, and NaN for
+        20 particles or less and for the states of a :class:`TruncatedPosterior`.
     :ivar bound: the mean log weight: the ELBO, or the chains' bound.
-    :ivar num_particles: how many weights each datum has, K.
+    :ivar num_particles: the number of weights of each datum, K.
     :ivar plates: the names of the plates, leftmost dimension first; empty for several separate
-        ones, and for one weight of all data.
+        plates, and if all data share one weight.
     :ivar scale: N/B of subsampled plates, a number or a tensor.
-    :ivar shared: log density of what belongs to no single datum: observations outside the
-        plates, and the prior of a guide's point masses.
+    :ivar shared: the log density that belongs to no single datum: observations outside the plates,
+        and the prior of a guide's point masses.
     :ivar fixed_latents: latents with fixed values: point masses of the guide, and, with
         ``joint=False``, global latents that were drawn once. The evidence is conditional on them.
-    :ivar log_weight: log w, shape ``[K, *plates]``, if it was asked for.
-    :ivar acceptance: of chains, the mean acceptance of each transition, shape ``[transitions]``.
-    :ivar step_size: of chains.
+    :ivar log_weight: log w, shape ``[K, *plates]``, with ``keep_log_weight=True``.
+    :ivar acceptance: the mean acceptance of each transition of the chains, shape ``[transitions]``.
+    :ivar step_size: the step size of the chains.
     :ivar whitened: whether the chains moved in white coordinates.
-    :ivar labellings: what is exchangeable, and what was added for the labellings that the guide
-        does not draw; None where nothing was.
+    :ivar labellings: the exchangeable components, and what was added for labellings that the guide
+        does not draw; None without such components.
 
     Example::
 
@@ -268,8 +268,8 @@ def log_evidence(
     r"""
     Estimate :math:`\log p(x_n)` of each datum, without training anything.
 
-    By importance sampling with the guide's draws, or, with a ``schedule`` or a ``kernel``, by
-    annealed importance sampling:
+    Without options this is importance sampling with the guide's draws. With a ``schedule`` or a
+    ``kernel`` it is annealed importance sampling:
 
     .. math::
         \log p(x_n) \approx \log \frac{1}{K} \sum_{k=1}^K w_{nk}, \qquad
@@ -277,43 +277,42 @@ def log_evidence(
 
     * **Chains** move the guide's draws towards the posterior; W is that of
       :class:`TraceAIS_ELBO` for adjusted kernels and of :class:`TraceSIS_ELBO` for unadjusted ones,
-      unbiased for both. An adaptive step size is adapted on ``warmup`` chains of its own and then
-      frozen. Discrete sites of the guide stay where they were drawn, in each chain, and the
-      continuous ones move: W stays unbiased.
-    * **White coordinates** (``coordinates="whitened"``), where the guide is far off: chains from
-      its draws then find too little, by tens of nats, at errors of tenths. A population of chains
-      (two for each coordinate, 50 to 1,000) moves at the posterior, for ``warmup`` windows of five
-      transitions; after each window a normal density is fitted to where it stands, by mean and
-      covariance. The chains that weigh are drawn from the last one, :math:`z = \mu + L u`, and
-      move u:
+          unbiased for both. An adaptive step size is adapted on ``warmup`` separate chains and then
+          frozen. In each chain, discrete sites of the guide keep their values and continuous ones
+          move, so W stays unbiased.
+    * **White coordinates** (``coordinates="whitened"``), are for guides that are far from the
+      posterior. Chains from such draws find too little evidence, by tens of nats, with errors of
+      tenths. First a population of chains (two for each coordinate, 50 to 1,000) runs at the
+      posterior, for ``warmup`` windows of five transitions. After each window a normal density is
+      fitted to its positions, by mean and covariance. The evaluated chains start from the last one,
+      :math:`z = \mu + L u`, and move u:
 
       .. math:: \log w'(u) = \log p(x, z) - \log N(z; \mu, L L^\top), \qquad u \sim N(0, I) .
 
-      What they move is a posterior of about unit scale, whatever the guide's; :math:`\mu` and L are
-      fixed before, so that W stays unbiased. Kernels with ``jitter`` suit it, as
-      ``HMC(num_leapfrog=4, jitter=0.3)``. Modes that the guide does not reach are not found, and
-      discrete sites of the guide are refused.
-    * **Memory** is that of one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum.
-      By default a chunk has as many particles as make :math:`2^{23}` numbers at the programs'
-      sites (64 MiB in float64), and works in at most 8 times that, beside a network's hidden
-      layers.
-    * **Nothing is trained**: kernel and schedule are copied, modules are in evaluation mode
-      meanwhile (also those that the programs refer to), and no parameter is left in the store.
-    * **A guide that never ran** has learned nothing: an AutoGuide is refused then, and the initial
-      values of a function's ``pyro.param`` are reported. Call it once if they are what you mean.
-    * **Global latents** that the guide draws give one weight for all data, so that the result is a
-      scalar. It is :math:`p(x)` under their prior, also of held-out data: other data do not count.
-      With ``joint=False`` they are drawn once, and the estimates are of
-      :math:`\log p(x_n \mid \text{globals})`.
+      The posterior of u has about unit scale for any guide. W stays unbiased, because :math:`\mu`
+      and L are fixed first. Use kernels with ``jitter``, such as ``HMC(num_leapfrog=4,
+      jitter=0.3)``. Modes that the guide does not reach are not found. Discrete sites of the guide
+      raise an error.
+    * **Memory** is that of one chunk of particles, and :math:`3 \sqrt K + 1` weights per datum. By
+      default the sites of a chunk have :math:`2^{23}` numbers (64 MiB in float64). Its working
+      memory is at most 8 times that, plus the hidden layers of networks.
+    * **Nothing is trained**: kernel and schedule are copied, all modules that the model and guide
+      use are in evaluation mode meanwhile, and no parameter is left in the store.
+    * **A guide that never ran**: an AutoGuide raises an error, and the initial values of a
+      function's ``pyro.param`` are logged. To use these values, call the guide once.
+    * **Global latents** that the guide draws: all data share one weight, and the result is a
+      scalar. It is :math:`\log p(x)` under the prior of the global latents, for held-out data too.
+      With ``joint=False`` they are drawn once, and the estimates are of :math:`\log p(x_n \mid
+      \text{globals})`.
     * **Masked latents** that the guide draws and counts (padded entries of an AutoGuide, the
-      unobserved site of ``obs_mask=``) count in the model too, by their own prior, if nothing
-      that the model counts reads them: the evidence is that of what is observed. Training
-      objectives take the masks as they are, as Pyro's do, and are then no bounds.
-    * **Where all latents are summed**, and the guide draws nothing, the evidence is exact.
+      unobserved site of ``obs_mask=``) count in the model too, by their own prior, if no counted
+      factor of the model depends on them. The evidence is then that of the observed entries.
+      Training objectives use the masks as they are, as Pyro's do, and are then no bounds.
+    * **If all latents are summed** and the guide draws nothing, the evidence is exact.
     * **A TruncatedPosterior** gives its states' part of the evidence exactly, a lower bound. Its
       Pareto k is not known (NaN) unless all states are kept.
-    * **Random numbers** come from PyTorch's generators; ``seed`` uses a stream of its own and
-      leaves the present one as it was. Other chunk sizes are other draws.
+    * **Random numbers** come from PyTorch's generators; ``seed`` uses a separate stream and leaves
+      the generators unchanged. Results depend on the chunk size through the draws.
 
     :param model: a Pyro model.
     :param guide: its guide.
@@ -494,7 +493,7 @@ def log_evidence_loader(
     iterable, concatenated along the data's plate.
 
     The step size of chains adapts on the first batch and is the same for the others. ``total`` is
-    the sum over the data that the loader gave, whatever N a plate declares.
+    the sum over the data of the loader, for any N that a plate declares.
 
     :param batches: tuples and lists are the programs' arguments, mappings their keyword arguments,
         anything else their only argument.

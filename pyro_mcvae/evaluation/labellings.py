@@ -60,15 +60,15 @@ class Labellings:
     r"""
     Exchangeable components: permutations of latents that change no density of the model.
 
-    A posterior then has as many equal modes as there are labellings, K! for K components. A guide
-    that draws one of them finds the evidence of one mode; where the modes do not overlap, that of
-    all is larger by log K!, which is added.
+    The posterior then has equal modes, K! for K components. A guide that draws one of them
+    estimates the evidence of one mode. If the modes do not overlap, the full evidence is larger by
+    log K!, which is added.
 
     :ivar sites: the latents that are permuted, by group.
     :ivar sizes: how many components each group has.
-    :ivar added: what was added to the log evidence that the guide's own weights have: ``log_count``
-        where the guide draws one of the labellings and these do not overlap. None where that is
-        not so, or not known: then as much may be missing.
+    :ivar added: what was added to the log evidence of the guide's weights: ``log_count`` if the
+        guide draws one of the labellings and these do not overlap. Otherwise None: then up to
+        ``log_count`` may be missing.
     """
 
     sites: tuple[tuple[str, ...], ...]
@@ -95,13 +95,12 @@ class Labellings:
 
 def find_labellings(sampler: ImportanceSampler, num_particles: int) -> Labellings | None:
     """
-    Find what is exchangeable, and whether the guide draws one of the labellings.
+    Find exchangeable components, and whether the guide draws one of the labellings.
 
-    Exchangeability is tested, not assumed: transpositions must leave log p(x, z) as it is at
-    several draws, to rounding.
+    Transpositions must leave log p(x, z) unchanged at several draws, up to rounding.
 
-    :param num_particles: how many weights the evidence has, which bounds the work of this.
-    :returns: None where nothing is, and where the guide draws labellings alike.
+    :param num_particles: the number of weights of the evidence, a limit of the work.
+    :returns: None without exchangeable components, and if the guide draws all labellings equally.
     """
     generators = rng_state()
     try:
@@ -346,7 +345,7 @@ def guide_values(
     """
     Return the values of the guide's random sites at which its latents have the given values.
 
-    AutoGuides draw auxiliary sites, of which the latents are functions: a site is inverted where
+    AutoGuides draw auxiliary sites, and the latents are functions of them: a site is inverted where
     it holds the unconstrained values of the latents that follow from it, side by side.
 
     :param reference: an execution of both programs.

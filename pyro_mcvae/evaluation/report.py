@@ -58,17 +58,17 @@ _FROM_PRIOR, _FEWEST_FROM_PRIOR, _WARMUP, _FIRST_STEP = 200, 50, 4, 0.5
 @dataclass(frozen=True)
 class Report:
     """
-    What :func:`report` found, whose example shows one. Tensors have one entry per datum, shape
-    ``[*plates]``.
+    The result of :func:`report`. Tensors have one entry per datum, shape ``[*plates]``.
 
     :ivar evidence: the :class:`LogEvidence` to compare with: by chains, if they ran.
     :ivar guide: the :class:`LogEvidence` by importance sampling with the guide alone, whose
-        effective sample size and k-hat tell how well the guide covers the posterior.
+        effective sample size and k-hat measure how well the guide covers the posterior.
     :ivar discrete: the guide's discrete sites.
-    :ivar prior: the :class:`LogEvidence` by chains from the prior, or why there is none.
-    :ivar chains: those by chains from the guide's draws, the longest last.
-    :ivar no_chains: why there are none, or no longer ones, though the guide's weights leave doubt.
-    :ivar states: how many a datum has, if the guide is a :class:`TruncatedPosterior`.
+    :ivar prior: the :class:`LogEvidence` by chains from the prior, or the reason why there is none.
+    :ivar chains: the :class:`LogEvidence` of each length of chains from the guide's draws, the
+        longest last.
+    :ivar no_chains: the reason why no chains, or no longer ones, ran.
+    :ivar states: the number of states of a datum, if the guide is a :class:`TruncatedPosterior`.
     """
 
     evidence: LogEvidence
@@ -220,37 +220,37 @@ def report(
     **options: Any,
 ) -> Report:
     r"""
-    Evaluate a guide: its bound, the evidence, the gap between them, how heavy the weights' tails
-    are, which data it serves worst, and what to try next.
+    Evaluate a guide: its bound, the evidence, the gap between them, the tails of the weights, the
+    data with the largest gaps, and what to try next.
 
-    The guide's own weights are always drawn. Where these leave doubt (:math:`\hat k` plus two
-    of its errors above 0.5, or fewer than 500 draws, for more than a twentieth of the weights),
-    annealed chains run as well, and the evidence is theirs: of ten steps, and of 40, if the first
-    leave doubt too. Where these do as well, and the two do not closely agree, chains in white
-    coordinates run (see :func:`log_evidence`). Chains of your own, by a ``schedule`` or a
-    ``kernel``, take their place. ``found.trusted`` says whether the evidence is then known about
-    as well as its error says.
+    The guide's own weights are always drawn. They are doubtful if, for more than a twentieth of the
+    weights, :math:`\hat k` plus two of its errors is above 0.5, or there are fewer than 500 draws.
+    Then annealed chains of ten steps run too, and give the evidence. If these are doubtful as well,
+    chains of 40 steps run. If the two disagree, chains in white coordinates run (see
+    :func:`log_evidence`). A ``schedule`` or a ``kernel`` replaces these chains. ``Report.trusted``
+    is whether the evidence is known about as well as its error says.
 
-    **What k-hat does not see**: :math:`\hat k` and the effective sample size describe the draws
-    that were made. A mode of the posterior where the guide draws nothing shows in neither. So 50 to
-    200 chains run from draws of the model's prior to the posterior, in ten steps. Where they find
-    more evidence than the guide's weights, the guide misses something, and the report says so. They
-    find less where the prior is far from the posterior, as with many latents: then nothing is
-    known. They take about 100 gradients of the programs, of at most 200 particles each. Discrete
-    latents that the guide draws are drawn from the prior and weighed.
+    **Missed modes**: a mode of the posterior where the guide never draws changes neither
+    :math:`\hat k` nor the effective sample size. So 50 to 200 chains run from draws of the model's
+    prior to the posterior, in ten steps. If they find more evidence than the guide's weights, the
+    guide misses a part of the posterior. If the prior is far from the posterior, as with many
+    latents, they find less, and nothing is known. They take about 100 gradients of the model and
+    guide, with at most 200 particles each. Discrete latents of the guide are drawn from the prior
+    and weighed.
 
-    Where components are exchangeable, as in mixtures, all of their labellings are part of the
-    evidence; see :class:`Labellings`.
+    If components are exchangeable, as in mixtures, the evidence includes all labellings; see
+    :class:`Labellings`.
 
-    The evidence of a :class:`TruncatedPosterior` is that of its states, a lower bound: chains or
-    draws from the prior show whether there is more.
+    The evidence of a :class:`TruncatedPosterior` is that of its states, a lower bound. Chains or
+    draws from the prior can find more.
 
     :param model: a Pyro model.
     :param guide: its guide.
     :param args: their arguments.
     :param bool check_modes: run chains from the prior. None runs them unless particles are looped
         over, where each chain is a separate run.
-    :param bool escalate: run chains where the guide's weights leave doubt; None likewise.
+    :param bool escalate: run chains if the guide's weights are doubtful. None runs them unless
+        particles are looped over.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
     :returns: a :class:`Report`, to print.
@@ -316,11 +316,11 @@ def _agree(short: LogEvidence, long: LogEvidence, most: float = math.inf) -> boo
 
 def _climb(weights: ImportanceSampler, options: Options) -> tuple[tuple[LogEvidence, ...], str]:
     """
-    Run chains from the guide's draws, four times as long where the first leave doubt; and from a
-    normal density that is fitted to the posterior, where both do, unless they closely agree.
+    Run chains from the guide's draws, and chains of four times the length if the first are
+    doubtful. If both are and disagree, run chains from a normal density fitted to the posterior.
 
     :param weights: those of the guide.
-    :returns: what they found, the surest last, and why there are no more.
+    :returns: the evidences, the most reliable last, and why no more chains ran.
     """
     evidences: list[LogEvidence] = []
     count = min(options.num_particles, max(_FEWEST, _CHAINS // max(1, weights.elements)))
@@ -353,12 +353,13 @@ def _from_prior(weights: ImportanceSampler, num_particles: int) -> LogEvidence |
     """
     Estimate the evidence by chains that are annealed from draws of the model's prior.
 
-    It is unbiased as the guide's is, and reaches modes that the prior draws. Where it finds more,
-    beyond its error, the guide has missed something; where the prior is far from the posterior it
-    finds less, and tells nothing. Discrete latents are drawn from the prior and weighed.
+    The estimate is unbiased, as the guide's is, and includes modes that the prior draws. If it is
+    higher, beyond its error, the guide misses a part of the posterior. If the prior is far from the
+    posterior, it is lower, and contains no information. Discrete latents are drawn from the prior
+    and weighed.
 
-    :param weights: those of the guide, whose minibatch is taken.
-    :param num_particles: the most chains of each datum.
+    :param weights: the guide's, whose minibatch is used.
+    :param num_particles: the largest number of chains of each datum.
     :returns: the evidence, or why there is none.
     """
     if weights.fixed_latents:

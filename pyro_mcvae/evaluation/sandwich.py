@@ -160,13 +160,13 @@ class Sandwich:
     r"""
     Bounds on :math:`\log p(x)` from both sides, each in expectation, for simulated data.
 
-    Made by :func:`sandwich`, whose example shows one.
+    :func:`sandwich` returns it, and has an example.
 
-    :ivar lower: by chains from the guide's draws, shape ``[num_simulations, *plates]``.
-    :ivar upper: by chains from the exact posterior draw that the data came from.
+    :ivar lower: the bound by chains from the guide's draws, shape ``[num_simulations, *plates]``.
+    :ivar upper: the bound by chains from the exact posterior draws that generated the data.
     :ivar num_particles: chains per datum in each direction.
     :ivar plates: the names of the plates.
-    :ivar fixed_latents: latents that were held; see :class:`LogEvidence`.
+    :ivar fixed_latents: latents with fixed values; see :class:`LogEvidence`.
     :ivar step_size: of the kernel.
     """
 
@@ -226,20 +226,18 @@ def sandwich(
         E \log \frac{1}{P} \sum_i \exp W_i \le \log p(x) \le
         -E \log \frac{1}{P} \sum_i \exp(-W_i') .
 
-    A small gap says that :func:`log_evidence` with this schedule and kernel is right on data like
-    the model's. That takes a guide that reads the data: one that was trained on these alone, as
-    AutoGuides are, begins its chains in the wrong place for simulated data. The bounds hold, but
-    their gap says nothing of the estimate on your data; use :func:`report`.
+    If the gap is small, :func:`log_evidence` with this schedule and kernel is accurate on data like
+    the model's. This requires a guide that reads the data. A guide that was trained on fixed data,
+    such as an AutoGuide, starts its chains in the wrong place for simulated data. The bounds are
+    valid then, but the gap does not apply to your data; use :func:`report`.
 
-    Global latents that the guide draws are simulated as well, and latents that it holds as point
-    masses stay as they are.
+    Global latents that the guide draws are simulated too. Point masses of the guide stay unchanged.
 
-    How the simulated data reach the programs: observed sites are conditioned on them, and the
-    arguments that hold an observed tensor (itself, views of it, or what it is a copy of or, as
-    ``x[index]``, a plate's rows) hold the simulated one instead, so that an amortised guide sees
-    it. Where an observation is computed from the arguments in another way, or is no argument,
-    ``to_args`` says what the arguments are. It is checked that the model's
-    densities are those that the data were drawn from.
+    Observed sites are conditioned on the simulated data. Arguments that contain an observed tensor
+    (the tensor, a view, a copy, or rows of a plate as in ``x[index]``) are replaced too, so that an
+    amortised guide reads the simulated data. If an observation is computed from the arguments in
+    another way, or is no argument, pass ``to_args``. The model's densities of the simulated data
+    are compared with those at which they were drawn.
 
     :param model: a Pyro model.
     :param guide: its guide.

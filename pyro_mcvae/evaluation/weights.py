@@ -51,8 +51,8 @@ from pyro_mcvae.truncated.posterior import StatePosterior, drawn_from_states
 
 class WeightSummary:
     r"""
-    What :math:`K` weights per datum say together, in memory that does not grow with K, but for the
-    :math:`3 \sqrt K` largest per datum, to which the tail is fitted.
+    Statistics of :math:`K` weights per datum. The memory grows only with :math:`\sqrt K`: the
+    :math:`3 \sqrt K` largest weights of each datum are stored, to fit the tail.
 
     :param int num_particles: K, all chunks together.
 
@@ -134,8 +134,8 @@ class WeightSummary:
 class Weighed(NamedTuple):
     """
     :ivar log_weight: ``[count, *plates]``.
-    :ivar runs: of the programs, to tell where a weight is not a number.
-    :ivar acceptance: of each transition, where chains were moved.
+    :ivar runs: the runs of model and guide, to name a site where a weight is not a number.
+    :ivar acceptance: the acceptance of each transition, with chains.
     """
 
     log_weight: Tensor
@@ -154,13 +154,13 @@ class ImportanceSampler:
     """
     The weights of one minibatch.
 
-    Runs the programs once to find out what is weighed: the *reference*, whose minibatch (and,
-    without ``joint``, whose global latents) every chunk shares.
+    It runs the model and guide once. This *reference* run determines the weighed sites, and the
+    minibatch (without ``joint`` also the global latents) of every chunk.
 
-    :ivar programs: those that are weighed; see :func:`count_masked`.
+    :ivar programs: the weighed model and guide; see :func:`count_masked`.
     :param annealing: chains instead of plain importance sampling.
     :ivar fixed_latents: latents with fixed values: point masses, and globals drawn once.
-    :ivar fixed_sites: the same as the model's sites have them.
+    :ivar fixed_sites: the corresponding sites of the model.
     :cvar remedy: what helps where the weights' tails are heavy.
     :raises ValueError: for programs whose evidence cannot be estimated, naming the site.
     """
@@ -260,7 +260,7 @@ class ImportanceSampler:
         return self.on(replace(self.programs, guide=prior), joint=self.elements == 1)
 
     def renew(self) -> None:
-        """Draw the global latents that are held again, on the same minibatch."""
+        """Draw the fixed global latents again, on the same minibatch."""
         self.reference = self._sampler(1).single(self.programs, self.reference.subsamples)
 
     @property
@@ -487,9 +487,8 @@ def check_draws(run: Run, points: frozenset[str]) -> None:
     Check that the guide draws all latents, or none. Equal weights of a guide of point masses, or of
     a part of the posterior, would contain no information about the rest.
 
-    :raises ValueError: for a guide of point masses alone. One that draws nothing is exact: the
-        model has no latents but those that are summed. And for one that draws from a part of the
-        posterior, whose weights would be equal and say nothing of the rest.
+    :raises ValueError: for a guide of point masses alone, and for one that draws from a part of the
+        posterior. A guide that draws nothing is valid if all latents of the model are summed.
     """
     sites = [t.site for t in run.terms if t.in_guide]
     if points and not any(map(is_random, sites)):
