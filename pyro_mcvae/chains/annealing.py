@@ -20,7 +20,7 @@ from pyro_mcvae.ops.weights import leave_one_out_mean, leave_one_out_signal
 
 
 class Transition(Protocol):
-    """What moves chains: a :class:`Kernel`, or one whose transitions are replayed."""
+    """A :class:`Kernel`, or a recorded one."""
 
     adjusted: bool
 
@@ -31,16 +31,16 @@ class Transition(Protocol):
 @dataclass(frozen=True, slots=True)
 class Chain:
     """
-    What a chain leaves behind.
+    The result of a chain.
 
     :ivar log_weight: W, shape ``[*batch]``.
-    :ivar start: where it began.
-    :ivar state: where it ended.
-    :ivar infos: one for each transition.
-    :ivar to_go: for each transition the part of W that was still to come, shape ``[*batch]``; empty
-        for unadjusted kernels.
-    :ivar weight: how much each chain counts in means, shape ``[*batch]``; None for all alike.
-    :ivar past: for each transition the part of W before it, likewise.
+    :ivar start: its first state.
+    :ivar state: its last state.
+    :ivar infos: the :class:`Info` of each transition.
+    :ivar to_go: for each transition the log weight to go, the part of W after it, shape
+        ``[*batch]``; empty for unadjusted kernels.
+    :ivar weight: the weight of each chain in means, shape ``[*batch]``; None for equal weights.
+    :ivar past: for each transition the part of W before it, shape ``[*batch]``.
     :ivar movable: 1 where a coordinate may move, 0 where not; None if all may.
     """
 
@@ -55,7 +55,7 @@ class Chain:
 
     def mean(self, value: Tensor) -> Tensor:
         """
-        Return the mean over all chains that can move, each as much as it counts; a scalar.
+        Return the weighted mean over all chains that can move; a scalar.
 
         :param value: shape ``[*any, *batch]``.
         """

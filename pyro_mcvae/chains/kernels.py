@@ -26,13 +26,13 @@ from pyro_mcvae.ops.checks import check_count
 
 class State(NamedTuple):
     r"""
-    Where chains stand, with everything that was computed there. :class:`Kernel` has an example.
+    The position of chains, with everything computed there. :class:`Kernel` has an example.
 
     :ivar position: shape ``[*batch, D]``.
     :ivar log_base: the log density at :math:`\beta = 0`, shape ``[*batch]``.
     :ivar log_weight: log w, shape ``[*batch]``.
     :ivar grad_base: the gradient of ``log_base``, shape ``[*batch, D]``; None if not computed.
-    :ivar grad_weight: the gradient of ``log_weight``, likewise.
+    :ivar grad_weight: the gradient of ``log_weight``, of the same shape; None if not computed.
     :ivar momentum: for kernels that keep one between transitions, shape ``[*batch, D]``.
 
     Example::
@@ -68,9 +68,9 @@ class Target:
     :ivar beta: the inverse temperature, a scalar.
     :ivar movable: 1 where a coordinate may move and 0 where it may not, broadcastable to positions;
         None if all may.
-    :ivar transition: which transition of a chain moves with respect to it, from 0, for kernels
-        with parameters of each transition: ``self.step_size(target.transition)``. -1, the last, for
-        chains that stay at the posterior.
+    :ivar transition: the number of the transition, from 0, for kernels with parameters of each
+        transition: ``self.step_size(target.transition)``. It is -1, the last, for chains at the
+        posterior.
 
     Example::
 
@@ -87,7 +87,7 @@ class Target:
     transition: int = -1
 
     def log_density(self, state: State) -> Tensor:
-        """Shape ``[*batch]``."""
+        """Return the log density, shape ``[*batch]``."""
         if not self.beta.requires_grad:
             return state.log_base + self.beta * state.log_weight
         # A learned schedule's gradient would be 0 * inf at a state of zero density.
@@ -97,7 +97,7 @@ class Target:
 
     def gradient(self, state: State) -> Tensor:
         """
-        Shape ``[*batch, D]``; zero where the coordinate may not move.
+        Return the gradient of the log density, shape ``[*batch, D]``; zero for fixed coordinates.
         """
         if state.grad_base is None or state.grad_weight is None:
             raise ValueError("this kernel uses gradients: set needs_gradient = True in its class")
@@ -105,7 +105,7 @@ class Target:
         return gradient if self.movable is None else gradient * self.movable
 
     def noise(self, state: State) -> Tensor:
-        """Standard normal noise in the shape of the position, zero where it may not move."""
+        """Draw standard normal noise in the shape of the position; zero for fixed coordinates."""
         noise = torch.randn_like(state.position)
         return noise if self.movable is None else noise * self.movable
 
@@ -182,23 +182,23 @@ class Kernel(nn.Module, ABC):
     r"""
     Base class of Markov kernels.
 
-    A kernel of one's own writes :meth:`propose`. With ``adjusted = True`` its proposals are
-    accepted with probability
+    A custom kernel implements :meth:`propose`. With ``adjusted = True`` its proposals are accepted
+    with probability
 
     .. math::
         \alpha = \min\Big(1, \frac{\gamma(z')\, m(z' \to z)}{\gamma(z)\, m(z \to z')}\Big),
 
-    each datum by itself, which leaves the target invariant; such kernels serve
-    :class:`~pyro_mcvae.TraceAIS_ELBO`. Unadjusted ones always move, and serve
-    :class:`~pyro_mcvae.TraceSIS_ELBO`, whose weights account for the error.
+    separately for each datum, which leaves the target invariant. Such kernels are for
+    :class:`~pyro_mcvae.TraceAIS_ELBO`. Unadjusted kernels always move. They are for
+    :class:`~pyro_mcvae.TraceSIS_ELBO`, whose weights correct the error.
 
     :cvar bool adjusted: whether moves are accepted or rejected.
-    :cvar bool needs_gradient: whether :meth:`propose` asks the target for gradients.
-    :cvar float laziness: the share of moves that are rejected whatever they are, if adjusted.
+    :cvar bool needs_gradient: whether :meth:`propose` uses gradients of the target.
+    :cvar float laziness: the fraction of moves that are always rejected, if adjusted.
     :cvar float initial_step_size: where an adaptive step size starts by default.
-    :cvar float step_size_power: how the step size goes with the width of a density; 1 for lengths,
-        2 for those that are squared, as Langevin's are.
-    :cvar float target_acceptance: what it adapts to by default.
+    :cvar float step_size_power: the power of a density's width that the step size is proportional
+        to: 1 for lengths, 2 for Langevin's squared lengths.
+    :cvar float target_acceptance: the acceptance to which the step size adapts by default.
 
     :param step_size: a number, a tensor of shape ``[D]``, or a
         :class:`~pyro_mcvae.StepSize`; None adapts.
@@ -250,11 +250,11 @@ class Kernel(nn.Module, ABC):
 
     @abstractmethod
     def propose(self, state: State, target: Target) -> Proposal:
-        """Propose a move, and say how much likelier its reverse is."""
+        """Propose a move; return it with the log ratio of the reverse and forward densities."""
 
     def check_transitions(self, num_steps: int) -> None:
         """
-        Check that parameters of each transition are as many as a chain's transitions.
+        Check that per-transition parameters have one value for each transition of the chain.
 
         :raises ValueError: naming the parameter.
         """
@@ -265,7 +265,7 @@ class Kernel(nn.Module, ABC):
         """
         Make one transition.
 
-        :param State state: where the chains stand.
+        :param State state: the present state of the chains.
         :param Target target: the density to move in.
         :returns: the new state and an :class:`Info`.
         """
@@ -479,14 +479,15 @@ class HMC(Kernel):
 
     :param step_size: the length of a leapfrog step; see :class:`Kernel`. Adapts to an acceptance
         of 0.8 by default.
-    :param int num_leapfrog: L, each of which evaluates the model and its gradient once.
+    :param int num_leapfrog: L, the number of leapfrog steps. Each evaluates the model and its
+        gradient once.
     :param float jitter: every move takes ``1 - jitter`` to 1 times the step size, at random. Moves
-        of one length may return to where they began, again and again: chains that are to forget
-        their beginning should take some, 0.3 say.
-    :param float laziness: the share of moves that are rejected whatever they are, which leaves the
-        target invariant. The score of a rejection, :math:`\nabla \log (1 - \alpha)`, has no finite
-        variance where :math:`\alpha` comes close to 1, and one such step can throw a model back;
-        with some laziness, 0.03 say, it is bounded.
+        of a fixed length may return to their start repeatedly, so use a jitter such as 0.3 for
+        chains that should mix.
+    :param float laziness: the fraction of moves that are always rejected, which leaves the target
+        invariant. The score of a rejection, :math:`\nabla \log (1 - \alpha)`, has an infinite
+        variance near :math:`\alpha = 1`, and one such step can undo training. A laziness such as
+        0.03 bounds it.
     :raises ValueError: if the step size is not positive, ``num_leapfrog`` less than 1, or
         ``jitter`` or ``laziness`` not in [0, 1).
 
@@ -537,11 +538,11 @@ class UnderdampedLangevin(Kernel):
         \tilde p = \mu\, p + \sqrt{1 - \mu^2}\, u, \qquad u \sim N(0, I).
 
     The first momentum is drawn from N(0, I). For :math:`\mu = 0` it is :class:`~pyro_mcvae.ULA`
-    with :math:`\eta = \epsilon^2 / 2`; with momentum the moves of a chain add up, so that a few of
-    them go further.
+    with :math:`\eta = \epsilon^2 / 2`; with momentum successive moves have similar directions, so
+    that a chain travels further.
 
-    :param step_size: :math:`\epsilon`; see :class:`Kernel`. Adapts by default, to an acceptance of
-        0.9; for a model that is trained already, 0.8 is often tighter:
+    :param step_size: :math:`\epsilon`; see :class:`Kernel`. By default it adapts to an acceptance
+        of 0.9. For a trained model 0.8 is often tighter:
         ``AdaptiveStepSize(target_acceptance=0.8)``.
     :param momentum: :math:`\mu`, a number of at least 0 and less than 1, a
         :class:`LearnedMomentum`, or a module that maps the number of a transition to a tensor.
@@ -556,7 +557,7 @@ class UnderdampedLangevin(Kernel):
         >>> from pyro_mcvae import TraceSIS_ELBO
         >>> elbo = TraceSIS_ELBO(num_steps=10, kernel=UnderdampedLangevin(0.3, momentum=0.9))
 
-    Trained, every transition with a step size and a momentum of its own: the default of
+    With a trained step size and momentum for each transition, the default of
     :class:`~pyro_mcvae.TraceSIS_ELBO`::
 
         >>> kernel = UnderdampedLangevin.trained(10)

@@ -106,7 +106,7 @@ class FixedSchedule(Schedule):
 
 class SigmoidSchedule(Schedule):
     r"""
-    Denser at both ends, where the densities change fastest [1]:
+    A schedule that is denser at both ends, where the densities change fastest [1]:
 
     .. math::
         \beta_k = \frac{s_k - s_0}{s_K - s_0}, \qquad

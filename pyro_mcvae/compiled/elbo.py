@@ -37,18 +37,18 @@ from pyro_mcvae.programs.types import Program, first_line
 
 _logger = logging.getLogger(__name__)
 
-# Programs make parameters and find out about themselves in their first steps.
+# Uncompiled steps before the first recording, in which programs create their parameters.
 _PLAIN_STEPS = 2
-# A recording takes as long as so many steps; from so many seconds on it is announced. Each that
-# served for less lets the next one wait twice as long, at most for so many steps.
+# The cost of a recording in steps, the seconds above which it is logged, and the longest wait. If a
+# recording served for fewer steps than its cost, the wait for the next one doubles.
 _COST, _LONG, _MAX_WAIT = 100, 20, 1024
-# From so many steps between attempts on the log names what changes.
+# If attempts are at least this many steps apart, the log names what changes.
 _OFTEN = 64
-# How many recordings of one kind of call are kept: of training and of evaluation mode, say.
+# The number of stored recordings of one specialization, such as of training and evaluation mode.
 _MAX_RECORDINGS = 4
-# After so many comparisons that failed it is given up.
+# The number of failed comparisons after which the loss stays uncompiled.
 _MAX_FAILURES = 3
-# A recording is compiled at its third use: one that serves once or twice is not worth it.
+# The use at which a recording is compiled; one that is used once or twice is not worth it.
 _COMPILED_FROM = 3
 
 _MISSED = object()
@@ -58,8 +58,8 @@ class Specialization:
     """
     Calls that differ in their tensors' values only.
 
-    :param loss: whose calls they are.
-    :param tell: logs why they cannot be recorded.
+    :param loss: the loss.
+    :param log_reason: logs why the calls cannot be recorded.
     """
 
     def __init__(self, loss: object, backend: Backend, log_reason: Callable[[str], object]) -> None:
@@ -309,16 +309,16 @@ _PYROS = frozenset(inspect.signature(ELBO.__init__).parameters) - {"self", "num_
 
 class CompiledELBO(FixedOptions, ELBO, nn.Module):
     """
-    Any loss, recorded once and replayed: the numbers of the plain loss without its Python.
+    Any loss, recorded once and replayed without its Python code.
 
-    The first steps run uncompiled. Then one step is recorded as a graph of tensor operations, with
-    its gradient and with the updates of what adapts; further steps compute the graph.
+    The first steps run uncompiled. Then one step is recorded as a graph of tensor operations,
+    including its gradient and the updates of step sizes. Later steps run the graph.
 
     :param loss: an objective with Pyro's interface: one of this package's, or Pyro's own.
     :param str backend: ``"inductor"`` compiles the graph, once, for seconds to a minute;
-        ``"eager"`` computes it as it is, with the very operations of the plain loss; or another
-        backend of :func:`torch.compile`.
-    :param options: of :func:`torch.compile`, such as ``mode="reduce-overhead"``.
+        ``"eager"`` runs the recorded operations, bit for bit those of the plain loss. Other
+        backends of :func:`torch.compile` are allowed.
+    :param options: options of :func:`torch.compile`, such as ``mode="reduce-overhead"``.
 
     Example::
 

@@ -94,8 +94,8 @@ class _HostReads(TorchDispatchMode):
     buffer)`` and ``table[buffer]`` read the buffer, and the shape of ``torch.where(mask)`` depends
     on the mask.
 
-    A value that the step computes is refused, and so is a shape. A tensor that is held, as a buffer
-    is, is assumed to stay as it is: every replay checks it.
+    Reading a computed value or shape raises an error. A stored tensor, such as a buffer, may be
+    read; every replay checks that it has not changed.
     """
 
     def __torch_dispatch__(
@@ -138,10 +138,10 @@ def _picks_by_numbers(func: object, args: tuple[Any, ...]) -> bool:
 
 class Reading(float):
     """
-    What ``tensor.item()`` returns in a recorded loss: a number that knows its tensor.
+    The result of ``tensor.item()`` in a recorded loss: a number with its tensor.
 
-    Sums and multiples of it are recorded; a decision by its value is refused, except for the check
-    whether it is NaN, which the recorded step alone makes.
+    Sums and multiples of it are recorded. A branch on its value raises an error, except for a check
+    for NaN, which only the recorded step makes.
     """
 
     tensor: Tensor

@@ -308,7 +308,7 @@ class Surroundings:
         """
         Return the attributes that the step wrote.
 
-        :raises NotRecordable: naming an attribute with another plain value: a counter, say.
+        :raises NotRecordable: naming an attribute with another plain value, such as a counter.
         """
         slots = []
         for owner, space, before in self._spaces:
@@ -326,10 +326,10 @@ class Surroundings:
 
     def check(self, slots: list[Slot]) -> Dependencies:
         """
-        Check that a step has changed nothing but what is known, and read nothing that may change.
+        Check that a step has only the recorded side effects, and reads nothing that may change.
 
-        :returns: what it has read.
-        :raises NotRecordable: naming what it has changed, or read.
+        :returns: everything that it read.
+        :raises NotRecordable: naming a side effect, or a value that may change.
         """
         dependencies_now = Dependencies.of(*self._roots, executed=self.executed)
         if not dependencies_now.functions <= self._before.functions:

@@ -61,8 +61,8 @@ class Bounds(NamedTuple):
         not scaled by N/B; shape ``[*plates]``, or ``[elements]`` for programs with several
         separate plates.
     :ivar scale: N/B of the subsampled plates: a number, or a tensor like ``per_datum``.
-    :ivar ~torch.Tensor shared: what belongs to no single datum: the global latents'
-        log p - log q and the factors outside the data's plates, scaled; a scalar.
+    :ivar ~torch.Tensor shared: the terms that belong to no single datum: the global latents' log p
+        - log q and the factors outside the data's plates, scaled; a scalar.
     :ivar plates: the names of the plates of ``per_datum``, leftmost dimension first.
 
     Example::
@@ -93,19 +93,20 @@ class Bounds(NamedTuple):
 @dataclass(slots=True)
 class Estimate:
     """
-    One step's value and gradient. :class:`MonteCarloELBO` has an example.
+    The value and gradient of one step. :class:`MonteCarloELBO` has an example.
 
     :ivar value: the bound, a detached scalar.
     :ivar surrogate: a scalar whose gradient is the bound's gradient estimate.
     :ivar runs: the executions behind it, to name a site where the value is not finite.
     :ivar scored: whether the surrogate has the score-function terms of draws without
         reparameterization; a training step with such draws is refused otherwise.
-    :ivar averaged: whether latents that were to be weighed are averaged over, as in the plain ELBO.
-    :ivar overflow: what to say where the value is not finite though every site is.
-    :ivar causes: finds what made it so before any site is checked, a line each.
-    :ivar remedy: what to add where it is not finite.
-    :ivar finish: what to do after a training step that succeeded, such as adapting.
-    :ivar bounds: returns the value per datum; None where an objective has no such value.
+    :ivar averaged: whether no latent could be weighed, so that particles are averaged as in the
+        plain ELBO.
+    :ivar overflow: the error message if every site is finite and the value is not.
+    :ivar causes: returns the causes that are checked before the sites, one line each.
+    :ivar remedy: the advice in the error message.
+    :ivar finish: called after a successful training step, to adapt step sizes.
+    :ivar bounds: returns the value per datum; None if the objective has no such value.
     """
 
     value: Tensor
@@ -319,13 +320,14 @@ class ModelWarnings:
 
     def check(self, programs: Programs, runs: list[Run], weighs: Weighs) -> None:
         """
-        Log, or refuse, what of programs has another effect than their user may think.
+        Warn of, or refuse, options of a model and guide that probably do not have the intended
+        effect.
 
         Masks and scales may change, so each analysis of the programs checks them again.
 
-        :param runs: of the step; none where its caller has none, as of bounds per datum.
-        :param weighs: whether a site of the guide is part of a weight, of which the objective is
-            more than a mean of logarithms.
+        :param runs: the runs of the step; empty for bounds per datum.
+        :param weighs: returns whether a site of the guide is part of a weight in an objective that
+            is more than a mean of log weights.
         """
         if is_recording():
             return  # the uncompiled steps before were checked
@@ -413,7 +415,7 @@ def refuse_scores(objective: str, runs: list[Run]) -> None:
     """
     Refuse draws without reparameterization.
 
-    A score-function term that is left out is a wrong gradient, which nothing else would show.
+    Without its score-function term the gradient would be wrong without notice.
 
     :raises ValueError: naming such a draw.
     """
@@ -442,9 +444,9 @@ class ELBOOptions(TypedDict, total=False):
 
 def check_options(kind: type[MonteCarloELBO], options: Mapping[str, object]) -> None:
     """
-    Check what an objective passes on to :class:`MonteCarloELBO`.
+    Check the arguments that an objective passes to :class:`MonteCarloELBO`.
 
-    :raises TypeError: for arguments of other objectives, which it would leave without effect.
+    :raises TypeError: for arguments of other objectives, which would have no effect.
     """
     for name in sorted(options.keys() - ELBOOptions.__annotations__.keys()):
         known = sorted(inspect.signature(kind).parameters.keys() - {"options"})
@@ -458,29 +460,30 @@ class MonteCarloELBO(FixedOptions, ELBO):
     """
     Base class of the objectives of this package.
 
-    A subclass implements :meth:`estimate`: value, surrogate and value per datum of one step. This
-    class makes Pyro's interface of it: :meth:`loss`, :meth:`differentiable_loss`,
-    :meth:`loss_and_grads` and :meth:`bounds` agree under one random seed.
+    A subclass implements :meth:`estimate`, which returns the value, surrogate and value per datum
+    of one step. This class derives Pyro's interface from it. :meth:`loss`,
+    :meth:`differentiable_loss`, :meth:`loss_and_grads` and :meth:`bounds` agree under the same
+    random seed.
 
     :param int num_particles: the number of draws.
-    :param max_plate_nesting: how many batch dims the programs' plates occupy; found out by one
-        extra run at the first step if it is left out and particles are vectorised.
-    :param vectorize_particles: None runs all particles at once where that has a loop's numbers:
-        in the outermost batch dim, or under ``vmap``; elsewhere in a loop, and a log line says
-        why. True refuses programs that have to be looped over; False loops.
+    :param max_plate_nesting: the number of batch dims of plates. By default one extra run at the
+        first step determines it.
+    :param vectorize_particles: None runs all particles in one batch if that gives the densities of
+        a loop: in the outermost batch dim, or under ``vmap``. Otherwise it loops and logs the
+        reason. True raises an error instead of looping; False always loops.
     :param bool strict_enumeration_warning: refuse guide sites that are marked for enumeration;
         False samples them. Sites of the model that are marked ``infer={"enumerate": "parallel"}``,
         and that the guide does not draw, are summed exactly: log p(x, z) = log sum_y p(x, y, z).
     :param bool retain_graph: passed on to ``backward``.
-    :param bool ignore_jit_warnings: accepted as by Pyro's losses, and without an effect.
-    :param dict jit_options: likewise; nothing is compiled by ``torch.jit``.
-    :ivar sampler: for subclasses: the :class:`~pyro_mcvae.particles.sampler.ParticleSampler` of the
-        weights of a step.
+    :param bool ignore_jit_warnings: accepted as by Pyro's losses, without effect.
+    :param dict jit_options: accepted without effect; nothing is compiled by ``torch.jit``.
+    :ivar sampler: the :class:`~pyro_mcvae.particles.sampler.ParticleSampler`, from which subclasses
+        get the weights of a step.
     :raises ValueError: if ``num_particles`` is not an int of at least 1.
 
-    Example, an objective of one's own: the bound of the best of K particles, which takes
-    ``self.sampler`` for the weights of a step and leaves plates, scales, subsampling, global
-    and discrete latents, and both of Pyro's interfaces to the package::
+    Example, a custom objective: the bound of the best of K particles. It gets the weights of a step
+    from ``self.sampler``. The package does plates, scales, subsampling, global and discrete
+    latents, and Pyro's interfaces::
 
         >>> import pyro, torch
         >>> import pyro.distributions as dist

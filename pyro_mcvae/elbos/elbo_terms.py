@@ -104,12 +104,12 @@ def local_estimate(
     r"""
     Return a bound on the evidence of the local latents, plus the plain ELBO of everything global.
 
-    The surrogate is what the draws' densities and paths give. Local draws :math:`z_k` without
-    reparameterization add :math:`L \sum_k \nabla \log q(z_k)`, which makes the gradient of
-    :math:`E[L]` unbiased whatever function of the particles L is; an objective that knows a signal
-    with less noise (VIMCO's, say) adds that to its surrogate instead, and says so.
+    The surrogate has the gradient through the draws' densities and paths. For local draws
+    :math:`z_k` without reparameterization :math:`L \sum_k \nabla \log q(z_k)` is added, which makes
+    the gradient of :math:`E[L]` unbiased for any function L of the particles. An objective with a
+    less noisy signal, such as VIMCO's, adds that to its surrogate and passes ``scored=True``.
 
-    Where no latent can be weighed per datum (all are global, and a plate is subsampled), it is the
+    If no latent can be weighed per datum (all are global, and a plate is subsampled), it is the
     plain ELBO, averaged over the particles.
 
     :class:`MonteCarloELBO` has an example.
@@ -117,7 +117,8 @@ def local_estimate(
     :param sample: the particles of the step, from ``self.sampler``.
     :param bound: the bound L of each datum, detached, shape ``[*plates]``.
     :param surrogate: a tensor of that shape with the gradient of the bound.
-    :param bool scored: whether it has the score-function terms of the local draws already.
+    :param bool scored: whether ``surrogate`` already has the score-function terms of the local
+        draws.
     :raises ValueError: for tensors of another shape.
     """
     sample.check_shapes(bound=bound, surrogate=surrogate)

@@ -470,54 +470,54 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
             + q(\bar C) \frac{1}{n} \sum_{j=1}^n g(v_j), \qquad
         v_j \sim q(\cdot \mid \bar C),
 
-    where C holds the k most probable values of each datum. It applies to values and gradients, has
-    the mean of the plain estimator and at most :math:`q(\bar C)` times its variance. ``k = 0`` is
-    the plain estimator, and k of at least the number of values the exact sum, as of
+    where C contains the k most probable values of each datum. It applies to values and gradients.
+    It has the mean of the plain estimator, and at most :math:`q(\bar C)` times its variance. ``k =
+    0`` is the plain estimator. If k is at least the number of values, it is the exact sum, as in
     :class:`~pyro.infer.TraceEnum_ELBO`.
 
-    The guide needs no annotation. Sites may depend on each other and have reparameterized sites
-    behind them: everything that depends on a site is evaluated at its k + n slots, in a batch dim
-    of its own, as in Pyro's parallel enumeration, or under ``vmap`` where the programs do not
-    broadcast. Sites that are not enclosed in ``pyro.markov`` multiply each other's slots where a
-    factor depends on several of them. Model sites marked ``infer={"enumerate": "parallel"}`` and
-    absent from the guide are summed inside the logarithm. A cost is multiplied by the weights
-    of those sites alone that it depends on, which is found out by running the programs once.
+    The guide needs no annotation. Sites may depend on each other, and reparameterized sites may
+    depend on them. Everything that depends on a site is evaluated at its k + n slots: in a separate
+    batch dim, as in Pyro's parallel enumeration, or under ``vmap`` if the program does not
+    broadcast. If a factor depends on several sites outside ``pyro.markov``, their slots multiply.
+    Model sites marked ``infer={"enumerate": "parallel"}`` and absent from the guide are summed
+    inside the logarithm. A cost is multiplied by the weights of the sites that it depends on; one
+    run determines these sites.
 
-    Where no run can hold several slots (an ``nn.GRU``, Python that reads a value), or elements
-    of a plate meet in one factor, the slots are rows, as under the chains of
-    :class:`~pyro_mcvae.TraceSIS_ELBO`: all sites of a datum multiply their slots, elements that
-    meet are one variable together, and each slot has all costs of its datum. The mean is the same,
-    and exact sums are; draws are noisier. A log message says why.
+    If one run cannot evaluate several slots (an ``nn.GRU``, Python that reads a value), or a factor
+    depends on several elements of a plate, the slots are rows, as under the chains of
+    :class:`~pyro_mcvae.TraceSIS_ELBO`. Then the slots of all sites of a datum multiply, dependent
+    elements are one variable, and each slot has all costs of its datum. The mean and exact sums are
+    the same, but draws are noisier. A log message has the reason.
 
     * **Supports**: Categorical, OneHotCategorical, Bernoulli, Binomial and everything else with a
       finite ``enumerate_support``; vectors of these by ``to_event``, as one variable over their
-      product; Poisson, Geometric and NegativeBinomial. Other discrete sites
-      are sampled, with the score function as their gradient, and a log message says so.
+      product; Poisson, Geometric and NegativeBinomial. Other discrete sites are sampled, with the
+      score function as their gradient and a log message.
     * **Per site**: ``infer={"mcvae": {"num_categories": 5, "num_samples": 2}}``, likewise
       ``"budget"``, ``"baseline"``, ``"exact_entropy"``. A guide site marked
       ``infer={"enumerate": "parallel"}`` (or ``"sequential"``) is summed exactly, and with
       ``"num_samples": n`` beside it has n draws.
     * **Baselines** (``baseline=``) all have the same mean. None is REINFORCE;
       :class:`~pyro_mcvae.IndependentDraw` is REINFORCE+; :class:`~pyro_mcvae.LeaveOneOut` compares
-      draws; :class:`~pyro_mcvae.SummedMean` takes the summed categories' cost and no further
-      evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
-      :class:`~pyro_mcvae.RELAX` have parts that are learned, by SVI's optimizer or as parameters
-      of ``elbo(model, guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
+          draws; :class:`~pyro_mcvae.SummedMean` uses the cost of the summed categories and needs no
+          further evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
+      :class:`~pyro_mcvae.RELAX` have trained parts, for SVI's optimizer or as parameters of
+          ``elbo(model, guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
 
     :param num_categories: k, the values to sum; ``math.inf`` for all.
     :param int num_samples: n, the draws from the others.
-    :param budget: instead of both, N = k + n, where each datum has the k of Prop. 2 of [1]; the
-        variance is then never more than that of N draws.
+    :param budget: instead of both, N = k + n, with the k of Prop. 2 of [1] for each datum. The
+        variance is then at most that of N draws.
     :param baseline: a :class:`~pyro_mcvae.Baseline`, or None.
     :param entropy: ``"exact"`` sums the entropy of each discrete site over all of its values;
-        ``"sampled"`` takes it at the slots, as do rows, masked distributions and supports without
-        end whatever is asked for, which a log message says.
+        ``"sampled"`` evaluates it at the slots. Rows, masked distributions and infinite supports
+        always do so, with a log message.
     :param int num_particles: independent repetitions to average over.
     :param options: ``max_plate_nesting``, ``vectorize_particles``, ``strict_enumeration_warning``
         and ``retain_graph``, as in Pyro; see :class:`MonteCarloELBO`.
     :raises ValueError: for counts out of range, a baseline without the draws that it needs, and
         sites without categories.
-    :raises LeadingDimsError: for ``vectorize_particles=True``, if slots have to be looped over.
+    :raises LeadingDimsError: with ``vectorize_particles=True``, if slots have to be looped over.
 
     [1] Liu, Regier, Tripuraneni, Jordan, McAuliffe (2019), *Rao-Blackwellized Stochastic Gradients
     for Discrete Distributions*.

@@ -28,11 +28,11 @@ def analytic_kl_sites(run: Run, find_separable: Callable[[], Set[str]]) -> dict[
     r"""
     Return :math:`E_q[\log p(z) - \log q(z)] = -KL(q \| p)` of each latent site with a closed form.
 
-    A site allows it if the divergence is known in closed form and the model's distribution of the
-    site depends on no draw of the guide that depends on it. That is so where whatever precedes the
-    site in the model precedes it in the guide; for other sites the programs are checked.
+    The divergence must have a closed form, and the prior of the site must not depend on draws of
+    the guide that depend on the site. This holds if all predecessors of the site in the model also
+    precede it in the guide; other sites are checked by running the model and guide.
 
-    :param find_separable: finds the names of the sites for which it is so.
+    :param find_separable: returns the names of such sites.
     :returns: by site name, batch-shaped, with the user's scale and mask, without the plates' N/B.
     """
     model = {t.key.name: t for t in run.terms if not t.in_guide and is_latent(t.site)}
@@ -135,12 +135,12 @@ class TraceSGVB_ELBO(MonteCarloELBO):
         \text{B:} \quad & -KL(q(z \mid x) \,\|\, p(z)) + \log p(x \mid z)
 
     averaged over ``num_particles`` draws of z and scaled by N/B over the minibatch. Each site is
-    treated by itself: estimator B where :func:`torch.distributions.kl_divergence` knows the pair
-    of distributions and the model's distribution of the site depends on no draw of the guide that
-    depends on the site; estimator A elsewhere. Sites without reparameterization use the score
-    function with Pyro's plate-wise Rao-Blackwellization. Every program that
-    :class:`~pyro.infer.Trace_ELBO` trains is trained, without the restriction to mean-field
-    guides of :class:`~pyro.infer.TraceMeanField_ELBO`.
+    treated separately. It has estimator B if :func:`torch.distributions.kl_divergence` has the pair
+    of distributions, and the prior of the site does not depend on draws of the guide that depend on
+    the site. Otherwise it has estimator A. Sites without reparameterization use the score function
+    with Pyro's plate-wise Rao-Blackwellization. It trains every model and guide that
+    :class:`~pyro.infer.Trace_ELBO` does, and is not restricted to mean-field guides as
+    :class:`~pyro.infer.TraceMeanField_ELBO` is.
 
     Global latents with a guide of their own (full variational Bayes, appendix F of [1]) are sites
     like any other.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class TraceTruncated_ELBO(MonteCarloELBO):
     r"""
-    Trains a model whose discrete latents have a :class:`TruncatedPosterior` [1]:
+    The objective of a model whose discrete latents have a :class:`TruncatedPosterior` [1]:
 
     .. math::
         F = \log p(\theta) - \log q(\theta)
@@ -40,19 +40,19 @@ class TraceTruncated_ELBO(MonteCarloELBO):
     truncated posterior's own ``guide`` draws (:math:`\theta` outside the data plate, w inside)
     are drawn once per step and are the same for all states of a datum.
 
-    :meth:`loss` and :meth:`bounds`, and every call without gradients, search as well, so that they
-    agree with a training step under one seed, but keep nothing. After ``guide.eval()`` no call
-    searches.
+    :meth:`loss` and :meth:`bounds`, and every call without gradients, search too, so that they
+        agree with a training step under one seed, but do not store the states. After
+        ``guide.eval()`` no call searches.
 
     :param int num_gradient_states: take the gradient through the k states of the largest weight,
         and ``num_sampled_states`` drawn from the rest, with weights that keep it unbiased
-        (Rao-Blackwellization of the M-step [2]); None for all states.
-    :param int num_sampled_states: how many of the rest; with ``num_gradient_states`` only.
+        (Rao-Blackwellization of the M-step [2]). None uses all states.
+    :param int num_sampled_states: the number of sampled states; with ``num_gradient_states`` only.
     :param options: ``vectorize_particles`` (of the states), ``max_plate_nesting``,
         ``strict_enumeration_warning`` and ``retain_graph``; see :class:`MonteCarloELBO`.
-    :ivar num_runs: the last step's passes through the model.
-    :ivar num_evaluations: the states of a datum in all of them.
-    :raises ValueError: for another guide, and for numbers that are no ints of at least 1.
+    :ivar num_runs: the number of passes through the model in the last step.
+    :ivar num_evaluations: the number of evaluated states of a datum in the last step.
+    :raises ValueError: for another guide, and for numbers that are not ints of at least 1.
 
     [1] Guiraud, Drefs, Lücke (2021), *Direct Evolutionary Optimization of Variational Autoencoders
     with Binary Latents*.
@@ -154,10 +154,9 @@ def _searches_little(guide: TruncatedPosterior, runs: JointRuns) -> bool:
     r"""
     Return whether it is cheaper to keep the graph of all S + C evaluated states.
 
-    A pass backward costs two passes forward: at once that makes 3 (S + C), and one more pass
-    through the S best alone, after a search without a graph, S + C + 3 S. The first needs a look at
-    whether all densities are finite, for which another device than the CPU would have to be waited
-    for.
+    A backward pass costs two forward passes. With one graph for all states a step costs 3 (S + C);
+    with a search without a graph and another pass through the S best states it costs S + C + 3 S.
+    The first needs a check that all densities are finite, which would make the host wait for a GPU.
     """
     count = guide.evolution.num_evaluations if guide.training else 0
     read = costs_nothing_to_read(runs.layouts.prior_draws)

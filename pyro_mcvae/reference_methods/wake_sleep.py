@@ -146,14 +146,14 @@ def check_factors(programs: Programs, run: Run) -> None:
 
 def check_reads(programs: Programs, run: Run) -> None:
     """
-    Check that only the guide reads the observed values from the arguments, and that it does.
+    Check that the guide, and only the guide, reads the observed values from the arguments.
 
-    A dream would mix with the data in a model that reads them, beside ``obs=``; a guide that does
-    not read them sees the data elsewhere, where no dream comes. Found by running both once
-    more, with the observed tensors among the arguments tracked.
+    Simulated data would mix with the real ones in a model that reads them outside ``obs=``. A guide
+    that does not read them from the arguments would not get the simulated data. One more run of
+    both tracks the observed tensors among the arguments.
 
     :raises ValueError: naming a site of the model whose distribution depends on observed values, or
-        saying that the guide's do not.
+        if the guide's distributions do not.
     """
     with isolated(programs.owners), torch.no_grad():
         dreamt = dream(programs, run.subsamples)
@@ -247,38 +247,36 @@ class WakeSleep(MonteCarloELBO):
         \text{sleep:} \quad & \max_\phi\; \frac{N}{B} \sum_n
             E_{p_\theta(z) p_\theta(x \mid z)} \log q_\phi(z \mid x)
 
-    In the wake phase the guide draws latents of the data, and the model learns to make both
-    likely. In the sleep phase the model dreams: it draws latents and data on the same minibatch,
-    and the guide learns to recognize the latents in the dreamt data. Nothing is
-    reparameterized, so latents may be discrete. Together the two are not the gradient of any
-    function, and no bound of the evidence is maximised. The value reported is the plain ELBO of
-    the wake phase, a bound that compares with the other objectives'.
+    In the wake phase the guide draws latents of the data, and the model's likelihood of both is
+    maximised. In the sleep phase the model simulates latents and data on the same minibatch, and
+    the guide is trained to infer the latents. Draws need no reparameterization, so latents may be
+    discrete. Together the two gradients are not the gradient of any function, and no bound of the
+    evidence is maximised. The reported value is the plain ELBO of the wake phase, a bound that is
+    comparable with other objectives.
 
-    **How a dream reaches the guide.** The guide is called with the arguments of the step in which
-    the observed tensors are replaced by dreamt ones: ``svi.step(x)`` with ``obs=x`` calls
-    ``guide(x_dreamt)``. Observed tensors are found among the arguments, in nested lists and
-    dictionaries as well, by identity or by shared memory (``obs=x[t]``, ``obs=x.view(-1, 784)``),
-    or as copies, also of a plate's rows (``obs=x[idx]``). Entries that a mask takes out of the
-    model's density keep their value. Data that are not among the arguments (a global variable, an
-    attribute) cannot be replaced and are refused by name; where arguments follow from the data in
-    another way, say how by ``dream_args``. A guide that reads the data from another argument than
-    the model observes is refused too, since no dream would come there. Other arguments, such as
-    covariates, stay as they are.
+    **Arguments of the guide.** In the sleep phase the observed tensors among the arguments are
+    replaced by simulated ones: ``svi.step(x)`` with ``obs=x`` calls ``guide(x_simulated)``.
+    Observed tensors are found by identity, by shared memory (``obs=x[t]``, ``obs=x.view(-1,
+    784)``), or as copies, including rows of a plate (``obs=x[idx]``), also in nested lists and
+    dictionaries. Masked entries keep their value. Data outside the arguments (a global variable, an
+    attribute) raise an error. If arguments depend on the data in another way, pass ``dream_args``.
+    A guide that reads the data from another argument than the model raises an error too. Other
+    arguments, such as covariates, are not changed.
 
-    The model must be a joint density from which latents and data can be drawn by running it: a
-    ``pyro.factor`` that depends on latents is refused, and so is a model that reads the
-    observed values from its arguments, as in ``Normal(x[t - 1], 1)``; take the value that
-    ``pyro.sample`` returns, which is the dreamt one in a dream. Guides with auxiliary
-    sites (AutoGuides) have no density of the model's latents and are refused as well.
+    Running the model must draw latents and data from their joint density. A ``pyro.factor`` that
+    depends on latents raises an error, and so does a model that reads the observed values from its
+    arguments, as in ``Normal(x[t - 1], 1)``. Use the value that ``pyro.sample`` returns instead; in
+    the sleep phase it is the simulated one. Guides with auxiliary sites (AutoGuides) have no
+    density of the model's latents and raise an error too.
 
     :param int num_particles: draws of z in the wake phase.
-    :param int num_dreams: dreamt minibatches in the sleep phase.
-    :param dream_args: a function ``(dream, *args, **kwargs) -> (args, kwargs)`` that makes the
-        guide's arguments, where ``dream`` has the dreamt value of each observed site by name.
+    :param int num_dreams: simulated minibatches in the sleep phase.
+    :param dream_args: a function ``(dream, *args, **kwargs) -> (args, kwargs)`` that returns the
+        guide's arguments, where ``dream`` has the simulated value of each observed site by name.
     :param options: ``max_plate_nesting``, ``vectorize_particles`` (of the wake phase),
         ``strict_enumeration_warning`` and ``retain_graph``, as in Pyro; see
         :class:`~pyro_mcvae.elbos.base.MonteCarloELBO`.
-    :raises ValueError: for counts below 1; at a step, for what is refused above.
+    :raises ValueError: for counts below 1, and at a step in the cases above.
 
     [1] Hinton, Dayan, Frey, Neal (1995), *The Wake-Sleep Algorithm for Unsupervised Neural
     Networks*.

@@ -67,7 +67,7 @@ def test_shapes_and_dtypes_have_recordings_of_their_own() -> None:
             assert seeded(loss, normal_model, data, seed=step) == seeded(
                 TraceSGVB_ELBO(), normal_model, data, seed=step
             )
-    assert len(loss._cases) == 3
+    assert len(loss._specializations) == 3
     assert uses(loss) == 4 + 2 + 2
 
 
@@ -93,7 +93,7 @@ def test_floats_are_inputs_and_other_arguments_are_not() -> None:
     for scale in (1, 2, 1, 2):
         args = (x, 0.0, scale)
         assert seeded(loss, normal_model, *args) == seeded(plain, normal_model, *args)
-    assert len(loss._cases) == 3
+    assert len(loss._specializations) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -138,7 +138,7 @@ def test_arguments_in_containers_are_told_apart_by_their_structure() -> None:
             result = seeded(loss, model, *args, seed=step, guide=guide_of)
             plain = seeded(TraceSGVB_ELBO(), model, *args, seed=step, guide=guide_of)
             assert result == pytest.approx(plain, rel=1e-12)
-    assert len(loss._cases) == 3
+    assert len(loss._specializations) == 3
     assert uses(loss) == 4 + 2 + 2
 
 
@@ -517,7 +517,7 @@ def test_an_attribute_that_changes_before_recordings_pay_is_named(
         net.width = 1.0 + step // period
         loss.loss_and_grads(net.model, net.guide, batches(1)[0])
     assert "attribute 'width' of Net changes again and again" in caplog.text
-    assert sum(case._made for case in loss._cases.values()) <= 6
+    assert sum(case._num_recorded for case in loss._specializations.values()) <= 6
 
 
 def test_a_plain_program_stays_exact_in_a_long_run() -> None:

@@ -390,7 +390,7 @@ def test_an_annealing_factor_is_an_input_of_weighted_objectives(make: Callable[[
             seeded(plain, *args, seed=step), rel=1e-12
         )
     assert uses(loss) == 7
-    assert len(loss._cases) == 1
+    assert len(loss._specializations) == 1
 
 
 @pytest.mark.parametrize("plain", [Trace_ELBO(), TraceIWAE_ELBO(2), RenyiELBO(0.5, 2)])

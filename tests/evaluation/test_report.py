@@ -55,7 +55,7 @@ def test_the_worst_served_data_are_found():
 
 
 def advice(exact, **options):
-    options = {"num_particles": 2000, "look": False, "escalate": False, **options}
+    options = {"num_particles": 2000, "check_modes": False, "escalate": False, **options}
     return report(exact.model, exact.guide, **options).advice
 
 
@@ -310,7 +310,7 @@ def by_numbers(k, size, chains=(), n=1, **changes):
         plates=(),
         scale=1.0,
         shared=torch.zeros(()),
-        given=(),
+        fixed_latents=(),
     )
     one = replace(one, **changes)
     steps = tuple(replace(one, acceptance=torch.ones(count - 1)) for count in chains)

@@ -123,7 +123,7 @@ def test_a_badly_scaled_posterior():
 @pytest.mark.slow
 def test_a_report_takes_white_coordinates_where_other_chains_leave_doubt():
     scales = Scales()
-    options = {"joint": True, "look": False, "seed": 0, "warmup": 10}
+    options = {"joint": True, "check_modes": False, "seed": 0, "warmup": 10}
     result = report(scales.model, scales.guide, num_particles=500, **options)
     assert [chains.whitened for chains in result.chains] == [False, False, True]
     assert float((result.evidence.total - scales.exact).abs()) < 0.1
@@ -159,7 +159,7 @@ def doubtful(value, error):
         plates=(),
         scale=1.0,
         shared=torch.zeros(()),
-        given=(),
+        fixed_latents=(),
     )
 
 
