@@ -27,7 +27,6 @@ from pyro.optim import Adam
 from torch import Tensor, nn
 
 from pyro_mcvae import (
-    Comparison,
     CompiledELBO,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
@@ -35,6 +34,7 @@ from pyro_mcvae import (
     TraceSIS_ELBO,
     compare,
 )
+from pyro_mcvae.evaluation.compare import Comparison
 
 # What is compared: losses as `pyro.infer.SVI` takes them.
 OBJECTIVES = {

@@ -36,7 +36,7 @@ class Chain:
     :ivar log_weight: W, shape ``[*batch]``.
     :ivar start: its first state.
     :ivar state: its last state.
-    :ivar infos: the :class:`Info` of each transition.
+    :ivar infos: the :class:`.Info` of each transition.
     :ivar to_go: for each transition the log weight to go, the part of W after it, shape
         ``[*batch]``; empty for unadjusted kernels.
     :ivar weight: the weight of each chain in means, shape ``[*batch]``; None for equal weights.
@@ -116,7 +116,7 @@ def anneal(
     :param State start: a draw from the base density.
     :param ~torch.Tensor betas: the schedule, shape ``[K + 1]``.
     :param Kernel kernel: moves the chain.
-    :param evaluate: computes the :class:`State` at a position.
+    :param evaluate: computes the :class:`.State` at a position.
     :param movable: 1 where a coordinate may move, 0 where not; None if all may.
     :param bool last_transition: False leaves out AIS's last move, and the evaluation that it
         costs: it matters to the draw only.
@@ -274,7 +274,7 @@ def evaluator(
     density: Callable[[Tensor], tuple[Tensor, Tensor]], create_graph: bool = True
 ) -> Callable[[Tensor], State]:
     """
-    Make :class:`State` objects, with gradients, of a density.
+    Make :class:`.State` objects, with gradients, of a density.
 
     :param density: maps positions ``[*batch, D]`` to ``log_base`` and ``log_weight``, ``[*batch]``.
     :param bool create_graph: whether gradients can be differentiated again.

@@ -64,7 +64,7 @@ class Target:
 
     :class:`Kernel` has an example.
 
-    :ivar evaluate: computes the :class:`State` at a position.
+    :ivar evaluate: computes the :class:`.State` at a position.
     :ivar beta: the inverse temperature, a scalar.
     :ivar movable: 1 where a coordinate may move and 0 where it may not, broadcastable to positions;
         None if all may.
@@ -267,7 +267,7 @@ class Kernel(nn.Module, ABC):
 
         :param State state: the present state of the chains.
         :param Target target: the density to move in.
-        :returns: the new state and an :class:`Info`.
+        :returns: the new state and an :class:`.Info`.
         """
         proposal = self.propose(state, target)
         if not _is_of(proposal, state):

@@ -425,7 +425,7 @@ class CompiledELBO(FixedOptions, ELBO, nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         # Recordings hold the very tensors of programs; a copy makes its own.
-        return {**self.__dict__, "_cases": {}, "_warn": WarnOnce(_logger)}
+        return {**self.__dict__, "_specializations": {}, "_warn": WarnOnce(_logger)}
 
     def _log_reason(self, reason: str) -> None:
         self._warn(f"{type(self.plain).__name__} cannot be recorded and runs uncompiled: {reason}")

@@ -159,10 +159,8 @@ class ChainDensity:
             near, reads = position.detach().abs() <= self._far, costs_nothing_to_read(position)
             all_near = reads and guard(near.all())
             # A tensor of its own: transforms remember what they made of one that they know.
-            finite_position = (
-                position.view_as(position) if all_near else torch.where(near, position, 0.0)
-            )
-            state = self._at(position, finite_position)
+            start = position.view_as(position) if all_near else torch.where(near, position, 0.0)
+            state = self._at(position, start)
             # Where no graph is kept nothing but gradients is patched.
             if not (all_near and _are_finite(state, values=self._full)):
                 state = self._with_finite_gradients(state, near, reads)

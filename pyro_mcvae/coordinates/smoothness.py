@@ -157,15 +157,9 @@ def _jumps(log_weight: LogWeight, v: Tensor) -> bool:
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         between = slope(middle)
-        in_first_half = (between - first).abs() > (last - between).abs()
-        low, first = (
-            torch.where(in_first_half, low, middle),
-            torch.where(in_first_half, first, between),
-        )
-        high, last = (
-            torch.where(in_first_half, middle, high),
-            torch.where(in_first_half, between, last),
-        )
+        early = (between - first).abs() > (last - between).abs()
+        low, first = torch.where(early, low, middle), torch.where(early, first, between)
+        high, last = torch.where(early, middle, high), torch.where(early, between, last)
         size = torch.maximum(size, between.abs())
         changes.append((last - first).abs())
     # If the guide is the posterior, the gradient is only rounding, of the size of that of log q.

@@ -393,11 +393,9 @@ def _without_plate(drawn: list[Term], run: Run) -> Iterator[tuple[str, str, int]
     for data in (t for t in run.terms if not t.in_guide and t.site["is_observed"]):
         for latent in drawn:
             sites = latent.site, data.site
-            independent = all(
-                isinstance(s["fn"], Independent) and not plate_frames(s) for s in sites
-            )
+            events = all(isinstance(s["fn"], Independent) and not plate_frames(s) for s in sites)
             size, same = (math.prod(s["fn"].event_shape[:1]) for s in sites)
-            if independent and size == same > 1:
+            if events and size == same > 1:
                 yield latent.key.name, data.key.name, size
 
 
@@ -552,7 +550,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         return LossModule(model, guide, self)
 
     def _is_initialized(self) -> bool:
-        return "_notices" in vars(self)  # Pyro's base class assigns some of them twice
+        return "_warnings" in vars(self)  # Pyro's base class assigns some of them twice
 
     def __getstate__(self) -> dict[str, object]:
         # As of a PyroModule: the store hangs weak references on parameters that SVI has trained.
@@ -691,7 +689,7 @@ class MonteCarloELBO(FixedOptions, ELBO):
         """
         Return the bound per datum, without gradients.
 
-        :returns: :class:`Bounds`; ``bounds.per_datum`` has the shape of the data's plates, and
+        :returns: :class:`.Bounds`; ``bounds.per_datum`` has the shape of the data's plates, and
             ``bounds.total`` is minus the loss.
         :raises NotImplementedError: for an objective of one's own without a value per datum.
 

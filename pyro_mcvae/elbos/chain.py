@@ -334,10 +334,8 @@ class ChainELBO(MonteCarloELBO, nn.Module):
             start = density.start()
             if start.grad_base is not None:
                 # Let the step size see where the chains start.
-                gradient = of_moving(start.grad_base.detach(), movable)
-                self.kernel.step_size.begin(
-                    gradient, self.training and density.gradient.keeps_graph
-                )
+                first = of_moving(start.grad_base.detach(), movable)
+                self.kernel.step_size.begin(first, self.training and density.gradient.keeps_graph)
             # The weight does not depend on AIS's last move, but a refined draw does.
             last = GradientMode.FIRST in density.gradient
             chain = anneal(start, betas, self.kernel, density, movable, last)
@@ -461,9 +459,9 @@ class TraceSIS_ELBO(ChainELBO):
     * **Coordinates**: chains move the noise :math:`\epsilon` of the guide's draws
       :math:`z = T(\epsilon)` by default, with
       :math:`\log \gamma_\beta(\epsilon) = \log \text{base}(\epsilon) + \beta \log w(T(\epsilon))`.
-          Noise has unit scale, so that one step size is enough, for any support, AutoGuide or flow.
-          ``"latent"`` moves the unconstrained latents, as the paper does. Sites without explicit
-          noise (Gamma, Beta, Dirichlet) always move as unconstrained latents.
+      Noise has unit scale, so that one step size is enough, for any support, AutoGuide or flow.
+      ``"latent"`` moves the unconstrained latents, as the paper does. Sites without explicit
+      noise (Gamma, Beta, Dirichlet) always move as unconstrained latents.
     * **Transitions**: each has a separate step size and momentum
       (:meth:`UnderdampedLangevin.trained`). They train with the bound, as the schedule does. They
       are parameters of the objective, in Pyro's store under SVI and in ``elbo(model,

@@ -499,10 +499,10 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
       ``"num_samples": n`` beside it has n draws.
     * **Baselines** (``baseline=``) all have the same mean. None is REINFORCE;
       :class:`~pyro_mcvae.IndependentDraw` is REINFORCE+; :class:`~pyro_mcvae.LeaveOneOut` compares
-          draws; :class:`~pyro_mcvae.SummedMean` uses the cost of the summed categories and needs no
-          further evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
+      draws; :class:`~pyro_mcvae.SummedMean` uses the cost of the summed categories and needs no
+      further evaluation. :class:`~pyro_mcvae.NVIL`, :class:`~pyro_mcvae.REBAR` and
       :class:`~pyro_mcvae.RELAX` have trained parts, for SVI's optimizer or as parameters of
-          ``elbo(model, guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
+      ``elbo(model, guide)``. :class:`~pyro_mcvae.GumbelSoftmax` is biased, for comparison.
 
     :param num_categories: k, the values to sum; ``math.inf`` for all.
     :param int num_samples: n, the draws from the others.

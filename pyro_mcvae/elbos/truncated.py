@@ -41,8 +41,8 @@ class TraceTruncated_ELBO(MonteCarloELBO):
     are drawn once per step and are the same for all states of a datum.
 
     :meth:`loss` and :meth:`bounds`, and every call without gradients, search too, so that they
-        agree with a training step under one seed, but do not store the states. After
-        ``guide.eval()`` no call searches.
+    agree with a training step under one seed, but do not store the states. After
+    ``guide.eval()`` no call searches.
 
     :param int num_gradient_states: take the gradient through the k states of the largest weight,
         and ``num_sampled_states`` drawn from the rest, with weights that keep it unbiased

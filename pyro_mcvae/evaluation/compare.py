@@ -80,10 +80,10 @@ class TrainedCopy:
     :ivar bounds: its own bound at every step, in nats per weight.
     :ivar seconds: the training time.
     :ivar times: the time of each step, in seconds.
-    :ivar curve: by step, the training time until then and the :class:`LogEvidence`, by importance
+    :ivar curve: by step, the training time until then and the :class:`.LogEvidence`, by importance
         sampling with few particles.
-    :ivar guide: the :class:`LogEvidence` by importance sampling after training.
-    :ivar evidence: the :class:`LogEvidence` by chains, if a ``schedule`` or ``kernel`` is given;
+    :ivar guide: the :class:`.LogEvidence` by importance sampling after training.
+    :ivar evidence: the :class:`.LogEvidence` by chains, if a ``schedule`` or ``kernel`` is given;
         otherwise the same as ``guide``.
     :ivar failed: the error that stopped training, or an empty string. The evidence is then the last
         one of the curve.
@@ -111,7 +111,7 @@ class TrainedCopy:
 
 class Comparison(dict[str, TrainedCopy]):
     """
-    What :func:`compare` found, whose example shows one: a :class:`TrainedCopy` by name.
+    What :func:`compare` found, whose example shows one: a :class:`.TrainedCopy` by name.
 
     :param copies: what was found of each loss.
     :param values: of the programs.
@@ -299,7 +299,7 @@ def compare(
     ``num_checks`` times during training, by importance sampling with ``check_particles``, which
     does not count as training time; and in the end with ``num_particles``, or by chains if a
     ``schedule`` or a ``kernel`` is given. Afterwards the model and guide have their initial
-    parameters again; :meth:`Comparison.use` sets those of a loss. One discarded step of each loss
+    parameters again; :meth:`.Comparison.use` sets those of a loss. One discarded step of each loss
     comes first, so that no loss pays for one-time costs of the process.
 
     Losses and optimizers are copied. A :class:`CompiledELBO` records and compiles its steps within
@@ -325,7 +325,7 @@ def compare(
     :param int check_particles: the number of particles of these evaluations.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`Comparison`, to print, to :meth:`~Comparison.plot` and to use.
+    :returns: a :class:`.Comparison`, to print, to :meth:`.Comparison.plot` and to use.
     :raises ValueError: for an invalid loss, optimizer or budget, and as :func:`log_evidence`,
         before any training.
 
@@ -526,7 +526,7 @@ class _Values:
 
 class _Run:
     """
-    Training by one loss, with what a :class:`TrainedCopy` has.
+    Training by one loss, with what a :class:`.TrainedCopy` has.
     """
 
     def __init__(self, data: _Data, svi: SVI) -> None:

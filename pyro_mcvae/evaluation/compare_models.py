@@ -30,7 +30,7 @@ _FEW = 0.05
 
 class ModelComparison(dict[str, LogEvidence]):
     """
-    What :func:`compare_models` found, whose example shows one: a :class:`LogEvidence` by name, the
+    What :func:`compare_models` found, whose example shows one: a :class:`.LogEvidence` by name, the
     highest first.
     """
 
@@ -146,7 +146,7 @@ def compare_models(
     :param args: the programs' arguments.
     :param model_kwargs: their keyword arguments, in a dict.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`ModelComparison`, to print.
+    :returns: a :class:`.ModelComparison`, to print.
     :raises ValueError: for what is no such dict; for modules that hold the same parameters by the
         same name, since the store was not cleared between them; for subsampled plates; and as
         :func:`log_evidence`.

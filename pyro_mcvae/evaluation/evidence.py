@@ -277,10 +277,10 @@ def log_evidence(
 
     * **Chains** move the guide's draws towards the posterior; W is that of
       :class:`TraceAIS_ELBO` for adjusted kernels and of :class:`TraceSIS_ELBO` for unadjusted ones,
-          unbiased for both. An adaptive step size is adapted on ``warmup`` separate chains and then
-          frozen. In each chain, discrete sites of the guide keep their values and continuous ones
-          move, so W stays unbiased.
-    * **White coordinates** (``coordinates="whitened"``), are for guides that are far from the
+      unbiased for both. An adaptive step size is adapted on ``warmup`` separate chains and then
+      frozen. In each chain, discrete sites of the guide keep their values and continuous ones
+      move, so W stays unbiased.
+    * **White coordinates** (``coordinates="whitened"``) are for guides that are far from the
       posterior. Chains from such draws find too little evidence, by tens of nats, with errors of
       tenths. First a population of chains (two for each coordinate, 50 to 1,000) runs at the
       posterior, for ``warmup`` windows of five transitions. After each window a normal density is
@@ -341,7 +341,7 @@ def log_evidence(
           which are drawn otherwise.
         * ``progress=None``: show a bar, if ``tqdm`` is installed; None does on a terminal and in
           notebooks, for what takes longer than two seconds.
-    :returns: a :class:`LogEvidence`.
+    :returns: a :class:`.LogEvidence`.
     :raises ValueError: for latents outside a subsampled plate, guides of point masses alone,
         point masses in the data's plates, chains where no latent is continuous, guides that never
         ran, masks and scales that do not cancel, log weights that are not a number; naming the site
@@ -504,7 +504,7 @@ def log_evidence_loader(
     :param str plate: along which plate the batches lie, where the programs nest several.
     :param bool keep_log_weight: keep all log weights, in memory that grows with K.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`LogEvidence`.
+    :returns: a :class:`.LogEvidence`.
     :raises ValueError: where the latents are weighed over all data, whose evidence is not the sum
         of those of batches; for no batch at all; and as :func:`log_evidence`.
 

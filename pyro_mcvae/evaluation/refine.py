@@ -80,7 +80,7 @@ def refine(
     :param int num_transitions: transitions at the end, with an adjusted kernel.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`; ``num_particles=10`` are the candidates per draw.
-    :returns: :class:`PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
+    :returns: :class:`.PosteriorDraws`, a dict for ``Predictive(model, posterior_samples=...)``, and
         for :func:`to_inference_data`.
     :raises ValueError: as :func:`log_evidence`, and for transitions of an unadjusted kernel.
 

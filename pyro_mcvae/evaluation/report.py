@@ -60,12 +60,12 @@ class Report:
     """
     The result of :func:`report`. Tensors have one entry per datum, shape ``[*plates]``.
 
-    :ivar evidence: the :class:`LogEvidence` to compare with: by chains, if they ran.
-    :ivar guide: the :class:`LogEvidence` by importance sampling with the guide alone, whose
+    :ivar evidence: the :class:`.LogEvidence` to compare with: by chains, if they ran.
+    :ivar guide: the :class:`.LogEvidence` by importance sampling with the guide alone, whose
         effective sample size and k-hat measure how well the guide covers the posterior.
     :ivar discrete: the guide's discrete sites.
-    :ivar prior: the :class:`LogEvidence` by chains from the prior, or the reason why there is none.
-    :ivar chains: the :class:`LogEvidence` of each length of chains from the guide's draws, the
+    :ivar prior: the :class:`.LogEvidence` by chains from the prior, or the reason for its absence.
+    :ivar chains: the :class:`.LogEvidence` of each length of chains from the guide's draws, the
         longest last.
     :ivar no_chains: the reason why no chains, or no longer ones, ran.
     :ivar states: the number of states of a datum, if the guide is a :class:`TruncatedPosterior`.
@@ -253,7 +253,7 @@ def report(
         particles are looped over.
     :param model_kwargs: as in :func:`log_evidence`.
     :param options: as in :func:`log_evidence`.
-    :returns: a :class:`Report`, to print.
+    :returns: a :class:`.Report`, to print.
     :raises ValueError: as :func:`log_evidence`.
 
     Example::

@@ -166,7 +166,7 @@ class Sandwich:
     :ivar upper: the bound by chains from the exact posterior draws that generated the data.
     :ivar num_particles: chains per datum in each direction.
     :ivar plates: the names of the plates.
-    :ivar fixed_latents: latents with fixed values; see :class:`LogEvidence`.
+    :ivar fixed_latents: latents with fixed values; see :class:`.LogEvidence`.
     :ivar step_size: of the kernel.
     """
 
@@ -249,7 +249,7 @@ def sandwich(
     :param options: as in :func:`log_evidence`; ``num_particles=10`` are the chains per datum in
         each direction, P, ``schedule`` is 10 linear steps by default, and the kernel an adjusted
         one, :class:`HMC` with 3 leapfrog steps.
-    :returns: a :class:`Sandwich`.
+    :returns: a :class:`.Sandwich`.
 
     :raises ValueError: as :func:`log_evidence`; for unadjusted kernels, ``pyro.factor``,
         ``poutine.scale``; for data that reach the programs in another way; and for guides that

@@ -115,13 +115,9 @@ def follow(module: nn.Module, like: Tensor) -> None:
     holds them goes on with them.
     """
 
-    def moved(tensor: Tensor) -> Tensor:
-        dtype = (
-            torch.promote_types(tensor.dtype, like.dtype)
-            if tensor.is_floating_point()
-            else tensor.dtype
-        )
-        return tensor.to(like.device, dtype)
+    def moved(t: Tensor) -> Tensor:
+        dtype = torch.promote_types(t.dtype, like.dtype) if t.is_floating_point() else t.dtype
+        return t.to(like.device, dtype)
 
     if any(moved(tensor) is not tensor for tensor in (*module.parameters(), *module.buffers())):
         module._apply(moved)

@@ -263,7 +263,7 @@ class EvolutionaryUpdate:
     :param parents: chooses parents: :class:`FitnessProportional`, or a function of the log joint
         ``[E, S]`` and the number P that returns indices ``[E, P]``.
     :param mutation: :class:`InformedFlips`, :class:`UniformFlips`, another :class:`Mutation`, or a
-        function of :class:`Parents` and the number of children that returns states
+        function of :class:`.Parents` and the number of children that returns states
         ``[E, P, C, D]``.
     :raises ValueError: for numbers that are not ints of at least 1 (``num_generations``: at least
         0), and for operators that cannot be called.

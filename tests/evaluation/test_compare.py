@@ -12,15 +12,14 @@ from pyro.optim import Adam
 from torch import nn
 
 from pyro_mcvae import (
-    Comparison,
     TraceAIS_ELBO,
     TraceIWAE_ELBO,
     TraceSGVB_ELBO,
-    TrainedCopy,
     compare,
     log_evidence,
 )
 from pyro_mcvae.elbos.base import Estimate
+from pyro_mcvae.evaluation.compare import Comparison, TrainedCopy
 from tests.models import ConjugateGaussian
 
 LOSSES = {

@@ -9,7 +9,8 @@ import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
 
-from pyro_mcvae import ModelComparison, compare_models, log_evidence
+from pyro_mcvae import compare_models, log_evidence
+from pyro_mcvae.evaluation.compare_models import ModelComparison
 from tests.models import ConjugateGaussian, HierarchicalGaussian
 
 X = torch.tensor([0.3, -1.2, 2.0, 0.7, 1.1])

@@ -9,7 +9,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_mcvae import LogEvidence, Report, report
+from pyro_mcvae import report
+from pyro_mcvae.evaluation.evidence import LogEvidence
+from pyro_mcvae.evaluation.report import Report
 from pyro_mcvae.ops.weights import pareto_k
 from tests.models import (
     ConjugateGaussian,
@@ -178,7 +180,7 @@ def test_what_cannot_be_looked_at_is_said():
     looped = report(exact.model, exact.guide, vectorize_particles=False, num_particles=30)
     assert "check_modes=True" in looped.prior
     assert looped.no_chains == "particles are looped over: escalate=True runs them"
-    with pytest.raises(ValueError, match="look must be True, False or None, got 'no'"):
+    with pytest.raises(ValueError, match="check_modes must be True, False or None, got 'no'"):
         report(exact.model, exact.guide, check_modes="no")
     with pytest.raises(ValueError, match="escalate must be True, False or None, got 'no'"):
         report(exact.model, exact.guide, escalate="no")
