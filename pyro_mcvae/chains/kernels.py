@@ -504,6 +504,7 @@ class HMC(Kernel):
     def __init__(
         self,
         step_size: float | Tensor | StepSize | None = None,
+        *,
         num_leapfrog: int = 3,
         jitter: float = 0.0,
         laziness: float = 0.0,
@@ -572,6 +573,7 @@ class UnderdampedLangevin(Kernel):
     def __init__(
         self,
         step_size: float | Tensor | StepSize | None = None,
+        *,
         momentum: float | nn.Module = 0.9,
     ) -> None:
         super().__init__(step_size)
@@ -598,7 +600,9 @@ class UnderdampedLangevin(Kernel):
         step_size = LearnedStepSize(AdaptiveStepSize(), num_transitions, warmup)
         # The first transition draws its momentum again: a parameter of one alone would not be used.
         learned = num_transitions > 1
-        return cls(step_size, LearnedMomentum(momentum, num_transitions) if learned else momentum)
+        return cls(
+            step_size, momentum=LearnedMomentum(momentum, num_transitions) if learned else momentum
+        )
 
     def propose(self, state: State, target: Target) -> Proposal:
         start = target.noise(state)

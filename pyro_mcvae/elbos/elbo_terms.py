@@ -43,7 +43,25 @@ class Cost(NamedTuple):
 
 
 def elbo_costs(terms: Iterable[Term]) -> list[Cost]:
-    """Estimator A of Kingma and Welling: log p of every model site, -log q of every guide site."""
+    """
+    Return the summands of the ELBO: log p of every model site, and -log q of every guide site.
+
+    :param terms: the terms of one run, such as ``run.summands``.
+
+    Example::
+
+        >>> class PlainELBO(MonteCarloELBO):
+        ...     def estimate(self, programs):
+        ...         runs = self.sampler.independent(programs)
+        ...         costs = [elbo_costs(run.summands) for run in runs]
+        ...         return elbo_estimate(runs, costs, num_particles=1)
+        >>> def model(x):
+        ...     pyro.sample("x", dist.Normal(pyro.sample("z", dist.Normal(0.0, 1.0)), 1.0), obs=x)
+        >>> def guide(x):
+        ...     pyro.sample("z", dist.Normal(x / 2, 0.5**0.5))
+        >>> round(PlainELBO().loss(model, guide, torch.tensor(0.0)), 2)
+        1.27
+    """
     costs = []
     for t in terms:
         if t.in_guide:

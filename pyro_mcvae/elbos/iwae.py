@@ -378,6 +378,7 @@ class TraceIWAE_ELBO(MonteCarloELBO):
     def __init__(
         self,
         num_particles: int = 2,
+        *,
         gradient_estimator: GradientEstimator = "auto",
         joint: bool = False,
         **options: Unpack[ELBOOptions],
@@ -491,4 +492,6 @@ class TraceRenyi_ELBO(TraceIWAE_ELBO):
                 f"the ELBO, TraceSGVB_ELBO(num_particles={num_particles})"
             )
         self.alpha = alpha
-        super().__init__(num_particles, gradient_estimator, joint, **options)
+        super().__init__(
+            num_particles, gradient_estimator=gradient_estimator, joint=joint, **options
+        )

@@ -546,6 +546,7 @@ class TraceRaoBlackwell_ELBO(MonteCarloELBO, torch.nn.Module):
         self,
         num_categories: float | None = None,
         num_samples: int | None = None,
+        *,
         budget: int | None = None,
         baseline: Baseline | None = None,
         entropy: Literal["sampled", "exact"] = "sampled",

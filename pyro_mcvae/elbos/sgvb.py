@@ -175,6 +175,7 @@ class TraceSGVB_ELBO(MonteCarloELBO):
     def __init__(
         self,
         num_particles: int = 1,
+        *,
         analytic_kl: bool = True,
         **options: Unpack[ELBOOptions],
     ) -> None:

@@ -276,6 +276,7 @@ class MonteCarloEM(ChainELBO):
         self,
         num_steps: int = 1,
         kernel: Kernel | None = None,
+        *,
         num_particles: int = 1,
         updates_per_draw: int = 1,
         persistent: bool = False,

@@ -304,6 +304,7 @@ class WakeSleep(MonteCarloELBO):
     def __init__(
         self,
         num_particles: int = 1,
+        *,
         num_dreams: int = 1,
         dream_args: DreamArgs | None = None,
         **options: Unpack[ELBOOptions],

@@ -116,7 +116,7 @@ def kernels() -> Iterator[tuple[str, Any]]:
     for rule, size in [*sizes.items(), ("gradient", lambda: LearnedStepSize(0.05))]:
         yield f"ULA, {rule}", ULA(size() if rule != "gradient" else LearnedStepSize(0.01))
         for momentum in MOMENTA:
-            yield f"momentum {momentum}, {rule}", UnderdampedLangevin(size(), momentum)
+            yield f"momentum {momentum}, {rule}", UnderdampedLangevin(size(), momentum=momentum)
 
 
 def objectives(k: int) -> dict[str, Any]:

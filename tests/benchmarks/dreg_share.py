@@ -19,7 +19,7 @@ from tests.benchmarks.posteriors.models import eight_schools
 
 def spread(model: object, guide: AutoNormal, estimator: str, count: int) -> Tensor:
     """Of each location's gradient."""
-    elbo = TraceIWAE_ELBO(10, estimator, joint=True)
+    elbo = TraceIWAE_ELBO(10, gradient_estimator=estimator, joint=True)
     locations = [p for name, p in guide.named_parameters() if "locs" in name]
     result = []
     for _ in range(count):

@@ -22,7 +22,7 @@ ROWS = {
     "SGVB, estimator B": lambda: TraceSGVB_ELBO(),
     **{f"RenyiELBO(0), K = {k}": lambda k=k: RenyiELBO(0, k, **MANY) for k in (5, 50)},
     **{
-        f"IWAE {e}, K = {k}": lambda e=e, k=k: TraceIWAE_ELBO(k, e, **MANY)
+        f"IWAE {e}, K = {k}": lambda e=e, k=k: TraceIWAE_ELBO(k, gradient_estimator=e, **MANY)
         for e in ("reparam", "dreg", "stl", "vimco")
         for k in (5, 50)
     },

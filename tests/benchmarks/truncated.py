@@ -55,7 +55,7 @@ def measure(
             pyro.sample("x", dist.Normal(decoder(z), log_sigma.exp()).to_event(1), obs=x[index])
 
     evolution = EvolutionaryUpdate(*update, mutation=mutation or InformedFlips())
-    guide = TruncatedPosterior(model, S, evolution)
+    guide = TruncatedPosterior(model, S, evolution=evolution)
     elbo = TraceTruncated_ELBO(num_gradient_states=gradient_states, max_plate_nesting=1)
     module = (elbo if backend is None else CompiledELBO(elbo, backend))(model, guide)
     optimizer = torch.optim.Adam([*decoder.parameters(), logits, log_sigma], lr=1e-3)

@@ -38,7 +38,7 @@ MANY: dict[str, Any] = {"vectorize_particles": True, "max_plate_nesting": 1}
 # Those that training/test_recorded.py does not have.
 LOSSES: dict[str, Callable[[], Any]] = {
     "IWAE, one by one": lambda: TraceIWAE_ELBO(2),
-    "IWAE, reparam": lambda: TraceIWAE_ELBO(3, "reparam", **MANY),
+    "IWAE, reparam": lambda: TraceIWAE_ELBO(3, gradient_estimator="reparam", **MANY),
     "Trace_ELBO": Trace_ELBO,
     "TraceMeanField_ELBO": TraceMeanField_ELBO,
     "TraceGraph_ELBO": TraceGraph_ELBO,

@@ -140,7 +140,7 @@ def test_steps_that_go_to_and_fro_between_two_ways_have_a_recording_of_each() ->
     for loss in (TraceTruncated_ELBO(), compiled := CompiledELBO(TraceTruncated_ELBO(), "eager")):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        guide = TruncatedPosterior(model, 5, EvolutionaryUpdate(2, 2, 1))
+        guide = TruncatedPosterior(model, 5, evolution=EvolutionaryUpdate(2, 2, 1))
         svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), loss)
         shifts = [torch.tensor(1.0 if step // 8 % 2 else -1.0) for step in range(40)]
         runs.append([svi.step(x, shift) for shift in shifts])

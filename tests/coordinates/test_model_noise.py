@@ -63,7 +63,7 @@ def test_the_weight_is_a_function_of_the_coordinates(guide, vectorize):
 def test_the_mean_weight_of_a_chain_is_the_evidence():
     pyro.set_rng_seed(0)
     kernel, many = UnderdampedLangevin(0.3), {"num_particles": 5000, "max_plate_nesting": 1}
-    elbo = TraceSIS_ELBO(None, kernel, LinearSchedule(10), multi_sample=True, **many)
+    elbo = TraceSIS_ELBO(None, kernel, schedule=LinearSchedule(10), multi_sample=True, **many)
     with torch.no_grad():
         bounds = torch.tensor([-elbo.loss(model, mean_field, x) for _ in range(8)])
     assert abs(bounds.mean() - EXACT) < 4 * bounds.std() / 8**0.5
@@ -126,7 +126,7 @@ def test_no_estimator_takes_the_gradient_of_such_draws():
     result = []
     for estimator in ("reparam", "vimco"):
         pyro.clear_param_store()
-        TraceIWAE_ELBO(3, estimator).loss_and_grads(*conjugate(4000))
+        TraceIWAE_ELBO(3, gradient_estimator=estimator).loss_and_grads(*conjugate(4000))
         result.append(pyro.param("shape").grad)
     error = (result[0].var() + result[1].var()).sqrt() / 4000**0.5
     assert (result[0].mean() - result[1].mean()).abs() < 4.5 * error

@@ -33,7 +33,7 @@ MANY = {"vectorize_particles": True, "max_plate_nesting": 1}
 CASES = {
     "SGVB": (TraceSGVB_ELBO, hand.sgvb, (1.71, 1.53), (1.45, 1.3)),
     "IWAE-10": (
-        lambda: TraceIWAE_ELBO(10, "reparam", **MANY),
+        lambda: TraceIWAE_ELBO(10, gradient_estimator="reparam", **MANY),
         hand.iwae,
         (1.64, 1.79),
         (1.3, 1.42),

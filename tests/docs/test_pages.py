@@ -22,7 +22,10 @@ def single_precision():
 
 
 # Each is one program from top to bottom.
-PROGRAMS = ["choose.md", "deploy.md", "diagnose.md", "extend.md", "migration.md", "programs.md"]
+PROGRAMS = [
+    *("chains_and_draws.md", "choose.md", "deploy.md", "diagnose.md", "extend.md", "migration.md"),
+    *("programs.md", "special_cases.md"),
+]
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
@@ -54,7 +57,7 @@ def test_the_swap_runs(page):
     names |= {"x_test": names["x"], "loader": [names["x"]]}
     for more in rest:  # on the programs of the swap, and data as a reader has them
         exec(compile(more, str(DOCS / page), "exec"), names)
-    assert len(names["found"]["IWAE"].bounds) == 10 if rest else page == "index.md"
+    assert len(names["result"]["IWAE"].bounds) == 10 if rest else page == "index.md"
 
 
 def test_no_other_example():

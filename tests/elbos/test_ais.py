@@ -138,7 +138,7 @@ def test_one_step_is_the_elbo_or_iwae(multi_sample, vectorize):
     options = {"vectorize_particles": vectorize, "max_plate_nesting": 1}
     ais = TraceAIS_ELBO(1, MALA(0.3), num_particles=3, multi_sample=multi_sample, **options)
     if multi_sample:
-        plain = TraceIWAE_ELBO(3, "reparam", **options)
+        plain = TraceIWAE_ELBO(3, gradient_estimator="reparam", **options)
     else:
         plain = TraceSGVB_ELBO(3, analytic_kl=False, **options)
     result = []

@@ -39,7 +39,7 @@ from tests.models import (
 OBJECTIVES = {
     "sgvb-3": lambda **k: TraceSGVB_ELBO(num_particles=3, **k),
     "iwae-3": lambda **k: TraceIWAE_ELBO(num_particles=3, **k),
-    "iwae-3-vimco": lambda **k: TraceIWAE_ELBO(3, "vimco", **k),
+    "iwae-3-vimco": lambda **k: TraceIWAE_ELBO(3, gradient_estimator="vimco", **k),
     "rb-plus-3": lambda **k: TraceRaoBlackwell_ELBO(
         0, 2, baseline=IndependentDraw(), num_particles=3, **k
     ),
@@ -55,7 +55,9 @@ OBJECTIVES = {
     "sis-reweighted": lambda **k: TraceSIS_ELBO(
         2, ULA(0.05), num_particles=2, gradient_estimator="reweighted", **k
     ),
-    "ais-multi": lambda **k: TraceAIS_ELBO(2, HMC(0.2, 2), num_particles=3, multi_sample=True, **k),
+    "ais-multi": lambda **k: TraceAIS_ELBO(
+        2, HMC(0.2, num_leapfrog=2), num_particles=3, multi_sample=True, **k
+    ),
 }
 MODELS = {
     "gaussian": lambda: ConjugateGaussian(N=5, subsample_size=3),

@@ -212,7 +212,11 @@ BARRIERS = {
         lambda z, w: torch.where(z > LOWEST, w * above(z).sqrt(), FORBIDDEN),
     ),
 }
-ADJUSTED = {"mala": lambda: MALA(10.0), "hmc": lambda: HMC(1.0, 1), "walk": lambda: RandomWalk(4.0)}
+ADJUSTED = {
+    "mala": lambda: MALA(10.0),
+    "hmc": lambda: HMC(1.0, num_leapfrog=1),
+    "walk": lambda: RandomWalk(4.0),
+}
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_runs_of_the_model_and_of_a_mean_field_guide(name, num_steps):
         (TraceSIS_ELBO, ULA(0.1), k + 1),
         (TraceSIS_ELBO, UnderdampedLangevin(0.1), k + 1),
         (TraceAIS_ELBO, MALA(0.1), k),
-        (TraceAIS_ELBO, HMC(0.1, 3), (k - 1) * 3 + 1),
+        (TraceAIS_ELBO, HMC(0.1, num_leapfrog=3), (k - 1) * 3 + 1),
     ]:
         assert counted_runs(cls, name, kernel, k) == {"model": expected, "guide": 1}
 

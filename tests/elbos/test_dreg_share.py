@@ -34,14 +34,16 @@ class EightSchools:
 
 
 def spread(programs, estimator, num_particles, **options):
-    elbo = TraceIWAE_ELBO(num_particles, estimator, vectorize_particles=True, **options)
+    elbo = TraceIWAE_ELBO(
+        num_particles, gradient_estimator=estimator, vectorize_particles=True, **options
+    )
     return {n: g.std(0).square().mean().sqrt() for n, g in gradients(elbo, programs, 40).items()}
 
 
 def test_too_few_draws_of_one_weight_have_the_plain_gradient():
     schools, result = EightSchools(0.5), []
     for estimator in ("auto", "reparam"):
-        elbo = TraceIWAE_ELBO(3, estimator, joint=True)
+        elbo = TraceIWAE_ELBO(3, gradient_estimator=estimator, joint=True)
         elbo.loss(schools.model, schools.guide)  # which also finds out about the programs
         pyro.set_rng_seed(0)
         result.append(gradients(elbo, schools, 1)["loc"])

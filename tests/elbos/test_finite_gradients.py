@@ -277,7 +277,7 @@ def test_the_gradient_is_the_right_one(kind, concentration):
         with pyro.plate("data", count):
             pyro.sample("z", family(a, torch.ones(count)))
 
-    TraceSIS_ELBO(2, UnderdampedLangevin(1e-6, 0.0)).loss_and_grads(model, guide)
+    TraceSIS_ELBO(2, UnderdampedLangevin(1e-6, momentum=0.0)).loss_and_grads(model, guide)
     result = pyro.get_param_store()._params["a"].grad.double()
     log_a = torch.tensor(concentration, dtype=torch.float64).log().requires_grad_()
     one = torch.ones((), dtype=torch.float64)

@@ -26,7 +26,7 @@ from tests.estimates import assert_mean
 
 OBJECTIVES = {
     "sgvb": lambda: TraceSGVB_ELBO(analytic_kl=False),
-    "sgvb 3": lambda: TraceSGVB_ELBO(3, False, vectorize_particles=True),
+    "sgvb 3": lambda: TraceSGVB_ELBO(3, analytic_kl=False, vectorize_particles=True),
     "iwae 1": lambda: TraceIWAE_ELBO(1),
     "iwae 3": lambda: TraceIWAE_ELBO(3),
     "iwae 3 vectorised": lambda: TraceIWAE_ELBO(3, vectorize_particles=True),
@@ -108,7 +108,7 @@ def test_gradients_through_draws_reach_it_with_no_weight(estimator):
             z = pyro.sample("z", dist.Normal(0.0, 1.0))
             pyro.sample("x", dist.Normal(z, 1.0), obs=torch.tensor(1.0))
 
-    elbo = TraceIWAE_ELBO(3, estimator, vectorize_particles=True)
+    elbo = TraceIWAE_ELBO(3, gradient_estimator=estimator, vectorize_particles=True)
     grads = [one_gradient("loc", elbo, same, observing, None) / size for _ in range(30)]
     assert_mean(torch.stack(grads), torch.tensor(3.0 - 0.5))
 

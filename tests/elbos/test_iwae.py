@@ -97,7 +97,7 @@ def test_value_is_the_exact_expectation(make, num_particles, vectorize):
 )
 def test_gradient_is_exact_for_a_gaussian_guide(estimator, vectorize):
     exact = ConjugateGaussian(N=250)
-    elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=vectorize)
+    elbo = TraceIWAE_ELBO(2, gradient_estimator=estimator, vectorize_particles=vectorize)
     target = exact.grad(exact.iwae_per_datum, 2)
     assert_gradient(elbo, exact, target, 20)
 
@@ -177,7 +177,7 @@ def test_doubly_reparameterized_signal_grows_with_particles_where_the_plain_one_
     # Tucker et al. (2019): sqrt(K) with dreg.
     def signal_to_noise(estimator, num_particles):
         exact = ConjugateGaussian(N=100)
-        elbo = TraceIWAE_ELBO(num_particles, estimator, vectorize_particles=True)
+        elbo = TraceIWAE_ELBO(num_particles, gradient_estimator=estimator, vectorize_particles=True)
         grad = gradients(elbo, exact, 60)["a"]
         return (grad.mean() / grad.std()).abs()
 
@@ -229,8 +229,8 @@ def test_the_models_gradient_is_that_of_the_bound(objective, estimator, vectoriz
 def test_sticking_the_landing_has_no_variance_at_the_optimum():
     exact = ConjugateGaussian(N=5)
     exact.set_guide("exact")
-    still = gradients(TraceIWAE_ELBO(1, "stl"), exact, 20)
-    moving = gradients(TraceIWAE_ELBO(1, "reparam"), exact, 20)
+    still = gradients(TraceIWAE_ELBO(1, gradient_estimator="stl"), exact, 20)
+    moving = gradients(TraceIWAE_ELBO(1, gradient_estimator="reparam"), exact, 20)
     assert all(samples.abs().max() < 1e-9 for samples in still.values())
     assert all(samples.std() > 1e-3 for samples in moving.values())
 
@@ -255,9 +255,15 @@ def test_mixed_guide_uses_dreg_and_vimco_in_one_program():
                 pyro.sample("z", dist.Normal(loc[c.long()] + 0.3 * x, 0.9))
 
     programs_ = Mixed()
-    auto = gradients(TraceIWAE_ELBO(4, "auto", vectorize_particles=True), programs_, count)
-    plain = gradients(TraceIWAE_ELBO(4, "reparam", vectorize_particles=True), programs_, count)
-    score = gradients(TraceIWAE_ELBO(4, "vimco", vectorize_particles=True), programs_, count)
+    auto = gradients(
+        TraceIWAE_ELBO(4, gradient_estimator="auto", vectorize_particles=True), programs_, count
+    )
+    plain = gradients(
+        TraceIWAE_ELBO(4, gradient_estimator="reparam", vectorize_particles=True), programs_, count
+    )
+    score = gradients(
+        TraceIWAE_ELBO(4, gradient_estimator="vimco", vectorize_particles=True), programs_, count
+    )
     for name in Mixed.values:
         for other in (plain, score):
             difference = auto[name].mean(0) - other[name].mean(0)
@@ -272,12 +278,14 @@ def test_mixed_guide_uses_dreg_and_vimco_in_one_program():
 def test_structured_and_flow_guides_are_unbiased(estimator):
     count = 20
     exact = LinearGaussianChain(N=90, T=2)
-    plain = gradients(TraceIWAE_ELBO(3, "reparam", vectorize_particles=True), exact, count)
+    plain = gradients(
+        TraceIWAE_ELBO(3, gradient_estimator="reparam", vectorize_particles=True), exact, count
+    )
     if estimator == "stl":
-        elbo = TraceIWAE_ELBO(1, estimator)
-        plain = gradients(TraceIWAE_ELBO(1, "reparam"), exact, count)
+        elbo = TraceIWAE_ELBO(1, gradient_estimator=estimator)
+        plain = gradients(TraceIWAE_ELBO(1, gradient_estimator="reparam"), exact, count)
     else:
-        elbo = TraceIWAE_ELBO(3, estimator, vectorize_particles=True)
+        elbo = TraceIWAE_ELBO(3, gradient_estimator=estimator, vectorize_particles=True)
     other = gradients(elbo, exact, count)
     for name, samples in other.items():
         error = ((samples.var(0) + plain[name].var(0)) / count).sqrt()
@@ -303,7 +311,7 @@ def test_dreg_through_the_inverse_of_a_flow_matches_reparam():
     parameter = next(flow.parameters())
 
     def mean(estimator, count=50):
-        elbo = TraceIWAE_ELBO(4, estimator, vectorize_particles=True)
+        elbo = TraceIWAE_ELBO(4, gradient_estimator=estimator, vectorize_particles=True)
         result = []
         for _ in range(count):
             elbo.loss_and_grads(model, guide)
@@ -331,7 +339,7 @@ def test_particles_of_weight_zero_carry_no_gradient():
             pyro.sample("z", dist.Normal(loc, 0.5))
 
     for estimator in ("reparam", "dreg", "stl", "vimco", "auto"):
-        elbo = TraceIWAE_ELBO(50, estimator, vectorize_particles=True)
+        elbo = TraceIWAE_ELBO(50, gradient_estimator=estimator, vectorize_particles=True)
         assert torch.isfinite(torch.tensor(elbo.loss_and_grads(model, guide)))
         grad = dict(pyro.get_param_store().named_parameters())["loc"].grad
         assert torch.isfinite(grad), estimator
@@ -441,7 +449,7 @@ def test_gradient_under_scale_and_mask_is_that_of_reparam(kind):
         guide = staticmethod(lambda: program(False))
 
     plain, auto, vimco = (
-        gradients(TraceIWAE_ELBO(3, e, vectorize_particles=True), Both, count)
+        gradients(TraceIWAE_ELBO(3, gradient_estimator=e, vectorize_particles=True), Both, count)
         for e in ("reparam", "auto", "vimco")
     )
     for name in parameters:
@@ -475,7 +483,9 @@ def test_a_score_function_behind_a_draw_is_not_scaled_by_dreg():
 
     both = Both()
     plain, auto = (
-        gradients(TraceIWAE_ELBO(3, e, vectorize_particles=True), both, count)["loc"]
+        gradients(TraceIWAE_ELBO(3, gradient_estimator=e, vectorize_particles=True), both, count)[
+            "loc"
+        ]
         for e in ("reparam", "auto")
     )
     error = ((plain.var() + auto.var()) / count).sqrt()
@@ -499,7 +509,9 @@ def test_straight_through_draws_keep_their_gradient(estimator):
     for name in ("reparam", estimator):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        TraceIWAE_ELBO(4, name, vectorize_particles=True).loss_and_grads(model, guide)
+        TraceIWAE_ELBO(4, gradient_estimator=name, vectorize_particles=True).loss_and_grads(
+            model, guide
+        )
         result.append(dict(pyro.get_param_store().named_parameters())["probs"].grad.clone())
     assert torch.isfinite(result[0])
     assert torch.allclose(*result)
@@ -530,7 +542,7 @@ def test_learned_ends_of_a_support_have_the_exact_gradient(estimator):
     pair = torch.stack(torch.broadcast_tensors(noise[:, None], noise))
     bound = log_mean_exp(log_weight(leaf[0], leaf[1], pair)).mean()
     (exact,) = torch.autograd.grad(bound, leaf)
-    elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=True)
+    elbo = TraceIWAE_ELBO(2, gradient_estimator=estimator, vectorize_particles=True)
     result = []
     for _ in range(12):
         elbo.loss_and_grads(model, guide)
@@ -563,7 +575,9 @@ def test_a_learned_scale_has_the_gradient_of_reparam(estimator):
     for name in ("reparam", estimator):
         pyro.clear_param_store()
         pyro.set_rng_seed(0)
-        TraceIWAE_ELBO(3, name, vectorize_particles=True).loss_and_grads(model, guide)
+        TraceIWAE_ELBO(3, gradient_estimator=name, vectorize_particles=True).loss_and_grads(
+            model, guide
+        )
         result.append(dict(pyro.get_param_store().named_parameters())["temper"].grad.clone())
     assert torch.allclose(*result)
     assert result[0].abs() > 0.1
@@ -597,7 +611,7 @@ def test_a_truncated_distribution_has_the_exact_gradient(estimator):
     log_weight = joint(z) - distribution(leaf[0], leaf[1]).log_prob(z)
     pair = torch.stack(torch.broadcast_tensors(log_weight[:, None], log_weight))
     (exact,) = torch.autograd.grad(log_mean_exp(pair).mean(), leaf)
-    elbo = TraceIWAE_ELBO(2, estimator, vectorize_particles=True)
+    elbo = TraceIWAE_ELBO(2, gradient_estimator=estimator, vectorize_particles=True)
     result = []
     for _ in range(12):
         elbo.loss_and_grads(model, guide)

@@ -350,7 +350,7 @@ def test_modules_and_autoguides():
     model = config_enumerate(module)
     auto = AutoNormal(poutine.block(module, hide=["y"]))
     losses = []
-    for elbo in (TraceEnum_ELBO(max_plate_nesting=1), TraceSGVB_ELBO(1, False)):
+    for elbo in (TraceEnum_ELBO(max_plate_nesting=1), TraceSGVB_ELBO(1, analytic_kl=False)):
         auto(X)
         pyro.set_rng_seed(0)
         losses.append(elbo.loss(model, auto, X))

@@ -56,7 +56,7 @@ def pair(fn):
     "make",
     [
         lambda: TraceSGVB_ELBO(2, analytic_kl=False),
-        lambda: TraceIWAE_ELBO(3, "reparam"),
+        lambda: TraceIWAE_ELBO(3, gradient_estimator="reparam"),
         TraceRaoBlackwell_ELBO,
     ],
 )

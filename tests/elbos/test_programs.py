@@ -38,7 +38,7 @@ from tests.plain_traces import plain_traces, values_of
 OBJECTIVES = {
     "sgvb": lambda **k: TraceSGVB_ELBO(num_particles=2, **k),
     "iwae": lambda **k: TraceIWAE_ELBO(num_particles=4, **k),
-    "iwae-reparam": lambda **k: TraceIWAE_ELBO(4, "reparam", **k),
+    "iwae-reparam": lambda **k: TraceIWAE_ELBO(4, gradient_estimator="reparam", **k),
     "rb": lambda **k: TraceRaoBlackwell_ELBO(num_particles=2, **k),
     "sis": lambda **k: TraceSIS_ELBO(2, num_particles=2, **k),
     "sis-reweighted": lambda **k: TraceSIS_ELBO(2, gradient_estimator="reweighted", **k),

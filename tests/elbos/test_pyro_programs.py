@@ -210,7 +210,7 @@ def test_a_guide_in_single_precision_has_the_gradient_of_a_double_one(estimator,
             with pyro.plate("data", size):
                 pyro.sample("z", dist.Normal(loc, torch.ones_like(loc)))
 
-        elbo = TraceIWAE_ELBO(4, estimator, vectorize_particles=vectorize)
+        elbo = TraceIWAE_ELBO(4, gradient_estimator=estimator, vectorize_particles=vectorize)
         elbo.differentiable_loss(model, guide).backward()
         means.append(loc.grad.double().mean())
         errors.append(loc.grad.double().std() / size**0.5)

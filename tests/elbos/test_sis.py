@@ -128,7 +128,7 @@ def test_gradient_of_sites_without_explicit_noise(subsample_size, monkeypatch):
 
     monkeypatch.setattr("torch.distributions.gamma._standard_gamma", draw)
     exact = GammaPoisson(N=5, subsample_size=subsample_size)
-    elbo = learning(TraceSIS_ELBO, 3, UnderdampedLangevin(0.2, 0.5), max_plate_nesting=1)
+    elbo = learning(TraceSIS_ELBO, 3, UnderdampedLangevin(0.2, momentum=0.5), max_plate_nesting=1)
 
     def value():
         pyro.set_rng_seed(0)

@@ -47,7 +47,7 @@ class ExpectedHMC(_Expected, HMC):
 
 # Two steps of AIS have one move that counts, and so one accept bit.
 CHAINS = {
-    "underdamped": lambda **k: TraceSIS_ELBO(3, kernel=UnderdampedLangevin(0.3, 0.7), **k),
+    "underdamped": lambda **k: TraceSIS_ELBO(3, kernel=UnderdampedLangevin(0.3, momentum=0.7), **k),
     "ULA": lambda **k: TraceSIS_ELBO(3, kernel=ULA(0.05), **k),
     "MALA": lambda **k: TraceAIS_ELBO(2, kernel=ExpectedMALA(0.05), **k),
     "HMC": lambda **k: TraceAIS_ELBO(2, kernel=ExpectedHMC(0.2, 2), **k),
@@ -139,9 +139,9 @@ def test_without_smoothing_it_is_not(chain):
 @pytest.mark.parametrize(
     ("cls", "kernel"),
     [
-        (TraceSIS_ELBO, UnderdampedLangevin(0.3, 0.7)),
+        (TraceSIS_ELBO, UnderdampedLangevin(0.3, momentum=0.7)),
         (TraceSIS_ELBO, ULA(0.04)),
-        (TraceAIS_ELBO, HMC(0.4, 2)),
+        (TraceAIS_ELBO, HMC(0.4, num_leapfrog=2)),
     ],
 )
 def test_evidence_is_exact(cls, kernel):

@@ -206,7 +206,7 @@ def test_with_all_states_value_and_gradient_are_exact(name, vectorize):
 def test_free_energy_is_a_bound_that_no_e_step_lowers(name):
     model, other, count, _ = PROGRAMS[name]
     count = max(1, count // 2)
-    guide = TruncatedPosterior(model, count, EvolutionaryUpdate(2, 2, 2), guide=other)
+    guide = TruncatedPosterior(model, count, evolution=EvolutionaryUpdate(2, 2, 2), guide=other)
     elbo = TraceTruncated_ELBO()
     expected, before = -exact(name).item(), -math.inf
     for _ in range(3):
@@ -287,7 +287,7 @@ def test_gradient_is_the_exact_one_over_the_set():
 )
 def test_one_graph_of_all_candidates_has_the_gradient_of_a_pass_through_the_best(name, monkeypatch):
     model, other, count, _ = PROGRAMS[name]
-    guide = TruncatedPosterior(model, count, EvolutionaryUpdate(1, 1), guide=other)
+    guide = TruncatedPosterior(model, count, evolution=EvolutionaryUpdate(1, 1), guide=other)
     elbo = TraceTruncated_ELBO(vectorize_particles=name != "locals")
     result, passes = [], []
     elbo.loss(model, guide)
@@ -313,7 +313,9 @@ def test_states_without_a_gradient_are_passed_over():
             rate = z @ param("weight", 3, 3).exp()
             pyro.sample("x", dist.Poisson(rate).to_event(1), obs=x)
 
-    guide = TruncatedPosterior(model, 7, EvolutionaryUpdate(1, 2, 1, mutation=UniformFlips()))
+    guide = TruncatedPosterior(
+        model, 7, evolution=EvolutionaryUpdate(1, 2, 1, mutation=UniformFlips())
+    )
     guide.fit()
     guide.states_data.copy_(torch.arange(7).reshape(1, 7, 1))  # a bit for each entry
     elbo = TraceTruncated_ELBO()
@@ -365,7 +367,7 @@ def test_passes_through_the_model_are_counted():
         (EvolutionaryUpdate(1, 3, 1, mutation=InformedFlips()), 1 + 2, 6 + 1 + 3),
         (EvolutionaryUpdate(num_generations=0), 1, 6),
     ):
-        guide = TruncatedPosterior(counted, 6, evolution)
+        guide = TruncatedPosterior(counted, 6, evolution=evolution)
         elbo = TraceTruncated_ELBO()
         for _ in range(4):  # in which the programs are analysed
             elbo.loss_and_grads(counted, guide)

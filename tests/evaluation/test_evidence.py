@@ -76,7 +76,7 @@ KERNELS = {
     "default": None,
     "mala": MALA(),
     "random-walk": RandomWalk(),
-    "hmc": HMC(0.4, 2),
+    "hmc": HMC(0.4, num_leapfrog=2),
     "ula": ULA(),
     "underdamped": UnderdampedLangevin(),
 }
@@ -454,7 +454,7 @@ def test_what_is_no_number_is_named():
         log_evidence(model, guide, num_particles=4)
 
 
-@pytest.mark.parametrize("kernel", [RandomWalk(1.0), HMC(0.4, 4)], ids=["rw", "hmc"])
+@pytest.mark.parametrize("kernel", [RandomWalk(1.0), HMC(0.4, num_leapfrog=4)], ids=["rw", "hmc"])
 def test_chains_of_angles_stay_on_the_circle(kernel):
     # The density of an angle repeats itself on the line; what the model makes of it does not.
     size = 400

@@ -111,7 +111,12 @@ def test_the_backward_weight_is_unbiased():
         return log_base, (math.log(3.0) + dist.Normal(1.0, 0.6).log_prob(z)).sum(-1) - log_base
 
     evaluate = evaluator(density, create_graph=False)
-    for steps, kernel in ((1, MALA(0.1)), (3, MALA(0.5)), (3, HMC(0.6, 3)), (4, RandomWalk(0.7))):
+    for steps, kernel in (
+        (1, MALA(0.1)),
+        (3, MALA(0.5)),
+        (3, HMC(0.6, num_leapfrog=3)),
+        (4, RandomWalk(0.7)),
+    ):
         start = evaluate(1.0 + 0.6 * torch.randn(4_000, 1))
         log_weight = anneal_back(start, LinearSchedule(steps)(), kernel, evaluate)
         ratio = (-log_weight.detach()).exp() * 3.0

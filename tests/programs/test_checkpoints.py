@@ -21,7 +21,7 @@ from tests.params import in_turn
 OBJECTIVES = {
     "sgvb": TraceSGVB_ELBO,
     "iwae": lambda: TraceIWAE_ELBO(3),
-    "vimco": lambda: TraceIWAE_ELBO(3, "vimco"),
+    "vimco": lambda: TraceIWAE_ELBO(3, gradient_estimator="vimco"),
     "sis": lambda: TraceSIS_ELBO(2),
     "ais": lambda: TraceAIS_ELBO(2),
     "reweighted": lambda: TraceSIS_ELBO(2, gradient_estimator="reweighted"),

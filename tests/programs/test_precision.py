@@ -193,7 +193,7 @@ def test_a_search_under_autocast_leaves_gradients(mutation):
             pyro.sample("x", dist.Normal(decoder(z), 1.0).to_event(1), obs=x)
 
     def gradient(**autocast):
-        guide = TruncatedPosterior(model, 8, EvolutionaryUpdate(mutation=mutation))
+        guide = TruncatedPosterior(model, 8, evolution=EvolutionaryUpdate(mutation=mutation))
         pyro.set_rng_seed(5)
         with torch.autocast("cpu", torch.bfloat16, **autocast):
             loss = TraceTruncated_ELBO().differentiable_loss(model, guide)

@@ -127,7 +127,9 @@ def test_nor_can_monte_carlo_em():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "way"), [(ULA(0.02), "as it is"), (HMC(0.2, 2), "both")], ids=["sis", "ais"]
+    ("kernel", "way"),
+    [(ULA(0.02), "as it is"), (HMC(0.2, num_leapfrog=2), "both")],
+    ids=["sis", "ais"],
 )
 def test_chains_weigh_and_judge_it(way, kernel):
     model, guide = programs(way)

@@ -104,7 +104,7 @@ def test_the_elements_meet_also_where_the_guides_flow_has_no_inverse(flow):
     bounds = torch.tensor([-elbo.loss(model, guide) for _ in range(8)])
     assert bounds.mean() < exact + 4 * bounds.std() / 8**0.5
     with pytest.raises(ValueError, match="A flow without an inverse"):
-        TraceIWAE_ELBO(2, "dreg").loss_and_grads(model, guide)
+        TraceIWAE_ELBO(2, gradient_estimator="dreg").loss_and_grads(model, guide)
 
 
 def coupled(model, guide, **subsamples):

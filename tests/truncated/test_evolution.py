@@ -43,7 +43,7 @@ def test_every_possible_state_becomes_a_parent_as_often_as_it_should():
 def test_a_search_ends_where_no_move_of_any_state_improves_the_set(seed, mutation):
     """By a look at every neighbour of every state that is kept: the worst one's, too."""
     pyro.set_rng_seed(seed)
-    guide = TruncatedPosterior(model, 2, EvolutionaryUpdate(6, H, 1, mutation=mutation))
+    guide = TruncatedPosterior(model, 2, evolution=EvolutionaryUpdate(6, H, 1, mutation=mutation))
     guide.fit(num_steps=40)
     everything = TruncatedPosterior(model, 2**H).posterior()
     place = 2 ** torch.arange(H)
@@ -71,7 +71,7 @@ def test_draws_from_the_prior_find_what_single_moves_cannot(proposals):
         return torch.randint(log_joint.shape[1], (len(log_joint), count))
 
     update = EvolutionaryUpdate(2, H, 1, uniformly, UniformFlips())
-    guide = TruncatedPosterior(trap, 1, update, proposals=proposals)
+    guide = TruncatedPosterior(trap, 1, evolution=update, proposals=proposals)
     guide.posterior()
     guide.states_data.zero_()
     result = guide.fit(num_steps=40)

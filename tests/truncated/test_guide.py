@@ -81,7 +81,7 @@ operators = [
 )
 def test_e_steps_keep_states_distinct_and_never_lower_f(operator, states, p, c, g, program):
     evolution = EvolutionaryUpdate(p, c, g, *operator)
-    guide = TruncatedPosterior(program, states, evolution)
+    guide = TruncatedPosterior(program, states, evolution=evolution)
     before = guide.posterior().free_energy
     assert_distinct(guide)
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_e_steps_keep_states_distinct_and_never_lower_f(operator, states, p, c, 
 def test_search_finds_the_best_states(states):
     """Enough steps find exactly the S most probable of all states, whatever the start."""
     evolution = EvolutionaryUpdate(4, 4, 2, uniformly, UniformFlips())
-    guide = TruncatedPosterior(model, states, evolution)
+    guide = TruncatedPosterior(model, states, evolution=evolution)
     result = guide.fit(num_steps=60)
     everything = TruncatedPosterior(model, 2**H).posterior().log_joint
     assert torch.allclose(result, everything.topk(states, dim=0).values.logsumexp(0))
@@ -221,7 +221,7 @@ def test_a_thousand_entries_are_packed():
             z = pyro.sample("z", dist.Bernoulli(0.001 * torch.ones(1000)).to_event(1))
             pyro.sample("x", dist.Normal(z.sum(-1), 1.0), obs=X[:3, 0])
 
-    guide = TruncatedPosterior(wide, 64, EvolutionaryUpdate(5, 4, 2))
+    guide = TruncatedPosterior(wide, 64, evolution=EvolutionaryUpdate(5, 4, 2))
     before = guide.posterior().free_energy
     assert guide.states_data.shape == (3, 64, 125)
     assert (guide.fit(num_steps=5) >= before).all()
@@ -234,7 +234,7 @@ def test_an_operator_of_ones_own():
             return (1 - parents.states).unsqueeze(2).expand(-1, -1, count, -1)
 
     evolution = EvolutionaryUpdate(2, 2, 1, lambda joint, p: joint.topk(p).indices, FlipAll())
-    guide = TruncatedPosterior(model, 4, evolution)
+    guide = TruncatedPosterior(model, 4, evolution=evolution)
     before = guide.posterior().free_energy
     assert (guide.fit(num_steps=3) >= before).all()
     assert_distinct(guide)
@@ -407,7 +407,7 @@ def test_num_states_must_be_a_positive_int(count):
 
 def test_evolution_must_be_an_update():
     with pytest.raises(ValueError, match="evolution must be an EvolutionaryUpdate"):
-        TruncatedPosterior(model, 4, UniformFlips())
+        TruncatedPosterior(model, 4, evolution=UniformFlips())
 
 
 def test_no_e_steps_and_no_states_in_evaluation_mode():
@@ -434,7 +434,9 @@ def test_duplicates_by_key_are_those_by_value():
 @pytest.mark.parametrize(("program", "vectorize"), [(model, False), (mixed, True)])
 def test_draws_from_the_prior_may_seed_the_search(program, vectorize):
     nothing = EvolutionaryUpdate(num_generations=0)
-    guide = TruncatedPosterior(program, 5, nothing, proposals=PriorDraws(6), vectorize=vectorize)
+    guide = TruncatedPosterior(
+        program, 5, evolution=nothing, proposals=PriorDraws(6), vectorize=vectorize
+    )
     before = guide.posterior().free_energy
     after = guide.fit(num_steps=5)
     assert (after >= before).all()
@@ -449,11 +451,11 @@ def test_an_encoder_may_seed_the_search():
         return {"z": best[subsample].unsqueeze(0)}
 
     nothing = EvolutionaryUpdate(num_generations=0)
-    guide = TruncatedPosterior(model, 3, nothing, proposals=encoder)
+    guide = TruncatedPosterior(model, 3, evolution=nothing, proposals=encoder)
     index = torch.tensor([5, 2])
     guide.fit(index)
     assert torch.equal(guide.posterior(index).map()["z"], best[index])
-    guide = TruncatedPosterior(model, 3, nothing, proposals=lambda: {"y": best})
+    guide = TruncatedPosterior(model, 3, evolution=nothing, proposals=lambda: {"y": best})
     with pytest.raises(ValueError, match=r"returned values of \['y'\], but not of 'z'"):
         guide.fit()
 
@@ -501,7 +503,7 @@ def test_a_zero_inflated_count_has_its_exact_evidence():
             z = pyro.sample("z", prior)
             pyro.sample("x", dist.Normal(z, 0.8), obs=x)
 
-    guide = TruncatedPosterior(program, 24, EvolutionaryUpdate(8, 2, 4, uniformly))
+    guide = TruncatedPosterior(program, 24, evolution=EvolutionaryUpdate(8, 2, 4, uniformly))
     counts = torch.arange(40.0)[:, None]
     joint = prior.log_prob(counts) + dist.Normal(counts, 0.8).log_prob(x)
     torch.testing.assert_close(guide.fit(num_steps=20), joint.logsumexp(0), rtol=0, atol=1e-6)

@@ -32,7 +32,7 @@ def test_few_states_hold_the_evidence_of_the_bars():
         model.logits.fill_(bars.PI).logit_()
         model.log_sigma.fill_(bars.SIGMA).log_()
     evidence = TruncatedPosterior(model, 256).posterior(images).free_energy
-    guide = TruncatedPosterior(model, 64, EvolutionaryUpdate(3, 2, 1))
+    guide = TruncatedPosterior(model, 64, evolution=EvolutionaryUpdate(3, 2, 1))
     assert (evidence - guide.posterior(images).free_energy).mean() > 10
     # Of 256 states 6 are looked at in a step: thirty steps find the few that matter.
     assert (evidence - guide.fit(images, num_steps=30)).mean() < 0.02

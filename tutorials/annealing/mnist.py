@@ -82,8 +82,8 @@ OBJECTIVES: dict[str, Callable[[], Any]] = {
     "IWAE-10": lambda: TraceIWAE_ELBO(10),
     "IWAE-50": lambda: TraceIWAE_ELBO(50),
     # The gradient as Burda et al. (2016) write it; the default is doubly reparameterized.
-    "IWAE-5-reparam": lambda: TraceIWAE_ELBO(5, "reparam"),
-    "IWAE-10-reparam": lambda: TraceIWAE_ELBO(10, "reparam"),
+    "IWAE-5-reparam": lambda: TraceIWAE_ELBO(5, gradient_estimator="reparam"),
+    "IWAE-10-reparam": lambda: TraceIWAE_ELBO(10, gradient_estimator="reparam"),
     "SIS-5-ULA": lambda: TraceSIS_ELBO(5, ULA()),
     "SIS-10-ULA": lambda: TraceSIS_ELBO(10, ULA()),
     # In the paper's coordinates; elsewhere chains move the encoder's noise.

@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": lambda z: torch.nn.functional.softplus(6 * z) / 2,
 }
 LOSSES = {
-    "SIS, underdamped": lambda: TraceSIS_ELBO(3, kernel=UnderdampedLangevin(0.3, 0.7)),
+    "SIS, underdamped": lambda: TraceSIS_ELBO(3, kernel=UnderdampedLangevin(0.3, momentum=0.7)),
     "SIS, ULA": lambda: TraceSIS_ELBO(3, kernel=ULA(0.05)),
     "AIS, MALA": lambda: TraceAIS_ELBO(3, kernel=MALA(0.05)),
 }

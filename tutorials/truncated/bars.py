@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 def train(model: Model, epochs: int, states: int = 64, rate: float = 1e-2) -> list[float]:
     """Train in place; returns the free energy per image after each epoch."""
-    guide = TruncatedPosterior(model, states, EvolutionaryUpdate(3, 2, 1))
+    guide = TruncatedPosterior(model, states, evolution=EvolutionaryUpdate(3, 2, 1))
     elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     steps = epochs * -(-len(model.images) // 32)

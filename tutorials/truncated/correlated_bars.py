@@ -81,7 +81,7 @@ def make_data(count: int) -> Tensor:
 
 def train(model: Model, epochs: int, rate: float = 1e-2) -> list[float]:
     """Train in place; returns the free energy per image after each epoch."""
-    guide = TruncatedPosterior(model, 64, EvolutionaryUpdate(3, 2, 1))
+    guide = TruncatedPosterior(model, 64, evolution=EvolutionaryUpdate(3, 2, 1))
     elbo = TraceTruncated_ELBO(max_plate_nesting=1)(model, guide)
     optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=rate)
     steps = epochs * -(-len(model.images) // 32)
