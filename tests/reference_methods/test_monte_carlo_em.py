@@ -336,7 +336,7 @@ def test_other_arguments_are_drawn_for_anew():
 
     def step(*args):
         elbo.loss_and_grads(model, guide, *args)
-        left.append(elbo._draw.left)
+        left.append(elbo._draw.num_left)
 
     step(x, 1.0)
     step(x, 1.0)
@@ -409,7 +409,7 @@ def test_data_that_have_changed_are_drawn_for_anew(place, kind):
         unread.losses.append(elbo.loss_and_grads(model, guide, *args))
         parameter = pyro.get_param_store()._params["loc"]
         gradients.append(-parameter.grad.item() / 20)
-        left.append(elbo._draw.left)
+        left.append(elbo._draw.num_left)
         parameter.grad = None
     assert left == [4, 3, 4, 3]
     # E[z - loc | x] is half of x, with a standard error of 0.7 / sqrt(20).
@@ -425,7 +425,7 @@ def test_copies_make_their_own_draws():
         assert other._draw is None
         assert (other.states.positions == elbo.states.positions).all()
         other.loss_and_grads(exact.model, exact.guide)
-    assert elbo._draw.left == 2
+    assert elbo._draw.num_left == 2
 
 
 # --- What is refused ------------------------------------------------------------------------------
